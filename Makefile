@@ -1,0 +1,45 @@
+# Everything runs from a virtual environment in .venv, made on first use. PYTHON is the interpreter it is made with.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# Ranks and tests share the cores: one thread for each of them.
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo check test nightly golden clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+venv: $(STAMP) ## make .venv and install zerofx into it, as pinned in constraints.txt
+
+# torch goes first and alone, so that nothing else can pull in another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt torch
+	$(PIP) install --quiet -c constraints.txt -e ".[test,examples,solver,dev]"
+	touch $@
+
+demo: venv ## train a small GPT, sharded over two processes (a few minutes)
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py
+
+check: venv ## format, lint and types
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+test: venv ## the tests that need no GPU and little time
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"
+
+nightly: venv ## the slow tests, and the GPU tests where there is a GPU
+	$(BIN)/python -m pytest -q -m "slow or gpu"
+
+golden: venv ## rewrite the expected texts under tests/golden; read the diff before you commit it
+	$(BIN)/python -m pytest -q -n 2 -m "golden and not gpu" --update-golden
+
+clean: ## remove what building and testing leave behind (not .venv)
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis zerofx_dump torch_compile_debug
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

@@ -1,0 +1,175 @@
+"""Compile a region's Python function through Inductor. The only file that touches Inductor.
+
+The region is traced from the emitted source itself, so that an edited file compiles as it reads. Views of its inputs
+(parameters in a gathered bucket, slots of a gradient buffer) are taken outside the compiled code: Inductor then sees
+plain contiguous tensors, and a gradient is written where it belongs.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.device_interface import get_interface_for_device
+from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from zerofx.errors import CompilerError
+from zerofx.scheduler.liveness import MemoryEvent
+from zerofx.scheduler.storage import storage_bytes
+
+RegionFunction = Callable[[list[Any]], tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class CompiledRegion:
+    """A compiled region: takes its inputs in a list that it empties, like the function it was made from.
+
+    ``memory`` is what it takes and frees on the way, its outputs included.
+    """
+
+    call: RegionFunction
+    memory: tuple[MemoryEvent, ...]
+
+
+def check_compiler(device: torch.device) -> None:
+    """Check that Inductor can build code for ``device``.
+
+    Raises:
+        CompilerError: says what to install, or which backend needs nothing.
+    """
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            compiler = get_cpp_compiler()
+            found = shutil.which(compiler) is not None
+        except Exception:  # torch raises InvalidCxxCompiler, whose place differs between versions
+            found = False
+        if not found:
+            raise CompilerError(
+                "backend='inductor' expects a C++ compiler, found none (looked for $CXX, g++ and clang++): install one "
+                "(Debian and Ubuntu: apt-get install g++), or use backend='eager'"
+            )
+    else:
+        get_interface_for_device(device.type)
+
+
+def compile_region(function: RegionFunction, inputs: Sequence[Any], name: str) -> CompiledRegion:
+    """Compile ``function`` for inputs like ``inputs`` (fake tensors or scalars).
+
+    Raises:
+        CompilerError: Inductor could not compile it; the message names the region.
+    """
+    fakes = [i for i in inputs if isinstance(i, FakeTensor)]
+    mode = fakes[0].fake_mode
+    try:
+        with mode:
+            traced = make_fx(
+                lambda *args: function(list(args)), decomposition_table=select_decomp_table(), tracing_mode="real"
+            )(*inputs)
+        views, inner = _hoist_views(traced)
+        output = inner.graph.output_node()
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+        examples = [node.meta["val"] for node in inner.graph.find_nodes(op="placeholder")]
+        with tracing(TracingContext(mode)), inductor_config.patch(_OPTIONS):
+            compiled = compile_fx_inner(inner, examples)
+    except Exception as error:
+        raise CompilerError(
+            f"region {name} could not be compiled: {type(error).__name__}: {error}\nUse backend='eager' to run it on "
+            f"ATen kernels"
+        ) from error
+    return CompiledRegion(_with_views(views, compiled), _memory(compiled, views))
+
+
+# Sizes are static and inputs are ours: checks at every call would only cost time. Reordering for memory is off because
+# the plan has been made for this order.
+_OPTIONS = {"size_asserts": False, "alignment_asserts": False, "nan_asserts": False}
+
+
+def _hoist_views(traced: fx.GraphModule) -> tuple[list[tuple[int, tuple[Any, ...]]], fx.GraphModule]:
+    """Turn ``as_strided`` views of placeholders into placeholders.
+
+    Returns what to pass to the rest, in order: ``(input index, as_strided arguments)``, or ``(input index, ())`` for
+    the input itself.
+    """
+    graph = traced.graph
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    passed: list[tuple[int, tuple[Any, ...]]] = []
+    last = placeholders[-1]
+    for index, original in enumerate(placeholders):
+        for user in list(original.users):
+            if user.target is torch.ops.aten.as_strided.default:
+                with graph.inserting_after(last):
+                    last = graph.placeholder(f"view_{len(passed)}")
+                last.meta["val"] = user.meta["val"]
+                user.replace_all_uses_with(last)
+                passed.append((index, tuple(user.args[1:])))
+                graph.erase_node(user)
+    own = [(index, ()) for index, node in enumerate(placeholders) if node.users]
+    for node in placeholders:
+        if not node.users:
+            graph.erase_node(node)
+    graph.lint()
+    traced.recompile()
+    return [*own, *passed], traced
+
+
+def _with_views(views: list[tuple[int, tuple[Any, ...]]], compiled: Any) -> RegionFunction:
+    def call(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
+        given = [inputs[i].as_strided(*args) if args else inputs[i] for i, args in views]
+        inputs.clear()
+        return tuple(compiled(given))
+
+    return call
+
+
+_ALLOCATION = re.compile(r"^\s*(\w+) = empty_strided_\w+\(\((.*?)\), \((.*?)\), (torch\.\w+)\)")
+_REUSE = re.compile(r"^\s*(\w+) = (?:reinterpret_tensor\()?(\w+)\b.*# reuse")
+_DELETE = re.compile(r"\bdel (\w+)")
+_EXTERN = re.compile(r"^\s*(buf\d+) = (torch\.ops\.|extern_kernels\.|aten\.)")
+_ITEM = re.compile(r"^\s*(\w+) = (buf\d+)\[(\d+)\]")
+
+
+def _memory(compiled: Any, views: list[tuple[int, tuple[Any, ...]]]) -> tuple[MemoryEvent, ...]:
+    """What the generated wrapper takes and gives back, in order, read from its allocations and deletions.
+
+    An operator that Inductor leaves to ATen makes its own outputs; their sizes are those of the traced node.
+    """
+    live: dict[str, int] = {}
+    events: list[MemoryEvent] = []
+    args = {f"arg{i}_1": source for i, (source, _) in enumerate(views)}
+    holders = Counter(args.values())
+    for line in compiled.source_code.splitlines():
+        if allocation := _ALLOCATION.search(line):
+            name, sizes, strides, dtype = allocation.groups()
+            live[name] = _extent(sizes, strides) * getattr(torch, dtype.removeprefix("torch.")).itemsize
+            events.append(MemoryEvent(live[name]))
+        elif reuse := _REUSE.search(line):
+            new, old = reuse.groups()
+            live[new] = live.pop(old, 0)
+            continue
+        for name in _DELETE.findall(line):
+            if name in args:
+                holders[args[name]] -= 1
+                if holders[args[name]] == 0:
+                    events.append(MemoryEvent(freed=args[name]))
+            elif name in live:
+                events.append(MemoryEvent(-live.pop(name)))
+    return tuple(events)
+
+
+def _extent(sizes: str, strides: str) -> int:
+    shape = [int(size) for size in sizes.split(",") if size.strip()]
+    steps = [int(stride) for stride in strides.split(",") if stride.strip()]
+    return storage_bytes(torch.empty_strided(shape, steps, device="meta", dtype=torch.uint8))

@@ -1,0 +1,159 @@
+"""Cut a step graph into regions: maximal runs of nodes between scheduled events, inside one unit and one phase.
+
+A region is what is compiled as one piece. Only tensors that own their storage cross a border: a view that a later
+region needs is made again there from its base, so that a name held is memory held, and a gathered bucket has no other
+name. Regions with equal structure, shapes, strides and dtypes have equal keys, and are compiled once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx import ops
+from zerofx.graph import Origin, Phase, StepGraph, origin, target_name, value
+from zerofx.scheduler.storage import is_view
+
+
+@dataclass(frozen=True)
+class Region:
+    """A run of nodes with the values that enter and leave it, in order of first use and of definition.
+
+    ``own`` are its nodes in the graph's order. ``nodes`` are the lines it has: without views that nothing here reads,
+    and with views of the inputs that were made in an earlier region and are made again here.
+    """
+
+    own: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    origin: Origin
+    key: str = field(compare=False, default="")
+
+    @property
+    def is_update(self) -> bool:
+        return self.origin.phase is Phase.UPDATE
+
+
+@dataclass(frozen=True)
+class Event:
+    """One scheduled node: a collective, a wait, a release, or the making of a buffer."""
+
+    node: fx.Node
+
+
+Instruction = Region | Event
+
+
+def cut(step: StepGraph) -> tuple[Instruction, ...]:
+    """The step as a sequence of instructions, in the graph's order."""
+    runs = list(_runs(step))
+    home = {node: number for number, run in enumerate(runs) for node in run}
+    instructions: list[Instruction] = []
+    for number, run in enumerate(runs):
+        if run[0].target in ops.EVENTS:
+            instructions.append(Event(run[0]))
+        else:
+            region = _region(run, number, home)
+            if region is not None:
+                instructions.append(region)
+    return tuple(instructions)
+
+
+def _runs(step: StepGraph) -> Iterator[list[fx.Node]]:
+    run: list[fx.Node] = []
+    group: tuple[str, Phase] | None = None
+    for node in step.calls():
+        is_event = node.target in ops.EVENTS
+        here = (step.unit_of(node), origin(node).phase)
+        # An output of an operator stays with it, wherever the module borders are.
+        if run and (is_event or (here != group and node.target is not operator.getitem)):
+            yield run
+            run = []
+        if is_event:
+            yield [node]
+        else:
+            group = here if not run else group
+            run.append(node)
+    if run:
+        yield run
+
+
+def is_free_view(node: fx.Node) -> bool:
+    """Whether a node can be made again anywhere at no cost: a view of another value, not an event's result."""
+    if node.target in ops.EVENTS or not is_view(node):
+        return False
+    if node.target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return source.target is ops.hyperparameters or is_free_view(source)
+    return True
+
+
+def _region(run: list[fx.Node], number: int, home: dict[fx.Node, int]) -> Region | None:
+    work = [node for node in run if not is_free_view(node)]
+    if not work:
+        return None
+    nodes: dict[fx.Node, None] = {}
+    inputs: dict[fx.Node, None] = {}
+
+    def require(node: fx.Node) -> None:
+        if node in nodes or node in inputs:
+            return
+        if is_free_view(node):
+            for source in node.all_input_nodes:
+                require(source)
+            nodes[node] = None
+        elif home.get(node) != number:
+            inputs[node] = None
+
+    for node in work:
+        for source in node.all_input_nodes:
+            require(source)
+        nodes[node] = None
+    outputs = [node for node in work if not _is_tuple(node) and _used_outside(node, number, home)]
+    region = Region(tuple(run), tuple(nodes), tuple(inputs), tuple(outputs), origin(work[0]))
+    return replace(region, key=_key(region))
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    return isinstance(value(node), list | tuple)
+
+
+def _used_outside(node: fx.Node, number: int, home: dict[fx.Node, int]) -> bool:
+    """Whether another region or event reads ``node``, itself or through views."""
+    return any(
+        _used_outside(user, number, home) if is_free_view(user) else home.get(user) != number for user in node.users
+    )
+
+
+def _key(region: Region) -> str:
+    names = {node: f"x{i}" for i, node in enumerate(region.inputs)}
+    lines = [_describe(value(node)) for node in region.inputs]
+    for i, node in enumerate(region.nodes):
+        names[node] = f"v{i}"
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _Name(names[n]))
+        lines.append(f"v{i} = {target_name(node)} {args} {kwargs} : {_describe(value(node))}")
+    lines.append(" ".join(names[node] for node in region.outputs))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+class _Name(str):
+    """A string that prints bare inside containers."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _describe(fake: Any) -> str:
+    if isinstance(fake, torch.Tensor):
+        return f"{fake.dtype} {list(fake.shape)} {list(fake.stride())} {fake.device.type}"
+    if isinstance(fake, list | tuple):
+        return "(" + ", ".join(_describe(item) for item in fake) + ")"
+    return type(fake).__name__

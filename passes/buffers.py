@@ -1,0 +1,41 @@
+"""Write mutated buffers back, and start the step from rank 0's, as DistributedDataParallel does.
+
+    mean_next = ...                         broadcast([running_mean])           # only on more than one rank
+    return loss, mean_next                  ...
+                                            copy_(running_mean, mean_next)      # after the last reader of the old value
+                                            return loss
+
+Does not handle: buffers that the step does not change (they were made equal when the step was compiled).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from zerofx import ops
+from zerofx.graph import Origin, Phase, Role, StepGraph, insert_call, origin, placeholder
+from zerofx.passes.base import after, consumers
+from zerofx.scheduler.plan import Plan
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Turn the graph's buffer outputs into in-place writes."""
+
+    name: str = "buffers"
+
+    def run(self, step: StepGraph, plan: Plan) -> None:
+        buffers = {placeholder(node).name: node for node in step.placeholders(Role.BUFFER)}
+        order = step.positions()
+        mutations = step.mutations
+        step.set_outputs(step.loss, {}, step.gradients)
+        for name, value in mutations.items():
+            buffer = buffers[name]
+            last = max([value, *consumers(buffer)], key=order.__getitem__)
+            with step.graph.inserting_before(after(last).next):
+                insert_call(step.graph, torch.ops.aten.copy_.default, (buffer, value), origin(value))
+        if mutations and plan.num_ranks > 1:
+            with step.graph.inserting_after(step.last_placeholder()):
+                insert_call(step.graph, ops.broadcast, ([buffers[n] for n in mutations],), Origin("", Phase.FORWARD))

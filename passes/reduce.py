@@ -1,0 +1,124 @@
+"""Reduce each bucket's gradients as soon as the last of them exists.
+
+    gw = mm(gy, x)                  grads_0 = empty_gradients(0, ...)          # before the bucket's first gradient
+    gb = sum(gy)                    gw = mm(gy, x);   copy_(as_strided(grads_0, ...), gw)
+    ...                             gb = sum(gy);     copy_(as_strided(grads_0, ...), gb)
+    return loss, gw, gb             reduce_0 = reduce_scatter(grads_0, 0, 2)
+                                    ...                                        # where the plan says
+                                    grad_0 = wait(reduce_0, grads_0); div_(grad_0, 2)
+
+The average over the ranks is the sum divided once. At stage 0 the reduced slices are gathered again, so that every
+rank updates the whole bucket: an all-reduce in its two halves. On one rank the flat buffer is the gradient.
+
+Does not handle: a parameter without a gradient; the layout has put it in a bucket that is not trained.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zerofx import ops
+from zerofx.buckets import Bucket, BucketLayout, Slot
+from zerofx.graph import Origin, Phase, StepGraph, insert_call, origin
+from zerofx.passes.base import after, consumers
+from zerofx.scheduler.plan import Plan
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Write gradients into flat buffers, reduce those, and leave the results in ``StepGraph.reduced``."""
+
+    layout: BucketLayout
+    name: str = "reduce"
+
+    def run(self, step: StepGraph, plan: Plan) -> None:
+        order, gradients = step.positions(), step.gradients
+        by_name = {node.name: node for node in step.graph.nodes}
+        tails = _Tails()
+        buffers = {}
+        for bucket in filter(lambda b: b.trainable, self.layout.buckets):
+            members = sorted(((gradients[slot.name], slot) for slot in bucket.slots), key=lambda m: order[m[0]])
+            buffers[bucket.index] = _fill_buffer(step, bucket, members, tails)
+        step.set_outputs(step.loss, step.mutations, {})
+        # Every reduction is issued before one is placed behind another's gradient, as decisions may ask.
+        pending = {
+            bucket.index: _issue(step, bucket, buffers[bucket.index]) if plan.num_ranks > 1 else buffers[bucket.index]
+            for bucket in self.layout.buckets
+            if bucket.trainable
+        }
+        for decision in plan.reduces:
+            bucket = self.layout.buckets[decision.bucket]
+            buffer, started = buffers[bucket.index], pending[bucket.index]
+            if started is buffer:
+                step.reduced[bucket.index] = buffer
+                continue
+            target = by_name[decision.wait_after] if decision.wait_after else step.output.prev
+            anchor = tails.behind(target) if decision.wait_after else target
+            step.reduced[bucket.index] = _finish(step, plan, bucket, buffer, started, anchor)
+
+
+class _Tails:
+    """The last node that has been put behind each node of the graph, so that additions keep their order."""
+
+    def __init__(self) -> None:
+        self._last: dict[fx.Node, fx.Node] = {}
+
+    def behind(self, node: fx.Node) -> fx.Node:
+        anchor = node.args[0] if node.target is operator.getitem else node
+        assert isinstance(anchor, fx.Node)
+        return self._last.setdefault(anchor, after(anchor))
+
+    def add(self, node: fx.Node, added: fx.Node) -> None:
+        anchor = node.args[0] if node.target is operator.getitem else node
+        assert isinstance(anchor, fx.Node)
+        self._last[anchor] = added
+
+
+def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[tuple[fx.Node, Slot]], tails: _Tails) -> fx.Node:
+    graph, first = step.graph, members[0][0]
+    with graph.inserting_after(tails.behind(first)):
+        buffer = insert_call(
+            graph, ops.empty_gradients, (bucket.index, bucket.numel), Origin(bucket.name, Phase.BACKWARD),
+            {"dtype": bucket.compute_dtype, "device": torch.device(step.device.type)},
+            name=f"grads_{bucket.index}", fake=step.fake((bucket.numel,), bucket.compute_dtype),
+        )  # fmt: skip
+    tails.add(first, buffer)
+    for gradient, slot in members:
+        where = Origin(origin(gradient).layer, Phase.BACKWARD)
+        with graph.inserting_after(tails.behind(gradient)):
+            place = (buffer, list(slot.shape), list(slot.stride), slot.offset)
+            view = insert_call(graph, _aten.as_strided.default, place, where)
+        with graph.inserting_after(view):
+            copy = insert_call(graph, _aten.copy_.default, (view, gradient), where)
+        tails.add(gradient, copy)
+    return buffer
+
+
+def _issue(step: StepGraph, bucket: Bucket, buffer: fx.Node) -> fx.Node:
+    last_write = max(consumers(buffer), key=step.positions().__getitem__)
+    with step.graph.inserting_after(last_write):
+        return insert_call(
+            step.graph, ops.reduce_scatter, (buffer, bucket.index, bucket.num_ranks),
+            Origin(bucket.name, Phase.BACKWARD), name=f"reduce_{bucket.index}",
+        )  # fmt: skip
+
+
+def _finish(
+    step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, started: fx.Node, anchor: fx.Node
+) -> fx.Node:
+    where = Origin(bucket.name, Phase.BACKWARD)
+    order = step.positions()
+    anchor = max(anchor, started, key=order.__getitem__)
+    with step.graph.inserting_before(anchor.next):
+        grad = insert_call(step.graph, ops.wait, (started, buffer), where, name=f"grad_{bucket.index}")
+        insert_call(step.graph, _aten.div_.Tensor, (grad, plan.num_ranks), where)
+        if plan.stage == 0:
+            whole = insert_call(step.graph, ops.all_gather, (grad, bucket.index, bucket.num_ranks), where)
+            grad = insert_call(step.graph, ops.wait, (whole,), where, name=f"full_grad_{bucket.index}")
+    return grad

@@ -1,0 +1,75 @@
+"""Put the model's parameters into flat buckets.
+
+    stages 0 to 2                               stage 3
+    params_0 = <full buffer on this rank>       shard_0 = <this rank's slice>
+    w = as_strided(params_0, [4, 8], ...)       full = wait(all_gather(shard_0))
+                                                w = as_strided(full, [4, 8], ...)
+
+At stage 3 each bucket is gathered once, where the graph begins; the gather pass gives it its residencies. On one rank
+a slice is the whole, so nothing is gathered at any stage.
+
+Does not handle: gradients and optimizer states (the reduce and update passes do).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zerofx import ops
+from zerofx.buckets import Bucket, BucketLayout
+from zerofx.graph import Origin, Phase, Placeholder, Role, StepGraph, insert_call, placeholder
+from zerofx.scheduler.plan import Plan
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Replace parameter placeholders by views of bucket buffers."""
+
+    layout: BucketLayout
+    name: str = "shard"
+
+    def run(self, step: StepGraph, plan: Plan) -> None:
+        by_name = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
+        for bucket in self.layout.buckets:
+            used = [slot for slot in bucket.slots if by_name[slot.name].users]
+            if plan.gathers_parameters:
+                shard = add_shard(step, bucket)
+                full = _gather_at_start(step, bucket, shard) if used else shard
+            else:
+                full = step.add_placeholder(
+                    f"params_{bucket.index}", Placeholder(Role.FULL, bucket.name, bucket.index),
+                    (bucket.numel,), bucket.compute_dtype,
+                )  # fmt: skip
+            if bucket.has_master:
+                local = bucket.shard_numel if plan.shards_optimizer else bucket.numel
+                master = Placeholder(Role.MASTER, bucket.name, bucket.index)
+                step.add_placeholder(f"master_{bucket.index}", master, (local,), bucket.dtype)
+            for slot in reversed(used):
+                with step.graph.inserting_after(full if full.op == "call_function" else step.last_placeholder()):
+                    view = insert_call(
+                        step.graph, torch.ops.aten.as_strided.default,
+                        (full, list(slot.shape), list(slot.stride), slot.offset),
+                        Origin(slot.name.rpartition(".")[0], Phase.FORWARD), name=slot.name.replace(".", "_"),
+                    )  # fmt: skip
+                by_name[slot.name].replace_all_uses_with(view)
+            for slot in bucket.slots:
+                step.graph.erase_node(by_name[slot.name])
+
+
+def add_shard(step: StepGraph, bucket: Bucket, alias_of: str | None = None) -> fx.Node:
+    """The placeholder of this rank's slice in the compute dtype, shape ``[bucket.shard_numel]``."""
+    return step.add_placeholder(
+        f"shard_{bucket.index}", Placeholder(Role.SHARD, bucket.name, bucket.index, alias_of),
+        (bucket.shard_numel,), bucket.compute_dtype,
+    )  # fmt: skip
+
+
+def _gather_at_start(step: StepGraph, bucket: Bucket, shard: fx.Node) -> fx.Node:
+    where = Origin(bucket.name, Phase.FORWARD)
+    with step.graph.inserting_after(step.last_placeholder()):
+        pending = insert_call(step.graph, ops.all_gather, (shard, bucket.index, bucket.num_ranks), where)
+    with step.graph.inserting_after(pending):
+        return insert_call(step.graph, ops.wait, (pending,), where)

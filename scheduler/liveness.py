@@ -1,0 +1,161 @@
+"""Live bytes on the device at every node of a step graph, by storage.
+
+A value's storage is allocated when the node that owns it runs, and freed behind the last node that reads it, itself or
+through views: exactly where the emitted step deletes the last name that holds it. Placeholders (parameters, states,
+buffers, the batch) live throughout.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from zerofx import ops
+from zerofx.graph import StepGraph, placeholder
+from zerofx.scheduler.storage import aliased_input, storage_bytes, storage_source, tensors_of
+
+Storage = tuple[fx.Node, int]
+
+
+class RegionLike(Protocol):
+    """What is asked of a region here: its input values in order, and the nodes of the graph that it runs, in order."""
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]: ...
+
+    @property
+    def own(self) -> tuple[fx.Node, ...]: ...
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Bytes by node: live while it runs (``during``, outputs and workspace included) and behind it (``after``).
+
+    ``last_use`` and ``sizes`` are the last reader and the bytes of each storage that a call owns.
+    """
+
+    during: dict[fx.Node, int]
+    after: dict[fx.Node, int]
+    persistent_bytes: int
+    last_use: dict[Storage, fx.Node]
+    sizes: dict[Storage, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max([self.persistent_bytes, *self.during.values()])
+
+    @property
+    def peak_node(self) -> fx.Node | None:
+        """The first node at which the peak is reached."""
+        return max(self.during, key=self.during.__getitem__, default=None)
+
+
+def liveness(step: StepGraph, point_to_point: bool) -> Liveness:
+    """Walk the graph in order.
+
+    ``point_to_point``: whether reductions receive every other rank's slice into a buffer of its own (gloo, see
+    ``zerofx/runtime/collectives.py``) rather than sum inside the collective (NCCL).
+    """
+    persistent = sum(
+        storage_bytes(t)
+        for node in step.placeholders()
+        if placeholder(node).alias_of is None
+        for t in tensors_of(node)
+    )
+    last_use, owned = _last_uses(step)
+    dying: dict[fx.Node, list[Storage]] = {}
+    for storage, node in last_use.items():
+        dying.setdefault(node, []).append(storage)
+    live, during, behind = persistent, {}, {}
+    for node in step.calls():
+        live += sum(size for _, size in owned.get(node, ()))
+        during[node] = live
+        for source, index in dying.get(node, ()):
+            live -= next(size for i, size in owned[source] if i == index)
+        live += _held_by_pending(node) if point_to_point else 0
+        during[node] = max(during[node], live)
+        behind[node] = live
+    sizes = {(node, index): size for node, storages in owned.items() for index, size in storages}
+    return Liveness(during, behind, persistent, last_use, sizes)
+
+
+@dataclass(frozen=True)
+class MemoryEvent:
+    """One change of a compiled region's memory: ``num_bytes`` taken (or given back, if negative), or input ``freed``."""
+
+    num_bytes: int = 0
+    freed: int | None = None
+
+
+def with_profiles(
+    live: Liveness, step: StepGraph, regions: Sequence[tuple[RegionLike, Sequence[MemoryEvent]]]
+) -> Liveness:
+    """``live`` with what compiled regions hold inside them in the place of their nodes' own temporaries."""
+    during = dict(live.during)
+    before = {second: live.after[first] for first, second in itertools.pairwise(step.calls())}
+    for region, events in regions:
+        members = set(region.own)
+        current = peak = before.get(region.own[0], live.persistent_bytes)
+        for event in events:
+            current += event.num_bytes
+            if event.freed is not None:
+                storage = storage_source(region.inputs[event.freed])
+                if live.last_use.get(storage) in members:
+                    current -= live.sizes[storage]
+            peak = max(peak, current)
+        for node in region.own:
+            during[node] = live.after[node]
+        during[region.own[-1]] = max(peak, live.after[region.own[-1]])
+    return replace(live, during=during)
+
+
+def _last_uses(step: StepGraph) -> tuple[dict[Storage, fx.Node], dict[fx.Node, list[tuple[int, int]]]]:
+    """The last reader of each storage that a call owns (the call itself when nothing reads it), and each call's own
+    storages as ``(output index, bytes)``."""
+    owned: dict[fx.Node, list[tuple[int, int]]] = {}
+    last_use: dict[Storage, fx.Node] = {}
+    sources: dict[fx.Node, Storage] = {}
+    for node in step.graph.nodes:
+        if node.op == "output":
+            continue
+        sources[node] = storage_source(node)
+        if node.op == "call_function" and sources[node][0] is node and aliased_input(node) is None:
+            sizes = _output_bytes(node)
+            if sizes:
+                owned[node] = sizes
+                last_use.update({(node, index): node for index, _ in sizes})
+        for arg in node.all_input_nodes:
+            # A getitem names one output; its source's other outputs are not read by it.
+            storage = sources[node] if is_getitem(node) else sources[arg]
+            if storage in last_use:
+                last_use[storage] = node
+    for arg in step.output.all_input_nodes:
+        last_use.pop(sources[arg], None)
+    return last_use, owned
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+def _output_bytes(node: fx.Node) -> list[tuple[int, int]]:
+    found = node.meta.get("val")
+    outputs = found if isinstance(found, list | tuple) else (found,)
+    return [(i, storage_bytes(out)) for i, out in enumerate(outputs) if isinstance(out, torch.Tensor)]
+
+
+def _held_by_pending(node: fx.Node) -> int:
+    """Bytes beyond its result that a started point-to-point reduction takes (+), and its wait gives back (-)."""
+    if node.target is ops.reduce_scatter:
+        num_ranks = node.args[2]
+        assert isinstance(num_ranks, int)
+        return (num_ranks - 2) * storage_bytes(tensors_of(node)[0])
+    if node.target is ops.wait and isinstance(node.args[0], fx.Node):
+        return -_held_by_pending(node.args[0]) if node.args[0].target is ops.reduce_scatter else 0
+    return 0

@@ -1,0 +1,158 @@
+"""The plan: every decision about a step with its reason, and what the step is predicted to take. Plain data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from zerofx.errors import PlanError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class GatherDecision:
+    """One residency of a bucket on the device.
+
+    Positions are names of nodes of the captured graph: the gather is issued before ``issue``, awaited before ``first``
+    (the first use), and the full buffer is released after ``last``.
+    """
+
+    bucket: int
+    first: str
+    last: str
+    issue: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReduceDecision:
+    """The reduction of a bucket's gradients: issued after its last gradient, awaited (and the bucket updated) after
+    node ``wait_after``; None means at the end of the step."""
+
+    bucket: int
+    wait_after: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan leads to, per rank. Bytes by tier, seconds, and bytes sent on the wire in one step."""
+
+    peak_bytes: dict[str, int]
+    peak_node: str
+    model_state_bytes: int
+    wire_bytes: int
+    step_seconds: float
+    exposed_seconds: float
+    flops: int
+
+
+@dataclass(frozen=True)
+class BucketSummary:
+    """What a plan must know of a bucket to be recognised: its name, elements and dtypes."""
+
+    name: str
+    group: int | None
+    num_parameters: int
+    shard_numel: int
+    dtype: str
+    compute_dtype: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All decisions for one captured step.
+
+    ``graph`` is the fingerprint of the captured graph that the node names belong to.
+    """
+
+    stage: int
+    num_ranks: int
+    precision: str | None
+    machine: str
+    graph: str
+    buckets: tuple[BucketSummary, ...]
+    gathers: tuple[GatherDecision, ...]
+    reduces: tuple[ReduceDecision, ...]
+    prediction: Prediction | None = field(default=None, compare=False)
+
+    @property
+    def gathers_parameters(self) -> bool:
+        """Whether parameters are sharded: stage 3 on more than one rank."""
+        return self.stage == 3 and self.num_ranks > 1
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether a rank updates only its slice of a bucket: stages 1 to 3 on more than one rank."""
+        return self.stage >= 1 and self.num_ranks > 1
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Predicted peak bytes by tier, per rank."""
+        return self._predicted().peak_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of one step."""
+        return self._predicted().step_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Predicted seconds in which computation waits for communication."""
+        return self._predicted().exposed_seconds
+
+    @property
+    def wire_bytes(self) -> int:
+        """Predicted bytes that one rank sends in one step, padding included."""
+        return self._predicted().wire_bytes
+
+    @property
+    def model_state_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer states of one rank, as ZeRO (1910.02054, section 3) counts."""
+        return self._predicted().model_state_bytes
+
+    def with_prediction(self, prediction: Prediction) -> Plan:
+        return replace(self, prediction=prediction)
+
+    def decisions_hash(self) -> str:
+        """SHA-256 of all decisions without the prediction: what ranks compare before the first step."""
+        data = self._as_dict()
+        data.pop("prediction")
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The plan as JSON text; ``Plan.from_json`` gives an equal plan back."""
+        return json.dumps({"format": FORMAT, **self._as_dict()}, indent=1, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read a plan.
+
+        Raises:
+            PlanError: the text is no plan of this format.
+        """
+        try:
+            data = json.loads(text)
+            if data.pop("format") != FORMAT:
+                raise PlanError(f"expected a plan of format {FORMAT}; make the plan anew with this version of zerofx")
+            prediction = data.pop("prediction")
+            return Plan(
+                **{name: data[name] for name in ("stage", "num_ranks", "precision", "machine", "graph")},
+                buckets=tuple(BucketSummary(**b) for b in data["buckets"]),
+                gathers=tuple(GatherDecision(**g) for g in data["gathers"]),
+                reduces=tuple(ReduceDecision(**r) for r in data["reduces"]),
+                prediction=Prediction(**prediction) if prediction else None,
+            )
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise PlanError(f"expected the JSON of a zerofx plan, found something else: {error!r}") from error
+
+    def _as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def _predicted(self) -> Prediction:
+        if self.prediction is None:
+            raise PlanError("this plan has not been simulated yet: compile or plan a step with it first")
+        return self.prediction

@@ -1,0 +1,155 @@
+"""A deterministic plan: when each bucket is gathered, released, reduced and updated. Reads the graph, changes nothing.
+
+A bucket is resident while its unit runs: a residency ends where another unit's parameters are used before this
+bucket's next use. Gathers are issued a fixed number of residencies ahead, and a reduction is awaited where the next
+bucket's gradients are complete, so that each hides behind the computation of one unit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx.buckets import Bucket, BucketLayout
+from zerofx.graph import Phase, Role, StepGraph, origin, placeholder
+from zerofx.passes.base import consumers
+from zerofx.scheduler.plan import BucketSummary, GatherDecision, Plan, ReduceDecision
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """``prefetch``: residencies that a gather is issued ahead (0: where it is needed). ``keep``: names of buckets that
+    stay gathered between forward and backward, or ``"all"``."""
+
+    prefetch: int = 1
+    keep: Collection[str] | str = ()
+
+    def keeps(self, bucket: Bucket) -> bool:
+        return self.keep == "all" or (not isinstance(self.keep, str) and bucket.name in self.keep)
+
+
+@dataclass(frozen=True)
+class _Residency:
+    bucket: Bucket
+    first: fx.Node
+    last: fx.Node
+    reason: str
+
+
+def decide(
+    step: StepGraph,
+    layout: BucketLayout,
+    *,
+    stage: int,
+    precision: str | None,
+    machine: str,
+    options: PolicyOptions,
+) -> Plan:
+    """Make the plan for a captured graph. Equal inputs give an equal plan, on any machine and rank."""
+    sharded = stage == 3 and layout.num_ranks > 1
+    return Plan(
+        stage=stage,
+        num_ranks=layout.num_ranks,
+        precision=precision,
+        machine=machine,
+        graph=step.fingerprint(),
+        buckets=tuple(summarise(bucket) for bucket in layout.buckets),
+        gathers=_decide_gathers(step, layout, options) if sharded else (),
+        reduces=_decide_reduces(step, layout),
+    )
+
+
+def summarise(bucket: Bucket) -> BucketSummary:
+    """The part of a bucket that a plan records."""
+    return BucketSummary(
+        name=bucket.name,
+        group=bucket.group,
+        num_parameters=bucket.num_parameters,
+        shard_numel=bucket.shard_numel,
+        dtype=str(bucket.dtype),
+        compute_dtype=str(bucket.compute_dtype),
+    )
+
+
+def _decide_gathers(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -> tuple[GatherDecision, ...]:
+    residencies = _residencies(step, layout, options)
+    decisions = []
+    for number, residency in enumerate(residencies):
+        ahead = residencies[max(0, number - options.prefetch)]
+        early = "" if ahead is residency else f", issued {options.prefetch} ahead to hide behind {ahead.bucket.name}"
+        decisions.append(
+            GatherDecision(
+                bucket=residency.bucket.index,
+                first=residency.first.name,
+                last=residency.last.name,
+                issue=ahead.first.name,
+                reason=residency.reason + early,
+            )
+        )
+    return tuple(decisions)
+
+
+def _residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -> list[_Residency]:
+    """All residencies of all buckets in the order of their first use."""
+    order = step.positions()
+    uses = parameter_uses(step, layout)
+    timeline = sorted((order[node], bucket.unit) for bucket, nodes in uses for node in nodes)
+    found = []
+    for bucket, nodes in uses:
+        start = 0
+        for i in range(1, len(nodes) + 1):
+            if i < len(nodes) and (
+                options.keeps(bucket) or not _other_unit_between(timeline, order, bucket, nodes[i - 1], nodes[i])
+            ):
+                continue
+            run = nodes[start:i]
+            phases = {origin(node).phase for node in run}
+            if phases == {Phase.FORWARD, Phase.BACKWARD}:
+                why = "kept from forward to backward" + ("" if options.keeps(bucket) else ": nothing runs in between")
+            else:
+                why = f"resident while {bucket.name} runs in {min(phases)}"
+            found.append(_Residency(bucket, run[0], run[-1], why))
+            start = i
+    return sorted(found, key=lambda residency: (order[residency.first], residency.bucket.index))
+
+
+def parameter_uses(step: StepGraph, layout: BucketLayout) -> list[tuple[Bucket, list[fx.Node]]]:
+    """For each bucket that is used, the nodes that read its parameters, in order."""
+    order = step.positions()
+    by_name = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
+    found = []
+    for bucket in layout.buckets:
+        nodes = {user for slot in bucket.slots for user in consumers(by_name[slot.name])}
+        if nodes:
+            found.append((bucket, sorted(nodes, key=order.__getitem__)))
+    return found
+
+
+def _other_unit_between(
+    timeline: list[tuple[int, str]], order: dict[fx.Node, int], bucket: Bucket, before: fx.Node, after: fx.Node
+) -> bool:
+    lower = bisect_right(timeline, (order[before], "\U0010ffff"))
+    upper = bisect_left(timeline, (order[after], ""))
+    return any(unit != bucket.unit for _, unit in timeline[lower:upper])
+
+
+def _decide_reduces(step: StepGraph, layout: BucketLayout) -> tuple[ReduceDecision, ...]:
+    order, gradients = step.positions(), step.gradients
+    complete = sorted(
+        (max(order[gradients[slot.name]] for slot in bucket.slots), bucket.index)
+        for bucket in layout.buckets
+        if bucket.trainable
+    )
+    nodes = list(step.graph.nodes)
+    decisions = []
+    for (_, index), following in zip(complete, [*complete[1:], None], strict=True):
+        if following is None:
+            decisions.append(ReduceDecision(index, None, "the last reduction: awaited where the step ends"))
+        else:
+            name = layout.buckets[following[1]].name
+            reason = f"awaited when the gradients of {name} are complete, to hide behind their computation"
+            decisions.append(ReduceDecision(index, nodes[following[0]].name, reason))
+    return tuple(decisions)

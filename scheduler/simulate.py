@@ -1,0 +1,144 @@
+"""Run a step graph on paper: streams as resources, time and bytes of every node, on a machine that need not exist.
+
+Computation runs in the graph's order on one stream, collectives in theirs on another. A collective starts when its
+stream is free and computation has reached it; a wait holds computation until its collective is done. What computation
+waits for is *exposed* communication. (The emitted step behaves so; see ``zerofx/runtime/collectives.py``.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx import ops
+from zerofx.buckets import Bucket, BucketLayout
+from zerofx.graph import Role, StepGraph, tensor
+from zerofx.scheduler.costs import node_cost
+from zerofx.scheduler.liveness import Liveness, liveness
+from zerofx.scheduler.machine import CollectiveKind, Machine, collective_seconds, wire_bytes
+from zerofx.scheduler.plan import Plan, Prediction
+from zerofx.scheduler.storage import storage_bytes, tensors_of
+
+
+@dataclass(frozen=True)
+class NodeTiming:
+    """One node in the simulated step: seconds from its begin, and what it moves and computes."""
+
+    start_seconds: float
+    seconds: float
+    exposed_seconds: float
+    bytes_read: int
+    bytes_written: int
+    wire_bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A simulated step, per rank: a timing for each call of the graph in order, and its live bytes."""
+
+    timings: dict[fx.Node, NodeTiming]
+    live: Liveness
+
+    @property
+    def step_seconds(self) -> float:
+        return max((t.start_seconds + t.seconds for t in self.timings.values()), default=0.0)
+
+    @property
+    def exposed_seconds(self) -> float:
+        return sum(t.exposed_seconds for t in self.timings.values())
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(t.wire_bytes for t in self.timings.values())
+
+    @property
+    def flops(self) -> int:
+        return sum(t.flops for t in self.timings.values())
+
+
+def simulate(step: StepGraph, machine: Machine, num_ranks: int, *, point_to_point: bool) -> Simulation:
+    """Simulate one step of one rank; see the module for the rules and ``liveness`` for ``point_to_point``."""
+    timings: dict[fx.Node, NodeTiming] = {}
+    compute_free = collective_free = 0.0
+    done: dict[fx.Node, float] = {}
+    for node in step.calls():
+        if node.target in ops.COLLECTIVES:
+            kind, full_bytes = _collective(node)
+            seconds = collective_seconds(kind, full_bytes, num_ranks, machine)
+            sent = wire_bytes(kind, full_bytes, num_ranks)
+            start = max(collective_free, compute_free)
+            collective_free = done[node] = start + seconds
+            exposed = 0.0
+            if node.target is ops.broadcast:
+                exposed, compute_free = seconds, collective_free
+            timings[node] = NodeTiming(start, seconds, exposed, full_bytes, full_bytes, sent, 0)
+        elif node.target is ops.wait:
+            pending = node.args[0]
+            assert isinstance(pending, fx.Node)
+            exposed = max(0.0, done[pending] - compute_free)
+            added = _sum_seconds(pending, machine)
+            timings[node] = NodeTiming(compute_free + exposed, added, exposed, 0, 0, 0, 0)
+            compute_free += exposed + added
+        else:
+            cost = node_cost(node, machine)
+            timings[node] = NodeTiming(
+                compute_free, cost.seconds, 0.0, cost.bytes_read, cost.bytes_written, 0, cost.flops
+            )
+            compute_free += cost.seconds
+    return Simulation(timings, liveness(step, point_to_point))
+
+
+def predict(step: StepGraph, plan: Plan, layout: BucketLayout, simulation: Simulation) -> Prediction:
+    """The simulation's totals as a plan carries them."""
+    peak_node = simulation.live.peak_node
+    return Prediction(
+        peak_bytes={"device": simulation.live.peak_bytes},
+        peak_node=peak_node.name if peak_node is not None else "",
+        model_state_bytes=model_state_bytes(step, plan, layout),
+        wire_bytes=simulation.wire_bytes,
+        step_seconds=simulation.step_seconds,
+        exposed_seconds=simulation.exposed_seconds,
+        flops=simulation.flops,
+    )
+
+
+def model_state_bytes(step: StepGraph, plan: Plan, layout: BucketLayout) -> int:
+    """Bytes of parameters, gradients, master copies and flat optimizer states on one rank, padding included.
+
+    Counted as ZeRO does (1910.02054, section 3): gradients as if all of a step's lived at once, whole at stages 0 and
+    1 and sliced from stage 2 on. In bf16 with Adam that is 16Ψ, 4Ψ + 12Ψ/N, 2Ψ + 14Ψ/N and 16Ψ/N bytes at stages 0 to
+    3. A step holds less than that: each gradient goes with its update.
+    """
+    total = 0
+    for bucket in layout.buckets:
+        total += bucket.shard_bytes if plan.gathers_parameters else bucket.full_bytes
+        if bucket.trainable:
+            total += _gradient_bytes(bucket, plan)
+    for role in (Role.MASTER, Role.STATE):
+        total += sum(storage_bytes(tensor(node)) for node in step.placeholders(role))
+    return total
+
+
+def _gradient_bytes(bucket: Bucket, plan: Plan) -> int:
+    return bucket.shard_bytes if plan.stage >= 2 else bucket.full_bytes
+
+
+def _collective(node: fx.Node) -> tuple[CollectiveKind, int]:
+    """Kind, and bytes of the whole tensor."""
+    if node.target is ops.broadcast:
+        return "broadcast", sum(storage_bytes(t) for source in node.all_input_nodes for t in tensors_of(source))
+    if node.target is ops.reduce_scatter:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return "reduce_scatter", storage_bytes(tensor(source))
+    return "all_gather", storage_bytes(tensor(node))
+
+
+def _sum_seconds(pending: fx.Node, machine: Machine) -> float:
+    """Time of adding up the received slices of a reduction."""
+    if pending.target is not ops.reduce_scatter:
+        return 0.0
+    return 3 * storage_bytes(tensor(pending)) / machine.memory_bandwidth
+

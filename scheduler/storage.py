@@ -1,0 +1,198 @@
+"""Which storage each node's output lives in: the base of every count of live bytes.
+
+An fx graph names *values*; memory is held by *storages*. Three facts tie the two together, and all three are read
+from the operator's schema, never from its name:
+
+- a return annotated ``Tensor(a)`` shares the storage of the argument annotated ``a`` (a view);
+- a return annotated ``Tensor(a!)`` *is* that argument (an in-place or out= operator), which the node mutates;
+- every other return is a storage of its own.
+
+A few operators share storage without saying so, or say so and copy nevertheless when strides do not permit a view;
+they are listed here, once. Nodes carry fake or meta tensors in ``node.meta["val"]``; nothing here reads their data.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+# Share the storage of their first argument although the schema has no alias annotation: the "unsafe" views drop it so
+# that autograd does not track the sharing, and waiting for a collective hands on the tensor that was waited for.
+_HIDDEN_VIEWS = frozenset(
+    {
+        "aten::_unsafe_view",
+        "aten::unsafe_chunk",
+        "aten::unsafe_split",
+        "aten::unsafe_split_with_sizes",
+        "_c10d_functional::wait_tensor",
+    }
+)
+
+# Annotated as views, but copy when the strides (or dtype, or device) leave no other way.
+_VIEW_OR_COPY_OF_SHAPE = frozenset({"aten::reshape", "aten::reshape_as", "aten::flatten", "aten::ravel"})
+_VIEW_OR_COPY_OF_FORMAT = frozenset({"aten::contiguous", "aten::to"})
+
+
+def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
+    """The tensors a node yields, in output order; empty for a node without ``meta["val"]`` or without tensors.
+
+    Missing outputs (``None``, as in a convolution's backward without bias) and plain or symbolic numbers are left out.
+    """
+    return tuple(_flatten(node.meta.get("val")))
+
+
+def storage_bytes(val: Tensor) -> int:
+    """Bytes from the first to the last element that ``val`` addresses: the least storage that can hold it.
+
+    ``(1 + sum((size - 1) * stride)) * itemsize``, zero for an empty tensor. Exact for a tensor that owns its storage;
+    for a view it is the extent of the view, not of its base.
+    """
+    if any(int(size) == 0 for size in val.shape):
+        return 0
+    last = sum((int(size) - 1) * int(stride) for size, stride in zip(val.shape, val.stride(), strict=True))
+    return (1 + last) * val.element_size()
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node yields only storage that existed before it, and writes nothing: it costs neither bytes nor time.
+
+    True for views, for ``getitem`` (which names one output of its source) and for in-place changes of shape only
+    (``squeeze_``). False for in-place and out= operators, and for a reshape that has to copy.
+    """
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload) or not tensors_of(node):
+        return False
+    if torch.Tag.inplace_view in node.target.tags:
+        return True
+    return aliased_input(node) is not None and not mutated_inputs(node)
+
+
+def aliased_input(node: fx.Node) -> fx.Node | None:
+    """The input node whose storage the output of ``node`` shares, or None when it has storage of its own.
+
+    One step only: follow it until None to reach the owner. ``getitem`` of a view that returns a list (``split``,
+    ``unbind``) gives the *base* of that view; ``getitem`` of an ordinary operator with several outputs gives None,
+    because output i is a storage of its own that ``getitem`` merely names (see ``storage_source``). For an operator
+    with several outputs of which only some share an input's storage, ask the ``getitem`` nodes, not the operator.
+    """
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        source, index = node.args
+        return _aliased_output(source, index) if isinstance(source, fx.Node) and isinstance(index, int) else None
+    if not isinstance(node.target, OpOverload):
+        return None
+    num_returns = len(node.target._schema.returns)
+    aliased = {_aliased_output(node, i) for i in range(num_returns)}
+    return aliased.pop() if len(aliased) == 1 else None
+
+
+def storage_source(node: fx.Node) -> tuple[fx.Node, int]:
+    """The node that made the storage that ``node``'s output lives in, and which of that node's outputs it is.
+
+    For a node with several outputs of its own, index 0. Two values share storage if and only if this is equal.
+    """
+    index = 0
+    while True:
+        base = aliased_input(node)
+        if base is not None:
+            node, index = base, 0
+        elif node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            # Nested lists do not occur in schemas, so an ordinary getitem is the last step.
+            return node.args[0], node.args[1] if isinstance(node.args[1], int) else 0
+        else:
+            return node, index
+
+
+def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The input nodes that ``node`` writes to (schema ``a!``), lists flattened, each once, in schema order."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return ()
+    found: dict[fx.Node, None] = {}
+    for argument, value in _bound(node):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.update(dict.fromkeys(_nodes(value)))
+    return tuple(found)
+
+
+def _aliased_output(node: fx.Node, index: int) -> fx.Node | None:
+    """The input node whose storage output ``index`` of operator ``node`` shares."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return None
+    name = node.target._schema.name
+    if name in _HIDDEN_VIEWS:
+        return next(_nodes(node.args[0]), None)
+    returns = node.target._schema.returns
+    # A list of tensors is one return of the schema, and all of its items carry the same annotation.
+    alias = returns[index if len(returns) > 1 else 0].alias_info if returns else None
+    if alias is None:
+        return None
+    for argument, value in _bound(node):
+        if argument.alias_info is not None and _matches(argument.alias_info, alias):
+            base = next(_nodes(value), None)
+            return base if base is not None and _is_shared(name, base, node) else None
+    return None
+
+
+def _matches(given: Any, returned: Any) -> bool:
+    """Whether an argument's annotation names the same memory as a return's.
+
+    A list of views, ``split(Tensor(a -> *) self) -> Tensor(a)[]``, keeps its names on the items, where Python cannot
+    see them; the argument is then the one whose memory goes into a list (``*``).
+    """
+    if returned.before_set:
+        return bool(set(given.before_set) & set(returned.before_set))
+    return "*" in given.after_set
+
+
+def _is_shared(name: str, base: fx.Node, node: fx.Node) -> bool:
+    """Whether an operator whose schema says "view" really gives one for these shapes and strides."""
+    if name not in _VIEW_OR_COPY_OF_SHAPE and name not in _VIEW_OR_COPY_OF_FORMAT:
+        return True
+    before, after = tensors_of(base)[0], tensors_of(node)[0]
+    if name in _VIEW_OR_COPY_OF_FORMAT:
+        wants_copy = any(argument.name == "copy" and value is True for argument, value in _bound(node))
+        same_kind = before.dtype == after.dtype and before.device == after.device
+        return same_kind and not wants_copy and before.stride() == after.stride()
+    # PyTorch's own rule, asked of a meta tensor: a view that the strides do not permit raises.
+    probe = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype, device="meta")
+    try:
+        probe.view(after.shape)
+    except RuntimeError:
+        return math.prod(after.shape) == 0
+    return True
+
+
+def _bound(node: fx.Node) -> Iterator[tuple[torch._C.Argument, object]]:
+    """The schema's arguments with the values given for them; arguments left at their default are skipped."""
+    assert isinstance(node.target, OpOverload), node
+    for i, argument in enumerate(node.target._schema.arguments):
+        if i < len(node.args) and not argument.kwarg_only:
+            yield argument, node.args[i]
+        elif argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
+
+
+def _nodes(value: object) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _nodes(item)
+
+
+def _flatten(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flatten(item)

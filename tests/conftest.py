@@ -1,0 +1,71 @@
+"""What all tests share: golden texts, one thread, a fixed seed, and GPU tests that skip with a reason."""
+
+from __future__ import annotations
+
+import difflib
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite the expected texts under tests/golden")
+
+
+def pytest_configure() -> None:
+    # Several test processes share the cores, and results must not depend on how many there are.
+    torch.set_num_threads(1)
+
+
+# First, so that `-m golden` sees the marker.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "golden" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.golden)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`golden(text, part="")` compares with tests/golden/<test file>/<test name>[.<part>].txt.
+
+    With --update-golden it rewrites that file instead. A test that compares more than one text names the parts.
+    """
+    seen: set[Path] = set()
+
+    def compare(text: str, part: str = "") -> None:
+        name = re.sub(r"[^\w.-]+", "-", request.node.name).strip("-")
+        path = GOLDEN / request.path.stem / f"{name}{'.' if part else ''}{part}.txt"
+        assert path not in seen, f"{path.name} is compared twice: name the parts"
+        seen.add(path)
+        text = text.rstrip("\n") + "\n"
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        if not path.exists():
+            pytest.fail(f"{path} does not exist: make it with --update-golden", pytrace=False)
+        expected = path.read_text(encoding="utf-8")
+        if text != expected:
+            diff = difflib.unified_diff(
+                expected.splitlines(), text.splitlines(), "expected " + path.name, "found", lineterm=""
+            )
+            pytest.fail("\n".join([*diff, f"if this is meant: --update-golden rewrites {path}"]), pytrace=False)
+
+    return compare

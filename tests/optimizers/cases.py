@@ -1,0 +1,183 @@
+"""The optimizers and options under test, and the drivers that step a real optimizer and its traced program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from zerofx.optimizers import UpdateProgram, run_program, trace_update
+
+LENGTH = 37
+NUM_STEPS = 12
+
+
+class Lion(torch.optim.Optimizer):
+    """Sign of an interpolated momentum, written the way people write optimizers."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                state = self.state[p]
+                if len(state) == 0:
+                    state["exp_avg"] = torch.zeros_like(p)
+                beta1, beta2 = group["betas"]
+                update = state["exp_avg"] * beta1 + p.grad * (1 - beta1)
+                p.add_(update.sign_(), alpha=-group["lr"])
+                state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+class CountingAdam(torch.optim.Optimizer):
+    """A Python step count, states that are replaced rather than updated, a 0-dim tensor as an operand, a warm-up."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, beta: float = 0.9, warmup: int = 4):
+        super().__init__(params, {"lr": lr, "beta": beta, "warmup": warmup})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if "step" not in state:
+                    state["step"] = 0
+                    state["decay"] = torch.tensor(1.0)
+                    state["square"] = torch.full(p.shape, 0.5, dtype=p.dtype)
+                state["step"] += 1
+                state["decay"] = state["decay"] * group["beta"]
+                state["square"] = group["beta"] * state["square"] + (1 - group["beta"]) * p.grad**2
+                update = p.grad / (state["square"] / (1 - state["decay"])).sqrt().clamp(min=1e-6)
+                if state["step"] <= group["warmup"]:
+                    update = update * (state["step"] / group["warmup"])
+                p.data = p.data - group["lr"] * torch.where(update > 1, 1.0, update)
+
+
+Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+o = torch.optim
+
+CASES: dict[str, Make] = {
+    "sgd": lambda p: o.SGD(p, lr=0.1),
+    "sgd_decay_maximize": lambda p: o.SGD(p, lr=0.1, weight_decay=0.1, maximize=True),
+    "sgd_momentum": lambda p: o.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "sgd_nesterov": lambda p: o.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: o.Adam(p, lr=1e-2),
+    "adam_l2": lambda p: o.Adam(p, lr=1e-2, weight_decay=0.1, maximize=True),
+    "adam_decoupled": lambda p: o.Adam(p, lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True),
+    "adam_amsgrad": lambda p: o.Adam(p, lr=1e-2, amsgrad=True),
+    "adamw": lambda p: o.AdamW(p, lr=1e-2),
+    "adamw_amsgrad": lambda p: o.AdamW(p, lr=1e-2, amsgrad=True, maximize=True),
+    "adagrad": lambda p: o.Adagrad(p, lr=0.1),
+    "adagrad_all": lambda p: o.Adagrad(
+        p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.3, weight_decay=0.1, maximize=True
+    ),
+    "rmsprop": lambda p: o.RMSprop(p),
+    "rmsprop_all": lambda p: o.RMSprop(p, centered=True, momentum=0.9, weight_decay=0.1, maximize=True),
+    "adamax": lambda p: o.Adamax(p),
+    "adamax_all": lambda p: o.Adamax(p, weight_decay=0.1, maximize=True),
+    "nadam": lambda p: o.NAdam(p),
+    "nadam_l2": lambda p: o.NAdam(p, weight_decay=0.1, maximize=True, momentum_decay=0.1),
+    "nadam_decoupled": lambda p: o.NAdam(p, weight_decay=0.1, decoupled_weight_decay=True),
+    "radam": lambda p: o.RAdam(p),
+    "radam_l2": lambda p: o.RAdam(p, weight_decay=0.1, maximize=True),
+    "radam_decoupled": lambda p: o.RAdam(p, weight_decay=0.1, decoupled_weight_decay=True),
+    "adadelta": lambda p: o.Adadelta(p, weight_decay=0.1, maximize=True),
+    "asgd": lambda p: o.ASGD(p, weight_decay=0.1),
+    "asgd_averaging": lambda p: o.ASGD(p, t0=3, lambd=0.1),
+    "rprop": lambda p: o.Rprop(p, lr=0.1, maximize=True),
+    "lion": lambda p: Lion(p, weight_decay=0.1),
+    "counting_adam": lambda p: CountingAdam(p),
+}
+FUSED_CASES = [name for name in CASES if name.split("_")[0] in ("sgd", "adam", "adamw", "adagrad")]
+
+
+class Runner:
+    """Steps a flat buffer by traced programs, tracing anew whenever a program no longer applies."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, param: torch.Tensor, *, fused: bool = False) -> None:
+        self.optimizer = optimizer
+        self.param = param
+        self.fused = fused
+        self.states: dict[str, torch.Tensor] = {}
+        self.scalars: dict[str, Any] = {}
+        self.present: frozenset[str] = frozenset()
+        self.program: UpdateProgram | None = None
+        self.num_traces = 0
+
+    def step(self, grad: torch.Tensor) -> None:
+        group = self.optimizer.param_groups[0]
+        snapshot = {name: float(value) for name, value in self.scalars.items()}
+        if self.program is None or self.program.host()(group, dict(self._copies())) is None:
+            if self.program is not None:
+                assert self.program.host()(group, self.scalars) is None
+                assert snapshot == {name: float(value) for name, value in self.scalars.items()}
+            self.program = trace_update(
+                self.optimizer,
+                group,
+                state_present=self.present,
+                scalar_values={
+                    name: value if isinstance(value, int) else float(value) for name, value in self.scalars.items()
+                },
+                dtype=self.param.dtype,
+                fused=self.fused,
+            )
+            self.num_traces += 1
+            self.states = {**self.program.new_states(len(self.param)), **self.states}
+            self.scalars = {**self.program.new_scalar_states(), **self.scalars}
+        run_program(self.program, self.param, grad, self.states, self.scalars, group)
+        self.present |= self.program.state_after
+        if self.program.first_step_only:
+            self.program = None
+
+    def _copies(self) -> Iterator[tuple[str, Any]]:
+        for name, value in self.scalars.items():
+            yield name, value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def compare(
+    make: Make,
+    *,
+    dtype: torch.dtype = torch.float32,
+    fused: bool = False,
+    change: Callable[[dict[str, Any], int], None] = lambda group, step: None,
+) -> Runner:
+    """Step the real optimizer and the traced one side by side; every bit of parameter and state has to agree."""
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(LENGTH, generator=generator).to(dtype)
+    real_param = start.clone().requires_grad_()
+    real = make([real_param])
+    for group in real.param_groups:
+        if "foreach" in group:
+            group["foreach"] = False
+        if "fused" in group:
+            group["fused"] = fused
+    for state in real.state.values() if fused else ():
+        state["step"] = state["step"].float()
+    traced = make([torch.nn.Parameter(torch.randn(5, 3).to(dtype))])
+    runner = Runner(traced, start.clone(), fused=fused)
+    for step in range(NUM_STEPS):
+        for optimizer in (real, traced):
+            group = optimizer.param_groups[0]
+            group["lr"] = group["lr"] * (0.9 if step % 2 else 1.05)
+            change(group, step)
+        grad = torch.randn(LENGTH, generator=generator).to(dtype)
+        real_param.grad = grad.clone()
+        real.step()
+        runner.step(grad.clone())
+        assert torch.equal(runner.param, real_param.detach()), f"parameter differs at step {step}"
+        expected = real.state[real_param]
+        assert set(expected) <= runner.present, (set(expected), runner.present)
+        for name, value in expected.items():
+            found = runner.states.get(name, runner.scalars.get(name))
+            same = torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
+            assert same, f"{name} differs at step {step}: {found} {value}"
+    assert not traced.state or all(not s or float(s["step"]) == 0 for s in traced.state.values())
+    return runner

@@ -1,0 +1,288 @@
+"""Machines as data, the collective and copy formulas, and the calibration of the machine at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerofx.errors import UsageError
+from zerofx.scheduler.machine import (
+    Device,
+    Efficiency,
+    Host,
+    Link,
+    Machine,
+    Nvme,
+    Peaks,
+    bandwidth_efficiency,
+    collective_seconds,
+    copy_seconds,
+    wire_bytes,
+)
+from zerofx.scheduler.machines import built_in_machines, machine_of_device
+
+rates = st.floats(1e3, 1e18)
+latencies = st.floats(0, 1)
+sizes = st.integers(1, 2**50)
+links = st.builds(Link, rates, latencies)
+fractions = st.floats(0.01, 1.0)
+optional_rates = st.none() | rates
+machines = st.builds(
+    Machine,
+    name=st.text(min_size=1),
+    source=st.text(),
+    device=st.builds(
+        Device,
+        st.builds(Peaks, rates, optional_rates, optional_rates, optional_rates, optional_rates),
+        rates,
+        sizes,
+        latencies,
+    ),
+    efficiency=st.builds(Efficiency, fractions, fractions, fractions),
+    intra_node=links,
+    inter_node=links,
+    ranks_per_node=st.integers(1, 72),
+    host=st.builds(Host, sizes, rates, rates, links, links),
+    nvme=st.none() | st.builds(Nvme, sizes, links, links),
+)
+
+H100 = Machine.named("h100-sxm")
+PLAIN = dataclasses.replace(H100, efficiency=Efficiency(1.0, 1.0, 1.0))
+
+
+@given(machines)
+def test_json_round_trip(machine: Machine) -> None:
+    assert Machine.from_json(machine.to_json()) == machine
+
+
+@pytest.mark.parametrize("machine", built_in_machines(), ids=lambda m: m.name)
+def test_built_in_rows(machine: Machine) -> None:
+    assert Machine.named(machine.name) == machine == Machine.from_json(machine.to_json())
+    assert machine.source
+    assert hash(machine) == hash(Machine.named(machine.name))
+    peak = machine.device.peak
+    ladder = [peak.float32, peak.tf32, peak.float16, peak.fp8]
+    known = [rate for rate in ladder if rate is not None]
+    assert known == sorted(known), "narrower types are at least as fast"
+    assert machine.intra_node.bandwidth >= machine.inter_node.bandwidth
+
+
+def test_every_requested_row_exists() -> None:
+    names = [machine.name for machine in built_in_machines()]
+    expected = "v100-32 a100-40 a100-80 h100-pcie h100-sxm h200 b200 l4 rtx-4090 mi300x cpu"
+    assert names == expected.split()
+
+
+def test_names_are_forgiving_and_errors_list_the_nearest() -> None:
+    assert Machine.named("H100 SXM") == Machine.named("h100_sxm") == H100
+    with pytest.raises(UsageError, match=r"'h100-sx5'.*did you mean 'h100-sxm'.*Known: v100-32.*cpu"):
+        Machine.named("h100-sx5")
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "num_bytes", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 80 * 2**30, "h100-sxm"),
+        ("NVIDIA H100 PCIe", 80 * 2**30, "h100-pcie"),
+        ("NVIDIA H200", 140 * 2**30, "h200"),
+        ("NVIDIA A100-SXM4-40GB", 40 * 2**30, "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", 80 * 2**30, "a100-80"),
+        ("Tesla V100-SXM2-32GB", 32 * 2**30, "v100-32"),
+        ("NVIDIA L4", 23 * 2**30, "l4"),
+        ("NVIDIA GeForce RTX 4090", 24 * 2**30, "rtx-4090"),
+        ("AMD Instinct MI300X", 192 * 2**30, "mi300x"),
+        ("NVIDIA L40S", 48 * 2**30, None),
+        ("NVIDIA GH200 480GB", 96 * 2**30, None),
+    ],
+)
+def test_rows_by_driver_name(driver_name: str, num_bytes: int, expected: str | None) -> None:
+    row = machine_of_device(driver_name, num_bytes)
+    assert (row and row.name) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("device.memory_bytes", 1.5, "machine.device.memory_bytes: expected int, got 1.5"),
+        ("device.peak", 3, "machine.device.peak: expected an object with the fields of Peaks"),
+        ("device.peak.fp8", "fast", "machine.device.peak.fp8: expected float"),
+        ("intra_node.bandwidth", -1.0, "Link.bandwidth must be positive"),
+        ("efficiency.matmul", 1.5, "Efficiency.matmul must be a fraction"),
+        ("ranks_per_node", True, "machine.ranks_per_node: expected int, got True"),
+        ("host.color", 1, "machine.host: unknown field 'color'"),
+        ("name", "", "Machine.name must not be empty"),
+    ],
+)
+def test_from_json_names_the_field_that_is_wrong(path: str, value: object, message: str) -> None:
+    data = json.loads(H100.to_json())
+    *parents, leaf = path.split(".")
+    target = data
+    for parent in parents:
+        target = target[parent]
+    target[leaf] = value
+    with pytest.raises(UsageError) as caught:
+        Machine.from_json(json.dumps(data))
+    assert message in str(caught.value)
+
+
+def test_from_json_refuses_missing_fields_and_other_text() -> None:
+    data = json.loads(H100.to_json())
+    del data["host"]["flops"]
+    with pytest.raises(UsageError, match=r"machine.host: missing field 'flops'"):
+        Machine.from_json(json.dumps(data))
+    with pytest.raises(UsageError, match="not valid JSON"):
+        Machine.from_json("{")
+
+
+def test_wire_bytes_are_exact_when_divisible() -> None:
+    assert wire_bytes("all_gather", 1024, 4) == wire_bytes("reduce_scatter", 1024, 4) == 768
+    assert wire_bytes("all_reduce", 1024, 4) == 1536
+    assert wire_bytes("broadcast", 1024, 4) == 1024
+    assert [wire_bytes(kind, 1024, 1) for kind in ("all_gather", "all_reduce", "broadcast")] == [0, 0, 0]
+    assert wire_bytes("all_gather", 10, 4) == 8
+
+
+@given(st.integers(0, 2**60), st.integers(1, 4096))
+def test_an_all_reduce_sends_what_its_two_halves_send(num_bytes: int, world: int) -> None:
+    halves = wire_bytes("reduce_scatter", num_bytes, world) + wire_bytes("all_gather", num_bytes, world)
+    assert wire_bytes("all_reduce", num_bytes, world) == halves
+    assert halves * world - 2 * num_bytes * (world - 1) in range(2 * world)
+
+
+@given(st.integers(1, 2**40), st.integers(1, 2048))
+def test_an_all_reduce_takes_as_long_as_its_two_halves(num_bytes: int, world: int) -> None:
+    halves = sum(collective_seconds(kind, num_bytes, world, H100) for kind in ("reduce_scatter", "all_gather"))
+    assert collective_seconds("all_reduce", num_bytes, world, H100) == pytest.approx(halves)
+
+
+def test_ring_within_a_node_is_alpha_plus_beta() -> None:
+    gib = 2**30
+    link = PLAIN.intra_node
+    expected = 7 * link.latency + gib * 7 / 8 / link.bandwidth
+    assert collective_seconds("all_gather", gib, 8, PLAIN) == pytest.approx(expected)
+    assert collective_seconds("all_gather", gib, 1, PLAIN) == 0.0
+
+
+def test_a_group_that_spans_nodes_is_bound_by_the_network() -> None:
+    gib = 2**30
+    intra, inter = PLAIN.intra_node, PLAIN.inter_node
+    # 16 ranks fill two nodes: eight network cards a node together, 14 hops inside and 1 between.
+    latency = 14 * intra.latency + inter.latency
+    expected = latency + gib * 15 / 16 / min(intra.bandwidth, 8 * inter.bandwidth)
+    assert collective_seconds("reduce_scatter", gib, 16, PLAIN) == pytest.approx(expected)
+    # One rank a node: nothing but the network.
+    expected = 15 * inter.latency + gib * 15 / 16 / inter.bandwidth
+    assert collective_seconds("reduce_scatter", gib, 16, PLAIN, ranks_on_node=1) == pytest.approx(expected)
+    assert collective_seconds("all_gather", gib, 9, PLAIN) > collective_seconds("all_gather", gib, 8, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_bytes", "world"), [("all_to_all", 1, 2), ("all_gather", -1, 2), ("all_gather", 1, 0)]
+)
+def test_collectives_refuse_nonsense(kind: str, num_bytes: int, world: int) -> None:
+    with pytest.raises(UsageError):
+        collective_seconds(kind, num_bytes, world, H100)  # type: ignore[arg-type]
+
+
+def test_copies_share_what_the_node_shares() -> None:
+    gib = 2**30
+    host = PLAIN.host
+    assert copy_seconds(gib, "device", "host", PLAIN) == pytest.approx(
+        host.to_host.latency + gib / host.to_host.bandwidth
+    )
+    # With a slow host memory the eight ranks divide it.
+    slow = dataclasses.replace(PLAIN, host=dataclasses.replace(host, memory_bandwidth=80e9))
+    assert copy_seconds(gib, "host", "device", slow) == pytest.approx(host.to_device.latency + gib / 10e9)
+    nvme = PLAIN.nvme
+    assert nvme is not None
+    read = nvme.read.latency + gib / (nvme.read.bandwidth / 8)
+    assert copy_seconds(gib, "nvme", "host", PLAIN) == pytest.approx(read)
+    assert copy_seconds(gib, "nvme", "device", PLAIN) == pytest.approx(
+        read + copy_seconds(gib, "host", "device", PLAIN)
+    )
+    assert copy_seconds(gib, "device", "device", PLAIN) == pytest.approx(
+        PLAIN.device.launch_latency + 2 * gib / PLAIN.device.memory_bandwidth
+    )
+    with pytest.raises(UsageError, match="has no nvme"):
+        copy_seconds(gib, "host", "nvme", dataclasses.replace(PLAIN, nvme=None))
+
+
+def test_rates_by_dtype() -> None:
+    peak = PLAIN.device.peak
+    assert PLAIN.matmul_flops(torch.bfloat16) == peak.bfloat16
+    assert PLAIN.matmul_flops(torch.float32) == peak.float32
+    assert PLAIN.matmul_flops(torch.float32, tf32=True) == peak.tf32
+    assert PLAIN.matmul_flops(torch.float8_e4m3fn) == peak.fp8
+    assert PLAIN.matmul_flops(torch.float64) == peak.float32 / 2
+    v100 = Machine.named("v100-32")
+    assert v100.matmul_flops(torch.bfloat16) == v100.matmul_flops(torch.float32)
+    assert v100.matmul_flops(torch.float8_e5m2) == v100.matmul_flops(torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("intensity", "bandwidth", "percent"),
+    [
+        (1024 * 1, 70e9, 50.6),  # parameters and gradients: seq * bsz
+        (1024 * 2 / 4, 1.5e12, 91.6),  # optimizer states: seq * bsz / 4
+        (24 * 2048 * 1, 2e9, 58.4),  # activation checkpoints: 24 * hd * ci
+        (24 * 8192 * 1, 3e9, 89.4),
+    ],
+)
+def test_zero_infinity_efficiencies(intensity: float, bandwidth: float, percent: float) -> None:
+    """Oracle O6: ZeRO-Infinity (arXiv 2104.07857) at the 70 TFLOP/s it calls achievable on a V100."""
+    assert 100 * bandwidth_efficiency(intensity, bandwidth, 70e12) == pytest.approx(percent, abs=0.05)
+
+
+def test_host_work_is_a_roofline_on_the_ranks_share() -> None:
+    assert PLAIN.host_seconds(0, 2**30) == pytest.approx(2**30 / (PLAIN.host.memory_bandwidth / 8))
+    assert PLAIN.host_seconds(1e12, 0) == pytest.approx(1e12 / (PLAIN.host.flops / 8))
+    assert PLAIN.host_bytes_per_rank * 8 == PLAIN.host.memory_bytes
+
+
+def test_measuring_this_machine(tmp_path: Path) -> None:
+    start = time.perf_counter()
+    machine = Machine.measure("cpu", nvme_path=str(tmp_path))
+    # Two seconds on two idle cores; the limit leaves room for a busy machine.
+    assert time.perf_counter() - start < 20
+    assert Machine.from_json(machine.to_json()) == machine
+    assert 1e9 < machine.device.peak.float32 < 1e14
+    assert 1e8 < machine.device.memory_bandwidth < 1e13
+    assert 1e-8 < machine.device.launch_latency < 1e-2
+    assert machine.nvme is not None
+    assert "measured" in machine.source
+    assert not list(tmp_path.iterdir())
+
+
+def test_measuring_refuses_what_it_cannot() -> None:
+    with pytest.raises(UsageError, match="can measure cpu and cuda"):
+        Machine.measure("meta")
+
+
+def _measure_on_rank(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    Path(folder, f"{rank}.json").write_text(Machine.measure("cpu").to_json())
+    dist.destroy_process_group()
+
+
+def test_ranks_measure_together_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+    mp.spawn(_measure_on_rank, args=(2, str(tmp_path)), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
+    texts = [(tmp_path / f"{rank}.json").read_text() for rank in range(2)]
+    assert texts[0] == texts[1]
+    machine = Machine.from_json(texts[0])
+    assert machine.ranks_per_node == 2
+    assert machine.intra_node != Machine.named("cpu").intra_node
+    assert 1e7 < machine.intra_node.bandwidth < 1e12
+    assert machine.intra_node.latency < 0.1

@@ -1,0 +1,74 @@
+"""The front door: ``zerofx.compile``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from zerofx.errors import OptimizerError, UsageError
+from zerofx.loss import LossFunction
+from zerofx.optimizers import check_supported
+from zerofx.options import Backend, Precision, check_options
+from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.plan import Plan
+from zerofx.step import Step
+
+
+def compile(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stage: int = 3,
+    *,
+    loss_fn: LossFunction | None = None,
+    example_batch: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    precision: Precision | None = None,
+    backend: Backend = "inductor",
+    machine: Machine | str | None = None,
+    plan: Plan | None = None,
+    prefetch: int = 1,
+    keep_gathered: Collection[str] | Literal["all"] = (),
+    max_shapes: int = 8,
+) -> Step:
+    """Make one planned training step of a plain module and its optimizer.
+
+    Args:
+        model: any ``nn.Module``, unmodified. Its parameters move into flat buckets when the first step is built, with
+            rank 0's values on every rank.
+        optimizer: an elementwise ``torch.optim`` optimizer over the model's parameters. Its ``param_groups`` are read at
+            every step.
+        stage: 0 replicate, 1 shard optimizer states, 2 and gradients, 3 and parameters (ZeRO, 1910.02054).
+        loss_fn: ``loss_fn(outputs, *batch)`` for a model that does not return its loss; the model is called with as many
+            leading batch arguments as its forward takes.
+        example_batch: a batch (tuple, or dict of keywords) to capture and plan with now; otherwise the first call does.
+        precision: None keeps the model's dtypes; ``"bf16"`` computes, gathers and reduces in bfloat16 with fp32 masters.
+        backend: ``"inductor"`` compiles each distinct region once; ``"eager"`` runs the same file on ATen kernels, bit for
+            bit like DistributedDataParallel with the same optimizer.
+        machine: what the predictions are for: a ``Machine``, the name of a built-in one, or None for the machine at hand.
+        plan: a plan made earlier for this graph, in place of a fresh one.
+        prefetch: how many gathers to issue ahead of their use.
+        keep_gathered: names of buckets that stay gathered from forward to backward, or ``"all"``.
+        max_shapes: how many batch shapes may be captured before another is an error.
+
+    Returns:
+        A ``Step``; ``loss = step(*batch, **kwargs)``. Ranks are those of the default process group, or this process alone.
+
+    Raises:
+        ZeroFXError: see its subclasses; nothing has been changed then.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected an nn.Module, found {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
+    options = check_options(
+        stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes
+    )
+    check_supported(optimizer)
+    step = Step(model, optimizer, options)
+    if isinstance(example_batch, Mapping):
+        step.prepare(**example_batch)
+    elif example_batch is not None:
+        step.prepare(*example_batch)
+    return step

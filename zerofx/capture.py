@@ -1,0 +1,460 @@
+"""Capture: one joint graph of forward, loss and backward of an unmodified module, on fake tensors.
+
+This is the only file that touches torch's private tracing interfaces. AOTAutograd's joint export gives the graph; hooks
+that stand on the modules for the time of the capture tell each node the module it came from, in forward *and* backward.
+Nothing of the model is computed or changed: its parameters and buffers are stood in for by fake tensors and put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses import FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from zerofx.errors import CaptureError, ZeroFXError
+from zerofx.graph import (
+    Origin,
+    ParameterInfo,
+    Phase,
+    Placeholder,
+    Role,
+    StepGraph,
+    origin,
+    placeholder,
+    set_origin,
+    set_placeholder,
+    set_value,
+)
+from zerofx.layers import find_units
+from zerofx.loss import LossFunction, find_loss, split_batch
+
+_LAYER_KEY = "zerofx_layer"
+_LOSS_LAYER = "loss"
+_TORCH_ROOT = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch taken apart: its tensors in order, and what is needed to call the model with it again."""
+
+    tensors: tuple[torch.Tensor, ...]
+    names: tuple[str, ...]
+    constants: tuple[Any, ...]  # every leaf that is no tensor; None in a tensor's place
+    spec: pytree.TreeSpec
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+        paths, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
+        is_tensor = [isinstance(leaf, torch.Tensor) for _, leaf in paths]
+        return Batch(
+            tensors=tuple(leaf for _, leaf in paths if isinstance(leaf, torch.Tensor)),
+            names=tuple(_leaf_name(path) for (path, _), tensor in zip(paths, is_tensor, strict=True) if tensor),
+            constants=tuple(None if tensor else leaf for (_, leaf), tensor in zip(paths, is_tensor, strict=True)),
+            spec=spec,
+        )
+
+    def signature(self) -> str:
+        """Shapes, dtypes, devices and constants: two batches with one signature run the same step."""
+        described = [
+            f"{name}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)} stride {list(t.stride())} on {t.device}"
+            for name, t in zip(self.names, self.tensors, strict=True)
+        ]
+        fixed = [repr(constant) for constant in self.constants if constant is not None]
+        return "; ".join(described + fixed)
+
+    def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``(args, kwargs)`` with ``tensors`` in the places of this batch's own."""
+        remaining = iter(tensors)
+        is_tensor = self._tensor_places()
+        leaves = [next(remaining) if t else c for c, t in zip(self.constants, is_tensor, strict=True)]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    def _tensor_places(self) -> list[bool]:
+        paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(len(self.constants))), self.spec))[0]
+        names = set(self.names)
+        return [_leaf_name(path) in names for path, _ in paths]
+
+
+def capture(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss_fn: LossFunction | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> StepGraph:
+    """Trace ``loss = model(*batch)`` and its backward.
+
+    Args:
+        model: any module; parameters and buffers may be on ``meta``.
+        batch: the batch; only shapes, dtypes and constants are used.
+        loss_fn: called as ``loss_fn(outputs, *batch)`` where the model does not return its loss.
+        compute_dtype: the dtype in which the graph reads floating-point parameters and batch tensors (None: as they are).
+
+    Returns:
+        A ``StepGraph`` whose placeholders are parameters, buffers and batch tensors, and whose outputs are the loss,
+        the next values of mutated buffers, and a gradient for each parameter that the loss depends on.
+
+    Raises:
+        CaptureError: the model cannot be one graph; the message names the source line.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    parameters = _parameter_infos(model, compute_dtype)
+    device = _device_of(model, batch)
+    lossy = _LossModule(model, batch, loss_fn)
+    watcher = _InputWatcher()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_fake_state(model, mode, compute_dtype, device))
+        fakes = tuple(_fake(mode, t, _cast_of(t, compute_dtype), device) for t in batch.tensors)
+        watcher.inputs = fakes
+        stack.enter_context(_layer_annotations(model))
+        stack.enter_context(_compiling())
+        stack.enter_context(watcher)
+        inner = stack.enter_context(contextlib.ExitStack())
+        try:
+            joint = aot_export_joint_with_descriptors(inner, lossy, fakes)
+        except ZeroFXError:
+            raise
+        except Exception as error:
+            raise _explain(error) from error
+    return _to_step_graph(joint.graph_module, model, batch, parameters, device, watcher)
+
+
+class _LossModule(nn.Module):
+    """The model followed by its loss, called with the batch's tensors alone."""
+
+    def __init__(self, model: nn.Module, batch: Batch, loss_fn: LossFunction | None) -> None:
+        super().__init__()
+        self.model = model
+        self._batch = batch
+        self._loss_fn = loss_fn
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        args, kwargs = self._batch.rebuild(tensors)
+        if self._loss_fn is None:
+            return find_loss(self.model(*args, **kwargs))
+        model_args, model_kwargs = split_batch(self.model, args, kwargs)
+        outputs = self.model(*model_args, **model_kwargs)
+        with fx_traceback.annotate({_LAYER_KEY: _LOSS_LAYER}):
+            return find_loss(self._loss_fn(outputs, *args, **kwargs), from_loss_fn=True)
+
+
+class _InputWatcher(TorchFunctionMode):
+    """Remembers the source line of the first in-place call on each tensor of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: tuple[torch.Tensor, ...] = ()
+        self.lines: list[str] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        in_place = (name.endswith("_") and not name.endswith("__")) or name in {"__setitem__", "__iadd__", "__imul__"}
+        if in_place and args and isinstance(args[0], torch.Tensor):
+            line = _user_line(traceback.extract_stack())
+            if line:
+                self.lines.append(f"{line} ({name})")
+        return func(*args, **(kwargs or {}))
+
+
+def _parameter_infos(model: nn.Module, compute_dtype: torch.dtype | None) -> tuple[ParameterInfo, ...]:
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    return tuple(
+        ParameterInfo(
+            name=names[key][0],
+            aliases=tuple(names[key]),
+            shape=tuple(p.shape),
+            stride=tuple(p.stride()),
+            dtype=p.dtype,
+            compute_dtype=_cast_of(p, compute_dtype),
+            requires_grad=p.requires_grad,
+        )
+        for key, p in tensors.items()
+    )
+
+
+def _cast_of(tensor: torch.Tensor, compute_dtype: torch.dtype | None) -> torch.dtype:
+    return compute_dtype if compute_dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _device_of(model: nn.Module, batch: Batch) -> torch.device:
+    """The device to trace on: the model's, or the batch's when the model is on ``meta``, or the CPU."""
+    for tensor in (*model.parameters(), *batch.tensors):
+        if tensor.device.type != "meta":
+            return tensor.device
+    return torch.device("cpu")
+
+
+def _fake(mode: FakeTensorMode, real: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with mode:
+        return torch.empty_strided(real.shape, real.stride(), dtype=dtype, device=device)
+
+
+@contextlib.contextmanager
+def _fake_state(
+    model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype | None, device: torch.device
+) -> Iterator[None]:
+    """Fake tensors in the places of the model's parameters and buffers, the same tensor where it was the same."""
+    fakes: dict[int, torch.Tensor] = {}
+    saved: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for module in model.modules():
+        for table, cast in ((module._parameters, True), (module._buffers, False)):
+            for name, real in table.items():
+                if real is None:
+                    continue
+                if id(real) not in fakes:
+                    dtype = _cast_of(real, compute_dtype) if cast else real.dtype
+                    fake = _fake(mode, real, dtype, device)
+                    fakes[id(real)] = nn.Parameter(fake, requires_grad=real.requires_grad) if cast else fake
+                saved.append((table, name, real))  # type: ignore[arg-type]  # both tables hold optional tensors
+    for table, name, real in saved:
+        table[name] = fakes[id(real)]
+    try:
+        yield
+    finally:
+        for table, name, real in saved:
+            table[name] = real
+
+
+@contextlib.contextmanager
+def _layer_annotations(model: nn.Module) -> Iterator[None]:
+    """While open, every traced node is told the path of the module that is running."""
+    open_scopes: list[Any] = []
+    handles = []
+    for path, module in model.named_modules():
+
+        def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
+            scope = fx_traceback.annotate({_LAYER_KEY: path})
+            scope.__enter__()
+            open_scopes.append(scope)
+
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            open_scopes.pop().__exit__(None, None, None)
+
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        with fx_traceback.preserve_node_meta():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Let ``torch.compiler.is_compiling()`` be true, which libraries ask before they look at a tensor's values."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def _to_step_graph(
+    traced: fx.GraphModule,
+    model: nn.Module,
+    batch: Batch,
+    parameters: tuple[ParameterInfo, ...],
+    device: torch.device,
+    watcher: _InputWatcher,
+) -> StepGraph:
+    graph = traced.graph
+    step = StepGraph(graph=graph, device=device, parameters=parameters, units=frozenset(find_units(model)))
+    first_name = {alias: info.name for info in parameters for alias in info.aliases}
+    _set_origins(graph)
+    merged: dict[str, fx.Node] = {}
+    for node in list(graph.find_nodes(op="placeholder")):
+        desc = node.meta["desc"]
+        match desc:
+            case TangentAOTInput():
+                _replace_tangent(graph, node)
+            case ParamAOTInput(target=target):
+                name = first_name[_inner_name(target)]
+                if name in merged:
+                    node.replace_all_uses_with(merged[name])
+                    graph.erase_node(node)
+                else:
+                    merged[name] = _rename(node, Role.PARAMETER, name)
+            case BufferAOTInput(target=target):
+                _rename(node, Role.BUFFER, _inner_name(target))
+            case PlainAOTInput(idx=index):
+                _rename(node, Role.INPUT, batch.names[index])
+            case _:
+                raise CaptureError(f"the model has an input of a kind that cannot be captured: {desc}")
+    _lift_constants(traced, step)
+    _classify_outputs(step, first_name, watcher)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return step
+
+
+def _classify_outputs(step: StepGraph, first_name: Mapping[str, str], watcher: _InputWatcher) -> None:
+    loss: fx.Node | None = None
+    mutations: dict[str, fx.Node] = {}
+    gradients: dict[str, fx.Node] = {}
+    trainable = {info.name for info in step.parameters if info.requires_grad}
+    for node, desc in zip(step.output.args[0], step.output.meta["desc"], strict=True):  # type: ignore[arg-type]
+        match desc:
+            case PlainAOTOutput():
+                loss = node
+            case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
+                mutations[_inner_name(target)] = node
+            case InputMutationAOTOutput(mutated_input=changed):
+                lines = "\n  ".join(watcher.lines[:5]) or "(line not found)"
+                raise CaptureError(
+                    f"expected a forward that leaves its batch and parameters as they are, found an in-place change of "
+                    f"{_describe_input(changed)}. In-place calls that were traced:\n  {lines}\n"
+                    f"Use the out-of-place form (x = x + 1, not x.add_(1)), or clone the tensor first."
+                )
+            case GradAOTOutput(grad_of=ParamAOTInput(target=target)) if node is not None:
+                name = first_name[_inner_name(target)]
+                if name in trainable:
+                    gradients[name] = _sum(step.graph, gradients.get(name), node)
+            case _:
+                pass
+    if loss is None:
+        raise CaptureError("the captured graph has no loss; return a scalar from the model or give loss_fn")
+    step.set_outputs(loss, mutations, gradients)
+    step.output.meta.pop("desc")
+
+
+def _sum(graph: fx.Graph, first: fx.Node | None, second: fx.Node) -> fx.Node:
+    """The sum of a tied parameter's gradients, in the order in which backward makes them."""
+    if first is None:
+        return second
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    early, late = sorted((first, second), key=order.__getitem__)
+    with graph.inserting_after(late):
+        total = graph.call_function(torch.ops.aten.add.Tensor, (early, late))
+    set_value(total, late.meta["val"])
+    return set_origin(total, origin(late))
+
+
+def _replace_tangent(graph: fx.Graph, node: fx.Node) -> None:
+    """d(loss)/d(loss) = 1, made where backward begins so that forward holds nothing for it."""
+    first = min(node.users, key={n: i for i, n in enumerate(graph.nodes)}.__getitem__)
+    fake = node.meta["val"]
+    with graph.inserting_before(first):
+        one = graph.call_function(
+            torch.ops.aten.full.default, ([], 1.0), {"dtype": fake.dtype, "device": fake.device, "pin_memory": False}
+        )
+    set_value(one, fake)
+    set_origin(one, Origin(origin(first).layer, Phase.BACKWARD))
+    node.replace_all_uses_with(one)
+    graph.erase_node(node)
+
+
+def _set_origins(graph: fx.Graph) -> None:
+    """Layer and phase of every call.
+
+    Backward starts at the first node that depends on the tangent. A node without a layer of its own (the sum of two
+    gradients that flow into one tensor) belongs with its latest argument, whose arrival triggered it.
+    """
+    phase = Phase.FORWARD
+    order: dict[fx.Node, int] = {}
+    for position, node in enumerate(graph.nodes):
+        order[node] = position
+        if node.op != "call_function":
+            continue
+        if any(isinstance(arg.meta.get("desc"), TangentAOTInput) for arg in node.all_input_nodes):
+            phase = Phase.BACKWARD
+        layer = (node.meta.get("custom") or {}).get(_LAYER_KEY)
+        if layer is None and node.all_input_nodes:
+            layer = origin(max(node.all_input_nodes, key=order.__getitem__)).layer
+        set_origin(node, Origin(layer or "", phase))
+
+
+def _lift_constants(traced: fx.GraphModule, step: StepGraph) -> None:
+    """Tensors that the model holds outside parameters and buffers become placeholders, after all others."""
+    last = list(step.graph.find_nodes(op="placeholder"))[-1]
+    for node in list(step.graph.find_nodes(op="get_attr")):
+        name = str(node.target)
+        constant = getattr(traced, name)
+        step.constants[name] = constant
+        existing = next((p for p in step.placeholders(Role.CONSTANT) if placeholder(p).name == name), None)
+        if existing is None:
+            with step.graph.inserting_after(last):
+                existing = step.graph.placeholder(f"constant{name}")
+            last = set_placeholder(existing, Placeholder(Role.CONSTANT, name))
+            set_value(existing, node.meta.get("val", constant))
+        node.replace_all_uses_with(existing)
+        step.graph.erase_node(node)
+
+
+def _rename(node: fx.Node, role: Role, name: str) -> fx.Node:
+    prefix = {Role.PARAMETER: "", Role.BUFFER: "buffer_", Role.INPUT: "batch_"}[role]
+    node.name = node.graph._graph_namespace.create_name(prefix + name.replace(".", "_"), None)
+    node.target = node.name
+    return set_placeholder(node, Placeholder(role, name))
+
+
+def _inner_name(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _leaf_name(path: tuple[Any, ...]) -> str:
+    """``batch_0`` for a positional leaf, the keyword itself for a keyword one; deeper keys are appended."""
+    _, *rest = path
+    parts = [str(getattr(key, "idx", getattr(key, "key", getattr(key, "name", key)))) for key in rest]
+    return ".".join(parts)
+
+
+def _describe_input(desc: Any) -> str:
+    target = getattr(desc, "target", None)
+    return f"parameter {_inner_name(target)}" if target else f"the batch's tensor number {getattr(desc, 'idx', '?')}"
+
+
+def _user_line(stack: traceback.StackSummary) -> str | None:
+    """The innermost line that is neither torch's nor zerofx's."""
+    here = str(Path(__file__).parent)
+    for frame in reversed(stack):
+        if not frame.filename.startswith((_TORCH_ROOT, here, "<")) and "/contextlib.py" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return None
+
+
+def _explain(error: Exception) -> CaptureError:
+    line = _user_line(traceback.extract_tb(error.__traceback__)) or "(line not found)"
+    kind = type(error).__name__
+    if "DataDependent" in kind or "GuardOnDataDependent" in kind or "UserError" in kind:
+        return CaptureError(
+            f"expected a forward whose path does not depend on values, found one that reads a tensor's value at\n"
+            f"  {line}\n"
+            f"A step is one graph, planned before it runs: replace .item(), float(tensor), or an if on a tensor by "
+            f"torch.where or a Python value, or take that part out of the training step."
+        )
+    return CaptureError(
+        f"the model could not be traced; {kind}: {error}\n  at {line}\n"
+        f"If the same call fails in eager mode, correct the call; if it does not, replace the operator on that line."
+    )
+
+

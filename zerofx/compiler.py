@@ -1,0 +1,135 @@
+"""From a captured graph and a plan to a step that runs: passes, simulation, emitted source, compiled regions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from zerofx.buckets import BucketLayout
+from zerofx.codegen.emit import EmittedStep, emit
+from zerofx.codegen.inductor import CompiledRegion, compile_region
+from zerofx.codegen.regions import Instruction, Region, cut
+from zerofx.graph import StepGraph, value
+from zerofx.optimizers import UpdateProgram
+from zerofx.pipeline import Stage, run_passes
+from zerofx.report.units import format_bytes, format_seconds
+from zerofx.runtime.collectives import is_point_to_point
+from zerofx.runtime.control import Control
+from zerofx.runtime.executor import StepFunction, load_source
+from zerofx.scheduler.liveness import with_profiles
+from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.simulate import Simulation, predict, simulate
+from zerofx.settings import Settings
+
+_COMPILE_SECONDS = 3600.0  # how long ranks wait for one another's share of the regions
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """One step for one batch shape, with everything that led to it."""
+
+    graph: StepGraph
+    plan: Plan
+    instructions: tuple[Instruction, ...]
+    simulation: Simulation
+    stages: tuple[Stage, ...]
+    emitted: EmittedStep
+    source_path: Path
+    function: StepFunction
+
+    @property
+    def num_regions(self) -> int:
+        """Regions that the step runs."""
+        return sum(isinstance(i, Region) for i in self.instructions)
+
+    @property
+    def num_distinct_regions(self) -> int:
+        """Regions of different structure: what has to be compiled."""
+        return len(self.emitted.functions)
+
+
+def build_step(
+    step: StepGraph,
+    plan: Plan,
+    layout: BucketLayout,
+    programs: Mapping[int, UpdateProgram],
+    machine: Machine,
+    settings: Settings,
+    control: Control,
+    *,
+    backend: str,
+) -> CompiledStep:
+    """Lower a captured graph as ``plan`` says. ``step`` is edited in place."""
+    talk = control.rank == 0
+    direct = is_point_to_point(step.device)
+    stages = run_passes(step, plan, layout, programs, settings, point_to_point=direct, talk=talk)
+    instructions = cut(step)
+    simulation = simulate(step, machine, layout.num_ranks, point_to_point=direct)
+    plan = plan.with_prediction(predict(step, plan, layout, simulation))
+    header = _header(plan, machine)
+    emitted = emit(step, instructions, simulation.live, header, [p.host_source for p in programs.values()])
+    folder = settings.dump_dir / plan.decisions_hash()[:12]
+    path = folder / "step.py"
+    if talk:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(emitted.source)
+        (folder / "plan.json").write_text(plan.to_json())
+        if settings.debug >= 4:
+            sys.stderr.write(emitted.source)
+    function, compiled = load_step(emitted.source, str(path), instructions, emitted.functions, control, backend)
+    if compiled:
+        profiles = [(r, compiled[r.key].memory) for r in _regions(instructions) if r.key in compiled]
+        simulation = Simulation(simulation.timings, with_profiles(simulation.live, step, profiles))
+        plan = plan.with_prediction(predict(step, plan, layout, simulation))
+    return CompiledStep(step, plan, instructions, simulation, stages, emitted, path, function)
+
+
+def load_step(
+    source: str,
+    filename: str,
+    instructions: tuple[Instruction, ...],
+    functions: Mapping[str, str],
+    control: Control,
+    backend: str,
+) -> tuple[StepFunction, dict[str, CompiledRegion]]:
+    """The step function of an emitted file, its region functions compiled if ``backend`` is ``"inductor"``."""
+    namespace = load_source(source, filename)
+    compiled: dict[str, CompiledRegion] = {}
+    if backend == "inductor":
+        first = {r.key: r for r in reversed(_regions(instructions)) if not r.is_update}
+        mine, others = control.divide(list(first))
+        progress = tqdm(total=len(first), desc="compiling regions", disable=control.rank != 0, leave=False)
+        for keys in (mine, others):
+            for key in keys:
+                name, region = functions[key], first[key]
+                compiled[key] = compile_region(namespace[name], [value(n) for n in region.inputs], name)
+                progress.update()
+            control.meet("compile their regions", _COMPILE_SECONDS)
+        progress.close()
+        for key, region in compiled.items():
+            namespace[functions[key]] = region.call
+    return namespace["step"], compiled
+
+
+def _regions(instructions: tuple[Instruction, ...]) -> list[Region]:
+    return [i for i in instructions if isinstance(i, Region)]
+
+
+def _header(plan: Plan, machine: Machine) -> str:
+    return (
+        f"One training step, generated by zerofx. It can be edited, and loaded with step.load(path).\n"
+        f"stage {plan.stage} on {plan.num_ranks} rank(s), plan {plan.decisions_hash()[:12]}, times for {machine.name}\n"
+        f"predicted, per rank: peak {format_bytes(plan.peak_bytes['device'])} at {_predicted_node(plan)}, step "
+        f"{format_seconds(plan.step_seconds)}, of which {format_seconds(plan.exposed_seconds)} exposed communication, "
+        f"{format_bytes(plan.wire_bytes)} sent"
+    )
+
+
+def _predicted_node(plan: Plan) -> str:
+    assert plan.prediction is not None
+    return plan.prediction.peak_node

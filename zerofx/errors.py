@@ -1,0 +1,47 @@
+"""Every error a user of zerofx can meet.
+
+Each message states what was expected, what was found, and what to do. An error is raised before anything of the
+user's is changed, and it is the same on every rank.
+"""
+
+from __future__ import annotations
+
+
+class ZeroFXError(Exception):
+    """Base of all errors that zerofx raises on purpose."""
+
+
+class UsageError(ZeroFXError, ValueError):
+    """An argument, or a combination of arguments, that zerofx cannot work with."""
+
+
+class CaptureError(ZeroFXError, ValueError):
+    """The model cannot be captured as one graph; the message names the source line to blame."""
+
+
+class OptimizerError(ZeroFXError, ValueError):
+    """The optimizer cannot be run on flat shards, or does not belong to the model."""
+
+
+class RankMismatchError(ZeroFXError, RuntimeError):
+    """Ranks disagree (graph, plan, batch shape, world size), or one of them did not turn up in time."""
+
+
+class ShardedParametersError(ZeroFXError, RuntimeError):
+    """The model was used while its parameters are sharded over the ranks."""
+
+
+class CompilerError(ZeroFXError, RuntimeError):
+    """A region could not be compiled, for example because the machine has no C++ compiler."""
+
+
+class InvalidGraphError(ZeroFXError, AssertionError):
+    """A pass left a graph that breaks an invariant: a defect of zerofx, or of a pass that a user added."""
+
+
+class PlanError(ZeroFXError, ValueError):
+    """A plan does not fit the graph, the machine or the world it is used with."""
+
+
+class ZeroFXWarning(UserWarning):
+    """Something a user should know: a shape captured anew, a loss that is not finite, an option without effect."""

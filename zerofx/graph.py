@@ -1,0 +1,262 @@
+"""The step graph: one fx graph of a whole training step, and the typed facts about it.
+
+Everything zerofx knows about a node beyond fx's own fields goes through the functions of this file, so that no other
+file reads or writes ``node.meta`` by key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class Phase(StrEnum):
+    """The part of the training step that a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Role(StrEnum):
+    """What a placeholder of the step graph stands for."""
+
+    PARAMETER = "parameter"  # one tensor of the model; gone after the shard pass
+    FULL = "full"  # a whole flat bucket that stays on the device
+    SHARD = "shard"  # this rank's slice of a flat bucket, in the compute dtype
+    MASTER = "master"  # this rank's fp32 slice, where the compute dtype is lower
+    STATE = "state"  # one flat optimizer state of a bucket
+    SCALAR_STATE = "scalar_state"  # a 0-dim optimizer state, such as Adam's step count
+    BUFFER = "buffer"  # a buffer of the model
+    INPUT = "input"  # a tensor of the batch
+    CONSTANT = "constant"  # a tensor that the model made or held outside its parameters and buffers
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a node comes from: the dotted path of its module (``""`` is the model itself) and its phase."""
+
+    layer: str
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """A distinct parameter tensor.
+
+    ``name`` is its first dotted name, ``aliases`` all of them (more than one when weights are tied). ``dtype`` is the
+    dtype it is stored in, ``compute_dtype`` the one that the graph reads.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """What the runtime must pass for a placeholder: its role, the name there, and the bucket it is of, if any.
+
+    ``alias_of`` names the placeholder whose storage this one is a slice of; it then takes no memory of its own.
+    """
+
+    role: Role
+    name: str
+    bucket: int | None = None
+    alias_of: str | None = None
+
+
+@dataclass
+class StepGraph:
+    """An fx graph of a training step with its parameters, gradients and buffer updates by name.
+
+    The output node is ``(loss, buffer updates..., gradients...)``; ``gradient_names`` and ``mutation_names`` say which
+    is which. Passes empty both as they turn gradients into reductions and updates into in-place writes; ``reduced``
+    then holds, by bucket, the node whose value is the bucket's gradient on this rank.
+    """
+
+    graph: fx.Graph
+    device: torch.device
+    parameters: tuple[ParameterInfo, ...]
+    units: frozenset[str] = frozenset()
+    mutation_names: list[str] = field(default_factory=list)
+    gradient_names: list[str] = field(default_factory=list)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    reduced: dict[int, fx.Node] = field(default_factory=dict)
+
+    @property
+    def output(self) -> fx.Node:
+        return self.graph.output_node()
+
+    @property
+    def loss(self) -> fx.Node:
+        node = self._outputs()[0]
+        assert isinstance(node, fx.Node)
+        return node
+
+    @property
+    def mutations(self) -> dict[str, fx.Node]:
+        """Buffer name to the node that computes the buffer's next value."""
+        return dict(zip(self.mutation_names, self._outputs()[1:], strict=False))
+
+    @property
+    def gradients(self) -> dict[str, fx.Node]:
+        """Parameter name to the node that computes its gradient."""
+        return dict(zip(self.gradient_names, self._outputs()[1 + len(self.mutation_names) :], strict=True))
+
+    def set_outputs(self, loss: fx.Node, mutations: Mapping[str, fx.Node], gradients: Mapping[str, fx.Node]) -> None:
+        """Rewrite the output node."""
+        self.mutation_names, self.gradient_names = list(mutations), list(gradients)
+        self.output.args = ((loss, *mutations.values(), *gradients.values()),)
+
+    def placeholders(self, role: Role | None = None) -> Iterator[fx.Node]:
+        for node in self.graph.find_nodes(op="placeholder"):
+            if role is None or placeholder(node).role is role:
+                yield node
+
+    def last_placeholder(self) -> fx.Node:
+        """The node behind which the graph's first call may be put."""
+        return list(self.placeholders())[-1]
+
+    def add_placeholder(self, name: str, what: Placeholder, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
+        """A new placeholder behind the others, with a fake value of ``shape`` and ``dtype`` on the step's device."""
+        last = self.last_placeholder()
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(name)
+        set_value(node, self.fake(shape, dtype))
+        return set_placeholder(node, what)
+
+    def fake(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous fake tensor on the step's device."""
+        return tensor(self.loss).new_empty(shape, dtype=dtype, device=self.device)
+
+    def calls(self) -> Iterator[fx.Node]:
+        """All call_function nodes in order of execution."""
+        return (node for node in self.graph.nodes if node.op == "call_function")
+
+    def positions(self) -> dict[fx.Node, int]:
+        return {node: i for i, node in enumerate(self.graph.nodes)}
+
+    def unit_of(self, node: fx.Node) -> str:
+        """The repeated layer that ``node`` is in, or ``""`` when it is in none."""
+        return unit_of(origin(node).layer, self.units)
+
+    def text(self) -> str:
+        """The graph as text, one node a line, stable from run to run: what golden tests compare."""
+        return "\n".join(_line(node) for node in self.graph.nodes)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the graph's text: equal on two ranks exactly when they captured the same step."""
+        return hashlib.sha256(self.text().encode()).hexdigest()
+
+    def _outputs(self) -> tuple[Any, ...]:
+        outputs = self.output.args[0]
+        assert isinstance(outputs, tuple)
+        return outputs
+
+
+def unit_of(layer: str, units: Collection[str]) -> str:
+    """The unit whose dotted path is ``layer`` or a prefix of it, or ``""``; units do not nest."""
+    while layer and layer not in units:
+        layer = layer.rpartition(".")[0]
+    return layer
+
+
+def origin(node: fx.Node) -> Origin:
+    """The origin of a node; a node without one (a placeholder) belongs to the model's forward."""
+    found = node.meta.get("zerofx_origin")
+    return found if isinstance(found, Origin) else Origin("", Phase.FORWARD)
+
+
+def set_origin(node: fx.Node, value: Origin) -> fx.Node:
+    node.meta["zerofx_origin"] = value
+    return node
+
+
+def placeholder(node: fx.Node) -> Placeholder:
+    found = node.meta["zerofx_placeholder"]
+    assert isinstance(found, Placeholder)
+    return found
+
+
+def set_placeholder(node: fx.Node, value: Placeholder) -> fx.Node:
+    node.meta["zerofx_placeholder"] = value
+    return node
+
+
+def value(node: fx.Node) -> Any:
+    """The fake tensor (or tuple of them) that stands for the node's result."""
+    return node.meta["val"]
+
+
+def set_value(node: fx.Node, fake: Any) -> fx.Node:
+    node.meta["val"] = fake
+    return node
+
+
+def tensor(node: fx.Node) -> torch.Tensor:
+    found = value(node)
+    assert isinstance(found, torch.Tensor), f"{node.name} is no single tensor"
+    return found
+
+
+def insert_call(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    where: Origin,
+    kwargs: dict[str, Any] | None = None,
+    name: str | None = None,
+    fake: Any = None,
+) -> fx.Node:
+    """Create a call at the graph's insertion point.
+
+    Its fake value is ``fake``, or else what ``target`` gives for the fake values of its arguments.
+    """
+    node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
+    if fake is None:
+        fake_args, fake_kwargs = fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
+        fake = target(*fake_args, **fake_kwargs)
+    set_value(node, fake)
+    return set_origin(node, where)
+
+
+def _line(node: fx.Node) -> str:
+    where = node.meta.get("zerofx_origin")
+    suffix = f"  # {where.layer or '(model)'} {where.phase}" if isinstance(where, Origin) else ""
+    if node.op == "placeholder":
+        return f"{node.name}: {_type(node.meta.get('val'))} = {placeholder(node).role} {placeholder(node).name}"
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    kwargs = ", ".join(f"{k}={v}" for k, v in node.kwargs.items())
+    args = ", ".join(str(a) for a in node.args) + (", " + kwargs if kwargs else "")
+    return f"{node.name}: {_type(node.meta.get('val'))} = {target_name(node)}({args}){suffix}"
+
+
+def target_name(node: fx.Node) -> str:
+    """A short stable name of what a call node calls: ``aten.mm.default``, ``zerofx.wait.default``, ``getitem``."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _type(fake: Any) -> str:
+    if isinstance(fake, torch.Tensor):
+        return f"{str(fake.dtype).removeprefix('torch.')}{list(fake.shape)}"
+    if isinstance(fake, list | tuple):
+        return "(" + ", ".join(_type(item) for item in fake) + ")"
+    return type(fake).__name__

@@ -1,0 +1,85 @@
+"""The few operators that zerofx adds to ATen, as they stand in a step graph.
+
+They are registered with schemas and fake implementations, so that fake tensors flow through them and alias analysis
+reads them like any other operator. They have no kernels: what runs is the emitted step, which calls the runtime
+(``zerofx/runtime/collectives.py``) in their place.
+
+====================  ==============================================================================================
+``all_gather``        start gathering every rank's slice of a flat bucket into a fresh full buffer
+``all_gather_into``   the same into a full buffer that exists, of which this rank's slice is already up to date
+``reduce_scatter``    start summing a flat gradient buffer over the ranks; the result is this rank's slice
+``wait``              the value of a started collective; ``source`` is the buffer it still reads until then
+``release``           the end of a gathered bucket's residency
+``empty_gradients``   a flat gradient buffer whose padding is zero and whose slots are still to be written
+``broadcast``         overwrite buffers by rank 0's
+``hyperparameters``   the update's scalars of this step for a bucket: plain Python floats
+====================  ==============================================================================================
+"""
+
+from __future__ import annotations
+
+import torch
+
+_library = torch.library.Library("zerofx", "DEF")  # torch unregisters the operators when this object goes
+_library.define("all_gather(Tensor shard, int bucket, int num_ranks) -> Tensor")
+_library.define("all_gather_into(Tensor(a!) full, Tensor shard, int bucket) -> Tensor(a!)")
+_library.define("reduce_scatter(Tensor gradients, int bucket, int num_ranks) -> Tensor")
+_library.define("wait(Tensor(a) pending, Tensor? source=None) -> Tensor(a)")
+_library.define("release(Tensor full) -> ()")
+_library.define(
+    "empty_gradients(int bucket, int numel, *, ScalarType dtype, Device device) -> Tensor"
+)
+_library.define("broadcast(Tensor(a!)[] buffers) -> ()")
+
+
+def _all_gather(shard: torch.Tensor, bucket: int, num_ranks: int) -> torch.Tensor:
+    return shard.new_empty(shard.numel() * num_ranks)
+
+
+def _all_gather_into(full: torch.Tensor, shard: torch.Tensor, bucket: int) -> torch.Tensor:
+    return full
+
+
+def _reduce_scatter(gradients: torch.Tensor, bucket: int, num_ranks: int) -> torch.Tensor:
+    return gradients.new_empty(gradients.numel() // num_ranks)
+
+
+def _wait(pending: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
+    return pending
+
+
+def _nothing(*_args: object) -> None:
+    return None
+
+
+def _empty_gradients(bucket: int, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+for _name, _fake in (
+    ("all_gather", _all_gather),
+    ("all_gather_into", _all_gather_into),
+    ("reduce_scatter", _reduce_scatter),
+    ("wait", _wait),
+    ("release", _nothing),
+    ("empty_gradients", _empty_gradients),
+    ("broadcast", _nothing),
+):
+    _library.impl(_name, _fake, "Meta")
+
+all_gather = torch.ops.zerofx.all_gather.default
+all_gather_into = torch.ops.zerofx.all_gather_into.default
+reduce_scatter = torch.ops.zerofx.reduce_scatter.default
+wait = torch.ops.zerofx.wait.default
+release = torch.ops.zerofx.release.default
+empty_gradients = torch.ops.zerofx.empty_gradients.default
+broadcast = torch.ops.zerofx.broadcast.default
+
+
+def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:
+    """The scalars of bucket ``bucket``'s update; as a fake value, ``num_scalars`` zeros."""
+    return (0.0,) * num_scalars
+
+
+COLLECTIVES = frozenset({all_gather, all_gather_into, reduce_scatter, broadcast})
+EVENTS = frozenset({*COLLECTIVES, wait, release, empty_gradients, hyperparameters})

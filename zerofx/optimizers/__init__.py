@@ -1,0 +1,16 @@
+"""Optimizer updates on flat shards: any elementwise ``torch.optim`` optimizer as a graph and a host function."""
+
+from zerofx.optimizers.program import HostFunction, ScalarStateSpec, StateSpec, UpdateProgram, run_program
+from zerofx.optimizers.support import has_fused
+from zerofx.optimizers.update import check_supported, trace_update
+
+__all__ = [
+    "HostFunction",
+    "ScalarStateSpec",
+    "StateSpec",
+    "UpdateProgram",
+    "check_supported",
+    "has_fused",
+    "run_program",
+    "trace_update",
+]

@@ -1,0 +1,24 @@
+"""Find the line of the optimizer's code that is running, to name it in errors."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+
+def optimizer_frame() -> FrameType | None:
+    """The innermost running frame of the optimizer's code."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        outside = not module.startswith(("torch.", "zerofx.optimizers", "contextlib")) and module != "torch"
+        if outside or module.startswith("torch.optim."):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def blame() -> str:
+    """`` (file:line)`` of the optimizer's code that is running."""
+    frame = optimizer_frame()
+    return "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"

@@ -1,0 +1,118 @@
+"""A shadow of the user's optimizer: the same class and options over one tiny parameter, safe to step."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from zerofx.optimizers.scalars import GuardTape, Hyper, TrackedScalar
+
+# Options that choose an implementation, never the mathematics of the update.
+IMPLEMENTATION_FLAGS: Final = ("foreach", "fused", "capturable", "differentiable")
+IGNORED_KEYS: Final = ("params", "param_names", *IMPLEMENTATION_FLAGS)
+
+
+def plain_number(value: Any) -> int | float | None:
+    """The number in a hyperparameter (one-element tensors count), None for anything else (flags are not numbers)."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else None
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def map_numbers(group: Mapping[str, Any], make: Callable[[Hyper, int | float], Any]) -> dict[str, Any]:
+    """The hyperparameters of ``group`` with every number replaced by ``make(where, value)``; flags are kept."""
+    mapped: dict[str, Any] = {}
+    for key, value in group.items():
+        if key in IGNORED_KEYS:
+            continue
+        number = plain_number(value)
+        if number is not None:
+            mapped[key] = make(Hyper(key), number)
+        elif isinstance(value, (tuple, list)) and value and all(plain_number(x) is not None for x in value):
+            numbers = [x for x in map(plain_number, value) if x is not None]
+            mapped[key] = type(value)(make(Hyper(key, i, len(numbers)), x) for i, x in enumerate(numbers))
+        else:
+            mapped[key] = value
+    return mapped
+
+
+def tracked_group(group: Mapping[str, Any], tape: GuardTape) -> dict[str, Any]:
+    """The hyperparameters of ``group`` as tracked scalars whose guards go to ``tape``."""
+    return map_numbers(group, lambda where, value: TrackedScalar(where, value, tape))
+
+
+def structural_flags(group: Mapping[str, Any]) -> tuple[tuple[str, bool | str | None], ...]:
+    """The options that choose another update rather than another number: booleans, strings and None."""
+    return tuple(
+        (key, value)
+        for key, value in group.items()
+        if key not in IGNORED_KEYS and (value is None or isinstance(value, (bool, str)))
+    )
+
+
+class TracedGroup(dict[str, Any]):
+    """A parameter group that notes which of its entries are read."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        super().__init__(items)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[str]:
+        self.read.update(super().keys())
+        return super().__iter__()
+
+    def items(self) -> Any:
+        """All entries, which count as read."""
+        self.read.update(super().keys())
+        return super().items()
+
+    def values(self) -> Any:
+        """All values, which count as read."""
+        self.read.update(super().keys())
+        return super().values()
+
+
+def make_shadow(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: torch.Tensor, *, fused: bool
+) -> torch.optim.Optimizer:
+    """A copy of ``optimizer`` over ``param`` alone, with the hyperparameters ``group`` and no state.
+
+    Hooks, gradient scalers and a ``step`` that a learning-rate scheduler has wrapped stay behind. Containers among the
+    optimizer's attributes are copied one level deep, so that stepping the shadow does not change the original.
+    """
+    shadow = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_") and isinstance(value, dict):
+            vars(shadow)[name] = OrderedDict()
+        elif name not in ("step", "grad_scale", "found_inf"):
+            vars(shadow)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+    flags = {flag: fused and flag == "fused" for flag in IMPLEMENTATION_FLAGS}
+    shadow.defaults = {**optimizer.defaults, **flags}
+    shadow.state = defaultdict(dict)
+    shadow.param_groups = [{**group, **flags, "params": [param]}]
+    return shadow
+
+
+def step_function(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The class's ``step`` without the wrapper that runs hooks registered for every optimizer in the process."""
+    step: Any = type(optimizer).step
+    inner = getattr(step, "__wrapped__", None) if getattr(step, "hooked", False) else None
+    return step if inner is None else inner  # type: ignore[no-any-return]
+
+
+def sample(shape: tuple[int, ...], dtype: torch.dtype, low: float, high: float) -> torch.Tensor:
+    """Evenly spaced values from ``low`` to ``high``: fixed data that leaves the random generators alone."""
+    count = torch.Size(shape).numel()
+    return torch.linspace(low, high, count, dtype=torch.float64, device="cpu").reshape(shape).to(dtype)

@@ -1,0 +1,57 @@
+"""Which optimizers can run on flat shards, and which of them have a fused kernel."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from zerofx.errors import OptimizerError
+from zerofx.optimizers.shadow import step_function
+
+_WHOLE_TENSOR: Final = {
+    "LBFGS": "its step needs a closure and dot products over all parameters",
+    "Adafactor": "it keeps row and column statistics of whole matrices",
+    "Muon": "it orthogonalises whole matrices",
+    "SparseAdam": "it updates the rows of sparse gradients, and gradients are reduced densely",
+}
+_FUSED_CLASSES: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_FUSED_DEVICES: Final = ("cpu", "cuda", "mps", "xpu")
+
+
+def has_fused(optimizer: torch.optim.Optimizer, device_type: str = "cpu", dtype: torch.dtype = torch.float32) -> bool:
+    """Whether torch has one kernel, right for ``dtype``, for the update of this very class on this type of device."""
+    if type(optimizer) is torch.optim.SGD and device_type == "cpu" and dtype.itemsize < 4:
+        # Low-precision updates are skipped or read uninitialised memory there (pytorch issue 191763, up to torch 2.13).
+        return False
+    if type(optimizer) is torch.optim.Adagrad:
+        # torch has this kernel for GPUs since 2.13; the CPU's is older.
+        return device_type == "cpu" or (device_type == "cuda" and torch.__version__ >= "2.13")
+    return type(optimizer) in _FUSED_CLASSES and device_type in _FUSED_DEVICES
+
+
+def refuse_by_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+    """Refuse optimizers that are known, or declare themselves, to need more than a flat shard.
+
+    Raises:
+        OptimizerError: it names the optimizer and what is in the way.
+    """
+    name = type(optimizer).__name__
+    for base in type(optimizer).__mro__:
+        if base.__module__.startswith("torch.optim") and base.__name__ in _WHOLE_TENSOR:
+            raise OptimizerError(
+                f"expected an optimizer whose update is elementwise, found {name}: {_WHOLE_TENSOR[base.__name__]}; "
+                "use an elementwise optimizer (such as AdamW, SGD, Adagrad)"
+            )
+    parameters = list(inspect.signature(step_function(optimizer)).parameters.values())[1:]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind in kinds]
+    if needed:
+        raise OptimizerError(
+            f"expected an optimizer that steps without arguments, found {name}.step({', '.join(needed)}): "
+            "the loss is not evaluated again within a step; use an optimizer that needs no closure"
+        )
+    if group.get("differentiable"):
+        raise OptimizerError(f"expected differentiable=False, found True in {name}: the update is not differentiated")

@@ -1,0 +1,99 @@
+"""The way through the house: the one ordered list of passes, and the loop that runs, checks and reports them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zerofx.buckets import BucketLayout
+from zerofx.errors import UsageError
+from zerofx.graph import StepGraph
+from zerofx.optimizers import UpdateProgram
+from zerofx.passes.base import Pass, PassReport, op_counts
+from zerofx.passes.buffers import Buffers
+from zerofx.passes.gather import Gather
+from zerofx.passes.prefetch import Prefetch
+from zerofx.passes.reduce import Reduce
+from zerofx.passes.shard import Shard
+from zerofx.passes.update import Update
+from zerofx.report.units import format_bytes, format_seconds
+from zerofx.scheduler.liveness import liveness
+from zerofx.scheduler.plan import Plan
+from zerofx.settings import Settings
+from zerofx.verify import verify
+
+_OPTIONAL = frozenset({"prefetch"})
+
+
+def passes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Plan) -> tuple[Pass, ...]:
+    """Every pass, in order."""
+    return (
+        Shard(layout),  # parameters become views of flat buckets
+        *((Gather(layout),) if plan.gathers_parameters else ()),  # a gather before first use, a release after last
+        Reduce(layout),  # gradients into flat buffers, reduced as soon as complete
+        Update(layout, programs),  # the optimizer, on each bucket as soon as it is reduced
+        Buffers(),  # mutated buffers written back
+        Prefetch(),  # gathers issued ahead of their use
+    )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The graph as text behind one pass, and what the pass did (None for the captured graph)."""
+
+    name: str
+    text: str
+    report: PassReport | None
+
+    def __str__(self) -> str:
+        return f"# after {self.name}\n{self.text}"
+
+
+def run_passes(
+    step: StepGraph,
+    plan: Plan,
+    layout: BucketLayout,
+    programs: Mapping[int, UpdateProgram],
+    settings: Settings,
+    *,
+    point_to_point: bool,
+    talk: bool,
+) -> tuple[Stage, ...]:
+    """Run all passes on ``step`` in place; returns the captured graph and the graph behind each pass.
+
+    ``talk``: whether this rank writes what ``ZEROFX_DEBUG`` asks for.
+    """
+    unknown = settings.disable - _OPTIONAL - {"simplify"}
+    if unknown:
+        raise UsageError(f"expected ZEROFX_DISABLE to name passes that can be left out, found {sorted(unknown)}")
+    stages = [Stage("capture", step.text(), None)]
+    peak = liveness(step, point_to_point).peak_bytes
+    listed = [p for p in passes(layout, programs, plan) if p.name not in settings.disable]
+    for number, one in enumerate(listed):
+        before, began = op_counts(step), time.perf_counter()
+        one.run(step, plan)
+        seconds = time.perf_counter() - began
+        if settings.verify == 2 or (settings.verify == 1 and number == len(listed) - 1):
+            verify(step, one.name)
+        counts = op_counts(step)
+        after = liveness(step, point_to_point).peak_bytes
+        report = PassReport(one.name, dict(counts - before), dict(before - counts), peak, after, seconds)
+        stages.append(Stage(one.name, step.text(), report))
+        peak = after
+        if talk and settings.debug:
+            _say(report, settings.debug)
+    if talk and settings.debug >= 5:
+        sys.stderr.write("\n\n".join(map(str, stages)) + "\n")
+    return tuple(stages)
+
+
+def _say(report: PassReport, debug: int) -> None:
+    sys.stderr.write(
+        f"{report.name:10} peak {format_bytes(report.peak_bytes_before):>10} -> "
+        f"{format_bytes(report.peak_bytes_after):>10}  in {format_seconds(report.seconds)}\n"
+    )
+    if debug >= 2:
+        for sign, ops in (("+", report.added), ("-", report.removed)):
+            sys.stderr.writelines(f"  {sign}{count} {op}\n" for op, count in sorted(ops.items()))

@@ -1,0 +1,171 @@
+"""Collectives as the emitted step calls them: started, awaited, and counted.
+
+On a CPU (gloo) a collective is point-to-point messages between all pairs of ranks, which is faster than gloo's own
+all-gather and reduce-scatter, takes no hidden buffers, and lets the sum be taken in rank order: results depend neither
+on timing nor on how parameters are divided into buckets. On CUDA it is NCCL's, on a stream of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class Pending:
+    """A started collective: its result (valid once awaited), and what finishes it."""
+
+    result: torch.Tensor
+    finish: Callable[[torch.Tensor | None], torch.Tensor]
+
+
+class Transport(Protocol):
+    """Moves slices between ranks. ``sent_bytes`` counts what this rank has sent, payload only."""
+
+    rank: int
+    num_ranks: int
+    sent_bytes: int
+
+    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending: ...
+
+    def reduce_scatter(self, gradients: torch.Tensor) -> Pending: ...
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None: ...
+
+
+class PointToPoint:
+    """Messages between all pairs of ranks of a gloo group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.sent_bytes = 0
+        self._group = group
+        self._peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
+        self._next_tag = 0
+
+    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        slices = full.chunk(self.num_ranks) if full.numel() else []
+        works: list[dist.Work] = []
+        if slices:
+            tag = self._tag()
+            works += [self._receive(slices[peer], peer, tag) for peer in self._peers]
+            works += [self._send(shard, peer, tag) for peer in self._peers]
+            own = slices[self.rank]
+            if own.data_ptr() != shard.data_ptr():
+                own.copy_(shard)
+
+        def finish(_source: torch.Tensor | None) -> torch.Tensor:
+            for work in works:
+                work.wait()
+            return full
+
+        return Pending(full, finish)
+
+    def reduce_scatter(self, gradients: torch.Tensor) -> Pending:
+        num_shard = gradients.numel() // self.num_ranks
+        received = [gradients.new_empty(num_shard) for _ in self._peers]
+        works: list[dist.Work] = []
+        if num_shard:
+            tag = self._tag()
+            slices = gradients.chunk(self.num_ranks)
+            works += [self._receive(buffer, peer, tag) for buffer, peer in zip(received, self._peers, strict=True)]
+            works += [self._send(slices[peer], peer, tag) for peer in self._peers]
+
+        def finish(source: torch.Tensor | None) -> torch.Tensor:
+            assert source is not None
+            for work in works:
+                work.wait()
+            own = source.narrow(0, self.rank * num_shard, num_shard)
+            parts = [*received[: self.rank], own, *received[self.rank :]]
+            total = torch.add(parts[0], parts[1], out=received[0])
+            for part in parts[2:]:
+                total.add_(part)
+            received.clear()
+            return total
+
+        return Pending(received[0], finish)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self._group, group_src=0)
+            if self.rank == 0:
+                self.sent_bytes += tensor.nbytes * (self.num_ranks - 1)
+
+    def _tag(self) -> int:
+        self._next_tag += 1
+        return self._next_tag
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        self.sent_bytes += tensor.nbytes
+        work = dist.isend(tensor, group=self._group, group_dst=peer, tag=tag)
+        assert work is not None
+        return work
+
+    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        work = dist.irecv(tensor, group=self._group, group_src=peer, tag=tag)
+        assert work is not None
+        return work
+
+
+class Nccl:
+    """NCCL collectives on a stream of their own.
+
+    A collective starts behind what the compute stream has been given so far, which also makes it safe to reuse memory
+    that earlier computation read; computation waits for it only where the step says so.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.sent_bytes = 0
+        self._group = group
+        self._stream = torch.cuda.Stream(device)
+
+    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        self.sent_bytes += shard.nbytes * (self.num_ranks - 1)
+        return self._start(full, lambda: dist.all_gather_into_tensor(full, shard, group=self._group), (full, shard))
+
+    def reduce_scatter(self, gradients: torch.Tensor) -> Pending:
+        shard = gradients.new_empty(gradients.numel() // self.num_ranks)
+        self.sent_bytes += shard.nbytes * (self.num_ranks - 1)
+        return self._start(
+            shard, lambda: dist.reduce_scatter_tensor(shard, gradients, group=self._group), (shard, gradients)
+        )
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self._group, group_src=0)
+            if self.rank == 0:
+                self.sent_bytes += tensor.nbytes * (self.num_ranks - 1)
+
+    def _start(self, result: torch.Tensor, launch: Callable[[], object], used: Sequence[torch.Tensor]) -> Pending:
+        compute = torch.cuda.current_stream()
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            if result.numel():
+                launch()
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        for tensor in used:
+            tensor.record_stream(self._stream)
+
+        def finish(_source: torch.Tensor | None) -> torch.Tensor:
+            torch.cuda.current_stream().wait_event(done)
+            return result
+
+        return Pending(result, finish)
+
+
+def make_transport(group: dist.ProcessGroup | None, device: torch.device) -> Transport | None:
+    """The transport for a device; None for a world of one, where no step has a collective."""
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    return Nccl(group, device) if device.type == "cuda" else PointToPoint(group)
+
+
+def is_point_to_point(device: torch.device) -> bool:
+    """Whether reductions on ``device`` receive every slice into a buffer of its own."""
+    return device.type != "cuda"

@@ -1,0 +1,79 @@
+"""What the emitted step calls: the runtime object, and loading the file that calls it."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerofx.buckets import BucketLayout
+from zerofx.errors import PlanError
+from zerofx.runtime.collectives import Pending, Transport
+
+RegionFunction = Callable[[list[Any]], tuple[torch.Tensor, ...]]
+
+
+class Runtime:
+    """One instance serves every step of a compiled model. Its methods are named like the operators they run."""
+
+    def __init__(self, layout: BucketLayout, transport: Transport | None, device: torch.device) -> None:
+        self._layout = layout
+        self._transport = transport
+        self._device = device
+        self._scalars: Mapping[int, tuple[float, ...]] = {}
+
+    def set_scalars(self, scalars: Mapping[int, tuple[float, ...]]) -> None:
+        """The hyperparameters of the coming step, by bucket."""
+        self._scalars = scalars
+
+    def hyperparameters(self, bucket: int) -> tuple[float, ...]:
+        return self._scalars[bucket]
+
+    def empty_gradients(self, bucket: int) -> torch.Tensor:
+        """A flat gradient buffer; only its padding is defined, and zero."""
+        layout = self._layout.buckets[bucket]
+        buffer = torch.empty(layout.numel, dtype=layout.compute_dtype, device=self._device)
+        for start, end in layout.padding():
+            buffer[start:end].zero_()
+        return buffer
+
+    def all_gather(self, shard: torch.Tensor, bucket: int, num_ranks: int) -> Pending:
+        return self._connected().all_gather_into(shard.new_empty(shard.numel() * num_ranks), shard)
+
+    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, bucket: int) -> Pending:
+        return self._connected().all_gather_into(full, shard)
+
+    def reduce_scatter(self, gradients: torch.Tensor, bucket: int, num_ranks: int) -> Pending:
+        return self._connected().reduce_scatter(gradients)
+
+    def wait(self, pending: Pending, source: torch.Tensor | None = None) -> torch.Tensor:
+        return pending.finish(source)
+
+    def broadcast(self, buffers: Sequence[torch.Tensor]) -> None:
+        self._connected().broadcast(buffers)
+
+    def _connected(self) -> Transport:
+        assert self._transport is not None, "a step for one rank has no collectives"
+        return self._transport
+
+
+StepFunction = Callable[[Runtime, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], torch.Tensor]
+
+
+def load_source(source: str, filename: str) -> dict[str, Any]:
+    """Execute an emitted file; tracebacks and debuggers show its lines under ``filename``.
+
+    Raises:
+        PlanError: the text does not run, or has no function ``step``.
+    """
+    namespace: dict[str, Any] = {"__name__": "zerofx_generated", "__file__": filename}
+    try:
+        exec(compile(source, filename, "exec"), namespace)
+    except Exception as error:
+        raise PlanError(f"expected an emitted step that Python can load, found {error!r} in {filename}") from error
+    if not callable(namespace.get("step")):
+        raise PlanError(f"expected a function step(runtime, state, batch) in {filename}, found none")
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    return namespace

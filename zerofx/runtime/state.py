@@ -1,0 +1,172 @@
+"""What a step keeps between steps: flat parameters, master copies, optimizer states, and the way back to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerofx.buckets import Bucket, BucketLayout, Slot
+from zerofx.optimizers import UpdateProgram
+from zerofx.runtime.collectives import Transport
+
+
+@dataclass
+class BucketState:
+    """One bucket's tensors on this rank.
+
+    ``full`` ([numel], compute dtype) stays on the device at stages 0 to 2. ``shard`` ([shard_numel], compute dtype) is
+    this rank's slice, at stages 1 and 2 a view of ``full``. ``master`` holds the stored values where their dtype is
+    another. ``flat`` and ``scalars`` are the optimizer's states; ``present`` names those that have their values.
+    """
+
+    full: torch.Tensor | None
+    shard: torch.Tensor | None
+    master: torch.Tensor | None
+    flat: dict[str, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+    present: frozenset[str] = frozenset()
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """The values that the optimizer updates: this rank's slice, or the whole bucket at stage 0."""
+        found = self.master if self.master is not None else self.shard if self.shard is not None else self.full
+        assert found is not None
+        return found
+
+
+class TrainingState:
+    """All buckets' tensors, taken over from a model."""
+
+    def __init__(self, model: nn.Module, layout: BucketLayout, stage: int, transport: Transport | None) -> None:
+        self.layout = layout
+        self.stage = stage
+        self.model = model
+        self._transport = transport
+        self._tensors = _distinct_parameters(model)
+        whole = stage < 3 or layout.num_ranks == 1
+        self.resident = whole and not any(bucket.has_master for bucket in layout.buckets)
+        self.buckets: list[BucketState] = []
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank updates a slice of each bucket."""
+        return self.stage >= 1 and self.layout.num_ranks > 1
+
+    def take_over(self) -> None:
+        """Move the model's parameters into flat buckets, a bucket at a time, with rank 0's values on every rank.
+
+        Where the step keeps whole parameters in their own dtype, the model's become views of them; elsewhere they are
+        replaced by NaN of the same shape that takes no memory.
+        """
+        for buffer in self.model.buffers():
+            self._broadcast(buffer)
+        for bucket in self.layout.buckets:
+            whole = self._whole_bucket(bucket)
+            self._broadcast(whole)
+            self.buckets.append(self._divide(bucket, whole))
+        self.hide_parameters()
+
+    def new_states(self, bucket: Bucket, program: UpdateProgram, device: torch.device) -> None:
+        """Allocate the optimizer states of ``program`` that ``bucket`` does not have yet."""
+        state = self.buckets[bucket.index]
+        for spec in program.states:
+            if spec.name not in state.flat:
+                state.flat[spec.name] = torch.full(state.stored.shape, spec.initial, dtype=spec.dtype, device=device)
+        for name, scalar in program.new_scalar_states(device).items():
+            state.scalars.setdefault(name, scalar)
+        state.present |= program.state_before
+
+    def hide_parameters(self) -> None:
+        """Show the model its parameters where they are whole, or NaN where they are not."""
+        for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
+            for slot in bucket.slots:
+                if self.resident:
+                    assert state.full is not None
+                    self._tensors[slot.name].data = slot.view(state.full)
+                else:
+                    self._tensors[slot.name].data = torch.full(
+                        (), float("nan"), dtype=bucket.dtype, device=state.stored.device
+                    ).expand(slot.shape)
+
+    def show_parameters(self) -> None:
+        """Give the model its whole parameters, gathered from all ranks, in their own dtype."""
+        for bucket in self.layout.buckets:
+            whole = self.gather(bucket, self.buckets[bucket.index].stored)
+            for slot in bucket.slots:
+                self._tensors[slot.name].data = slot.view(whole)
+
+    def write_back(self) -> None:
+        """Take the model's whole parameters as the values to train on from (rank by rank its own slice)."""
+        for bucket in self.layout.buckets:
+            whole = self._whole_bucket(bucket)
+            state = self.buckets[bucket.index]
+            state.stored.copy_(self.slice(whole))
+            if state.master is not None:
+                low = state.shard if state.shard is not None else state.full
+                assert low is not None
+                low.copy_(state.master)
+            if state.full is not None and state.full is not state.stored:
+                state.full.copy_(whole)
+
+    def gather(self, bucket: Bucket, stored: torch.Tensor) -> torch.Tensor:
+        """A flat tensor ``[bucket.numel]`` from every rank's slice; the tensor itself where ranks hold it whole."""
+        if not self.sharded:
+            return stored
+        assert self._transport is not None
+        full = stored.new_empty(bucket.numel)
+        return self._transport.all_gather_into(full, stored).finish(None)
+
+    def slice(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a flat tensor, or all of it where ranks hold it whole."""
+        if not self.sharded:
+            return whole
+        assert self._transport is not None
+        return whole.chunk(self.layout.num_ranks)[self._transport.rank] if whole.numel() else whole
+
+    def parameter(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def slots(self) -> Iterator[tuple[Bucket, BucketState, Slot]]:
+        for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
+            for slot in bucket.slots:
+                yield bucket, state, slot
+
+    def _whole_bucket(self, bucket: Bucket) -> torch.Tensor:
+        first = self._tensors[bucket.slots[0].name]
+        whole = torch.zeros(bucket.numel, dtype=bucket.dtype, device=first.device)
+        with torch.no_grad():
+            for slot in bucket.slots:
+                slot.view(whole).copy_(self._tensors[slot.name])
+        return whole
+
+    def _divide(self, bucket: Bucket, whole: torch.Tensor) -> BucketState:
+        low = whole.to(bucket.compute_dtype)
+        keep_full = self.stage < 3 or self.layout.num_ranks == 1
+        full = low if keep_full else None
+        shard = None
+        if self.sharded:
+            shard = self.slice(low) if keep_full else self.slice(low).clone()
+        master = None
+        if bucket.has_master:
+            master = self.slice(whole).clone() if self.sharded else whole
+        return BucketState(full, shard, master)
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        if self._transport is not None and tensor.numel():
+            self._transport.broadcast([tensor])
+
+
+def _distinct_parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    return dict(model.named_parameters())
+
+
+def process_group() -> dist.ProcessGroup | None:
+    """The default process group, or None when this process is a world of its own."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return None

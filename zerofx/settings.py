@@ -1,0 +1,54 @@
+"""Every switch that is read from the environment, in one place.
+
+=====================  =========================================================================================
+``ZEROFX_DEBUG``       0 nothing, 1 passes and peaks, 2 operators added and removed, 3 the schedule, 4 the
+                       generated source, 5 the graph after each pass; written to stderr by rank 0
+``ZEROFX_DUMP_DIR``    folder for generated files (default: ``zerofx-<user>`` in the system's temporary folder)
+``ZEROFX_DISABLE``     comma-separated names of passes to leave out (``prefetch`` and ``simplify`` can be)
+``ZEROFX_VERIFY``      0 no checks, 1 checks after the last pass (default), 2 after every pass
+``ZEROFX_TIMEOUT``     seconds to wait for other ranks where they must agree (default 60)
+=====================  =========================================================================================
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerofx.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The switches' values; see the table in the module's docstring."""
+
+    debug: int
+    dump_dir: Path
+    disable: frozenset[str]
+    verify: int
+    timeout_seconds: float
+
+
+def read_settings() -> Settings:
+    """Read the environment.
+
+    Raises:
+        UsageError: a switch has a value that it cannot have.
+    """
+    return Settings(
+        debug=_integer("ZEROFX_DEBUG", 0, 5),
+        dump_dir=Path(os.environ.get("ZEROFX_DUMP_DIR") or Path(tempfile.gettempdir()) / f"zerofx-{getpass.getuser()}"),
+        disable=frozenset(name for name in os.environ.get("ZEROFX_DISABLE", "").split(",") if name),
+        verify=_integer("ZEROFX_VERIFY", 1, 2),
+        timeout_seconds=float(_integer("ZEROFX_TIMEOUT", 60, 86_400)),
+    )
+
+
+def _integer(name: str, default: int, largest: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit() or int(text) > largest:
+        raise UsageError(f"expected {name} to be a whole number from 0 to {largest}, found {text!r}")
+    return int(text)
