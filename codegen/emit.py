@@ -77,7 +77,7 @@ def _name_regions(instructions: Sequence[Instruction]) -> tuple[dict[str, str], 
     for region in instructions:
         if not isinstance(region, Region) or region.key in names:
             continue
-        words = [word for word in re.split(r"\W+", region.origin.layer) if word and not word.isdigit()]
+        words = [word for word in re.split(r"\W+", region.unit or region.origin.layer) if word and not word.isdigit()]
         stem = "_".join([*words[:2], str(region.origin.phase)]) or "region"
         number, name = 1, stem
         while name in taken:

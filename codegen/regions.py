@@ -25,6 +25,7 @@ from zerofx.scheduler.storage import is_view
 class Region:
     """A run of nodes with the values that enter and leave it, in order of first use and of definition.
 
+    ``unit`` is the repeated layer that it is in, or ``""``; ``origin`` is that of its first node that computes.
     ``own`` are its nodes in the graph's order. ``nodes`` are the lines it has: without views that nothing here reads,
     and with views of the inputs that were made in an earlier region and are made again here.
     """
@@ -33,6 +34,7 @@ class Region:
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    unit: str
     origin: Origin
     key: str = field(compare=False, default="")
 
@@ -60,7 +62,7 @@ def cut(step: StepGraph) -> tuple[Instruction, ...]:
         if run[0].target in ops.EVENTS:
             instructions.append(Event(run[0]))
         else:
-            region = _region(run, number, home)
+            region = _region(step.unit_of(run[0]), run, number, home)
             if region is not None:
                 instructions.append(region)
     return tuple(instructions)
@@ -72,14 +74,15 @@ def _runs(step: StepGraph) -> Iterator[list[fx.Node]]:
     for node in step.calls():
         is_event = node.target in ops.EVENTS
         here = (step.unit_of(node), origin(node).phase)
-        # An output of an operator stays with it, wherever the module borders are.
-        if run and (is_event or (here != group and node.target is not operator.getitem)):
+        # A view can be made anywhere, and an output of an operator stays with it: neither ends a run.
+        stays = node.target is operator.getitem or is_free_view(node)
+        if run and (is_event or (here != group and not stays)):
             yield run
-            run = []
+            run, group = [], None
         if is_event:
             yield [node]
         else:
-            group = here if not run else group
+            group = here if group is None or not stays else group
             run.append(node)
     if run:
         yield run
@@ -96,7 +99,7 @@ def is_free_view(node: fx.Node) -> bool:
     return True
 
 
-def _region(run: list[fx.Node], number: int, home: dict[fx.Node, int]) -> Region | None:
+def _region(unit: str, run: list[fx.Node], number: int, home: dict[fx.Node, int]) -> Region | None:
     work = [node for node in run if not is_free_view(node)]
     if not work:
         return None
@@ -118,7 +121,7 @@ def _region(run: list[fx.Node], number: int, home: dict[fx.Node, int]) -> Region
             require(source)
         nodes[node] = None
     outputs = [node for node in work if not _is_tuple(node) and _used_outside(node, number, home)]
-    region = Region(tuple(run), tuple(nodes), tuple(inputs), tuple(outputs), origin(work[0]))
+    region = Region(tuple(run), tuple(nodes), tuple(inputs), tuple(outputs), unit, origin(work[0]))
     return replace(region, key=_key(region))
 
 

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from torch import fx
 
-from zerofx.graph import StepGraph, target_name
+from zerofx import ops
+from zerofx.graph import StepGraph, origin, target_name
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import is_view
 
@@ -62,3 +63,27 @@ def after(node: fx.Node) -> fx.Node:
         node = node.next
     return node
 
+
+def start_of_unit(step: StepGraph, node: fx.Node) -> fx.Node:
+    """The node before which an event for ``node``'s unit is put so that it does not cut the unit's run in two."""
+    run = node
+    while _continues(step, run.prev, node):
+        run = run.prev
+    return run
+
+
+def end_of_unit(step: StepGraph, node: fx.Node) -> fx.Node:
+    """The node behind which an event for ``node``'s unit is put so that it does not cut the unit's run in two."""
+    run = node
+    while _continues(step, run.next, node):
+        run = run.next
+    return run
+
+
+def _continues(step: StepGraph, other: fx.Node, node: fx.Node) -> bool:
+    """Whether ``other`` runs in the unit and phase of ``node``; views are of no unit, as they run anywhere."""
+    if other.op != "call_function" or other.target in ops.EVENTS:
+        return False
+    if is_view(other) and other.target is not operator.getitem:
+        return True
+    return step.unit_of(other) == step.unit_of(node) and origin(other).phase is origin(node).phase

@@ -25,7 +25,7 @@ from zerofx import ops
 from zerofx.buckets import BucketLayout
 from zerofx.errors import PlanError
 from zerofx.graph import Origin, StepGraph, insert_call, origin, set_origin, set_value, value
-from zerofx.passes.base import after, consumers
+from zerofx.passes.base import after, consumers, end_of_unit, start_of_unit
 from zerofx.scheduler.plan import GatherDecision, Plan
 from zerofx.scheduler.storage import is_view
 
@@ -64,7 +64,7 @@ def _add_residency(
     graph, bucket = step.graph, layout.buckets[decision.bucket]
     shard = whole.args[0].args[0]  # type: ignore[union-attr]  # wait(all_gather(shard))
     where = Origin(bucket.name, origin(reads[0]).phase)
-    with graph.inserting_before(reads[0]):
+    with graph.inserting_before(start_of_unit(step, reads[0])):
         pending = insert_call(
             graph, ops.all_gather, (shard, bucket.index, bucket.num_ranks), where, name=gather_name(number)
         )
@@ -75,7 +75,7 @@ def _add_residency(
             if _root(source, whole):
                 with graph.inserting_before(node):
                     node.replace_input_with(source, _clone_views(graph, source, clones))
-    with graph.inserting_before(after(reads[-1]).next):
+    with graph.inserting_after(end_of_unit(step, after(reads[-1]))):
         insert_call(graph, ops.release, (full,), Origin(bucket.name, origin(reads[-1]).phase))
 
 
@@ -101,14 +101,11 @@ def _root(node: fx.Node, whole: fx.Node) -> bool:
 
 
 def _erase_with_views(graph: fx.Graph, full: fx.Node) -> None:
-    doomed = [full]
+    doomed = [*full.all_input_nodes, full]  # the started gather, its wait, then views of views
     for node in doomed:
-        doomed.extend(node.users)
-    for node in reversed(list(dict.fromkeys(doomed))):
+        doomed.extend(user for user in node.users if user not in doomed)
+    for node in reversed(doomed):
         graph.erase_node(node)
-    pending = full.args[0]
-    assert isinstance(pending, fx.Node)
-    graph.erase_node(pending)
 
 
 def _named(by_name: dict[str, fx.Node], name: str) -> fx.Node:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zerofx.graph import StepGraph
+from zerofx.passes.base import start_of_unit
 from zerofx.passes.gather import gather_name
 from zerofx.scheduler.plan import Plan
 
@@ -28,6 +29,6 @@ class Prefetch:
         by_name = {node.name: node for node in step.graph.nodes}
         order = step.positions()
         for number, decision in enumerate(plan.gathers):
-            gather, place = by_name[gather_name(number)], by_name[decision.issue]
+            gather, place = by_name[gather_name(number)], start_of_unit(step, by_name[decision.issue])
             if order[place] < order[gather]:
                 place.prepend(gather)

@@ -1,6 +1,6 @@
 """Reduce each bucket's gradients as soon as the last of them exists.
 
-    gw = mm(gy, x)                  grads_0 = empty_gradients(0, ...)          # before the bucket's first gradient
+    gw = mm(gy, x)                  grads_0 = empty_gradients(0, ...)          # where backward enters the unit
     gb = sum(gy)                    gw = mm(gy, x);   copy_(as_strided(grads_0, ...), gw)
     ...                             gb = sum(gy);     copy_(as_strided(grads_0, ...), gb)
     return loss, gw, gb             reduce_0 = reduce_scatter(grads_0, 0, 2)
@@ -24,7 +24,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout, Slot
 from zerofx.graph import Origin, Phase, StepGraph, insert_call, origin
-from zerofx.passes.base import after, consumers
+from zerofx.passes.base import after, consumers, end_of_unit, start_of_unit
 from zerofx.scheduler.plan import Plan
 
 _aten = torch.ops.aten
@@ -59,7 +59,7 @@ class Reduce:
                 step.reduced[bucket.index] = buffer
                 continue
             target = by_name[decision.wait_after] if decision.wait_after else step.output.prev
-            anchor = tails.behind(target) if decision.wait_after else target
+            anchor = end_of_unit(step, tails.behind(target)) if decision.wait_after else target
             step.reduced[bucket.index] = _finish(step, plan, bucket, buffer, started, anchor)
 
 
@@ -82,13 +82,12 @@ class _Tails:
 
 def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[tuple[fx.Node, Slot]], tails: _Tails) -> fx.Node:
     graph, first = step.graph, members[0][0]
-    with graph.inserting_after(tails.behind(first)):
+    with graph.inserting_before(start_of_unit(step, first)):
         buffer = insert_call(
             graph, ops.empty_gradients, (bucket.index, bucket.numel), Origin(bucket.name, Phase.BACKWARD),
             {"dtype": bucket.compute_dtype, "device": torch.device(step.device.type)},
             name=f"grads_{bucket.index}", fake=step.fake((bucket.numel,), bucket.compute_dtype),
         )  # fmt: skip
-    tails.add(first, buffer)
     for gradient, slot in members:
         where = Origin(origin(gradient).layer, Phase.BACKWARD)
         with graph.inserting_after(tails.behind(gradient)):
@@ -102,7 +101,10 @@ def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[tuple[fx.Node, S
 
 def _issue(step: StepGraph, bucket: Bucket, buffer: fx.Node) -> fx.Node:
     last_write = max(consumers(buffer), key=step.positions().__getitem__)
-    with step.graph.inserting_after(last_write):
+    place = end_of_unit(step, last_write)
+    while place.next.target is ops.release:
+        place = place.next
+    with step.graph.inserting_after(place):
         return insert_call(
             step.graph, ops.reduce_scatter, (buffer, bucket.index, bucket.num_ranks),
             Origin(bucket.name, Phase.BACKWARD), name=f"reduce_{bucket.index}",
@@ -112,9 +114,12 @@ def _issue(step: StepGraph, bucket: Bucket, buffer: fx.Node) -> fx.Node:
 def _finish(
     step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, started: fx.Node, anchor: fx.Node
 ) -> fx.Node:
-    where = Origin(bucket.name, Phase.BACKWARD)
+    where = Origin(bucket.name, Phase.UPDATE)
     order = step.positions()
     anchor = max(anchor, started, key=order.__getitem__)
+    # What is released and started there goes first: it frees memory, and the started runs beside the update.
+    while anchor.next.target in (ops.release, ops.reduce_scatter):
+        anchor = anchor.next
     with step.graph.inserting_before(anchor.next):
         grad = insert_call(step.graph, ops.wait, (started, buffer), where, name=f"grad_{bucket.index}")
         insert_call(step.graph, _aten.div_.Tensor, (grad, plan.num_ranks), where)

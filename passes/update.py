@@ -1,7 +1,7 @@
 """Put the optimizer into the graph: update a bucket as soon as its reduced gradient is there.
 
     grad_0 = wait(reduce_0, grads_0)        grad_0 = wait(reduce_0, grads_0)
-                                            hyper_0 = hyperparameters(0)            # lr and the like, this step's
+                                            # hyper_0, made where the step begins: lr and the like of this step
                                             mul_(exp_avg_0, ...); ...               # the optimizer's own operators,
                                             addcdiv_(shard_0, exp_avg_0, ...)       # in place on the flat slice
                                             gather_into_0 = all_gather_into(params_0, shard_0)      # stages 1 and 2
@@ -102,9 +102,10 @@ def _inline(
                 f"{scalar.name}_{bucket.index}", Placeholder(Role.SCALAR_STATE, scalar.name, bucket.index), (),
                 scalar.dtype,
             )  # fmt: skip
-    hyper = insert_call(
-        graph, ops.hyperparameters, (bucket.index, program.num_scalars), where, name=f"hyper_{bucket.index}"
-    )
+    with graph.inserting_after(step.last_placeholder()):
+        hyper = insert_call(
+            graph, ops.hyperparameters, (bucket.index, program.num_scalars), where, name=f"hyper_{bucket.index}"
+        )
     env: dict[fx.Node, fx.Node] = {}
     num_scalars = 0
     for node in program.graph.nodes:

@@ -95,6 +95,8 @@ def _collect(paths: list[Path], ranks: list[SpawnProcess], in_time: bool, timeou
         error = pickle.loads(failures[0][2])
         for _, _, _, text in failures:
             error.add_note(text)
+        for rank in silent:
+            error.add_note(f"rank {rank}: no result, exit code {ranks[rank].exitcode} (-9 may be our own doing)")
         raise error
     if not in_time:
         raise RankError(f"ranks {silent} of {len(ranks)} did not end within {timeout:g} s")
@@ -113,7 +115,7 @@ def _rank_main(call: bytes, rank: int, world_size: int, folder: str, timeout: fl
         fn, args = pickle.loads(call)
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(str(Path(folder, "store")), world_size),
+            init_method=Path(folder, "store").as_uri(),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout / 2),

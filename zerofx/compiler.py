@@ -6,12 +6,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from zerofx.buckets import BucketLayout
 from zerofx.codegen.emit import EmittedStep, emit
-from zerofx.codegen.inductor import CompiledRegion, compile_region
 from zerofx.codegen.regions import Instruction, Region, cut
 from zerofx.graph import StepGraph, value
 from zerofx.optimizers import UpdateProgram
@@ -25,6 +25,9 @@ from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.simulate import Simulation, predict, simulate
 from zerofx.settings import Settings
+
+if TYPE_CHECKING:
+    from zerofx.codegen.inductor import CompiledRegion
 
 _COMPILE_SECONDS = 3600.0  # how long ranks wait for one another's share of the regions
 
@@ -101,6 +104,9 @@ def load_step(
     namespace = load_source(source, filename)
     compiled: dict[str, CompiledRegion] = {}
     if backend == "inductor":
+        # Inductor takes seconds to import, and warns of what torch itself deprecates: only who needs it pays.
+        from zerofx.codegen.inductor import compile_region
+
         first = {r.key: r for r in reversed(_regions(instructions)) if not r.is_update}
         mine, others = control.divide(list(first))
         progress = tqdm(total=len(first), desc="compiling regions", disable=control.rank != 0, leave=False)

@@ -15,7 +15,6 @@ from torch import nn
 
 from zerofx.buckets import BucketLayout, make_layout
 from zerofx.capture import Batch, capture
-from zerofx.codegen.inductor import check_compiler
 from zerofx.compiler import CompiledStep, build_step, load_step
 from zerofx.errors import PlanError, RankMismatchError, ShardedParametersError, UsageError, ZeroFXError, ZeroFXWarning
 from zerofx.graph import Role, StepGraph, placeholder
@@ -177,6 +176,8 @@ class Step:
             )
         captured = self._capture_on_all_ranks(batch, signature)
         if self.options.backend == "inductor":
+            from zerofx.codegen.inductor import check_compiler
+
             check_compiler(captured.device)
         groups = group_of_parameters(self.model, self.optimizer, captured.parameters, set(captured.gradients))
         layout = self._layout or self._make_layout(captured, groups)

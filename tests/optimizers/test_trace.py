@@ -139,6 +139,25 @@ def test_initial_values() -> None:
     assert program.first_step_only and [s.name for s in program.states if s.written_first] == ["step_size"]
 
 
+def test_state_made_by_the_constructor() -> None:
+    class Eager(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+            for p in self.param_groups[0]["params"]:
+                self.state[p] = {"sum": torch.full_like(p, 0.5), "step": torch.tensor(0.0)}
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                state["step"] += 1
+                state["sum"].addcmul_(p.grad, p.grad)
+                p.addcdiv_(p.grad, state["sum"].sqrt(), value=-self.param_groups[0]["lr"] / state["step"].item())
+
+    runner = compare(Eager)
+    assert runner.num_traces == 1 and runner.present == {"sum", "step"}
+
+
 def test_has_fused_is_for_the_very_class() -> None:
     class Mine(torch.optim.AdamW):
         pass
