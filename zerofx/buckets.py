@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerofx.graph import ParameterInfo, unit_of
+from zerofx.graph import ParameterInfo, Role, StepGraph, placeholder, unit_of
 
 ALIGNMENT_BYTES = 64
 
@@ -107,6 +107,17 @@ class BucketLayout:
                 if slot.name == name:
                     return bucket, slot
         raise KeyError(name)
+
+
+def layout_of(step: StepGraph, groups: Mapping[str, int], num_ranks: int) -> BucketLayout:
+    """The buckets of a captured graph's parameters; ``groups`` as for ``make_layout``."""
+    order = step.positions()
+    first_use = {
+        placeholder(node).name: min(order[user] for user in node.users)
+        for node in step.placeholders(Role.PARAMETER)
+        if node.users
+    }
+    return make_layout(step.parameters, groups, step.units, first_use, num_ranks)
 
 
 def make_layout(

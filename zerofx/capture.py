@@ -320,7 +320,7 @@ def _to_step_graph(
 def _classify_outputs(step: StepGraph, first_name: Mapping[str, str], watcher: _InputWatcher) -> None:
     loss: fx.Node | None = None
     mutations: dict[str, fx.Node] = {}
-    gradients: dict[str, fx.Node] = {}
+    arrived: dict[str, list[fx.Node]] = {}
     trainable = {info.name for info in step.parameters if info.requires_grad}
     for node, desc in zip(step.output.args[0], step.output.meta["desc"], strict=True):  # type: ignore[arg-type]
         match desc:
@@ -338,25 +338,25 @@ def _classify_outputs(step: StepGraph, first_name: Mapping[str, str], watcher: _
             case GradAOTOutput(grad_of=ParamAOTInput(target=target)) if node is not None:
                 name = first_name[_inner_name(target)]
                 if name in trainable:
-                    gradients[name] = _sum(step.graph, gradients.get(name), node)
+                    arrived.setdefault(name, []).append(node)
             case _:
                 pass
     if loss is None:
         raise CaptureError("the captured graph has no loss; return a scalar from the model or give loss_fn")
-    step.set_outputs(loss, mutations, gradients)
+    step.set_outputs(loss, mutations, {name: _sum(step.graph, nodes) for name, nodes in arrived.items()})
     step.output.meta.pop("desc")
 
 
-def _sum(graph: fx.Graph, first: fx.Node | None, second: fx.Node) -> fx.Node:
-    """The sum of a tied parameter's gradients, in the order in which backward makes them."""
-    if first is None:
-        return second
+def _sum(graph: fx.Graph, gradients: list[fx.Node]) -> fx.Node:
+    """The sum of a tied parameter's gradients, added up in the order in which backward makes them, as autograd does."""
     order = {node: i for i, node in enumerate(graph.nodes)}
-    early, late = sorted((first, second), key=order.__getitem__)
-    with graph.inserting_after(late):
-        total = graph.call_function(torch.ops.aten.add.Tensor, (early, late))
-    set_value(total, late.meta["val"])
-    return set_origin(total, origin(late))
+    total, *others = sorted(gradients, key=order.__getitem__)
+    for late in others:
+        with graph.inserting_after(late):
+            added = graph.call_function(torch.ops.aten.add.Tensor, (total, late))
+        set_value(added, late.meta["val"])
+        total = set_origin(added, origin(late))
+    return total
 
 
 def _replace_tangent(graph: fx.Graph, node: fx.Node) -> None:

@@ -33,8 +33,8 @@ _COMPILE_SECONDS = 3600.0  # how long ranks wait for one another's share of the 
 
 
 @dataclass(frozen=True)
-class CompiledStep:
-    """One step for one batch shape, with everything that led to it."""
+class LoweredStep:
+    """One step for one batch shape on one rank, as a graph and as source: all that can be known without running it."""
 
     graph: StepGraph
     plan: Plan
@@ -42,13 +42,11 @@ class CompiledStep:
     simulation: Simulation
     stages: tuple[Stage, ...]
     emitted: EmittedStep
-    source_path: Path
-    function: StepFunction
 
     @property
     def num_regions(self) -> int:
         """Regions that the step runs."""
-        return sum(isinstance(i, Region) for i in self.instructions)
+        return len(_regions(self.instructions))
 
     @property
     def num_distinct_regions(self) -> int:
@@ -56,40 +54,57 @@ class CompiledStep:
         return len(self.emitted.functions)
 
 
-def build_step(
+@dataclass(frozen=True)
+class CompiledStep(LoweredStep):
+    """A lowered step that can be run, and where its source was written."""
+
+    source_path: Path
+    function: StepFunction
+
+
+def lower(
     step: StepGraph,
     plan: Plan,
     layout: BucketLayout,
     programs: Mapping[int, UpdateProgram],
     machine: Machine,
     settings: Settings,
-    control: Control,
     *,
-    backend: str,
-) -> CompiledStep:
-    """Lower a captured graph as ``plan`` says. ``step`` is edited in place."""
-    talk = control.rank == 0
+    talk: bool,
+) -> LoweredStep:
+    """Carry out ``plan`` on a captured graph, which is edited in place, and predict the outcome on ``machine``."""
     direct = is_point_to_point(step.device)
     stages = run_passes(step, plan, layout, programs, settings, point_to_point=direct, talk=talk)
     instructions = cut(step)
     simulation = simulate(step, machine, layout.num_ranks, point_to_point=direct)
     plan = plan.with_prediction(predict(step, plan, layout, simulation))
-    header = _header(plan, machine)
-    emitted = emit(step, instructions, simulation.live, header, [p.host_source for p in programs.values()])
+    sources = [program.host_source for program in programs.values()]
+    emitted = emit(step, instructions, simulation.live, _header(plan, machine), sources)
+    return LoweredStep(step, plan, instructions, simulation, stages, emitted)
+
+
+def build(lowered: LoweredStep, layout: BucketLayout, settings: Settings, control: Control, backend: str) -> CompiledStep:
+    """Write the step's source, load it, and compile its regions if ``backend`` is ``"inductor"``."""
+    plan, simulation, source = lowered.plan, lowered.simulation, lowered.emitted.source
     folder = settings.dump_dir / plan.decisions_hash()[:12]
     path = folder / "step.py"
-    if talk:
+    if control.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(emitted.source)
-        (folder / "plan.json").write_text(plan.to_json())
+        path.write_text(source)
         if settings.debug >= 4:
-            sys.stderr.write(emitted.source)
-    function, compiled = load_step(emitted.source, str(path), instructions, emitted.functions, control, backend)
+            sys.stderr.write(source)
+    function, compiled = load_step(
+        source, str(path), lowered.instructions, lowered.emitted.functions, control, backend
+    )
     if compiled:
-        profiles = [(r, compiled[r.key].memory) for r in _regions(instructions) if r.key in compiled]
-        simulation = Simulation(simulation.timings, with_profiles(simulation.live, step, profiles))
-        plan = plan.with_prediction(predict(step, plan, layout, simulation))
-    return CompiledStep(step, plan, instructions, simulation, stages, emitted, path, function)
+        profiles = [(r, compiled[r.key].memory) for r in _regions(lowered.instructions) if r.key in compiled]
+        simulation = Simulation(simulation.timings, with_profiles(simulation.live, lowered.graph, profiles))
+        plan = plan.with_prediction(predict(lowered.graph, plan, layout, simulation))
+    if control.rank == 0:
+        (folder / "plan.json").write_text(plan.to_json())
+    return CompiledStep(
+        lowered.graph, plan, lowered.instructions, simulation, lowered.stages, lowered.emitted, path, function
+    )
 
 
 def load_step(

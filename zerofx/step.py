@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.buckets import BucketLayout, make_layout
+from zerofx.buckets import BucketLayout, layout_of
 from zerofx.capture import Batch, capture
-from zerofx.compiler import CompiledStep, build_step, load_step
+from zerofx.compiler import CompiledStep, build, load_step, lower
 from zerofx.errors import PlanError, RankMismatchError, ShardedParametersError, UsageError, ZeroFXError, ZeroFXWarning
 from zerofx.graph import Role, StepGraph, placeholder
 from zerofx.options import CompileOptions
@@ -180,7 +180,7 @@ class Step:
 
             check_compiler(captured.device)
         groups = group_of_parameters(self.model, self.optimizer, captured.parameters, set(captured.gradients))
-        layout = self._layout or self._make_layout(captured, groups)
+        layout = self._layout or layout_of(captured, groups, self._control.num_ranks)
         self._check_gradients(captured, layout)
         binding = self._binding or OptimizerBinding(
             self.optimizer, layout, captured.device, prefer_fused=self.options.backend == "inductor"
@@ -188,9 +188,9 @@ class Step:
         programs = binding.programs(self._state)
         machine = self._machine or _machine_at_hand(captured.device)
         plan = self._agree_on_plan(captured, layout, machine)
-        compiled = build_step(
-            captured, plan, layout, programs, machine, self.settings, self._control, backend=self.options.backend
-        )
+        talk = self._control.rank == 0
+        lowered = lower(captured, plan, layout, programs, machine, self.settings, talk=talk)
+        compiled = build(lowered, layout, self.settings, self._control, self.options.backend)
         if self._state is None:
             self._take_over(layout, binding, captured.device)
         assert self._state is not None
@@ -225,15 +225,6 @@ class Step:
         check_equal([s[1] for s in seen], "model (graph fingerprint)", "Build the same model on every rank.")
         assert captured is not None
         return captured
-
-    def _make_layout(self, captured: StepGraph, groups: Mapping[str, int]) -> BucketLayout:
-        order = captured.positions()
-        first_use = {
-            placeholder(node).name: min(order[user] for user in node.users)
-            for node in captured.placeholders(Role.PARAMETER)
-            if node.users
-        }
-        return make_layout(captured.parameters, groups, captured.units, first_use, self._control.num_ranks)
 
     def _check_gradients(self, captured: StepGraph, layout: BucketLayout) -> None:
         trained = {slot.name for bucket in layout.buckets if bucket.trainable for slot in bucket.slots}

@@ -1,0 +1,118 @@
+"""Train a case with zerofx, or without it, and compare what comes out."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zerofx
+from tests.models import CASES, Case, batches
+
+
+@dataclass(frozen=True)
+class Trained:
+    """This rank's losses, and the model's whole state behind the last step."""
+
+    losses: list[Tensor]
+    state: dict[str, Tensor]
+
+
+def world() -> tuple[int, int]:
+    """`(rank, number of ranks)`."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def build(case: Case) -> nn.Module:
+    """The case's model, with the same values on every rank and in every run."""
+    torch.manual_seed(7)
+    return case.model()
+
+
+def train_plain(case: Case, steps: int | None = None) -> Trained:
+    """Eager training under `DistributedDataParallel`, or by itself where there is one rank."""
+    rank, num_ranks = world()
+    model = build(case)
+    optimizer = case.optimizer(model)
+    runner: nn.Module = model
+    if num_ranks > 1:
+        runner = DistributedDataParallel(model, find_unused_parameters=case.find_unused)
+    torch.manual_seed(rank)
+    losses = []
+    for args, kwargs in batches(case, rank, steps or case.steps):
+        optimizer.zero_grad()
+        if case.loss_fn is None:
+            loss = case.loss(runner(*args, **kwargs))
+        else:
+            loss = case.loss_fn(runner(args[0]), *args, **kwargs)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().clone())
+    return Trained(losses, {name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+
+def train_compiled(case: Case, stage: int, steps: int | None = None, **options: Any) -> Trained:
+    """Training through `zerofx.compile`; the eager backend unless `options` say otherwise."""
+    rank, _ = world()
+    model = build(case)
+    torch.manual_seed(rank)
+    step = zerofx.compile(
+        model, case.optimizer(model), stage, loss_fn=case.loss_fn, **{"backend": "eager", **options}
+    )
+    losses = [step(*args, **kwargs).clone() for args, kwargs in batches(case, rank, steps or case.steps)]
+    return Trained(losses, step.full_state_dict())
+
+
+def differences(expected: Trained, found: Trained, tolerance: float = 0.0) -> list[str]:
+    """What is not the same, in words; `tolerance` is relative to the largest value of a tensor."""
+    pairs = {f"loss {i}": pair for i, pair in enumerate(zip(expected.losses, found.losses, strict=True))}
+    if expected.state.keys() != found.state.keys():
+        return [f"names {sorted(expected.state.keys() ^ found.state.keys())}"]
+    pairs |= {name: (expected.state[name], found.state[name]) for name in expected.state}
+    return [
+        f"{name} {_distance(a, b):.1e}" if a.shape == b.shape else f"{name} {list(a.shape)} {list(b.shape)}"
+        for name, (a, b) in pairs.items()
+        if not _close(a, b, tolerance)
+    ]
+
+
+def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) if not tolerance else a.numel() == 0 or _distance(a, b) <= tolerance
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    if not a.numel():
+        return 0.0
+    largest = a.double().abs().max().clamp(min=1e-30)
+    return float((a.double() - b.double()).abs().max() / largest)
+
+
+def compare_runs(
+    names: Iterable[str], runs: Mapping[str, dict[str, Any]], tolerance: float = 0.0, steps: int | None = None
+) -> dict[str, list[str]]:
+    """Train each case plainly and in each of `runs` (label to options of `compile`); what went wrong, by case and run.
+
+    Runs on every rank; a failure is recorded, and the next case runs.
+    """
+    found: dict[str, list[str]] = {}
+    for name in names:
+        case = CASES[name]
+        expected = train_plain(case, steps)
+        for label, options in runs.items():
+            try:
+                wrong = differences(expected, train_compiled(copy.copy(case), steps=steps, **options), tolerance)
+            except zerofx.ZeroFXError as error:
+                wrong = [f"{type(error).__name__}: {error}"]
+            if wrong:
+                found[f"{name}, {label}"] = wrong
+    return found

@@ -1,0 +1,116 @@
+"""Plan a step for a machine and a number of ranks that need not exist: ``zerofx.plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from zerofx.buckets import BucketLayout, layout_of
+from zerofx.capture import Batch, capture
+from zerofx.compiler import LoweredStep, lower
+from zerofx.errors import UsageError
+from zerofx.loss import LossFunction
+from zerofx.options import Precision, check_options
+from zerofx.passes.simplify import simplify
+from zerofx.report.schedule import Schedule, make_schedule
+from zerofx.report.units import format_bytes, format_seconds
+from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
+from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.policy import decide
+from zerofx.settings import read_settings
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step as it would run on one rank of a machine: nothing was computed to make it, and no process group."""
+
+    lowered: LoweredStep
+    layout: BucketLayout
+    machine: Machine
+
+    @property
+    def plan(self) -> Plan:
+        """All decisions and predictions; ``zerofx.compile(plan=...)`` takes it where graph and ranks are the same."""
+        return self.lowered.plan
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak is within the device's memory."""
+        return self.plan.peak_bytes["device"] <= self.machine.device.memory_bytes
+
+    @property
+    def flops_utilisation(self) -> float:
+        """Model FLOPs per second of step over the device's achievable peak for the largest dtype used (MFU)."""
+        prediction = self.plan.prediction
+        assert prediction is not None
+        dtype = torch.bfloat16 if self.plan.precision == "bf16" else torch.float32
+        peak = self.machine.device.peak
+        rate = peak.bfloat16 if dtype is torch.bfloat16 and peak.bfloat16 else peak.float32
+        return prediction.flops / prediction.step_seconds / rate if prediction.step_seconds else 0.0
+
+    @property
+    def num_distinct_regions(self) -> int:
+        """Regions of different structure: what would have to be compiled."""
+        return self.lowered.num_distinct_regions
+
+    def schedule(self) -> Schedule:
+        """The per-node table of the planned step."""
+        return make_schedule(self.lowered)
+
+    def __str__(self) -> str:
+        plan, memory = self.plan, self.machine.device.memory_bytes
+        verdict = "fits" if self.fits else "does NOT fit"
+        return (
+            f"stage {plan.stage} on {plan.num_ranks} x {self.machine.name}: peak {format_bytes(plan.peak_bytes['device'])} "
+            f"of {format_bytes(memory)} ({verdict}), step {format_seconds(plan.step_seconds)}, of which "
+            f"{format_seconds(plan.exposed_seconds)} exposed communication, {format_bytes(plan.wire_bytes)} sent per rank, "
+            f"{100 * self.flops_utilisation:.1f} % of peak FLOP/s"
+        )
+
+
+def plan(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Any, ...] | Mapping[str, Any],
+    stage: int = 3,
+    *,
+    world_size: int = 1,
+    machine: Machine | str = "h100-sxm",
+    loss_fn: LossFunction | None = None,
+    precision: Precision | None = None,
+    prefetch: int = 1,
+    keep_gathered: Collection[str] | Literal["all"] = (),
+) -> PlannedStep:
+    """Plan a training step without hardware.
+
+    Args:
+        model: any module; it may be on ``meta``, since only shapes are used.
+        optimizer: the optimizer over its parameters.
+        batch: one rank's micro-batch: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors will do.
+        stage, loss_fn, precision, prefetch, keep_gathered: as for ``zerofx.compile``.
+        world_size: number of ranks.
+        machine: a ``Machine`` or the name of a built-in one.
+
+    Raises:
+        ZeroFXError: as ``zerofx.compile`` would.
+    """
+    if world_size < 1:
+        raise UsageError(f"expected a world_size of at least 1, found {world_size}")
+    options = check_options(stage, loss_fn, precision, "eager", machine, None, prefetch, keep_gathered, 1)
+    assert options.machine is not None
+    taken = Batch.of((), batch) if isinstance(batch, Mapping) else Batch.of(tuple(batch), {})
+    captured = capture(model, taken, loss_fn=loss_fn, compute_dtype=options.compute_dtype)
+    simplify(captured)
+    groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
+    layout = layout_of(captured, groups, world_size)
+    programs = OptimizerBinding(optimizer, layout, captured.device, prefer_fused=True).programs(None)
+    decided = decide(
+        captured, layout, stage=stage, precision=precision, machine=options.machine.name, options=options.policy
+    )
+    lowered = lower(captured, decided, layout, programs, options.machine, read_settings(), talk=True)
+    return PlannedStep(lowered, layout, options.machine)
