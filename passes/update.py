@@ -9,8 +9,8 @@
                                             wait(gather_into_0)                     # where the step ends
 
 Where the compute dtype is lower than the stored one, the update works on the fp32 master slice with the gradient cast
-to its dtype, and the new values are cast into the slice that the graph computes with. A whole buffer that stays on the
-device is not touched before its last reader of this step has run.
+to its dtype, and the new values are cast into the slice that the graph computes with. Neither a whole buffer that stays
+on the device nor a slice that is gathered is touched before its last reader of this step has run.
 
 Does not handle: optimizers that need whole tensors (refused when the optimizer is traced), and clipping by the norm of
 all gradients.
@@ -70,7 +70,9 @@ def _update_bucket(step: StepGraph, plan: Plan, bucket: Bucket, program: UpdateP
     stored = _placeholder_of(step, Role.MASTER, bucket) or low
     order = step.positions()
     reduced = step.reduced[bucket.index]
-    readers = consumers(full) if full is not None else []
+    # A gather reads the slice until it is done; its own readers, the release among them, come behind that.
+    gathers = consumers(low) if full is None else []
+    readers = consumers(full) if full is not None else [reader for gather in gathers for reader in consumers(gather)]
     anchor = max([reduced, *consumers(reduced), *readers], key=order.__getitem__)
     with graph.inserting_before(anchor.next):
         grad = reduced

@@ -19,6 +19,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.graph import StepGraph, placeholder
 from zerofx.scheduler.storage import aliased_input, storage_bytes, storage_source, tensors_of
+from zerofx.scheduler.workspace import workspace_bytes
 
 Storage = tuple[fx.Node, int]
 
@@ -75,7 +76,7 @@ def liveness(step: StepGraph, point_to_point: bool) -> Liveness:
     live, during, behind = persistent, {}, {}
     for node in step.calls():
         live += sum(size for _, size in owned.get(node, ()))
-        during[node] = live
+        during[node] = live + workspace_bytes(node)
         for source, index in dying.get(node, ()):
             live -= next(size for i, size in owned[source] if i == index)
         live += _held_by_pending(node) if point_to_point else 0

@@ -10,6 +10,7 @@ from typing import Any
 from zerofx.errors import PlanError
 
 FORMAT = 1
+_PLAIN_FIELDS = ("stage", "num_ranks", "precision", "machine", "graph", "memory_budget")
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,24 @@ class ReduceDecision:
 
 
 @dataclass(frozen=True)
+class RecomputeDecision:
+    """A forward value that is not kept for backward but computed again: node name, bytes, and why."""
+
+    value: str
+    num_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Prediction:
-    """What a plan leads to, per rank. Bytes by tier, seconds, and bytes sent on the wire in one step."""
+    """What a plan leads to, per rank: bytes by tier, seconds, bytes sent on the wire in one step, FLOPs.
+
+    ``peak_node`` is the node at which the device's peak is reached, ``peak_live`` what is live there, by category.
+    """
 
     peak_bytes: dict[str, int]
     peak_node: str
+    peak_live: dict[str, int]
     model_state_bytes: int
     wire_bytes: int
     step_seconds: float
@@ -66,7 +80,9 @@ class BucketSummary:
 class Plan:
     """All decisions for one captured step.
 
-    ``graph`` is the fingerprint of the captured graph that the node names belong to.
+    ``graph`` is the fingerprint of the captured graph that the node names belong to. ``extra_keeps`` are forward values
+    that backward reads only because others are computed again from them. ``memory_budget`` is what the plan was made to
+    fit, in bytes on the device.
     """
 
     stage: int
@@ -77,6 +93,9 @@ class Plan:
     buckets: tuple[BucketSummary, ...]
     gathers: tuple[GatherDecision, ...]
     reduces: tuple[ReduceDecision, ...]
+    recomputes: tuple[RecomputeDecision, ...] = ()
+    extra_keeps: tuple[str, ...] = ()
+    memory_budget: int | None = None
     prediction: Prediction | None = field(default=None, compare=False)
 
     @property
@@ -140,10 +159,12 @@ class Plan:
                 raise PlanError(f"expected a plan of format {FORMAT}; make the plan anew with this version of zerofx")
             prediction = data.pop("prediction")
             return Plan(
-                **{name: data[name] for name in ("stage", "num_ranks", "precision", "machine", "graph")},
+                **{name: data[name] for name in _PLAIN_FIELDS},
                 buckets=tuple(BucketSummary(**b) for b in data["buckets"]),
                 gathers=tuple(GatherDecision(**g) for g in data["gathers"]),
                 reduces=tuple(ReduceDecision(**r) for r in data["reduces"]),
+                recomputes=tuple(RecomputeDecision(**r) for r in data["recomputes"]),
+                extra_keeps=tuple(data["extra_keeps"]),
                 prediction=Prediction(**prediction) if prediction else None,
             )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:

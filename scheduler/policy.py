@@ -16,7 +16,8 @@ from torch import fx
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import Phase, Role, StepGraph, origin, placeholder
 from zerofx.passes.base import consumers
-from zerofx.scheduler.plan import BucketSummary, GatherDecision, Plan, ReduceDecision
+from zerofx.passes.recompute import recompute
+from zerofx.scheduler.plan import BucketSummary, GatherDecision, Plan, RecomputeDecision, ReduceDecision
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,31 @@ def decide(
     precision: str | None,
     machine: str,
     options: PolicyOptions,
+    recomputes: tuple[RecomputeDecision, ...] = (),
+    extra_keeps: tuple[str, ...] = (),
+    memory_budget: int | None = None,
 ) -> Plan:
-    """Make the plan for a captured graph. Equal inputs give an equal plan, on any machine and rank."""
+    """Make the plan for a captured graph. Equal inputs give an equal plan, on any machine and rank.
+
+    Residencies are decided for the graph as it is once ``recomputes`` are carried out.
+    """
     sharded = stage == 3 and layout.num_ranks > 1
+    graph = step.fingerprint()
+    if recomputes:
+        step = step.clone()
+        recompute(step, frozenset(decision.value for decision in recomputes), frozenset(extra_keeps))
     return Plan(
         stage=stage,
         num_ranks=layout.num_ranks,
         precision=precision,
         machine=machine,
-        graph=step.fingerprint(),
+        graph=graph,
         buckets=tuple(summarise(bucket) for bucket in layout.buckets),
         gathers=_decide_gathers(step, layout, options) if sharded else (),
         reduces=_decide_reduces(step, layout),
+        recomputes=recomputes,
+        extra_keeps=extra_keeps,
+        memory_budget=memory_budget,
     )
 
 
@@ -145,7 +159,7 @@ def _decide_reduces(step: StepGraph, layout: BucketLayout) -> tuple[ReduceDecisi
     )
     nodes = list(step.graph.nodes)
     decisions = []
-    for (_, index), following in zip(complete, [*complete[1:], None], strict=True):
+    for (_, index), following in zip(complete, [*complete[1:], None], strict=False):
         if following is None:
             decisions.append(ReduceDecision(index, None, "the last reduction: awaited where the step ends"))
         else:

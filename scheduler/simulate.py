@@ -14,6 +14,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import Role, StepGraph, tensor
+from zerofx.report.memory import peak_memory
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.liveness import Liveness, liveness
 from zerofx.scheduler.machine import CollectiveKind, Machine, collective_seconds, wire_bytes
@@ -96,6 +97,7 @@ def predict(step: StepGraph, plan: Plan, layout: BucketLayout, simulation: Simul
     return Prediction(
         peak_bytes={"device": simulation.live.peak_bytes},
         peak_node=peak_node.name if peak_node is not None else "",
+        peak_live={str(category): size for category, size in peak_memory(step, simulation.live).items()},
         model_state_bytes=model_state_bytes(step, plan, layout),
         wire_bytes=simulation.wire_bytes,
         step_seconds=simulation.step_seconds,

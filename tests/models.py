@@ -417,8 +417,39 @@ class Dropping(Regression):
             x = self.drop(layer(x))
         x = F.dropout(x, 0.1, self.training) + F.dropout1d(x[None], 0.2, self.training)[0]
         heads = x.view(1, ROWS, 2, DIM // 2).transpose(1, 2)
-        drop = 0.1 if self.training else 0.0
+        drop = 0.15 if self.training else 0.0
         return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=drop).transpose(1, 2).reshape(ROWS, DIM)
+
+
+class Zoo(nn.Module):
+    """Layers for images whose operators tracing likes to take apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1, padding_mode="reflect"),
+            nn.GroupNorm(2, 6),
+            nn.PReLU(6),
+            nn.Conv2d(6, 6, 3, groups=3, dilation=2, padding="same"),
+            nn.InstanceNorm2d(6, affine=True),
+            nn.Hardswish(),
+            nn.MaxPool2d(2),
+            nn.Upsample(scale_factor=2, mode="bilinear"),
+            nn.ConvTranspose2d(6, 4, 2, stride=2),
+            nn.SiLU(),
+            nn.AdaptiveAvgPool2d(3),
+            nn.PixelShuffle(1),
+            nn.Flatten(),
+        )
+        self.bilinear = nn.Bilinear(36, 36, 5)
+        self.rnn = nn.GRU(36, 7, 2, bidirectional=True)
+        self.head = nn.Linear(14, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.layers(x)
+        states, _ = self.rnn(x[None])
+        logits = F.rms_norm(self.bilinear(x, x), (5,)) + self.head(states[0])
+        return F.cross_entropy(logits, y) + F.huber_loss(logits.cumsum(1).softmax(1), logits.sigmoid())
 
 
 class Everything(nn.Module):
@@ -561,6 +592,7 @@ CASES: dict[str, Case] = {
     "evaluating": Case(lambda: nn.Module.eval(Convolutions()), images),
     "evaluating dropout": Case(lambda: nn.Module.eval(Dropping()), rows),
     "torch layers": Case(Everything, tokens),
+    "image layers": Case(Zoo, images),
     "llama": Case(_llama, labelled, _loss),
     "gpt2": Case(_gpt2, labelled, _loss),
     "gpt2 dropout": Case(lambda: _gpt2(0.1), labelled, _loss),

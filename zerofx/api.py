@@ -11,7 +11,7 @@ from torch import nn
 from zerofx.errors import OptimizerError, UsageError
 from zerofx.loss import LossFunction
 from zerofx.optimizers import check_supported
-from zerofx.options import Backend, Precision, check_options
+from zerofx.options import Backend, Precision, Recompute, check_options
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.step import Step
@@ -24,6 +24,8 @@ def compile(
     *,
     loss_fn: LossFunction | None = None,
     example_batch: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    memory_budget: int | float | str | None = None,
+    recompute: Recompute = "auto",
     precision: Precision | None = None,
     backend: Backend = "inductor",
     machine: Machine | str | None = None,
@@ -43,6 +45,10 @@ def compile(
         loss_fn: ``loss_fn(outputs, *batch)`` for a model that does not return its loss; the model is called with as many
             leading batch arguments as its forward takes.
         example_batch: a batch (tuple, or dict of keywords) to capture and plan with now; otherwise the first call does.
+        memory_budget: the most bytes on the device at any moment of the step: ``"24GiB"``, a number of bytes, or a
+            fraction of the device; None for no limit. A budget that no plan meets is refused before the first step.
+        recompute: whether activations may be computed again in backward: ``"auto"`` as the budget asks, ``"none"``, or
+            ``"full"`` for as many as possible.
         precision: None keeps the model's dtypes; ``"bf16"`` computes, gathers and reduces in bfloat16 with fp32 masters.
         backend: ``"inductor"`` compiles each distinct region once; ``"eager"`` runs the same file on ATen kernels, bit for
             bit like DistributedDataParallel with the same optimizer.
@@ -63,8 +69,9 @@ def compile(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
     options = check_options(
-        stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes
-    )
+        stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
+        memory_budget, recompute,
+    )  # fmt: skip
     check_supported(optimizer)
     step = Step(model, optimizer, options)
     if isinstance(example_batch, Mapping):

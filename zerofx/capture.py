@@ -8,10 +8,9 @@ Nothing of the model is computed or changed: its parameters and buffers are stoo
 from __future__ import annotations
 
 import contextlib
-import inspect
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,9 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
+from zerofx.batch import Batch as Batch
 from zerofx.errors import CaptureError, ZeroFXError
 from zerofx.graph import (
     Origin,
@@ -48,53 +48,11 @@ from zerofx.graph import (
 )
 from zerofx.layers import find_units
 from zerofx.loss import LossFunction, find_loss, split_batch
+from zerofx.scheduler.storage import aliased_input
 
 _LAYER_KEY = "zerofx_layer"
 _LOSS_LAYER = "loss"
 _TORCH_ROOT = str(Path(torch.__file__).parent)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A batch taken apart: its tensors in order, and what is needed to call the model with it again."""
-
-    tensors: tuple[torch.Tensor, ...]
-    names: tuple[str, ...]
-    constants: tuple[Any, ...]  # every leaf that is no tensor; None in a tensor's place
-    spec: pytree.TreeSpec
-
-    @staticmethod
-    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
-        paths, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
-        is_tensor = [isinstance(leaf, torch.Tensor) for _, leaf in paths]
-        return Batch(
-            tensors=tuple(leaf for _, leaf in paths if isinstance(leaf, torch.Tensor)),
-            names=tuple(_leaf_name(path) for (path, _), tensor in zip(paths, is_tensor, strict=True) if tensor),
-            constants=tuple(None if tensor else leaf for (_, leaf), tensor in zip(paths, is_tensor, strict=True)),
-            spec=spec,
-        )
-
-    def signature(self) -> str:
-        """Shapes, dtypes, devices and constants: two batches with one signature run the same step."""
-        described = [
-            f"{name}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)} stride {list(t.stride())} on {t.device}"
-            for name, t in zip(self.names, self.tensors, strict=True)
-        ]
-        fixed = [repr(constant) for constant in self.constants if constant is not None]
-        return "; ".join(described + fixed)
-
-    def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """``(args, kwargs)`` with ``tensors`` in the places of this batch's own."""
-        remaining = iter(tensors)
-        is_tensor = self._tensor_places()
-        leaves = [next(remaining) if t else c for c, t in zip(self.constants, is_tensor, strict=True)]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return args, kwargs
-
-    def _tensor_places(self) -> list[bool]:
-        paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(len(self.constants))), self.spec))[0]
-        names = set(self.names)
-        return [_leaf_name(path) in names for path, _ in paths]
 
 
 def capture(
@@ -123,7 +81,7 @@ def capture(
     parameters = _parameter_infos(model, compute_dtype)
     device = _device_of(model, batch)
     lossy = _LossModule(model, batch, loss_fn)
-    watcher = _InputWatcher()
+    watcher = _CallWatcher()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_fake_state(model, mode, compute_dtype, device))
         fakes = tuple(_fake(mode, t, _cast_of(t, compute_dtype), device) for t in batch.tensors)
@@ -133,7 +91,7 @@ def capture(
         stack.enter_context(watcher)
         inner = stack.enter_context(contextlib.ExitStack())
         try:
-            joint = aot_export_joint_with_descriptors(inner, lossy, fakes)
+            joint = aot_export_joint_with_descriptors(inner, lossy, fakes, decompositions=_decompositions(device))
         except ZeroFXError:
             raise
         except Exception as error:
@@ -160,8 +118,12 @@ class _LossModule(nn.Module):
             return find_loss(self._loss_fn(outputs, *args, **kwargs), from_loss_fn=True)
 
 
-class _InputWatcher(TorchFunctionMode):
-    """Remembers the source line of the first in-place call on each tensor of the batch."""
+# Calls that torch's Python dispatcher takes apart into kernels that eager mode does not run.
+_TAKEN_APART = frozenset({"interpolate", "upsample"})
+
+
+class _CallWatcher(TorchFunctionMode):
+    """Remembers the source lines of in-place calls, and keeps calls whole that eager mode runs whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +139,8 @@ class _InputWatcher(TorchFunctionMode):
             line = _user_line(traceback.extract_stack())
             if line:
                 self.lines.append(f"{line} ({name})")
-        return func(*args, **(kwargs or {}))
+        with torch._C._DisablePythonDispatcher() if name in _TAKEN_APART else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 def _parameter_infos(model: nn.Module, compute_dtype: torch.dtype | None) -> tuple[ParameterInfo, ...]:
@@ -279,13 +242,40 @@ def _compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+def _decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
+    """Operators that tracing puts in the place of what eager mode runs on ``device``, as what gives the same bits.
+
+    A GPU's dropout is ``native_dropout``. On a CPU eager mode multiplies by a mask of 0 and 1 / (1 - p), which it
+    divides in the tensor's own dtype.
+    """
+    if device.type != "cpu":
+        return {}
+    aten = torch.ops.aten
+
+    def scaled(x: torch.Tensor, mask: torch.Tensor, kept: float) -> torch.Tensor:
+        with _disable_current_modes():
+            factor = float(torch.ones((), dtype=x.dtype) / kept) if kept else 0.0
+        return x * mask * factor
+
+    def dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if train is False or x.numel() == 0:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        mask = aten.bernoulli.p(torch.empty_like(x, dtype=torch.bool), 1.0 - p)
+        return scaled(x, mask, 1.0 - p), mask
+
+    def dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+        return scaled(gradient, mask, 1.0 / scale if scale else 0.0)
+
+    return {aten.native_dropout.default: dropout, aten.native_dropout_backward.default: dropout_backward}
+
+
 def _to_step_graph(
     traced: fx.GraphModule,
     model: nn.Module,
     batch: Batch,
     parameters: tuple[ParameterInfo, ...],
     device: torch.device,
-    watcher: _InputWatcher,
+    watcher: _CallWatcher,
 ) -> StepGraph:
     graph = traced.graph
     step = StepGraph(graph=graph, device=device, parameters=parameters, units=frozenset(find_units(model)))
@@ -311,13 +301,15 @@ def _to_step_graph(
             case _:
                 raise CaptureError(f"the model has an input of a kind that cannot be captured: {desc}")
     _lift_constants(traced, step)
-    _classify_outputs(step, first_name, watcher)
+    _classify_outputs(step, first_name, batch, watcher)
     graph.eliminate_dead_code()
     graph.lint()
     return step
 
 
-def _classify_outputs(step: StepGraph, first_name: Mapping[str, str], watcher: _InputWatcher) -> None:
+def _classify_outputs(
+    step: StepGraph, first_name: Mapping[str, str], batch: Batch, watcher: _CallWatcher
+) -> None:
     loss: fx.Node | None = None
     mutations: dict[str, fx.Node] = {}
     arrived: dict[str, list[fx.Node]] = {}
@@ -332,7 +324,7 @@ def _classify_outputs(step: StepGraph, first_name: Mapping[str, str], watcher: _
                 lines = "\n  ".join(watcher.lines[:5]) or "(line not found)"
                 raise CaptureError(
                     f"expected a forward that leaves its batch and parameters as they are, found an in-place change of "
-                    f"{_describe_input(changed)}. In-place calls that were traced:\n  {lines}\n"
+                    f"{_describe_input(changed, batch)}. In-place calls that were traced:\n  {lines}\n"
                     f"Use the out-of-place form (x = x + 1, not x.add_(1)), or clone the tensor first."
                 )
             case GradAOTOutput(grad_of=ParamAOTInput(target=target)) if node is not None:
@@ -343,8 +335,23 @@ def _classify_outputs(step: StepGraph, first_name: Mapping[str, str], watcher: _
                 pass
     if loss is None:
         raise CaptureError("the captured graph has no loss; return a scalar from the model or give loss_fn")
+    loss = _own_storage(step.graph, loss)
     step.set_outputs(loss, mutations, {name: _sum(step.graph, nodes) for name, nodes in arrived.items()})
     step.output.meta.pop("desc")
+
+
+def _own_storage(graph: fx.Graph, loss: fx.Node) -> fx.Node:
+    """The loss, or a copy of it where it is a view: the step hands it out, and would hold or change what it shows."""
+    aten = torch.ops.aten
+    source: fx.Node | None = loss
+    while source is not None and source.target in (aten.detach.default, aten.alias.default):
+        source = aliased_input(source)
+    if source is not None and source.op != "placeholder" and aliased_input(source) is None:
+        return loss
+    with graph.inserting_after(loss):
+        copied = graph.call_function(aten.clone.default, (loss,))
+    set_value(copied, loss.meta["val"])
+    return set_origin(copied, origin(loss))
 
 
 def _sum(graph: fx.Graph, gradients: list[fx.Node]) -> fx.Node:
@@ -412,7 +419,8 @@ def _lift_constants(traced: fx.GraphModule, step: StepGraph) -> None:
 
 def _rename(node: fx.Node, role: Role, name: str) -> fx.Node:
     prefix = {Role.PARAMETER: "", Role.BUFFER: "buffer_", Role.INPUT: "batch_"}[role]
-    node.name = node.graph._graph_namespace.create_name(prefix + name.replace(".", "_"), None)
+    stem = re.sub(r"\W+", "_", name).strip("_")
+    node.name = node.graph._graph_namespace.create_name(prefix + stem.removeprefix(prefix), None)
     node.target = node.name
     return set_placeholder(node, Placeholder(role, name))
 
@@ -421,16 +429,9 @@ def _inner_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _leaf_name(path: tuple[Any, ...]) -> str:
-    """``batch_0`` for a positional leaf, the keyword itself for a keyword one; deeper keys are appended."""
-    _, *rest = path
-    parts = [str(getattr(key, "idx", getattr(key, "key", getattr(key, "name", key)))) for key in rest]
-    return ".".join(parts)
-
-
-def _describe_input(desc: Any) -> str:
+def _describe_input(desc: Any, batch: Batch) -> str:
     target = getattr(desc, "target", None)
-    return f"parameter {_inner_name(target)}" if target else f"the batch's tensor number {getattr(desc, 'idx', '?')}"
+    return f"parameter {_inner_name(target)}" if target else batch.names[desc.idx]
 
 
 def _user_line(stack: traceback.StackSummary) -> str | None:

@@ -15,14 +15,17 @@ from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.regions import Instruction, Region, cut
 from zerofx.graph import StepGraph, value
 from zerofx.optimizers import UpdateProgram
-from zerofx.pipeline import Stage, run_passes
+from zerofx.options import CompileOptions
+from zerofx.pipeline import Stage, run_passes, run_quietly
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.runtime.collectives import is_point_to_point
 from zerofx.runtime.control import Control
 from zerofx.runtime.executor import StepFunction, load_source
+from zerofx.scheduler.budget import Question, fit, least_memory, ways_to_gather
 from zerofx.scheduler.liveness import with_profiles
 from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan import Plan, Prediction
+from zerofx.scheduler.policy import decide
 from zerofx.scheduler.simulate import Simulation, predict, simulate
 from zerofx.settings import Settings
 
@@ -81,6 +84,47 @@ def lower(
     sources = [program.host_source for program in programs.values()]
     emitted = emit(step, instructions, simulation.live, _header(plan, machine), sources)
     return LoweredStep(step, plan, instructions, simulation, stages, emitted)
+
+
+def budget_bytes(asked: int | float | None, machine: Machine) -> int | None:
+    """A memory budget in bytes; a fraction is of the machine's device memory."""
+    return int(asked * machine.device.memory_bytes) if isinstance(asked, float) else asked
+
+
+def make_plan(
+    captured: StepGraph,
+    layout: BucketLayout,
+    programs: Mapping[int, UpdateProgram],
+    machine: Machine,
+    options: CompileOptions,
+    settings: Settings,
+    memory_budget: int | None,
+) -> Plan:
+    """Decide. Without a budget the plan is as the options say; with one it is the fastest that fits.
+
+    Raises:
+        MemoryBudgetError: no plan fits ``memory_budget`` bytes.
+    """
+    if memory_budget is None and options.recompute != "full":
+        return decide(
+            captured, layout, stage=options.stage, precision=options.precision, machine=machine.name,
+            options=options.policy,
+        )  # fmt: skip
+
+    def evaluate(plan: Plan) -> Prediction:
+        step = captured.clone()
+        direct = is_point_to_point(step.device)
+        run_quietly(step, plan, layout, programs, settings)
+        simulation = simulate(step, machine, layout.num_ranks, point_to_point=direct)
+        return predict(step, plan, layout, simulation)
+
+    question = Question(
+        captured, layout, machine, options.stage, options.precision, memory_budget, options.recompute != "none"
+    )
+    if memory_budget is None:
+        return least_memory(question, options.policy, evaluate)
+    ways = ways_to_gather(options.policy, options.stage == 3 and layout.num_ranks > 1)
+    return fit(question, ways, evaluate)
 
 
 def build(lowered: LoweredStep, layout: BucketLayout, settings: Settings, control: Control, backend: str) -> CompiledStep:

@@ -6,6 +6,15 @@ user's is changed, and it is the same on every rank.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+_OWN_FILES = (f"{Path(__file__).parent}{os.sep}", contextlib.__file__)
+
 
 class ZeroFXError(Exception):
     """Base of all errors that zerofx raises on purpose."""
@@ -39,9 +48,22 @@ class InvalidGraphError(ZeroFXError, AssertionError):
     """A pass left a graph that breaks an invariant: a defect of zerofx, or of a pass that a user added."""
 
 
+class MemoryBudgetError(ZeroFXError, ValueError):
+    """No plan fits the memory budget; the message gives the least that one can, and what dominates there."""
+
+
 class PlanError(ZeroFXError, ValueError):
     """A plan does not fit the graph, the machine or the world it is used with."""
 
 
 class ZeroFXWarning(UserWarning):
     """Something a user should know: a shape captured anew, a loss that is not finite, an option without effect."""
+
+
+def warn(message: str) -> None:
+    """Warn with a ``ZeroFXWarning`` that points at the line of the user's that called zerofx."""
+    level = 2
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FILES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, ZeroFXWarning, stacklevel=level)

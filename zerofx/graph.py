@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -144,6 +144,22 @@ class StepGraph:
         """A contiguous fake tensor on the step's device."""
         return tensor(self.loss).new_empty(shape, dtype=dtype, device=self.device)
 
+    def clone(self) -> StepGraph:
+        """A copy whose nodes have the same names, facts and fake values, to try a plan on."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].name = node.name
+            copies[node].meta = dict(node.meta)
+        return replace(
+            self,
+            graph=graph,
+            mutation_names=list(self.mutation_names),
+            gradient_names=list(self.gradient_names),
+            reduced={bucket: copies[node] for bucket, node in self.reduced.items()},
+        )
+
     def calls(self) -> Iterator[fx.Node]:
         """All call_function nodes in order of execution."""
         return (node for node in self.graph.nodes if node.op == "call_function")
@@ -206,6 +222,29 @@ def value(node: fx.Node) -> Any:
 def set_value(node: fx.Node, fake: Any) -> fx.Node:
     node.meta["val"] = fake
     return node
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the operator draws from a random generator. Attention without dropout does not, though it could."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+            return given != 0.0
+    return True
+
+
+def mark_copy(copy: fx.Node, original: fx.Node) -> None:
+    """Remember that ``copy`` runs again what ``original`` ran."""
+    copy.meta["zerofx_copy_of"] = original.name
+
+
+def copied_from(node: fx.Node) -> str | None:
+    """The name of the node that ``node`` runs again, if it is a copy."""
+    found = node.meta.get("zerofx_copy_of")
+    return found if isinstance(found, str) else None
 
 
 def tensor(node: fx.Node) -> torch.Tensor:

@@ -10,12 +10,14 @@ import torch
 
 from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
+from zerofx.report.units import parse_bytes
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.policy import PolicyOptions
 
 Backend = Literal["inductor", "eager"]
 Precision = Literal["bf16"]
+Recompute = Literal["auto", "none", "full"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class CompileOptions:
     plan: Plan | None
     policy: PolicyOptions
     max_shapes: int
+    memory_budget: int | float | None = None
+    recompute: Recompute = "auto"
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -46,6 +50,8 @@ def check_options(
     prefetch: int,
     keep_gathered: Collection[str] | Literal["all"],
     max_shapes: int,
+    memory_budget: int | float | str | None = None,
+    recompute: Recompute = "auto",
 ) -> CompileOptions:
     """The options as one object.
 
@@ -69,7 +75,15 @@ def check_options(
         raise UsageError(f"expected max_shapes to be at least 1, found {max_shapes}")
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"expected loss_fn(outputs, *batch) to be callable, found {type(loss_fn).__name__}")
+    if recompute not in get_args(Recompute):
+        raise UsageError(f"expected recompute 'auto' (as the budget asks), 'none' or 'full', found {recompute!r}")
+    budget = parse_bytes(memory_budget) if isinstance(memory_budget, str) else memory_budget
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or budget <= 0):
+        raise UsageError(
+            f"expected memory_budget as '24GiB', a number of bytes, or a fraction of the device up to 1.0, found {budget!r}"
+        )
+    if isinstance(budget, float) and budget > 1:
+        raise UsageError(f"expected a fraction up to 1.0, or a whole number of bytes, as memory_budget, found {budget}")
     found = Machine.named(machine) if isinstance(machine, str) else machine
-    return CompileOptions(
-        stage, loss_fn, precision, backend, found, plan, PolicyOptions(prefetch, keep_gathered), max_shapes
-    )
+    policy = PolicyOptions(prefetch, keep_gathered)
+    return CompileOptions(stage, loss_fn, precision, backend, found, plan, policy, max_shapes, budget, recompute)

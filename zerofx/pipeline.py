@@ -15,6 +15,7 @@ from zerofx.passes.base import Pass, PassReport, op_counts
 from zerofx.passes.buffers import Buffers
 from zerofx.passes.gather import Gather
 from zerofx.passes.prefetch import Prefetch
+from zerofx.passes.recompute import Recompute
 from zerofx.passes.reduce import Reduce
 from zerofx.passes.shard import Shard
 from zerofx.passes.update import Update
@@ -30,6 +31,7 @@ _OPTIONAL = frozenset({"prefetch"})
 def passes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Plan) -> tuple[Pass, ...]:
     """Every pass, in order."""
     return (
+        Recompute(),  # activations that are not kept, computed again in backward
         Shard(layout),  # parameters become views of flat buckets
         *((Gather(layout),) if plan.gathers_parameters else ()),  # a gather before first use, a release after last
         Reduce(layout),  # gradients into flat buffers, reduced as soon as complete
@@ -75,8 +77,9 @@ def run_passes(
         before, began = op_counts(step), time.perf_counter()
         one.run(step, plan)
         seconds = time.perf_counter() - began
-        if settings.verify == 2 or (settings.verify == 1 and number == len(listed) - 1):
-            verify(step, one.name)
+        last = number == len(listed) - 1
+        if settings.verify == 2 or (settings.verify == 1 and last):
+            verify(step, one.name, plan if last else None)
         counts = op_counts(step)
         after = liveness(step, point_to_point).peak_bytes
         report = PassReport(one.name, dict(counts - before), dict(before - counts), peak, after, seconds)
@@ -87,6 +90,15 @@ def run_passes(
     if talk and settings.debug >= 5:
         sys.stderr.write("\n\n".join(map(str, stages)) + "\n")
     return tuple(stages)
+
+
+def run_quietly(
+    step: StepGraph, plan: Plan, layout: BucketLayout, programs: Mapping[int, UpdateProgram], settings: Settings
+) -> None:
+    """Run all passes on ``step`` in place, and nothing else: for a plan that is only tried."""
+    for one in passes(layout, programs, plan):
+        if one.name not in settings.disable:
+            one.run(step, plan)
 
 
 def _say(report: PassReport, debug: int) -> None:

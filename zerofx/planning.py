@@ -11,17 +11,16 @@ from torch import nn
 
 from zerofx.buckets import BucketLayout, layout_of
 from zerofx.capture import Batch, capture
-from zerofx.compiler import LoweredStep, lower
+from zerofx.compiler import LoweredStep, budget_bytes, lower, make_plan
 from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
-from zerofx.options import Precision, check_options
+from zerofx.options import Precision, Recompute, check_options
 from zerofx.passes.simplify import simplify
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.policy import decide
 from zerofx.settings import read_settings
 
 
@@ -81,6 +80,8 @@ def plan(
     *,
     world_size: int = 1,
     machine: Machine | str = "h100-sxm",
+    memory_budget: int | float | str | None = None,
+    recompute: Recompute = "auto",
     loss_fn: LossFunction | None = None,
     precision: Precision | None = None,
     prefetch: int = 1,
@@ -92,7 +93,7 @@ def plan(
         model: any module; it may be on ``meta``, since only shapes are used.
         optimizer: the optimizer over its parameters.
         batch: one rank's micro-batch: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors will do.
-        stage, loss_fn, precision, prefetch, keep_gathered: as for ``zerofx.compile``.
+        stage, loss_fn, precision, memory_budget, recompute, prefetch, keep_gathered: as for ``zerofx.compile``.
         world_size: number of ranks.
         machine: a ``Machine`` or the name of a built-in one.
 
@@ -101,7 +102,10 @@ def plan(
     """
     if world_size < 1:
         raise UsageError(f"expected a world_size of at least 1, found {world_size}")
-    options = check_options(stage, loss_fn, precision, "eager", machine, None, prefetch, keep_gathered, 1)
+    options = check_options(
+        stage, loss_fn, precision, "eager", machine, None, prefetch, keep_gathered, 1,
+        memory_budget, recompute,
+    )  # fmt: skip
     assert options.machine is not None
     taken = Batch.of((), batch) if isinstance(batch, Mapping) else Batch.of(tuple(batch), {})
     captured = capture(model, taken, loss_fn=loss_fn, compute_dtype=options.compute_dtype)
@@ -109,8 +113,8 @@ def plan(
     groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
     layout = layout_of(captured, groups, world_size)
     programs = OptimizerBinding(optimizer, layout, captured.device, prefer_fused=True).programs(None)
-    decided = decide(
-        captured, layout, stage=stage, precision=precision, machine=options.machine.name, options=options.policy
-    )
-    lowered = lower(captured, decided, layout, programs, options.machine, read_settings(), talk=True)
+    settings = read_settings()
+    budget = budget_bytes(options.memory_budget, options.machine)
+    decided = make_plan(captured, layout, programs, options.machine, options, settings, budget)
+    lowered = lower(captured, decided, layout, programs, options.machine, settings, talk=True)
     return PlannedStep(lowered, layout, options.machine)

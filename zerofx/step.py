@@ -15,9 +15,10 @@ from torch import nn
 
 from zerofx.buckets import BucketLayout, layout_of
 from zerofx.capture import Batch, capture
-from zerofx.compiler import CompiledStep, build, load_step, lower
-from zerofx.errors import PlanError, RankMismatchError, ShardedParametersError, UsageError, ZeroFXError, ZeroFXWarning
+from zerofx.compiler import CompiledStep, budget_bytes, build, load_step, lower, make_plan
+from zerofx.errors import MemoryBudgetError, PlanError, RankMismatchError, ShardedParametersError, UsageError, ZeroFXError, ZeroFXWarning
 from zerofx.graph import Role, StepGraph, placeholder
+from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.passes.simplify import simplify
 from zerofx.pipeline import Stage
@@ -29,10 +30,10 @@ from zerofx.runtime.state import TrainingState, process_group
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.machines import machine_of_device
 from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.policy import decide
 from zerofx.settings import read_settings
 
 _MARK = "_zerofx_step"
+_FIT_ROUNDS = 5  # plans to try until compiled regions are within the budget too
 
 
 class Step:
@@ -187,10 +188,7 @@ class Step:
         )
         programs = binding.programs(self._state)
         machine = self._machine or _machine_at_hand(captured.device)
-        plan = self._agree_on_plan(captured, layout, machine)
-        talk = self._control.rank == 0
-        lowered = lower(captured, plan, layout, programs, machine, self.settings, talk=talk)
-        compiled = build(lowered, layout, self.settings, self._control, self.options.backend)
+        compiled = self._fit(captured, layout, programs, machine)
         if self._state is None:
             self._take_over(layout, binding, captured.device)
         assert self._state is not None
@@ -199,6 +197,31 @@ class Step:
                 self._state.new_states(bucket, programs[bucket.index], captured.device)
         self._machine = machine
         return compiled
+
+    def _fit(
+        self, captured: StepGraph, layout: BucketLayout, programs: Mapping[int, UpdateProgram], machine: Machine
+    ) -> CompiledStep:
+        """Plan and build the step; a budget holds for the compiled regions too.
+
+        What a compiled region holds inside is known once it is compiled. Where that takes the step over the budget, the
+        plan is made again for as much less as it took more.
+        """
+        budget = budget_bytes(self.options.memory_budget, machine)
+        target = budget
+        for _ in range(_FIT_ROUNDS):
+            plan = self._agree_on_plan(captured, layout, programs, machine, target)
+            lowered = lower(
+                captured.clone(), plan, layout, programs, machine, self.settings, talk=self._control.rank == 0
+            )
+            compiled = build(lowered, layout, self.settings, self._control, self.options.backend)
+            over = compiled.plan.peak_bytes["device"] - (budget or math.inf)
+            if over <= 0 or target is None or self.options.plan is not None:
+                return compiled
+            target = min(target, lowered.plan.peak_bytes["device"]) - int(over)
+        raise MemoryBudgetError(
+            f"memory_budget={budget} bytes cannot be met with compiled regions: the last plan needs "
+            f"{compiled.plan.peak_bytes['device']} bytes; allow as much, or use backend='eager'"
+        )
 
     def _capture_on_all_ranks(self, batch: Batch, signature: str) -> StepGraph:
         """Capture here; if that fails on any rank, it fails on all."""
@@ -235,18 +258,34 @@ class Step:
                 f"{', '.join(changed[:5])}: parameters must be trained, or not, in every step"
             )
 
-    def _agree_on_plan(self, captured: StepGraph, layout: BucketLayout, machine: Machine) -> Plan:
-        options = self.options
-        plan = options.plan or decide(
-            captured, layout, stage=options.stage, precision=options.precision, machine=machine.name,
-            options=options.policy,
-        )  # fmt: skip
-        if plan.graph != captured.fingerprint() or plan.num_ranks != layout.num_ranks:
+    def _agree_on_plan(
+        self,
+        captured: StepGraph,
+        layout: BucketLayout,
+        programs: Mapping[int, UpdateProgram],
+        machine: Machine,
+        memory_budget: int | None,
+    ) -> Plan:
+        """Rank 0's plan, on all ranks; what fails there fails everywhere."""
+        plan: Plan | None = self.options.plan
+        failure: ZeroFXError | None = None
+        if plan is None and self._control.rank == 0:
+            try:
+                plan = make_plan(captured, layout, programs, machine, self.options, self.settings, memory_budget)
+            except ZeroFXError as error:
+                failure = error
+        message = self._control.from_rank_0(
+            (plan.to_json() if plan else "", type(failure), str(failure or "")), "share the plan"
+        )
+        text, kind, why = message
+        if why:
+            raise failure or kind(why)
+        shared = Plan.from_json(text)
+        if shared.graph != captured.fingerprint() or shared.num_ranks != layout.num_ranks:
             raise PlanError(
                 f"expected a plan for this graph ({captured.fingerprint()[:12]}) on {layout.num_ranks} rank(s), found one "
-                f"for graph {plan.graph[:12]} on {plan.num_ranks}: make the plan anew"
+                f"for graph {shared.graph[:12]} on {shared.num_ranks}: make the plan anew"
             )
-        shared = Plan.from_json(self._control.from_rank_0(plan.to_json(), "share the plan"))
         hashes = self._control.gather(shared.decisions_hash(), "compare plans")
         check_equal(hashes, "plan", "This is a defect of zerofx: a plan changed on its way between ranks.")
         return shared

@@ -3,8 +3,11 @@
 =====================  =====================================================================================
 order                  a node comes behind everything that it reads
 release                a gathered buffer is released once, and nothing reads it afterwards
+residency              once the gather pass has run, every gathered parameter buffer is released
 waits                  nothing but its wait reads a started collective; each is awaited once
 gradients              every trained bucket is reduced at most once
+update                 a slice is not written before its last gather is done with it
+plan                   behind the last pass: one gather and one reduction for each decision of the plan, no others
 gather before use      a gather's buffer is not read before its wait (follows from order and waits)
 random operators       none is run twice
 =====================  =====================================================================================
@@ -15,20 +18,24 @@ from __future__ import annotations
 from collections import Counter
 from typing import NoReturn
 
-import torch
 from torch import fx
 
 from zerofx import ops
 from zerofx.errors import InvalidGraphError
-from zerofx.graph import StepGraph, target_name
+from zerofx.graph import StepGraph, copied_from, is_random, target_name
 from zerofx.passes.base import consumers
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.storage import mutated_inputs
 
 _NEIGHBOURS = 6
 _STARTED = frozenset({ops.all_gather, ops.all_gather_into, ops.reduce_scatter})
 
 
-def verify(step: StepGraph, after: str) -> None:
-    """Check all rules.
+def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
+    """Check all rules; with ``plan``, also that the graph does all that the plan says.
+
+    Collectives are then in the same order on all ranks, since the graph follows from the captured graph and the plan,
+    and both are compared between ranks.
 
     Raises:
         InvalidGraphError: names the rule, the pass ``after`` which it was broken, and shows the nodes around the spot.
@@ -42,8 +49,12 @@ def verify(step: StepGraph, after: str) -> None:
             _check_started(step, after, node)
         if node.target is ops.release:
             _check_release(step, after, node, order)
+    _check_residencies(step, after)
     _check_reductions(step, after)
+    _check_updates(step, after, order)
     _check_random(step, after)
+    if plan is not None:
+        _check_plan(step, after, plan)
 
 
 def _check_started(step: StepGraph, after: str, node: fx.Node) -> None:
@@ -57,10 +68,52 @@ def _check_release(step: StepGraph, after: str, node: fx.Node, order: dict[fx.No
     full = node.args[0]
     assert isinstance(full, fx.Node)
     for reader in consumers(full):
-        if order[reader] > order[node]:
-            _fail(step, after, reader, f"release: {reader.name} reads {full.name} after its release")
         if reader.target is ops.release and reader is not node:
             _fail(step, after, reader, f"release: {full.name} is released twice")
+        if order[reader] > order[node]:
+            _fail(step, after, reader, f"release: {reader.name} reads {full.name} after its release")
+
+
+def _check_residencies(step: StepGraph, after: str) -> None:
+    # The shard pass gathers everything once at the start; releases come with the gather pass.
+    if not any(node.target is ops.release for node in step.calls()):
+        return
+    for node in _parameter_gathers(step):
+        if not any(reader.target is ops.release for reader in consumers(node)):
+            _fail(step, after, node, f"residency: what {node.name} gathers is never released")
+
+
+def _parameter_gathers(step: StepGraph) -> list[fx.Node]:
+    """Gathers of a rank's slice of the parameters (at stage 0 reduced gradients are gathered as well)."""
+    return [
+        node
+        for node in step.calls()
+        if node.target is ops.all_gather and node.all_input_nodes[0].op == "placeholder"
+    ]
+
+
+def _check_updates(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
+    for gather in _parameter_gathers(step):
+        shard = gather.all_input_nodes[0]
+        done = max(order[user] for user in (gather, *gather.users))
+        for writer in consumers(shard):
+            if shard in mutated_inputs(writer) and order[writer] < done:
+                _fail(step, after, writer, f"update: {writer.name} writes {shard.name} before {gather.name} is done")
+
+
+def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
+    gathered = [node.args[1] for node in _parameter_gathers(step)]
+    reduced = [node.args[1] for node in step.calls() if node.target is ops.reduce_scatter]
+    wanted = [decision.bucket for decision in plan.reduces] if plan.num_ranks > 1 else []
+    for what, found, planned in (
+        ("gathers", gathered, [decision.bucket for decision in plan.gathers]),
+        ("reduces", reduced, wanted),
+    ):
+        if Counter(found) != Counter(planned):
+            _fail(
+                step, after, step.output,
+                f"plan: the graph {what} buckets {sorted(map(str, found))}, the plan says {sorted(map(str, planned))}",
+            )  # fmt: skip
 
 
 def _check_reductions(step: StepGraph, after: str) -> None:
@@ -73,8 +126,8 @@ def _check_reductions(step: StepGraph, after: str) -> None:
 def _check_random(step: StepGraph, after: str) -> None:
     seen: set[str] = set()
     for node in step.calls():
-        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-            original = node.meta.get("zerofx_copy_of", node.name)
+        if is_random(node):
+            original = copied_from(node) or node.name
             if original in seen:
                 _fail(step, after, node, f"random operators: {node.name} runs {original} a second time")
             seen.add(original)

@@ -2,6 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
+from zerofx.errors import UsageError
+
+_BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """``"24GiB"`` or ``"80 GB"`` as bytes.
+
+    Raises:
+        UsageError: the text is no size.
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].lower() not in _BYTES:
+        raise UsageError(f"expected a size such as '24GiB', '80GB' or a number of bytes, found {text!r}")
+    return int(float(found[1]) * _BYTES[found[2].lower()])
+
 
 def format_bytes(num_bytes: float) -> str:
     """``1536`` as ``1.5 KiB``."""

@@ -1,56 +1,122 @@
-"""Agreement between ranks outside the step: small objects over a gloo group of its own, always within a timeout."""
+"""Agreement between ranks outside the step: small objects over a gloo group of its own, always within a timeout.
+
+Ranks that meet tell one another what for, so that two that are in different places are told apart at once. A rank that
+does not come is found out when the timeout is over, and named: those that waited leave a note in the process group's
+store, and who left none was not there.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from itertools import zip_longest
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from zerofx.errors import RankMismatchError
 
+T = TypeVar("T")
+
+_PURPOSE_BYTES = 96  # of a header; the rest is a SHA-256
+_GRACE_SECONDS = 2.0  # for the others' notes, once waiting has failed here
+_SHOWN_LINES = 3
+
 
 class Control:
-    """The side channel on which ranks compare and share plans. For a world of one it does nothing."""
+    """The side channel on which ranks compare and share plans. For a world of one it does nothing.
+
+    Raises:
+        RankMismatchError: from every method, where a rank does not come in time or does something else; names it.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_seconds: float) -> None:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._group = None
+        self._group: dist.ProcessGroup | None = None
+        self._num_meetings = 0
         if self.num_ranks > 1:
             assert group is not None
-            ranks = dist.get_process_group_ranks(group)
-            self._group = dist.new_group(ranks, backend="gloo", timeout=self._timeout)
+            default = _get_default_store()
+            # How many channels this rank has made before: the same number on all ranks that do the same.
+            number = default.add(f"zerofx/channels/{self.rank}", 1)
+            self._store = dist.PrefixStore(f"zerofx/{number}", default)
+            try:
+                made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=self._timeout)
+            except RuntimeError as error:
+                raise self._absence("call zerofx.compile", error, self._timeout) from error
+            assert isinstance(made, dist.ProcessGroup)
+            self._group = made
+
+    def start(self, purpose: str, value: str = "", what: str = "", hint: str = "") -> Callable[[], None]:
+        """Begin to compare ``value`` with the other ranks'; returns what waits for the outcome, and raises if it is bad.
+
+        Args:
+            purpose: completes "expected all ranks to ..."; ranks with different purposes do not agree either.
+            value: lines of text.
+            what: names the value in the error.
+            hint: what to do when values differ.
+        """
+        group = self._group
+        if group is None:
+            return _nothing
+        self._num_meetings += 1
+        header = purpose.encode()[:_PURPOSE_BYTES].ljust(_PURPOSE_BYTES) + hashlib.sha256(value.encode()).digest()
+        mine = torch.tensor(list(header), dtype=torch.uint8)
+        seen = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        try:
+            work = dist.all_gather(seen, mine, group=group, async_op=True)
+        except RuntimeError as error:
+            raise self._absence(purpose, error, self._timeout) from error
+
+        def finish() -> None:
+            try:
+                assert work is not None
+                work.wait()
+            except RuntimeError as error:
+                raise self._absence(purpose, error, self._timeout) from error
+            headers = [bytes(one.tolist()) for one in seen]
+            purposes = [one[:_PURPOSE_BYTES].decode(errors="ignore").strip() for one in headers]
+            if any(one != purposes[0] for one in purposes):
+                found = "\n".join(f"  rank {rank}: {one}" for rank, one in enumerate(purposes))
+                raise RankMismatchError(
+                    f"expected all ranks to do the same, found them about to do different things:\n{found}\nEvery rank "
+                    f"must call the same things in the same order."
+                )
+            if any(one != headers[0] for one in headers):
+                check_equal(self._exchange(value, purpose), what, hint)
+
+        return finish
+
+    def agree(self, purpose: str, value: str, what: str, hint: str) -> None:
+        """Check that all ranks have the same ``value``; see ``start``."""
+        self.start(purpose, value, what, hint)()
 
     def meet(self, purpose: str, timeout_seconds: float | None = None) -> None:
-        """Wait for all ranks, for ``timeout_seconds`` or else the channel's own timeout.
-
-        Raises:
-            RankMismatchError: not all came in time; names those that did not (on the rank that knows: rank 0).
-        """
+        """Wait for all ranks, for ``timeout_seconds`` or else the channel's own timeout."""
         if self._group is None:
             return
-        timeout = timedelta(seconds=timeout_seconds) if timeout_seconds is not None else self._timeout
+        if timeout_seconds is None:
+            return self.start(purpose)()
+        timeout = timedelta(seconds=timeout_seconds)
+        self._num_meetings += 1
         try:
             dist.monitored_barrier(self._group, timeout=timeout, wait_all_ranks=True)
         except RuntimeError as error:
-            raise RankMismatchError(
-                f"expected all {self.num_ranks} ranks to {purpose} within {timeout.total_seconds():.0f} s, but "
-                f"some did not come (rank {self.rank} did). Every rank must call the same things in the same order, "
-                f"with batches of the same shapes. {_first_line(error)}"
-            ) from error
+            raise self._absence(purpose, error, timeout) from error
 
     def gather(self, value: Any, purpose: str) -> list[Any]:
         """Every rank's ``value``, in rank order, on every rank."""
         if self._group is None:
             return [value]
         self.meet(purpose)
-        values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return self._exchange(value, purpose)
 
     def from_rank_0(self, value: Any, purpose: str) -> Any:
         """Rank 0's ``value`` on every rank."""
@@ -58,8 +124,29 @@ class Control:
             return value
         self.meet(purpose)
         box = [value if self.rank == 0 else None]
-        dist.broadcast_object_list(box, group=self._group, group_src=0)
+        try:
+            dist.broadcast_object_list(box, group=self._group, group_src=0)
+        except RuntimeError as error:
+            raise self._absence(purpose, error, self._timeout) from error
         return box[0]
+
+    def attempt(self, purpose: str, function: Callable[[], T], timeout_seconds: float | None = None) -> T:
+        """``function()`` on every rank; where it fails on any rank, every rank raises.
+
+        Raises:
+            Exception: what ``function`` raised here.
+            RankMismatchError: it raised on another rank, which is named; what it raised there.
+        """
+        try:
+            result = function()
+        except Exception as error:
+            self._tell(purpose, error, timeout_seconds)
+            raise
+        failures = self._tell(purpose, None, timeout_seconds)
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise RankMismatchError(f"expected all ranks to {purpose}, found that rank {rank} could not: {failure}")
+        return result
 
     def divide(self, items: list[str]) -> tuple[list[str], list[str]]:
         """This rank's share of ``items`` among the ranks of its host, and the rest: for work whose results the ranks of
@@ -70,23 +157,69 @@ class Control:
         mine = items[share :: len(local)]
         return mine, [item for item in items if item not in mine]
 
-    def agree(self, value: str, what: str, purpose: str, hint: str) -> None:
-        """Check that all ranks have the same ``value``.
+    def _tell(self, purpose: str, error: Exception | None, timeout_seconds: float | None) -> list[str | None]:
+        """Every rank's failure. Where the ranks cannot be reached, this rank's own error is what its user needs."""
+        try:
+            if timeout_seconds is not None:
+                self.meet(purpose, timeout_seconds)
+            return self.gather(f"{type(error).__name__}: {error}" if error is not None else None, purpose)
+        except RankMismatchError as unreachable:
+            if error is None:
+                raise
+            error.add_note(f"The other ranks could not be told: {unreachable}")
+            return []
 
-        Raises:
-            RankMismatchError: names the ranks that differ from rank 0, and shows one of the differing values.
-        """
-        check_equal(self.gather(value, purpose), what, hint)
+    def _exchange(self, value: Any, purpose: str) -> list[Any]:
+        values: list[Any] = [None] * self.num_ranks
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            raise self._absence(purpose, error, self._timeout) from error
+        return values
+
+    def _absence(self, purpose: str, error: Exception, timeout: timedelta) -> RankMismatchError:
+        """The error for a meeting that failed, with the ranks that were not there."""
+        keys = [f"{self._num_meetings}/{rank}" for rank in range(self.num_ranks)]
+        missing = "some"
+        try:
+            self._store.set(keys[self.rank], "waited")
+            deadline = time.monotonic() + min(_GRACE_SECONDS, timeout.total_seconds())
+            while not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            absent = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+            if absent:
+                missing = f"rank{'s' if len(absent) > 1 else ''} {', '.join(absent)}"
+        except RuntimeError:
+            missing = "some, the one that holds the process group's store among them,"
+        return RankMismatchError(
+            f"expected all {self.num_ranks} ranks to {purpose} within {timeout.total_seconds():.0f} s, but {missing} did "
+            f"not come, while rank {self.rank} did. Every rank must call the same things in the same order; look for an "
+            f"error on the missing ranks, or raise ZEROFX_TIMEOUT if they are only slow. {_first_line(error)}"
+        )
 
 
 def check_equal(values: Sequence[Any], what: str, hint: str) -> None:
     """Raise a ``RankMismatchError``, the same on all ranks, unless all ``values`` (by rank) are equal."""
     different = [rank for rank, value in enumerate(values) if value != values[0]]
     if different:
+        lines = [
+            (first, second)
+            for first, second in zip_longest(str(values[0]).splitlines(), str(values[different[0]]).splitlines())
+            if first != second
+        ]
+        shown = "".join(
+            f"\n  rank 0: {first if first is not None else '(nothing)'}"
+            f"\n  rank {different[0]}: {second if second is not None else '(nothing)'}"
+            for first, second in lines[:_SHOWN_LINES]
+        )
         raise RankMismatchError(
             f"expected the same {what} on every rank, found another on rank{'s' if len(different) > 1 else ''} "
-            f"{', '.join(map(str, different))}:\n  rank 0: {values[0]}\n  rank {different[0]}: {values[different[0]]}\n{hint}"
+            f"{', '.join(map(str, different))}:{shown}\n{hint}"
         )
+
+
+def _nothing() -> None:
+    """A world of one always agrees."""
 
 
 def _first_line(error: Exception) -> str:

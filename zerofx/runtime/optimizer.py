@@ -7,7 +7,10 @@ work. Its states live in flat slices; ``optimizer.state_dict()`` gathers them on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,6 +55,22 @@ def group_of_parameters(
     return {name: index for name, index in groups.items() if name in with_gradient}
 
 
+@dataclass
+class Advance:
+    """One step's scalars by bucket, and the scalar states and state names that each bucket has after it."""
+
+    values: dict[int, tuple[float, ...]]
+    after: dict[int, tuple[dict[str, Any], frozenset[str]]]
+
+    def swap(self, state: TrainingState, buckets: Iterable[int] | None = None) -> None:
+        """Exchange what the buckets have with what is noted here: once to advance, a second time to go back."""
+        for index in self.after if buckets is None else buckets:
+            bucket = state.buckets[index]
+            before = (bucket.scalars, bucket.present)
+            bucket.scalars, bucket.present = self.after[index]
+            self.after[index] = before
+
+
 class OptimizerBinding:
     """Connects an optimizer to buckets. ``prefer_fused``: use torch's fused kernels where a group does not say."""
 
@@ -64,6 +83,7 @@ class OptimizerBinding:
         self._prefer_fused = prefer_fused
         self._num_groups = len(optimizer.param_groups)
         self._programs: dict[int, UpdateProgram] = {}
+        self._variant = ""
         self._hosts: dict[str, HostFunction] = {}
 
     def group(self, bucket: Bucket) -> dict[str, Any]:
@@ -71,14 +91,30 @@ class OptimizerBinding:
         found: dict[str, Any] = self.optimizer.param_groups[bucket.group]
         return found
 
-    def programs(self, state: TrainingState | None) -> dict[int, UpdateProgram]:
-        """The update of each trained bucket, for the options and states that hold now."""
+    @property
+    def variant(self) -> str:
+        """Tells the updates that hold now from others that the same optimizer can take; the same text on all ranks."""
+        return self._variant
+
+    def programs(
+        self, state: TrainingState | None, held: Mapping[int, HeldState] = MappingProxyType({})
+    ) -> dict[int, UpdateProgram]:
+        """The update of each trained bucket, for the options and states that hold now.
+
+        ``held``: before there is a ``state``, what the optimizer holds itself (``held_states``).
+        """
         traced: dict[Any, UpdateProgram] = {}
         for bucket in self._layout.buckets:
             if not bucket.trainable:
                 continue
-            scalars = _scalar_values(state.buckets[bucket.index]) if state is not None else {}
-            present = frozenset(state.buckets[bucket.index].present) if state is not None else frozenset()
+            scalars: dict[str, float] = {}
+            present: frozenset[str] = frozenset()
+            if state is not None:
+                scalars = _scalar_values(state.buckets[bucket.index])
+                present = frozenset(state.buckets[bucket.index].present)
+            elif bucket.index in held:
+                scalars = {name: float(value) for name, value in held[bucket.index].scalars.items()}
+                present = held[bucket.index].present
             key = (bucket.group, bucket.dtype, present, tuple(scalars.items()))
             if key not in traced:
                 traced[key] = trace_update(
@@ -90,10 +126,13 @@ class OptimizerBinding:
                     fused=self._fused(bucket),
                 )
             self._programs[bucket.index] = traced[key]
+        texts = {id(program): _text(program) for program in traced.values()}
+        whole = "\n".join(f"{index} {texts[id(program)]}" for index, program in sorted(self._programs.items()))
+        self._variant = hashlib.sha256(whole.encode()).hexdigest()[:16]
         return dict(self._programs)
 
-    def scalars(self, state: TrainingState) -> dict[int, tuple[float, ...]] | None:
-        """This step's scalars by bucket; None when an update must be traced anew. Advances the scalar states.
+    def advance(self, state: TrainingState) -> Advance | None:
+        """This step's scalars and what they leave behind; None when an update must be traced anew. Changes nothing.
 
         Raises:
             UsageError: param groups were added since compile.
@@ -101,10 +140,9 @@ class OptimizerBinding:
         if len(self.optimizer.param_groups) != self._num_groups:
             raise UsageError(
                 f"expected the {self._num_groups} param groups that the optimizer had at compile, found "
-                f"{len(self.optimizer.param_groups)}: compile a step after the last add_param_group"
+                f"{len(self.optimizer.param_groups)}: call step.close() before add_param_group, and compile again after it"
             )
-        found: dict[int, tuple[float, ...]] = {}
-        advanced: dict[int, dict[str, Any]] = {}
+        found = Advance({}, {})
         for index, program in self._programs.items():
             bucket = state.buckets[index]
             if bucket.present != program.state_before:
@@ -113,15 +151,7 @@ class OptimizerBinding:
             values = self._host(program)(self.group(self._layout.buckets[index]), trial)
             if values is None:
                 return None
-            found[index], advanced[index] = values, trial
-        for index, trial in advanced.items():
-            bucket = state.buckets[index]
-            for name, value in trial.items():
-                if isinstance(value, torch.Tensor) and isinstance(bucket.scalars.get(name), torch.Tensor):
-                    bucket.scalars[name].copy_(value)
-                else:
-                    bucket.scalars[name] = value
-            bucket.present = self._programs[index].state_after
+            found.values[index], found.after[index] = values, (trial, program.state_after)
         return found
 
     def _host(self, program: UpdateProgram) -> HostFunction:
@@ -184,19 +214,57 @@ class OptimizerState:
         """Take over the states that the optimizer holds per parameter, if any."""
         if not self._optimizer.state:
             return
-        for bucket, state in zip(self._state.layout.buckets, self._state.buckets, strict=True):
-            entries = [self._optimizer.state.get(self._state.parameter(slot.name), {}) for slot in bucket.slots]
-            if bucket.trainable and any(entries):
-                _divide_states(self._state, bucket, state, entries)
-        self._optimizer.state.clear()
+        try:
+            held = held_states(self._optimizer, self._state.layout, self._state.parameters)
+        finally:
+            self._optimizer.state.clear()
+        for index, states in held.items():
+            bucket, mine = self._state.layout.buckets[index], self._state.buckets[index]
+            for name, value in states.scalars.items():
+                mine.scalars[name] = value.clone() if isinstance(value, torch.Tensor) else value
+            for name, values in states.flat.items():
+                whole = torch.zeros(bucket.numel, dtype=values[0].dtype, device=mine.stored.device)
+                for slot, value in zip(bucket.slots, values, strict=True):
+                    slot.view(whole).copy_(value)
+                mine.flat[name] = self._state.slice(whole).clone()
+            mine.present = states.present
 
 
-def _divide_states(
-    owner: TrainingState, bucket: Bucket, state: BucketState, entries: list[Mapping[str, Any]]
-) -> None:
-    names = {name for entry in entries for name in entry}
-    for name in sorted(names):
+@dataclass(frozen=True)
+class HeldState:
+    """What an optimizer holds for the parameters of one bucket: scalars that they share, and a tensor of each."""
+
+    scalars: dict[str, Any]
+    flat: dict[str, list[torch.Tensor]]
+
+    @property
+    def present(self) -> frozenset[str]:
+        return frozenset(self.scalars) | frozenset(self.flat)
+
+
+def held_states(
+    optimizer: torch.optim.Optimizer, layout: BucketLayout, parameters: Mapping[str, torch.Tensor]
+) -> dict[int, HeldState]:
+    """The states that an optimizer holds per parameter, by bucket. Changes nothing.
+
+    Raises:
+        OptimizerError: parameters of one bucket have states that cannot be updated together.
+    """
+    found: dict[int, HeldState] = {}
+    for bucket in layout.buckets:
+        entries = [optimizer.state.get(parameters[slot.name], {}) for slot in bucket.slots]
+        if bucket.trainable and any(entries):
+            found[bucket.index] = _held_by_bucket(bucket, entries)
+    return found
+
+
+def _held_by_bucket(bucket: Bucket, entries: list[Mapping[str, Any]]) -> HeldState:
+    held = HeldState({}, {})
+    for name in dict.fromkeys(name for entry in entries for name in entry):
         values = [entry.get(name) for entry in entries]
+        # None for all is no state at all: SGD without momentum keeps momentum_buffer=None.
+        if all(value is None for value in values):
+            continue
         if any(value is None for value in values):
             without = [s.name for s, value in zip(bucket.slots, values, strict=True) if value is None]
             raise OptimizerError(
@@ -209,15 +277,23 @@ def _divide_states(
                     f"expected one value of {name!r} for all parameters of {bucket.name}, found "
                     f"{sorted({float(v) for v in values})}: they are updated together"  # type: ignore[arg-type]
                 )
-            first = values[0]
-            state.scalars[name] = first.clone() if isinstance(first, torch.Tensor) else first
+            held.scalars[name] = values[0]
             continue
-        like = next(value for value in values if isinstance(value, torch.Tensor))
-        whole = torch.zeros(bucket.numel, dtype=like.dtype, device=state.stored.device)
         for slot, value in zip(bucket.slots, values, strict=True):
-            slot.view(whole).copy_(value)  # type: ignore[arg-type]  # a tensor of the slot's shape
-        state.flat[name] = owner.slice(whole).clone()
-    state.present = frozenset(names)
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) != slot.shape:
+                shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                raise OptimizerError(
+                    f"expected state {name!r} of {slot.name} to have its shape {list(slot.shape)}, found {shape}: load a "
+                    f"state of this very model"
+                )
+        held.flat[name] = [value for value in values if isinstance(value, torch.Tensor)]
+    return held
+
+
+def _text(program: UpdateProgram) -> str:
+    """What ``program.key`` says, as text that is the same in every process."""
+    parts = (program.optimizer, program.dtype, program.fused, program.first_step_only, sorted(program.state_before))
+    return "\n".join(map(str, (*parts, program.states, program.scalar_states, program.host_source, program.graph)))
 
 
 def _is_scalar(value: Any, shape: tuple[int, ...]) -> bool:

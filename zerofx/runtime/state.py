@@ -128,6 +128,11 @@ class TrainingState:
         assert self._transport is not None
         return whole.chunk(self.layout.num_ranks)[self._transport.rank] if whole.numel() else whole
 
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The model's distinct parameters by name, as they are now (whole, or without values)."""
+        return self._tensors
+
     def parameter(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 

@@ -1,0 +1,93 @@
+"""Compute activations again in backward instead of keeping them.
+
+    forward                                 forward
+    a = mm(x, w1); b = gelu(a)              a = mm(x, w1); b = gelu(a)        # a dies here
+    y = mm(b, w2)                           y = mm(b, w2)                     # b too
+    ...                                     ...
+    backward                                backward
+    gb = mm(gy, t(w2))                      gb = mm(gy, t(w2))
+    gw2 = mm(t(b), gy)                      a_again = mm(x, w1); b_again = gelu(a_again)
+    ga = gelu_backward(gb, a)               gw2 = mm(t(b_again), gy)
+                                            ga = gelu_backward(gb, a_again)
+
+The plan says which forward values are *kept*; whatever else backward reads is computed again from kept values and
+placeholders, just before its first reader, once. The operators are the same on the same inputs, so the bits are too.
+
+Does not handle: random operators. Their outputs are never computed again: the plan keeps them, and the pass refuses a
+plan that does not.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx.errors import PlanError
+from zerofx.graph import Origin, Phase, StepGraph, is_random, mark_copy, origin, set_origin, set_value, value
+from zerofx.scheduler.activations import crossing_values
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.storage import is_view
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Let go of every forward value that the plan recomputes, and compute it again where backward needs it."""
+
+    name: str = "recompute"
+
+    def run(self, step: StepGraph, plan: Plan) -> None:
+        recompute(step, frozenset(decision.value for decision in plan.recomputes), frozenset(plan.extra_keeps))
+
+
+def recompute(step: StepGraph, dropped: frozenset[str], extra: frozenset[str]) -> None:
+    """Recompute the values named in ``dropped`` from what backward reads otherwise, and from ``extra``."""
+    if not dropped:
+        return
+    kept = {node for node in crossing_values(step) if node.name not in dropped}
+    kept |= {node for node in step.calls() if node.name in extra}
+    copies: dict[fx.Node, fx.Node] = {}
+    backward = [node for node in step.calls() if origin(node).phase is Phase.BACKWARD]
+    for reader in backward:
+        for source in reader.all_input_nodes:
+            if source.op == "call_function" and origin(source).phase is Phase.FORWARD:
+                replacement = _again(step, source, kept, copies, reader)
+                if replacement is not source:
+                    reader.replace_input_with(source, replacement)
+    step.graph.eliminate_dead_code()
+
+
+def _again(
+    step: StepGraph, node: fx.Node, kept: set[fx.Node], copies: dict[fx.Node, fx.Node], reader: fx.Node
+) -> fx.Node:
+    """``node`` as ``reader`` can have it: itself if kept, else a copy put before ``reader`` (shared with later ones)."""
+    pending = [node]
+    while pending:
+        current = pending[-1]
+        if current in copies or _available(current, kept):
+            pending.pop()
+            continue
+        missing = [s for s in current.all_input_nodes if s not in copies and not _available(s, kept)]
+        if missing:
+            pending.extend(missing)
+            continue
+        pending.pop()
+        copies[current] = _copy(step, current, copies, reader)
+    return copies.get(node, node)
+
+
+def _available(node: fx.Node, kept: set[fx.Node]) -> bool:
+    return node in kept or node.op == "placeholder" or origin(node).phase is Phase.BACKWARD
+
+
+def _copy(step: StepGraph, node: fx.Node, copies: dict[fx.Node, fx.Node], reader: fx.Node) -> fx.Node:
+    if is_random(node):
+        raise PlanError(f"expected a plan that keeps what random operators give, found {node.name} among the recomputed")
+    with step.graph.inserting_before(reader):
+        copy = step.graph.node_copy(node, lambda n: copies.get(n, n))
+    set_value(copy, value(node))
+    set_origin(copy, Origin(origin(node).layer, Phase.BACKWARD))
+    if node.target is not operator.getitem and not is_view(node):
+        mark_copy(copy, node)
+    return copy

@@ -1,0 +1,212 @@
+"""What lives from forward to backward, and the ways to have less of it: a menu for each repeated layer.
+
+A menu entry is a set of forward values to keep; the rest of what backward reads is computed again. The best set for a
+price mu (bytes that a second of computation is worth) is a minimum cut: cutting the edge from an operator to a value
+keeps the value and pays its bytes, cutting the edge from the source to an operator runs it again and pays mu times its
+seconds. Lowering mu from "nothing is worth computing again" gives sets that keep less and less: the lower convex hull
+of bytes against seconds. (The cut without prices is AOTAutograd's partitioner's; see also Checkmate, 1910.02653.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import torch
+from torch import fx
+
+from zerofx.graph import Phase, StepGraph, is_random, origin, target_name
+from zerofx.scheduler.costs import node_cost
+from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.storage import is_view, storage_bytes, storage_source, tensors_of
+
+Storage = tuple[fx.Node, int]
+
+_PRICES = 24  # how many prices are tried between the cheapest and the dearest value
+
+
+@dataclass(frozen=True)
+class Level:
+    """One entry of a menu, as positions in its segment's list of values (see ``Segment.values``).
+
+    ``num_bytes`` are kept, ``seconds`` are computed again.
+    """
+
+    kept: frozenset[int]
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The forward run of one repeated layer.
+
+    ``operators`` compute; ``values`` are the storages they make and the ones of other segments that they read.
+    ``needed`` are positions in ``values`` that backward reads, ``fixed`` those that are kept whatever is chosen.
+    """
+
+    unit: str
+    operators: tuple[fx.Node, ...]
+    values: tuple[Storage, ...]
+    needed: frozenset[int]
+    fixed: frozenset[int]
+    key: str
+
+
+def crossing_storages(step: StepGraph) -> dict[Storage, None]:
+    """Storages that forward makes and backward reads, in the order in which they are made."""
+    order = step.positions()
+    found = {
+        storage_source(source)
+        for node in step.calls()
+        if origin(node).phase is Phase.BACKWARD
+        for source in node.all_input_nodes
+        if is_forward_call(source)
+    }
+    made = [s for s in found if is_forward_call(s[0])]
+    return dict.fromkeys(sorted(made, key=lambda s: (order[s[0]], s[1])))
+
+
+def crossing_values(step: StepGraph) -> list[fx.Node]:
+    """The nodes that name the crossing storages: an operator, or the getitem of one of its outputs."""
+    return [value_node(storage) for storage in crossing_storages(step)]
+
+
+def value_node(storage: Storage) -> fx.Node:
+    """The node that names a storage."""
+    node, index = storage
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        return node
+    return next(user for user in node.users if user.args[1] == index)
+
+
+def is_forward_call(node: fx.Node) -> bool:
+    return node.op == "call_function" and origin(node).phase is Phase.FORWARD
+
+
+def segments(step: StepGraph) -> list[Segment]:
+    """The forward runs of all repeated layers in order. Operators outside them are left as they are."""
+    crossing = crossing_storages(step)
+    runs: list[tuple[str, list[fx.Node]]] = []
+    for node in step.calls():
+        if not is_forward_call(node) or is_view(node):
+            continue
+        unit = step.unit_of(node)
+        if not runs or runs[-1][0] != unit:
+            runs.append((unit, []))
+        runs[-1][1].append(node)
+    home = {node: number for number, (_, nodes) in enumerate(runs) for node in nodes}
+    leaving = _read_elsewhere(step, home)
+    return [_segment(unit, nodes, crossing, leaving) for unit, nodes in runs if unit]
+
+
+def _read_elsewhere(step: StepGraph, home: Mapping[fx.Node, int]) -> set[Storage]:
+    """Storages that a forward operator outside their own run reads."""
+    found = set()
+    for node in step.calls():
+        if is_forward_call(node) and not is_view(node):
+            for source in node.all_input_nodes:
+                storage = storage_source(source)
+                if home.get(storage[0]) != home[node]:
+                    found.add(storage)
+    return found
+
+
+def _segment(
+    unit: str, nodes: Sequence[fx.Node], crossing: Mapping[Storage, None], leaving: set[Storage]
+) -> Segment:
+    members = set(nodes)
+    values: dict[Storage, int] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            storage = storage_source(source)
+            if is_forward_call(storage[0]):
+                values.setdefault(storage, len(values))
+        for storage in _outputs(node):
+            values.setdefault(storage, len(values))
+    needed = frozenset(i for s, i in values.items() if s in crossing and s[0] in members)
+    # What another run reads stays: that run's own choice counts on it.
+    fixed = frozenset(i for s, i in values.items() if s in crossing and (s in leaving or s[0] not in members))
+    return Segment(unit, tuple(nodes), tuple(values), needed, fixed, _key(nodes, values, needed, fixed))
+
+
+def _outputs(node: fx.Node) -> Iterator[Storage]:
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        yield (node, 0)
+    else:
+        yield from ((node, int(user.args[1])) for user in node.users if isinstance(user.args[1], int))
+
+
+def _key(
+    nodes: Sequence[fx.Node], values: Mapping[Storage, int], needed: frozenset[int], fixed: frozenset[int]
+) -> str:
+    """Equal for segments that have the same menu."""
+    lines = []
+    for node in nodes:
+        reads = [values.get(storage_source(s), -1) for s in node.all_input_nodes]
+        shapes = [(str(t.dtype), tuple(t.shape), tuple(t.stride())) for t in tensors_of(node)]
+        lines.append(f"{target_name(node)} {reads} {shapes}")
+    lines += [str(sorted(needed)), str(sorted(fixed))]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def menu(segment: Segment, machine: Machine) -> tuple[Level, ...]:
+    """The levels of a segment, from keeping all to computing most again; each keeps less than the one before."""
+    seconds = {node: node_cost(node, machine).seconds for node in segment.operators}
+    sizes = [_bytes(storage) for storage in segment.values]
+    start = Level(
+        segment.needed | segment.fixed, sum(sizes[i] for i in segment.needed | segment.fixed), 0.0
+    )
+    rates = [sizes[i] / seconds[s[0]] for i, s in enumerate(segment.values) if seconds.get(s[0]) and sizes[i]]
+    found = [start]
+    if not rates:
+        return tuple(found)
+    high, low = 2 * max(rates), min(rates) / len(segment.operators)
+    for step in range(_PRICES):
+        price = high * (low / high) ** (step / (_PRICES - 1))
+        level = _cheapest(segment, sizes, seconds, price)
+        if level.num_bytes < found[-1].num_bytes:
+            found.append(level)
+    return tuple(found)
+
+
+def _cheapest(segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], price: float) -> Level:
+    graph = nx.DiGraph()
+    position = {storage: i for i, storage in enumerate(segment.values)}
+    for number, node in enumerate(segment.operators):
+        operator = ("operator", number)
+        cost = float("inf") if is_random(node) else price * seconds[node]
+        graph.add_edge("source", operator, capacity=cost)
+        for source in node.all_input_nodes:
+            i = position.get(storage_source(source))
+            if i is not None:
+                graph.add_edge(("value", i), operator, capacity=float("inf"))
+        for storage in _outputs(node):
+            i = position[storage]
+            size = 0 if i in segment.fixed else sizes[i]
+            graph.add_edge(operator, ("value", i), capacity=float(size))
+    made = set(segment.operators)
+    for i, storage in enumerate(segment.values):
+        if storage[0] not in made:
+            graph.add_edge("source", ("value", i), capacity=0.0 if i in segment.fixed else float(sizes[i]))
+        if i in segment.needed:
+            graph.add_edge(("value", i), "sink", capacity=float("inf"))
+    if "sink" not in graph:
+        return Level(segment.fixed, sum(sizes[i] for i in segment.fixed), 0.0)
+    _, (_, sink_side) = nx.minimum_cut(graph, "source", "sink")
+    again = {node for n, node in enumerate(segment.operators) if ("operator", n) in sink_side}
+    kept = {
+        i
+        for i, storage in enumerate(segment.values)
+        if ("value", i) in sink_side and (storage[0] not in again or i in segment.fixed)
+    }
+    kept |= segment.fixed
+    return Level(frozenset(kept), sum(sizes[i] for i in kept), sum(seconds[n] for n in again))
+
+
+def _bytes(storage: Storage) -> int:
+    node, index = storage
+    fake = node.meta["val"]
+    return storage_bytes(fake if isinstance(fake, torch.Tensor) else fake[index])

@@ -1,0 +1,182 @@
+"""Step graphs of tiny models, made as ``compile`` makes them but for any number of ranks, and without a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from zerofx.buckets import BucketLayout, layout_of
+from zerofx.capture import Batch, capture
+from zerofx.graph import StepGraph
+from zerofx.optimizers import UpdateProgram
+from zerofx.passes.base import Pass
+from zerofx.passes.simplify import simplify
+from zerofx.pipeline import Stage, passes, run_passes
+from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.policy import PolicyOptions, decide
+from zerofx.settings import Settings
+
+ROWS = 2
+DIM = 4
+
+
+class Block(nn.Module):
+    """One linear layer and a nonlinearity; without a bias, to keep printed graphs short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x))
+
+
+class TwoBlocks(nn.Module):
+    """Two equal blocks and a head. The loss is the sum of the head's outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(DIM, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        loss: Tensor = self.head(x).sum()
+        return loss
+
+
+class Averaging(TwoBlocks):
+    """Two blocks that keep a running mean of their input."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.5)
+        return super().forward(x - self.mean)
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, DIM)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(DIM, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x), ids)
+
+
+class Normed(nn.Module):
+    """Blocks that end in a layer norm: the gradients of its weight and bias are two outputs of one operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def features() -> tuple[Tensor, ...]:
+    return (torch.randn(ROWS, DIM),)
+
+
+def token_ids() -> tuple[Tensor, ...]:
+    return (torch.randint(5, (ROWS,)),)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer with the shortest update."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+
+@dataclass
+class Prepared:
+    """A captured graph with all that the passes need, before the first of them."""
+
+    step: StepGraph
+    layout: BucketLayout
+    programs: Mapping[int, UpdateProgram]
+    plan: Plan
+
+    def run(self, until: str = "") -> Prepared:
+        """Run the pipeline's passes in place, up to and with the one called ``until``, or all."""
+        for one in self.passes():
+            one.run(self.step, self.plan)
+            if one.name == until:
+                break
+        return self
+
+    def passes(self) -> tuple[Pass, ...]:
+        return passes(self.layout, self.programs, self.plan)
+
+    def run_pipeline(self, **changed: object) -> tuple[Stage, ...]:
+        """The pipeline itself, with every check after every pass."""
+        return run_passes(
+            self.step, self.plan, self.layout, self.programs, settings(**changed), point_to_point=True, talk=True
+        )
+
+    def node(self, name: str) -> fx.Node:
+        return next(node for node in self.step.graph.nodes if node.name == name)
+
+
+def settings(**changed: object) -> Settings:
+    """Settings that check after every pass and say nothing, but for what is given."""
+    defaults: dict[str, object] = {
+        "debug": 0, "dump_dir": Path("unused"), "disable": frozenset(), "verify": 2, "timeout_seconds": 60.0,
+    }  # fmt: skip
+    return Settings(**{**defaults, **changed})  # type: ignore[arg-type]  # the names are checked by the call
+
+
+def prepare(
+    model: nn.Module | None = None,
+    batch: tuple[Tensor, ...] | None = None,
+    *,
+    stage: int = 3,
+    num_ranks: int = 2,
+    prefetch: int = 1,
+    keep: tuple[str, ...] | str = (),
+    optimizer: torch.optim.Optimizer | None = None,
+    precision: str | None = None,
+) -> Prepared:
+    """Capture ``model`` (``TwoBlocks`` if none is given), lay it out and plan it, on no process group."""
+    model = TwoBlocks() if model is None else model
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    step = capture(model, Batch.of(features() if batch is None else batch, {}), compute_dtype=dtype)
+    simplify(step)
+    optimizer = optimizer or sgd(model)
+    layout = layout_of(step, group_of_parameters(model, optimizer, step.parameters, set(step.gradients)), num_ranks)
+    programs = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False).programs(None)
+    plan = decide(
+        step, layout, stage=stage, precision=precision, machine="cpu", options=PolicyOptions(prefetch, keep)
+    )
+    return Prepared(step, layout, programs, plan)
+
+
+def order_of(step: StepGraph) -> dict[str, int]:
+    """Position by name."""
+    return {node.name: position for node, position in step.positions().items()}
+
+
+def calls(step: StepGraph, target: object) -> list[fx.Node]:
+    """All calls of one operator, in order."""
+    return [node for node in step.calls() if node.target is target]

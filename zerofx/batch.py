@@ -1,0 +1,140 @@
+"""A batch taken apart into its leaves, and put together again around other tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from zerofx.errors import UsageError
+
+# What may stand in a batch beside tensors: values that are equal when they print alike.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch taken apart: its tensors in order, and what is needed to call the model with it again.
+
+    Tuples, lists, dicts, other mutable mappings (``BatchEncoding``), dataclasses and whatever is registered with
+    torch's pytree are looked into. ``names`` reads like Python on the call ``step(*batch, **keywords)``:
+    ``batch[0]["ids"]`` for what was passed by position, ``labels`` for a keyword.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    names: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]  # name and value of every leaf that is no tensor
+    structure: tuple[str, ...]  # the containers, in the order in which they are opened
+    call: tuple[tuple[Any, ...], dict[str, Any]]
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+        """Take ``step(*args, **kwargs)`` apart.
+
+        Raises:
+            UsageError: a leaf is neither a tensor nor a plain value; names it.
+        """
+        tensors: list[tuple[str, torch.Tensor]] = []
+        constants: list[tuple[str, Any]] = []
+        structure = [f"{len(args)} by position", *sorted(kwargs)]
+
+        def visit(name: str, leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                tensors.append((name, leaf))
+            elif isinstance(leaf, _PLAIN):
+                constants.append((name, leaf))
+            else:
+                hint = ": make it a tensor with torch.from_numpy" if isinstance(leaf, np.ndarray) else (
+                    ": pass its tensors, or register its class with torch.utils._pytree.register_pytree_node"
+                )  # fmt: skip
+                raise UsageError(
+                    f"expected tensors and plain values in a batch, in tuples, lists, dicts or dataclasses, found a "
+                    f"{type(leaf).__name__} as {name}{hint}"
+                )
+            return leaf
+
+        for name, value in _named(args, kwargs):
+            _map(name, value, visit, structure)
+        return Batch(
+            tensors=tuple(tensor for _, tensor in tensors),
+            names=tuple(name for name, _ in tensors),
+            constants=tuple(constants),
+            structure=tuple(structure),
+            call=(args, dict(kwargs)),
+        )
+
+    def described(self) -> dict[str, str]:
+        """Shapes, dtypes, devices and constants, by name: two batches described alike run the same step."""
+        found = {name: _describe(tensor) for name, tensor in zip(self.names, self.tensors, strict=True)}
+        found |= {name: repr(value) for name, value in self.constants}
+        return {name: found[name] for name in sorted(found)} | {"structure": ", ".join(self.structure)}
+
+    def signature(self) -> str:
+        """``described`` as one line."""
+        return "; ".join(f"{name}: {text}" for name, text in self.described().items())
+
+    def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``(args, kwargs)`` with ``tensors`` in the places of this batch's own."""
+        remaining = iter(tensors)
+
+        def visit(_name: str, leaf: Any) -> Any:
+            return next(remaining) if isinstance(leaf, torch.Tensor) else leaf
+
+        args, kwargs = self.call
+        built = [_map(name, value, visit, []) for name, value in _named(args, kwargs)]
+        return tuple(built[: len(args)]), dict(zip(kwargs, built[len(args) :], strict=True))
+
+
+def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for i, value in enumerate(args):
+        yield f"batch[{i}]", value
+    yield from kwargs.items()
+
+
+def _map(name: str, value: Any, visit: Callable[[str, Any], Any], structure: list[str]) -> Any:
+    """``value`` with every leaf replaced by ``visit(name, leaf)``; its containers are appended to ``structure``."""
+    opened = None if isinstance(value, (torch.Tensor, *_PLAIN)) else _open(value)
+    if opened is None:
+        return visit(name, value)
+    children, rebuild = opened
+    structure.append(f"{type(value).__name__} {len(children)}")
+    return rebuild([_map(name + suffix, child, visit, structure) for suffix, child in children])
+
+
+def _open(value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]] | None:
+    """A container's children, each with how it is reached, and what builds the like from other children."""
+    paths, spec = pytree.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
+    if not (len(paths) == 1 and paths[0][0] == ()):
+        return [(pytree.keystr(path), child) for path, child in paths], lambda items: pytree.tree_unflatten(items, spec)
+    if isinstance(value, MutableMapping):
+        keys = list(value)
+
+        def like_mapping(items: list[Any]) -> Any:
+            made = copy.copy(value)
+            for key, item in zip(keys, items, strict=True):
+                made[key] = item
+            return made
+
+        return [(f"[{key!r}]", value[key]) for key in keys], like_mapping
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value) if hasattr(value, field.name)]
+
+        def like_dataclass(items: list[Any]) -> Any:
+            made = copy.copy(value)
+            for field_name, item in zip(names, items, strict=True):
+                object.__setattr__(made, field_name, item)  # also where the class is frozen
+            return made
+
+        return [(f".{field_name}", getattr(value, field_name)) for field_name in names], like_dataclass
+    return None
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    stride = "" if tensor.is_contiguous() else f" stride {list(tensor.stride())}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{stride} on {tensor.device}"

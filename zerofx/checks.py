@@ -1,0 +1,162 @@
+"""What a model, an optimizer and a batch must be like, checked before anything is captured or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from zerofx.batch import Batch
+from zerofx.errors import OptimizerError, UsageError
+from zerofx.loss import LossFunction
+
+_WRAPPERS = (
+    nn.parallel.DistributedDataParallel,
+    nn.DataParallel,
+)
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be captured as it stands.
+
+    Raises:
+        UsageError: the model is wrapped, compiled, sharded already, on ``meta``, on several devices, or has nothing to
+            train.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected an nn.Module, found {type(model).__name__}")
+    for path, module in model.named_modules():
+        _check_module(path, module)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        _check_tensor(name, tensor)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(
+            f"expected a model with a parameter to train, found none with requires_grad=True among "
+            f"{len(list(model.parameters()))} in {type(model).__name__}"
+        )
+    devices: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        devices.setdefault(parameter.device, name)
+    if len(devices) > 1:
+        found = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise UsageError(
+            f"expected a model on one device, found {found}: move it with model.to(device); stage=3 divides it over ranks"
+        )
+
+
+def _check_module(path: str, module: nn.Module) -> None:
+    where = f" at {path}" if path else ""
+    kind = type(module).__name__
+    if isinstance(module, _WRAPPERS):
+        raise UsageError(
+            f"expected a plain module, found {kind}{where}: give zerofx the module inside (model.module); the step "
+            f"itself runs on all ranks"
+        )
+    if hasattr(module, "_orig_mod"):
+        raise UsageError(
+            f"expected a plain module, found one compiled by torch.compile{where}: give zerofx the module inside "
+            f"(model._orig_mod); backend='inductor' compiles the whole step"
+        )
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        raise UsageError(
+            f"expected a plain module, found {kind}{where} on which .compile() was called: build the model without it; "
+            f"backend='inductor' compiles the whole step"
+        )
+    if type(module).__module__.startswith("torch.distributed.fsdp"):
+        raise UsageError(f"expected a plain module, found {kind}{where}: give zerofx the module without FSDP")
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+        raise UsageError(
+            f"expected dense gradients, found {kind}(sparse=True){where}: build it with sparse=False; gradients are "
+            f"reduced as flat buffers"
+        )
+
+
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        raise UsageError(
+            f"expected parameters that have their shapes, found that {name} is not initialized: call the lazy model once "
+            f"with a batch, and build the optimizer after that"
+        )
+    if type(tensor.data) is not torch.Tensor:
+        hint = "an undivided model; zerofx does the sharding" if type(tensor.data).__name__ == "DTensor" else "a tensor"
+        raise UsageError(
+            f"expected plain tensors for parameters and buffers, found that {name} is a {type(tensor.data).__name__}: "
+            f"give zerofx {hint}"
+        )
+    if tensor.is_meta:
+        raise UsageError(
+            f"expected a model whose parameters have values, found {name} on the meta device: give them values "
+            f"(model.to_empty(device=...), then initialize or load them); zerofx.plan works on meta"
+        )
+    if tensor.layout is not torch.strided:
+        raise UsageError(f"expected dense parameters, found that {name} has layout {tensor.layout}: use to_dense()")
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer is one, and over parameters of this model alone.
+
+    Raises:
+        OptimizerError: it is not.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(
+            f"expected a torch.optim.Optimizer such as torch.optim.AdamW(model.parameters()), found "
+            f"{type(optimizer).__name__}"
+        )
+    known = {id(parameter) for parameter in model.parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise OptimizerError(
+                    f"expected an optimizer over the model's parameters, found a tensor of shape "
+                    f"{list(parameter.shape)} in param group {index} (number {position}) that is not one: build the "
+                    f"optimizer from model.parameters() of the model given to compile"
+                )
+
+
+def check_loss_function(loss_fn: LossFunction | None) -> None:
+    """Refuse a loss that would train parameters of its own.
+
+    Raises:
+        UsageError: names them.
+    """
+    if loss_fn is not None and not callable(loss_fn):
+        raise UsageError(f"expected loss_fn(outputs, *batch) to be callable, found {type(loss_fn).__name__}")
+    if isinstance(loss_fn, nn.Module):
+        trained = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]
+        if trained:
+            raise UsageError(
+                f"expected a loss_fn without parameters to train, found {', '.join(trained[:5])} in "
+                f"{type(loss_fn).__name__}: make it a part of the model, which then returns its loss"
+            )
+
+
+def check_batch(model: nn.Module, batch: Batch) -> None:
+    """Check that a batch is where the model is, and carries no graph.
+
+    Raises:
+        UsageError: names the tensor.
+    """
+    device = next(iter(model.parameters())).device
+    for name, tensor in zip(batch.names, batch.tensors, strict=True):
+        if tensor.device != device:
+            raise UsageError(
+                f"expected the batch on {device} like the model's parameters, found {name} on {tensor.device}: move it "
+                f"with .to({str(device)!r})"
+            )
+        if tensor.requires_grad:
+            raise UsageError(
+                f"expected a batch without gradients, found that {name} requires one: detach() it, or make what computes "
+                f"it a part of the model"
+            )
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            raise UsageError(f"expected plain tensors in a batch, found that {name} is a {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise UsageError(f"expected dense tensors in a batch, found that {name} has layout {tensor.layout}")
+
+
+def names(items: Iterable[str], limit: int = 5) -> str:
+    """The first ``limit`` of ``items``, and how many more there are."""
+    listed = list(items)
+    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")

@@ -1,0 +1,104 @@
+"""What the bytes on the device are: parameters, gradients, activations and so on, at every node of a simulated step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+
+from torch import fx
+
+from zerofx import ops
+from zerofx.graph import Phase, Role, StepGraph, origin, placeholder
+from zerofx.scheduler.liveness import Liveness
+from zerofx.scheduler.storage import storage_bytes, tensors_of
+
+
+class Category(StrEnum):
+    """A kind of bytes on the device."""
+
+    PARAMETERS = "parameters"  # what stays between steps: whole buckets or slices, and fp32 master copies
+    GATHERED = "gathered"  # whole buckets, from gather to release
+    GRADIENTS = "gradients"  # flat gradient buffers, and reduced slices
+    OPTIMIZER = "optimizer states"
+    BUFFERS = "buffers"  # the model's buffers and constants
+    BATCH = "batch"
+    ACTIVATIONS = "activations"  # made in forward
+    TEMPORARIES = "temporaries"  # made in backward or update, or inside an operator
+
+
+_OF_ROLE: Mapping[Role, Category] = {
+    Role.PARAMETER: Category.PARAMETERS,
+    Role.FULL: Category.PARAMETERS,
+    Role.SHARD: Category.PARAMETERS,
+    Role.MASTER: Category.PARAMETERS,
+    Role.STATE: Category.OPTIMIZER,
+    Role.SCALAR_STATE: Category.OPTIMIZER,
+    Role.BUFFER: Category.BUFFERS,
+    Role.CONSTANT: Category.BUFFERS,
+    Role.INPUT: Category.BATCH,
+}
+
+
+def memory_curve(step: StepGraph, live: Liveness) -> Iterator[tuple[fx.Node, dict[Category, int]]]:
+    """Bytes behind each call by category, zeros left out; they add up to ``live.after``."""
+    held = _persistent(step)
+    dying: dict[fx.Node, list[tuple[Category, int]]] = {}
+    made: dict[fx.Node, list[tuple[Category, int]]] = {}
+    for storage, size in live.sizes.items():
+        owner = storage[0]
+        entry = (category_of(owner), size)
+        made.setdefault(owner, []).append(entry)
+        if storage in live.last_use:
+            dying.setdefault(live.last_use[storage], []).append(entry)
+    for node in step.calls():
+        for category, size in made.get(node, ()):
+            held[category] += size
+        for category, size in dying.get(node, ()):
+            held[category] -= size
+        # What is left is held by reductions under way, which receive slices into buffers of their own.
+        received = live.after[node] - sum(held.values())
+        yield node, _nonzero(held + Counter({Category.GRADIENTS: received}))
+
+
+def peak_memory(step: StepGraph, live: Liveness) -> dict[Category, int]:
+    """Bytes at the peak by category, zeros left out; they add up to ``live.peak_bytes``."""
+    held, before = _persistent(step), Counter[Category]()
+    for node, behind in memory_curve(step, live):
+        if node is live.peak_node:
+            held = before or held
+            for storage, size in live.sizes.items():
+                if storage[0] is node:
+                    held[category_of(node)] += size
+            break
+        before = Counter(behind)
+    held[Category.TEMPORARIES] += live.peak_bytes - sum(held.values())
+    return _nonzero(held)
+
+
+def category_of(owner: fx.Node) -> Category:
+    """The category of the storages that a call owns."""
+    phase = origin(owner).phase
+    if owner.target is ops.all_gather:
+        return Category.GATHERED if _gathers_parameters(owner) else Category.GRADIENTS
+    if owner.target in (ops.empty_gradients, ops.reduce_scatter):
+        return Category.GRADIENTS
+    return Category.ACTIVATIONS if phase is Phase.FORWARD else Category.TEMPORARIES
+
+
+def _gathers_parameters(gather: fx.Node) -> bool:
+    """Stage 0 gathers reduced gradients too."""
+    source = gather.args[0]
+    return isinstance(source, fx.Node) and source.op == "placeholder"
+
+
+def _persistent(step: StepGraph) -> Counter[Category]:
+    held: Counter[Category] = Counter()
+    for node in step.placeholders():
+        if placeholder(node).alias_of is None:
+            held[_OF_ROLE[placeholder(node).role]] += sum(storage_bytes(value) for value in tensors_of(node))
+    return held
+
+
+def _nonzero(held: Mapping[Category, int]) -> dict[Category, int]:
+    return {category: held.get(category, 0) for category in Category if held.get(category, 0)}

@@ -1,0 +1,74 @@
+"""A plan's reasons, put so that many decisions of one kind are read as one."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from zerofx.report.fold import span
+from zerofx.report.units import format_bytes
+from zerofx.scheduler.plan import Plan
+
+KINDS = ("gathers", "reductions", "recomputed")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Decisions in a row that have one reason: what they are about (first to last), how many, and why."""
+
+    names: tuple[str, ...]
+    text: str
+
+    def __str__(self) -> str:
+        count = f"  x{len(self.names)}" if len(self.names) > 1 else ""
+        return f"{span(self.names)}{count}: {self.text}"
+
+
+def reasons(plan: Plan) -> dict[str, list[Reason]]:
+    """The reasons by kind of decision (one of ``KINDS``), in the order of the decisions; empty kinds are left out."""
+    names = [bucket.name for bucket in plan.buckets]
+    gathers = [(names[decision.bucket], decision.reason) for decision in plan.gathers]
+    reductions = [(names[decision.bucket], decision.reason) for decision in plan.reduces]
+    found = [gathers, reductions, list(_recomputed(plan, names))]
+    return {kind: _folded(entries, names) for kind, entries in zip(KINDS, found, strict=True) if entries}
+
+
+def one_line(found: Sequence[Reason]) -> str:
+    """The reason that most decisions have, and how many have another."""
+    counts: Counter[str] = Counter()
+    for reason in found:
+        counts[reason.text] += len(reason.names)
+    text, most = counts.most_common(1)[0]
+    others = counts.total() - most
+    return f"{most} {text}" + (f"; {others} otherwise (print the plan)" if others else "")
+
+
+def _recomputed(plan: Plan, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """One entry for all values that are computed again for one reason: they are of one layer."""
+    values: dict[str, list[int]] = {}
+    for decision in plan.recomputes:
+        values.setdefault(decision.reason, []).append(decision.num_bytes)
+    pattern = _any_of(names)
+    for reason, sizes in values.items():
+        layer = pattern.search(reason)
+        yield layer[0] if layer else "(model)", f"{len(sizes)} values, {format_bytes(sum(sizes))}; {reason}"
+
+
+def _folded(entries: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Reason]:
+    pattern = _any_of(names)
+    runs: list[tuple[str, list[str], str]] = []
+    for name, reason in entries:
+        alike = pattern.sub(lambda found, own=name: "each" if found[0] == own else "its neighbour", reason)
+        if runs and runs[-1][0] == alike:
+            runs[-1][1].append(name)
+        else:
+            runs.append((alike, [name], reason))
+    return [Reason(tuple(run), alike if len(run) > 1 else reason) for alike, run, reason in runs]
+
+
+def _any_of(names: Sequence[str]) -> re.Pattern[str]:
+    """Any of the names as a whole word, the longest that fits."""
+    listed = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    return re.compile(rf"(?<![\w.])(?:{listed})(?![\w.]*\w)")

@@ -1,0 +1,171 @@
+"""The schedule: a row for every node of a step in the order it runs, with its bytes, time and origin.
+
+Rows are per node; instructions are the same per region or event, as the emitted file has them a line each. Views have no
+row: they cost neither bytes nor time. All numbers are predictions for one rank of the plan's machine. Inside regions that
+Inductor has compiled, memory is known for the region as a whole: its last row has the peak.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from torch import fx
+
+from zerofx import ops
+from zerofx.codegen.emit import stream_of
+from zerofx.codegen.regions import Event, Instruction
+from zerofx.compiler import LoweredStep
+from zerofx.graph import origin, target_name
+from zerofx.report.memory import memory_curve
+from zerofx.report.rows import Row, Totals
+from zerofx.report.table import schedule_table
+from zerofx.report.trace import chrome_trace
+from zerofx.scheduler.storage import is_view, storage_bytes, tensors_of
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The table of a step. ``print`` shows it by instruction, with layers that repeat folded into one.
+
+    ``rows`` has every node, ``instructions`` every region and event. ``memory`` has seconds from the step's begin and
+    the bytes on the device from there on, by category.
+    """
+
+    rows: tuple[Row, ...]
+    instructions: tuple[Row, ...]
+    totals: Totals
+    memory: tuple[tuple[float, dict[str, int]], ...]
+
+    def table(self, fold: bool = True) -> str:
+        """The instructions as text; ``fold=False`` writes every layer out."""
+        return schedule_table(self.instructions, self.totals, fold)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """All fields as JSON, in bytes and seconds; also written to ``path`` if one is given."""
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def to_chrome_trace(self, path: str | Path) -> None:
+        """Write a trace for https://ui.perfetto.dev or chrome://tracing: a track a stream, and the memory curve."""
+        Path(path).write_text(json.dumps(chrome_trace(self.rows, self.instructions, self.memory)), encoding="utf-8")
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def make_schedule(lowered: LoweredStep) -> Schedule:
+    """The schedule of a step after all passes."""
+    simulation = lowered.simulation
+    functions = {
+        node: lowered.emitted.functions[instruction.key]
+        for instruction in lowered.instructions
+        if not isinstance(instruction, Event)
+        for node in instruction.own
+    }
+    rows = {
+        node: _row(lowered, node, position, functions.get(node, ""))
+        for position, node in enumerate(lowered.graph.calls())
+        if node.target in ops.EVENTS or not is_view(node)
+    }
+    totals = Totals(
+        simulation.live.peak_bytes,
+        simulation.step_seconds,
+        simulation.exposed_seconds,
+        simulation.wire_bytes,
+        simulation.flops,
+    )
+    instructions = tuple(_instruction(lowered, instruction, rows) for instruction in lowered.instructions)
+    return Schedule(tuple(rows.values()), instructions, totals, _memory(lowered, rows))
+
+
+def _row(lowered: LoweredStep, node: fx.Node, position: int, region: str) -> Row:
+    step, live, timing = lowered.graph, lowered.simulation.live, lowered.simulation.timings[node]
+    is_event = node.target in ops.EVENTS
+    read, written = timing.bytes_read, timing.bytes_written
+    if node.target in ops.COLLECTIVES:
+        read = sum(storage_bytes(value) for source in node.all_input_nodes for value in tensors_of(source))
+        written = sum(storage_bytes(value) for value in tensors_of(node)) or read
+    bucket = _bucket_of(node)
+    return Row(
+        position=position,
+        name=node.name,
+        op=_short_name(node),
+        kind="event" if is_event else "node",
+        region=region,
+        layer=origin(node).layer,
+        unit=step.unit_of(node),
+        bucket=lowered.plan.buckets[bucket].name if bucket is not None else "",
+        phase=str(origin(node).phase),
+        stream=stream_of(node),
+        bytes_in=read,
+        bytes_out=written,
+        live_bytes=live.after[node],
+        peak_bytes=live.during[node],
+        wire_bytes=timing.wire_bytes,
+        flops=timing.flops,
+        start_seconds=timing.start_seconds,
+        seconds=timing.seconds,
+        exposed_seconds=timing.exposed_seconds,
+    )
+
+
+def _short_name(node: fx.Node) -> str:
+    return target_name(node).removeprefix("zerofx.").removesuffix(".default")
+
+
+def _bucket_of(node: fx.Node) -> int | None:
+    """The index of the bucket that an event is about; None for other nodes, and for broadcasts of buffers."""
+    if node.target in (ops.wait, ops.release):
+        source = node.args[0]
+        return _bucket_of(source) if isinstance(source, fx.Node) else None
+    if node.target not in ops.EVENTS or node.target is ops.broadcast:
+        return None
+    index = node.args[2] if node.target is ops.all_gather_into else node.args[0]
+    if node.target in (ops.all_gather, ops.reduce_scatter):
+        index = node.args[1]
+    assert isinstance(index, int)
+    return index
+
+
+def _instruction(lowered: LoweredStep, instruction: Instruction, rows: Mapping[fx.Node, Row]) -> Row:
+    """One row for a region or event: sums, the highest peak, and what is live behind its last node."""
+    if isinstance(instruction, Event):
+        return rows[instruction.node]
+    members = [rows[node] for node in instruction.own if node in rows]
+    function = lowered.emitted.functions[instruction.key]
+    return replace(
+        members[0],
+        name=function,
+        op=function,
+        kind="region",
+        layer=instruction.unit or instruction.origin.layer,
+        unit=instruction.unit,
+        bytes_in=sum(row.bytes_in for row in members),
+        bytes_out=sum(row.bytes_out for row in members),
+        live_bytes=lowered.simulation.live.after[instruction.own[-1]],
+        peak_bytes=max(row.peak_bytes for row in members),
+        flops=sum(row.flops for row in members),
+        seconds=sum(row.seconds for row in members),
+        exposed_seconds=sum(row.exposed_seconds for row in members),
+    )
+
+
+def _memory(lowered: LoweredStep, rows: Mapping[fx.Node, Row]) -> tuple[tuple[float, dict[str, int]], ...]:
+    """The memory curve in time. A collective takes its memory when computation reaches it, before it starts."""
+    points: list[tuple[float, dict[str, int]]] = []
+    now = 0.0
+    for node, held in memory_curve(lowered.graph, lowered.simulation.live):
+        row = rows.get(node)
+        if row is not None and row.stream == "compute":
+            now = row.start_seconds + row.seconds
+        found = {str(category): num_bytes for category, num_bytes in held.items()}
+        if not points or points[-1][1] != found:
+            points.append((now, found))
+    return tuple(points)

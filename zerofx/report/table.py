@@ -1,0 +1,102 @@
+"""The schedule as a table that people read: aligned, with sizes and times in their own units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from zerofx.report.fold import Block, fold, span
+from zerofx.report.rows import Row, Totals
+from zerofx.report.units import format_bytes, format_count, format_seconds
+
+_HEADERS = ("#", "what", "layer", "phase", "stream", "in", "out", "live", "peak", "wire", "FLOPs", "waits", "time")
+_ALIGN = ("right", *["left"] * 4, *["right"] * 8)
+
+
+def schedule_table(instructions: Sequence[Row], totals: Totals, fold_layers: bool) -> str:
+    """A line an instruction, and the totals.
+
+    ``fold_layers``: show layers that run the same instructions once, under a line with their names, their number and
+    the sums over all of them. Instructions without bytes or time (hyperparameters) are left out.
+    """
+    shown = [row for row in instructions if row.op != "hyperparameters"]
+    shapes = [(row.region or row.op, row.phase, row.stream) for row in shown]
+    anchors = [fold_layers and row.kind == "region" and row.unit != "" for row in shown]
+    lines: list[list[str]] = []
+    for block in fold(shapes, anchors):
+        first = [shown[i] for i in block.repetition(0)]
+        if block.count > 1:
+            lines.append(_header(shown, block))
+        if block.count == 1 or any(anchors[i] for i in block.repetition(0)):
+            lines += [_line(row, "  " if block.count > 1 else "") for row in first]
+    table = tabulate(lines, _HEADERS, colalign=_ALIGN, disable_numparse=True, tablefmt="simple", preserve_whitespace=True)
+    return f"{table}\n\n{totals_line(totals)}"
+
+
+def totals_line(totals: Totals) -> str:
+    """The step in one line."""
+    return (
+        f"predicted, per rank: peak {format_bytes(totals.peak_bytes)}, step {format_seconds(totals.step_seconds)} of "
+        f"which {format_seconds(totals.exposed_seconds)} waits for communication, {format_bytes(totals.wire_bytes)} sent, "
+        f"{format_count(totals.flops)} FLOPs"
+    )
+
+
+def _header(shown: Sequence[Row], block: Block) -> list[str]:
+    """Sums over all repetitions: of a layer, or of one event for many buckets, which then has no lines of its own."""
+    members = [shown[i] for i in range(block.start, block.start + block.length * block.count)]
+    first, stream = members[0], "compute"
+    if any(row.kind == "region" for row in members):
+        names = [_layer_of([shown[i] for i in block.repetition(n)]) for n in range(block.count)]
+        title = ["", f"{span(names)}  x{block.count}", "", "", ""]
+    else:
+        names, stream = [row.layer or row.bucket for row in members], first.stream
+        title = [str(first.position), f"{first.op}  x{block.count}", span(names), first.phase, first.stream]
+    return [
+        *title,
+        _bytes(sum(row.bytes_in for row in members)),
+        _bytes(sum(row.bytes_out for row in members)),
+        _bytes(members[-1].live_bytes),
+        _bytes(max(row.peak_bytes for row in members)),
+        _bytes(sum(row.wire_bytes for row in members)),
+        _count(sum(row.flops for row in members)),
+        _seconds(sum(row.exposed_seconds for row in members)),
+        _seconds(sum(row.seconds for row in members if row.stream == stream)),
+    ]
+
+
+def _layer_of(members: Sequence[Row]) -> str:
+    """The repeated layer that a repetition computes; its update may be another's."""
+    units = [row.unit for row in members if row.kind == "region" and row.unit]
+    return next((row.unit for row in members if row.kind == "region" and row.unit and row.phase != "update"), units[0])
+
+
+def _line(row: Row, indent: str) -> list[str]:
+    return [
+        str(row.position),
+        indent + (row.region or row.op),
+        row.layer or row.bucket or "(model)",
+        row.phase,
+        row.stream,
+        _bytes(row.bytes_in),
+        _bytes(row.bytes_out),
+        _bytes(row.live_bytes),
+        _bytes(row.peak_bytes),
+        _bytes(row.wire_bytes),
+        _count(row.flops),
+        _seconds(row.exposed_seconds),
+        _seconds(row.seconds),
+    ]
+
+
+def _bytes(number: int) -> str:
+    return format_bytes(number) if number else ""
+
+
+def _count(number: int) -> str:
+    return format_count(number) if number else ""
+
+
+def _seconds(seconds: float) -> str:
+    return format_seconds(seconds) if seconds >= 5e-7 else ""

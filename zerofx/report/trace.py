@@ -1,0 +1,81 @@
+"""A schedule in the Trace Event format, which Perfetto and chrome://tracing open.
+
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMCN4PYSPXyzRKpKtVQ (times are in microseconds)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zerofx.report.rows import Row
+
+_PROCESS = 0
+_TRACKS = {"compute": 1, "collective": 2}
+
+
+def chrome_trace(
+    rows: Sequence[Row], instructions: Sequence[Row], memory: Sequence[tuple[float, Mapping[str, int]]]
+) -> dict[str, Any]:
+    """A track a stream, with regions around their nodes and waits where computation stands still, and the memory curve.
+
+    Args:
+        rows: the nodes. ``instructions``: the same as regions and events.
+        memory: seconds from the step's begin, and bytes on the device by category, in order.
+    """
+    events: list[dict[str, Any]] = [_named("process_name", 0, "zerofx step (predicted, one rank)")]
+    events += [_named("thread_name", track, stream) for stream, track in _TRACKS.items()]
+    events += [_slice(row, row.region) for row in instructions if row.kind == "region" and row.seconds]
+    events += [_slice(row, row.name) for row in rows if row.seconds]
+    events += [_stall(row) for row in rows if row.exposed_seconds and row.stream == "compute"]
+    categories = list(dict.fromkeys(category for _, held in memory for category in held))
+    events += [
+        {
+            "ph": "C",
+            "pid": _PROCESS,
+            "name": "device memory",
+            "ts": seconds * 1e6,
+            "args": {category: held.get(category, 0) for category in categories},
+        }
+        for seconds, held in memory
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _named(what: str, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": _PROCESS, "tid": track, "name": what, "args": {"name": name}}
+
+
+def _slice(row: Row, name: str) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": _PROCESS,
+        "tid": _TRACKS[row.stream],
+        "name": name,
+        "cat": row.phase,
+        "ts": row.start_seconds * 1e6,
+        "dur": row.seconds * 1e6,
+        "args": {
+            "op": row.op,
+            "layer": row.layer or "(model)",
+            "bytes in": row.bytes_in,
+            "bytes out": row.bytes_out,
+            "bytes sent": row.wire_bytes,
+            "live bytes": row.live_bytes,
+            "FLOPs": row.flops,
+        },
+    }
+
+
+def _stall(row: Row) -> dict[str, Any]:
+    """Computation waiting, just before the row starts."""
+    return {
+        "ph": "X",
+        "pid": _PROCESS,
+        "tid": _TRACKS["compute"],
+        "name": f"waits for {row.bucket or row.layer}",
+        "cat": "exposed",
+        "ts": (row.start_seconds - row.exposed_seconds) * 1e6,
+        "dur": row.exposed_seconds * 1e6,
+        "args": {"layer": row.layer},
+    }
