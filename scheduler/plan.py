@@ -170,6 +170,12 @@ class Plan:
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise PlanError(f"expected the JSON of a zerofx plan, found something else: {error!r}") from error
 
+    def __str__(self) -> str:
+        # The text is a report's business, and reports are made of plans.
+        from zerofx.report.plan_text import describe_plan
+
+        return describe_plan(self)
+
     def _as_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -6,8 +6,8 @@ convert their inputs first. Each rule below was found by comparing the allocatio
 inside one operator with the bytes of its outputs (torch 2.13, x86 with AVX2 or AVX-512), and is held to that by
 ``tests/scheduler/test_workspace.py``.
 
-Not covered: buffers below a few hundred KiB that grow with neither input nor output (index lists, oneDNN's scratchpads,
-bfloat16 packing of matrix products), and CUDA, where cuBLAS and cuDNN keep workspaces of their own.
+Not covered: buffers of less than some 100 KiB (index lists, oneDNN's scratchpads), the packing of half-precision matrix
+products on CPU (about one operand), and CUDA, where cuBLAS and cuDNN keep workspaces of their own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _value(node: fx.Node, index: int) -> Tensor:
 
 
 def _converted(node: fx.Node) -> int:
-    """Pointwise operators convert inputs of another dtype than they compute in; one with a dimension is copied whole."""
+    """Pointwise operators convert inputs of another dtype than they compute in, those with a dimension as a whole."""
     inputs = [value for source in node.all_input_nodes for value in tensors_of(source)]
     sized = [value for value in inputs if value.dim() > 0 and value.dtype != torch.bool]
     if not sized or node.target is torch.ops.aten._to_copy.default or node.target is torch.ops.aten.copy_.default:
@@ -81,9 +81,7 @@ def _rms_norm(node: fx.Node) -> int:
 
 def _layer_norm_backward(node: fx.Node) -> int:
     """Sums for weight and bias, a row of each for every thread."""
-    shape = node.args[2]
-    assert isinstance(shape, list | tuple)
-    return 2 * torch.get_num_threads() * math.prod(int(size) for size in shape) * 4
+    return 2 * torch.get_num_threads() * math.prod(_ints(node.args[2])) * 4
 
 
 # aten/src/ATen/native/cpu/FlashAttentionKernel.cpp: tiles of queries by number of queries, and of keys.
@@ -120,11 +118,12 @@ def _convolution(node: fx.Node) -> int:
         return _columns(images, filters, result)
     if _channels_last(images):
         return storage_bytes(filters)
-    inside = _blocked(images) if images.shape[1] > 3 or groups > 1 else 0
+    flat = groups == 1 and images.shape[1] < _block()
+    inside = 0 if flat else _blocked(images)
     outside = _blocked(result)
     # Half precision is computed channels-last, which is copied twice on its way back.
     copies = outside + storage_bytes(result) * (2 if images.dtype != torch.float32 else 1)
-    return max(inside + _blocked_filters(filters, images, groups) + outside, copies) - storage_bytes(result)
+    return max(inside + _blocked_filters(filters, groups, flat) + outside, copies) - storage_bytes(result)
 
 
 def _convolution_backward(node: fx.Node) -> int:
@@ -132,7 +131,9 @@ def _convolution_backward(node: fx.Node) -> int:
     grad, images, filters = _value(node, 0), _value(node, 1), _value(node, 2)
     groups, mask = node.args[9], node.args[10]
     assert isinstance(groups, int) and isinstance(mask, list | tuple)
-    of_images, of_filters = (storage_bytes(value) if wanted else 0 for value, wanted in zip((images, filters), mask, strict=False))
+    of_images, of_filters = (
+        storage_bytes(value) if wanted else 0 for value, wanted in zip((images, filters), mask, strict=False)
+    )
     if not _by_onednn(node, images, filters, groups, node.args[4], node.args[6]):
         return _columns(images, filters, grad)
     if _channels_last(images):
@@ -140,18 +141,17 @@ def _convolution_backward(node: fx.Node) -> int:
     peaks = [of_images + of_filters]
     if mask[0]:
         inside = _blocked(images)
-        peaks.append(_blocked(grad) + _blocked_filters(filters, images, groups, least=4) + inside)
+        peaks.append(_blocked(grad) + _blocked_filters(filters, groups, flat=False) + inside)
         strided = any(step != 1 for step in _ints(node.args[4])) or images.dtype != torch.float32
         peaks.append(inside + of_images * (2 if strided else 1))
     if mask[1]:
-        taken = _blocked(images) if images.shape[1] > 3 or groups > 1 else 0
-        peaks.append(of_images + _blocked(grad) + taken + _blocked_filters(filters, images, groups))
+        flat = groups == 1 and images.shape[1] <= 3
+        taken = 0 if flat else _blocked(images)
+        peaks.append(of_images + _blocked(grad) + taken + _blocked_filters(filters, groups, flat))
     return max(peaks) - of_images - of_filters
 
 
-def _by_onednn(
-    node: fx.Node, images: Tensor, filters: Tensor, groups: int, stride: object, dilation: object
-) -> bool:
+def _by_onednn(node: fx.Node, images: Tensor, filters: Tensor, groups: int, stride: object, dilation: object) -> bool:
     """Whether ATen hands a convolution to oneDNN (``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp)."""
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         return False
@@ -178,17 +178,17 @@ def _block() -> int:
 
 
 def _blocked(images: Tensor) -> int:
-    """Bytes of ``[batch, channels, ...]`` with the channels rounded up to whole blocks, from more than one channel on."""
+    """Bytes of ``[batch, channels, ...]`` with the channels rounded up to whole blocks, unless there is only one."""
     if images.dtype != torch.float32 or images.shape[1] == 1:
         return storage_bytes(images)
     return images.shape[0] * _rounded(images.shape[1]) * math.prod(images.shape[2:]) * images.element_size()
 
 
-def _blocked_filters(filters: Tensor, images: Tensor, groups: int, least: int = 0) -> int:
-    """Bytes of filters ``[outputs, inputs, ...]`` in blocks; few input channels are not rounded in the forward."""
+def _blocked_filters(filters: Tensor, groups: int, flat: bool) -> int:
+    """Bytes of filters ``[outputs, inputs, ...]`` in blocks; ``flat``: of few inputs, which are left as they are."""
     if groups > 1 or filters.dtype != torch.float32:
         return storage_bytes(filters)
-    inputs = filters.shape[1] if filters.shape[1] <= 3 and not least else _rounded(filters.shape[1])
+    inputs = filters.shape[1] if flat else _rounded(filters.shape[1])
     return _rounded(filters.shape[0]) * inputs * math.prod(filters.shape[2:]) * filters.element_size()
 
 

@@ -1,7 +1,8 @@
-"""Step graphs of tiny models, made as ``compile`` makes them but for any number of ranks, and without a process group."""
+"""Step graphs of tiny models, made as ``compile`` makes them, but for any number of ranks and on no process group."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,51 @@ class Tied(nn.Module):
         return F.cross_entropy(self.head(x), ids)
 
 
+class Peeking(nn.Module):
+    """Blocks of which the last one's weight is read early as well, without a gradient.
+
+    Its own gradient is complete long before backward reads it for the last time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(DIM, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = self.layers[-1]
+        assert isinstance(last, Block)
+        x = self.layers[0](x) * last.linear.weight.detach()[0]
+        for layer in self.layers[1:]:
+            x = layer(x)
+        loss: Tensor = self.head(x).sum()
+        return loss
+
+
+class Shift(nn.Module):
+    """Adds a parameter of its input's shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(ROWS, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+class Shifts(nn.Module):
+    """Layers whose gradients are all one and the same node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Shift() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
 class Normed(nn.Module):
     """Blocks that end in a layer norm: the gradients of its weight and bias are two outputs of one operator."""
 
@@ -126,6 +172,15 @@ class Prepared:
                 break
         return self
 
+    def changes(self, name: str) -> str:
+        """What the pass called ``name`` changes: lines taken out (-), put in (+) and one left around each place."""
+        for one in self.passes():
+            before = self.step.text()
+            one.run(self.step, self.plan)
+            if one.name == name:
+                return difference(before, self.step.text())
+        raise ValueError(f"no pass is called {name}")
+
     def passes(self) -> tuple[Pass, ...]:
         return passes(self.layout, self.programs, self.plan)
 
@@ -136,7 +191,8 @@ class Prepared:
         )
 
     def node(self, name: str) -> fx.Node:
-        return next(node for node in self.step.graph.nodes if node.name == name)
+        found: fx.Node = next(node for node in self.step.graph.nodes if node.name == name)
+        return found
 
 
 def settings(**changed: object) -> Settings:
@@ -166,10 +222,14 @@ def prepare(
     optimizer = optimizer or sgd(model)
     layout = layout_of(step, group_of_parameters(model, optimizer, step.parameters, set(step.gradients)), num_ranks)
     programs = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False).programs(None)
-    plan = decide(
-        step, layout, stage=stage, precision=precision, machine="cpu", options=PolicyOptions(prefetch, keep)
-    )
+    plan = decide(step, layout, stage=stage, precision=precision, machine="cpu", options=PolicyOptions(prefetch, keep))
     return Prepared(step, layout, programs, plan)
+
+
+def difference(before: str, after: str) -> str:
+    """The lines in which two texts differ, with one line around each place."""
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1)
+    return "\n".join("..." if line.startswith("@@") else line for line in list(lines)[2:])
 
 
 def order_of(step: StepGraph) -> dict[str, int]:

@@ -345,6 +345,25 @@ class Borrowed(Regression):
         return x + F.linear(F.linear(x, first.up.weight), second.down.weight) * self.prompt.weight
 
 
+class Peeking(Stack):
+    """The last layer's bias is read first as well, without a gradient.
+
+    Its own gradient is complete long before backward needs its value for the last time.
+    """
+
+    def predict(self, x: Tensor) -> Tensor:
+        last = self.layers[-1]
+        assert isinstance(last, Layer)
+        return super().predict(torch.tanh(self.layers[0](x)) * (1 + last.down.bias.detach()))
+
+
+class FlatLoss(Stack):
+    """Its loss is a view of a prediction."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.predict(x)[:1, :1].view(())
+
+
 class SharedModule(Regression):
     """One module under two names."""
 
@@ -583,6 +602,8 @@ CASES: dict[str, Case] = {
     "returns dataclass": Case(lambda: Returning(Output), rows, _loss),
     "loss function": Case(Predicting, rows, loss_fn=_mse),
     "borrowed": Case(Borrowed, rows),
+    "peeking": Case(lambda: Peeking(5), rows),
+    "view as loss": Case(FlatLoss, rows),
     "shared module": Case(SharedModule, rows),
     "mixed dtypes": Case(MixedDtypes, rows),
     "mixed in layer": Case(MixedInLayer, rows),

@@ -5,6 +5,7 @@ from zerofx.errors import (
     CaptureError,
     CompilerError,
     InvalidGraphError,
+    MemoryBudgetError,
     OptimizerError,
     PlanError,
     RankMismatchError,
@@ -13,6 +14,7 @@ from zerofx.errors import (
     ZeroFXError,
     ZeroFXWarning,
 )
+from zerofx.planning import PlannedStep, plan
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.step import Step
@@ -22,9 +24,11 @@ __all__ = [
     "CompilerError",
     "InvalidGraphError",
     "Machine",
+    "MemoryBudgetError",
     "OptimizerError",
     "Plan",
     "PlanError",
+    "PlannedStep",
     "RankMismatchError",
     "ShardedParametersError",
     "Step",
@@ -32,4 +36,5 @@ __all__ = [
     "ZeroFXError",
     "ZeroFXWarning",
     "compile",
+    "plan",
 ]

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from zerofx.errors import OptimizerError, UsageError
+from zerofx.checks import check_model, check_optimizer
+from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
 from zerofx.optimizers import check_supported
 from zerofx.options import Backend, Precision, Recompute, check_options
@@ -64,18 +65,32 @@ def compile(
     Raises:
         ZeroFXError: see its subclasses; nothing has been changed then.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"expected an nn.Module, found {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptimizerError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
+    check_model(model)
+    check_optimizer(model, optimizer)
     options = check_options(
         stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
         memory_budget, recompute,
     )  # fmt: skip
     check_supported(optimizer)
+    if not isinstance(example_batch, tuple | list | Mapping | None):
+        raise UsageError(
+            f"expected example_batch to be a tuple of what step() is called with, or a dict of its keywords, found "
+            f"{type(example_batch).__name__}: give (batch,) for a single argument"
+        )
+    if options.backend == "inductor":
+        # Inductor takes seconds to import: only who needs it pays.
+        from zerofx.codegen.inductor import check_compiler
+
+        check_compiler(next(iter(model.parameters())).device)
     step = Step(model, optimizer, options)
-    if isinstance(example_batch, Mapping):
-        step.prepare(**example_batch)
-    elif example_batch is not None:
-        step.prepare(*example_batch)
+    if example_batch is None:
+        return step
+    try:
+        if isinstance(example_batch, Mapping):
+            step.prepare(**example_batch)
+        else:
+            step.prepare(*example_batch)
+    except BaseException:
+        step.abandon()
+        raise
     return step

@@ -52,7 +52,7 @@ from zerofx.scheduler.storage import aliased_input
 
 _LAYER_KEY = "zerofx_layer"
 _LOSS_LAYER = "loss"
-_TORCH_ROOT = str(Path(torch.__file__).parent)
+_TORCH_ROOT = f"{Path(torch.__file__).parent}/"
 
 
 def capture(
@@ -118,6 +118,7 @@ class _LossModule(nn.Module):
             return find_loss(self._loss_fn(outputs, *args, **kwargs), from_loss_fn=True)
 
 
+_IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 # Calls that torch's Python dispatcher takes apart into kernels that eager mode does not run.
 _TAKEN_APART = frozenset({"interpolate", "upsample"})
 
@@ -134,7 +135,8 @@ class _CallWatcher(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        in_place = (name.endswith("_") and not name.endswith("__")) or name in {"__setitem__", "__iadd__", "__imul__"}
+        in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+        in_place = in_place or bool(kwargs and (kwargs.get("inplace") or kwargs.get("out") is not None))
         if in_place and args and isinstance(args[0], torch.Tensor):
             line = _user_line(traceback.extract_stack())
             if line:
@@ -225,7 +227,12 @@ def _layer_annotations(model: nn.Module) -> Iterator[None]:
         handles.append(module.register_forward_hook(leave, always_call=True))
     try:
         with fx_traceback.preserve_node_meta():
-            yield
+            try:
+                yield
+            finally:
+                # Modules whose forward raised have not left: while tracing, torch passes such hooks by.
+                while open_scopes:
+                    open_scopes.pop().__exit__(None, None, None)
     finally:
         for handle in handles:
             handle.remove()
@@ -335,9 +342,27 @@ def _classify_outputs(
                 pass
     if loss is None:
         raise CaptureError("the captured graph has no loss; return a scalar from the model or give loss_fn")
+    if not arrived:
+        raise CaptureError(
+            "expected a loss that depends on a trainable parameter, found a scalar that depends on none of the model's: "
+            "check that forward uses them and that nothing detaches the loss"
+        )
+    _refuse_sparse(step.graph)
     loss = _own_storage(step.graph, loss)
     step.set_outputs(loss, mutations, {name: _sum(step.graph, nodes) for name, nodes in arrived.items()})
     step.output.meta.pop("desc")
+
+
+def _refuse_sparse(graph: fx.Graph) -> None:
+    aten = torch.ops.aten
+    places = {aten.embedding.default: 4, aten._embedding_bag.default: 5}  # of the argument "sparse"
+    for node in graph.nodes:
+        place = places.get(node.target)
+        if place is not None and len(node.args) > place and node.args[place]:
+            raise CaptureError(
+                f"expected dense gradients, found an embedding with sparse=True in {origin(node).layer or 'the model'}: "
+                f"call it with sparse=False; gradients are reduced as flat buffers"
+            )
 
 
 def _own_storage(graph: fx.Graph, loss: fx.Node) -> fx.Node:
@@ -368,6 +393,9 @@ def _sum(graph: fx.Graph, gradients: list[fx.Node]) -> fx.Node:
 
 def _replace_tangent(graph: fx.Graph, node: fx.Node) -> None:
     """d(loss)/d(loss) = 1, made where backward begins so that forward holds nothing for it."""
+    if not node.users:
+        graph.erase_node(node)
+        return
     first = min(node.users, key={n: i for i, n in enumerate(graph.nodes)}.__getitem__)
     fake = node.meta["val"]
     with graph.inserting_before(first):
@@ -436,7 +464,7 @@ def _describe_input(desc: Any, batch: Batch) -> str:
 
 def _user_line(stack: traceback.StackSummary) -> str | None:
     """The innermost line that is neither torch's nor zerofx's."""
-    here = str(Path(__file__).parent)
+    here = f"{Path(__file__).parent}/"
     for frame in reversed(stack):
         if not frame.filename.startswith((_TORCH_ROOT, here, "<")) and "/contextlib.py" not in frame.filename:
             return f"{frame.filename}:{frame.lineno}: {frame.line}"

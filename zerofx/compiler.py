@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ from tqdm import tqdm
 from zerofx.buckets import BucketLayout
 from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.regions import Instruction, Region, cut
+from zerofx.errors import UsageError
 from zerofx.graph import StepGraph, value
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
@@ -83,7 +86,20 @@ def lower(
     plan = plan.with_prediction(predict(step, plan, layout, simulation))
     sources = [program.host_source for program in programs.values()]
     emitted = emit(step, instructions, simulation.live, _header(plan, machine), sources)
-    return LoweredStep(step, plan, instructions, simulation, stages, emitted)
+    lowered = LoweredStep(step, plan, instructions, simulation, stages, emitted)
+    if talk:
+        _say(lowered, settings.debug)
+    return lowered
+
+
+def _say(lowered: LoweredStep, debug: int) -> None:
+    if debug >= 3:
+        # Reports are made of lowered steps.
+        from zerofx.report.schedule import make_schedule
+
+        sys.stderr.write(f"{make_schedule(lowered)}\n")
+    if debug >= 4:
+        sys.stderr.write(lowered.emitted.source)
 
 
 def budget_bytes(asked: int | float | None, machine: Machine) -> int | None:
@@ -130,13 +146,10 @@ def make_plan(
 def build(lowered: LoweredStep, layout: BucketLayout, settings: Settings, control: Control, backend: str) -> CompiledStep:
     """Write the step's source, load it, and compile its regions if ``backend`` is ``"inductor"``."""
     plan, simulation, source = lowered.plan, lowered.simulation, lowered.emitted.source
-    folder = settings.dump_dir / plan.decisions_hash()[:12]
+    # One plan leads to several files: the update in it changes with the optimizer's options.
+    folder = settings.dump_dir / hashlib.sha256((plan.decisions_hash() + source).encode()).hexdigest()[:12]
     path = folder / "step.py"
-    if control.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
-        if settings.debug >= 4:
-            sys.stderr.write(source)
+    control.attempt("write the generated step", lambda: _write(path, source) if control.rank == 0 else None)
     function, compiled = load_step(
         source, str(path), lowered.instructions, lowered.emitted.functions, control, backend
     )
@@ -166,19 +179,34 @@ def load_step(
         # Inductor takes seconds to import, and warns of what torch itself deprecates: only who needs it pays.
         from zerofx.codegen.inductor import compile_region
 
-        first = {r.key: r for r in reversed(_regions(instructions)) if not r.is_update}
+        # A region without inputs only makes constants.
+        first = {r.key: r for r in reversed(_regions(instructions)) if not r.is_update and r.inputs}
         mine, others = control.divide(list(first))
         progress = tqdm(total=len(first), desc="compiling regions", disable=control.rank != 0, leave=False)
-        for keys in (mine, others):
+
+        def compile_all(keys: list[str]) -> None:
             for key in keys:
                 name, region = functions[key], first[key]
                 compiled[key] = compile_region(namespace[name], [value(n) for n in region.inputs], name)
                 progress.update()
-            control.meet("compile their regions", _COMPILE_SECONDS)
-        progress.close()
-        for key, region in compiled.items():
-            namespace[functions[key]] = region.call
+
+        with progress:
+            for keys in (mine, others):
+                control.attempt("compile their regions", partial(compile_all, keys), _COMPILE_SECONDS)
+        for key, done in compiled.items():
+            namespace[functions[key]] = done.call
     return namespace["step"], compiled
+
+
+def _write(path: Path, source: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    except OSError as error:
+        raise UsageError(
+            f"expected a folder to write the generated step to, found that {path.parent} is none ({error}): set "
+            f"ZEROFX_DUMP_DIR to one"
+        ) from error
 
 
 def _regions(instructions: tuple[Instruction, ...]) -> list[Region]:

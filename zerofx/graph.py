@@ -264,10 +264,12 @@ def insert_call(
 ) -> fx.Node:
     """Create a call at the graph's insertion point.
 
-    Its fake value is ``fake``, or else what ``target`` gives for the fake values of its arguments.
+    Its fake value is ``fake``, or else what ``target`` gives for the fake values of its arguments. An operator without
+    a result, such as a fused update, is not called: it may have no fake implementation, and check the hyperparameters.
     """
     node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
-    if fake is None:
+    has_result = not isinstance(target, torch._ops.OpOverload) or bool(target._schema.returns)
+    if fake is None and has_result:
         fake_args, fake_kwargs = fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
         fake = target(*fake_args, **fake_kwargs)
     set_value(node, fake)

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
+from zerofx.checks import check_loss_function
 from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
 from zerofx.report.units import parse_bytes
@@ -58,7 +59,7 @@ def check_options(
     Raises:
         UsageError: one of them cannot be; the message says what it can be.
     """
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise UsageError(
             f"expected stage 0 (replicate), 1 (shard optimizer states), 2 (and gradients) or 3 (and parameters), found "
             f"{stage!r}"
@@ -69,12 +70,19 @@ def check_options(
         raise UsageError(f"expected precision None (as the model is) or 'bf16', found {precision!r}")
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise UsageError(f"expected prefetch to be a number of gathers to issue ahead, 0 or more, found {prefetch!r}")
-    if isinstance(keep_gathered, str) and keep_gathered != "all":
+    if keep_gathered != "all" and (
+        isinstance(keep_gathered, str)
+        or not isinstance(keep_gathered, Collection)
+        or not all(isinstance(name, str) for name in keep_gathered)
+    ):
         raise UsageError(f"expected keep_gathered to be 'all' or names of buckets, found {keep_gathered!r}")
-    if max_shapes < 1:
-        raise UsageError(f"expected max_shapes to be at least 1, found {max_shapes}")
-    if loss_fn is not None and not callable(loss_fn):
-        raise UsageError(f"expected loss_fn(outputs, *batch) to be callable, found {type(loss_fn).__name__}")
+    if isinstance(max_shapes, bool) or not isinstance(max_shapes, int) or max_shapes < 1:
+        raise UsageError(f"expected max_shapes to be at least 1, found {max_shapes!r}")
+    if plan is not None and not isinstance(plan, Plan):
+        raise UsageError(f"expected plan to be a Plan (see Plan.from_json), found {type(plan).__name__}")
+    if machine is not None and not isinstance(machine, str | Machine):
+        raise UsageError(f"expected machine to be a Machine or the name of one, found {type(machine).__name__}")
+    check_loss_function(loss_fn)
     if recompute not in get_args(Recompute):
         raise UsageError(f"expected recompute 'auto' (as the budget asks), 'none' or 'full', found {recompute!r}")
     budget = parse_bytes(memory_budget) if isinstance(memory_budget, str) else memory_budget
@@ -87,3 +95,16 @@ def check_options(
     found = Machine.named(machine) if isinstance(machine, str) else machine
     policy = PolicyOptions(prefetch, keep_gathered)
     return CompileOptions(stage, loss_fn, precision, backend, found, plan, policy, max_shapes, budget, recompute)
+
+
+def check_bucket_names(asked: Collection[str] | str, buckets: Collection[str]) -> None:
+    """Check the names in ``keep_gathered`` against the buckets that there are.
+
+    Raises:
+        UsageError: lists both.
+    """
+    unknown = [] if isinstance(asked, str) else sorted(set(asked) - set(buckets))
+    if unknown:
+        raise UsageError(
+            f"expected keep_gathered to name buckets, found {', '.join(unknown)}: the buckets are {', '.join(buckets)}"
+        )

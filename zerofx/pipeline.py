@@ -53,6 +53,21 @@ class Stage:
         return f"# after {self.name}\n{self.text}"
 
 
+def check_disabled(settings: Settings) -> None:
+    """Check the names in ``ZEROFX_DISABLE``.
+
+    Raises:
+        UsageError: one of them is no pass that can be left out.
+    """
+    allowed = _OPTIONAL | {"simplify"}
+    unknown = settings.disable - allowed
+    if unknown:
+        raise UsageError(
+            f"expected ZEROFX_DISABLE to name passes that can be left out ({', '.join(sorted(allowed))}), found "
+            f"{', '.join(sorted(unknown))}"
+        )
+
+
 def run_passes(
     step: StepGraph,
     plan: Plan,
@@ -67,9 +82,6 @@ def run_passes(
 
     ``talk``: whether this rank writes what ``ZEROFX_DEBUG`` asks for.
     """
-    unknown = settings.disable - _OPTIONAL - {"simplify"}
-    if unknown:
-        raise UsageError(f"expected ZEROFX_DISABLE to name passes that can be left out, found {sorted(unknown)}")
     stages = [Stage("capture", step.text(), None)]
     peak = liveness(step, point_to_point).peak_bytes
     listed = [p for p in passes(layout, programs, plan) if p.name not in settings.disable]

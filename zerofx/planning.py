@@ -14,8 +14,9 @@ from zerofx.capture import Batch, capture
 from zerofx.compiler import LoweredStep, budget_bytes, lower, make_plan
 from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
-from zerofx.options import Precision, Recompute, check_options
+from zerofx.options import Backend, Precision, Recompute, check_options
 from zerofx.passes.simplify import simplify
+from zerofx.pipeline import check_disabled
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
@@ -84,6 +85,7 @@ def plan(
     recompute: Recompute = "auto",
     loss_fn: LossFunction | None = None,
     precision: Precision | None = None,
+    backend: Backend = "inductor",
     prefetch: int = 1,
     keep_gathered: Collection[str] | Literal["all"] = (),
 ) -> PlannedStep:
@@ -94,6 +96,8 @@ def plan(
         optimizer: the optimizer over its parameters.
         batch: one rank's micro-batch: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors will do.
         stage, loss_fn, precision, memory_budget, recompute, prefetch, keep_gathered: as for ``zerofx.compile``.
+        backend: decides only whether updates use torch's fused kernels, as in ``zerofx.compile``; regions are simulated
+            node by node, as the eager backend runs them.
         world_size: number of ranks.
         machine: a ``Machine`` or the name of a built-in one.
 
@@ -103,17 +107,19 @@ def plan(
     if world_size < 1:
         raise UsageError(f"expected a world_size of at least 1, found {world_size}")
     options = check_options(
-        stage, loss_fn, precision, "eager", machine, None, prefetch, keep_gathered, 1,
+        stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
         memory_budget, recompute,
     )  # fmt: skip
     assert options.machine is not None
+    settings = read_settings()
+    check_disabled(settings)
     taken = Batch.of((), batch) if isinstance(batch, Mapping) else Batch.of(tuple(batch), {})
     captured = capture(model, taken, loss_fn=loss_fn, compute_dtype=options.compute_dtype)
-    simplify(captured)
+    if "simplify" not in settings.disable:
+        simplify(captured)
     groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
     layout = layout_of(captured, groups, world_size)
-    programs = OptimizerBinding(optimizer, layout, captured.device, prefer_fused=True).programs(None)
-    settings = read_settings()
+    programs = OptimizerBinding(optimizer, layout, captured.device, prefer_fused=backend == "inductor").programs(None)
     budget = budget_bytes(options.memory_budget, options.machine)
     decided = make_plan(captured, layout, programs, options.machine, options, settings, budget)
     lowered = lower(captured, decided, layout, programs, options.machine, settings, talk=True)

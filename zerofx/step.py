@@ -4,58 +4,64 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout, layout_of
-from zerofx.capture import Batch, capture
+from zerofx.capture import capture
+from zerofx.checks import check_batch, names
 from zerofx.compiler import CompiledStep, budget_bytes, build, load_step, lower, make_plan
-from zerofx.errors import MemoryBudgetError, PlanError, RankMismatchError, ShardedParametersError, UsageError, ZeroFXError, ZeroFXWarning
+from zerofx.errors import MemoryBudgetError, PlanError, RankMismatchError, UsageError, ZeroFXError, warn
 from zerofx.graph import Role, StepGraph, placeholder
+from zerofx.guards import LossWatch, ModeWatch, ParameterWatch, claim, guard_model, release
 from zerofx.optimizers import UpdateProgram
-from zerofx.options import CompileOptions
+from zerofx.options import CompileOptions, check_bucket_names
 from zerofx.passes.simplify import simplify
-from zerofx.pipeline import Stage
+from zerofx.pipeline import Stage, check_disabled
+from zerofx.report.schedule import Schedule, make_schedule
+from zerofx.report.summary import summary
 from zerofx.runtime.collectives import make_transport
 from zerofx.runtime.control import Control, check_equal
-from zerofx.runtime.executor import Runtime
-from zerofx.runtime.optimizer import OptimizerBinding, OptimizerState, group_of_parameters
+from zerofx.runtime.executor import Runtime, load_source
+from zerofx.runtime.measure import Measurement, Meter
+from zerofx.runtime.optimizer import Advance, OptimizerBinding, OptimizerState, group_of_parameters, held_states
 from zerofx.runtime.state import TrainingState, process_group
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.machines import machine_of_device
 from zerofx.scheduler.plan import Plan
-from zerofx.settings import read_settings
+from zerofx.settings import Settings, read_settings
 
-_MARK = "_zerofx_step"
+# Options that every rank must have alike; others are rank 0's business, or cannot be compared.
+_SHARED = frozenset({"stage", "precision", "backend", "max_shapes", "memory_budget", "recompute"})
 _FIT_ROUNDS = 5  # plans to try until compiled regions are within the budget too
 
 
 class Step:
     """A training step: ``loss = step(*batch, **kwargs)`` runs forward, backward, reduction and update.
 
-    It returns this rank's loss, detached, shape ``[]``. The first call with a batch of some shape captures and plans a
-    step for it; further calls with that shape run it.
+    It returns this rank's loss, detached, shape ``[]``: the update has been done, and ``loss.backward()`` is neither
+    needed nor possible. The first call with a batch of some shape captures and plans a step for it; further calls with
+    that shape run it. Ranks call it together.
+
+    An error before the step runs leaves model and optimizer as they were. An error while it runs (an index out of range,
+    no memory) leaves them as they were too if no bucket had been updated yet, which a note on the error says; on more than
+    one rank the step cannot be used after that.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions) -> None:
-        if getattr(model, _MARK, None) is not None:
-            raise UsageError(
-                "expected a model that no step trains yet, found one that was compiled before: use that step, or call "
-                "its close() first, which gives the model its parameters back"
-            )
         self.model = model
         self.optimizer = optimizer
         self.options = options
         self.settings = read_settings()
-        self._group = process_group()
-        self._control = Control(self._group, self.settings.timeout_seconds)
-        self._steps: dict[str, CompiledStep] = {}
+        check_disabled(self.settings)
+        self._shapes: dict[str, dict[str, str]] = {}  # every batch captured so far: its signature, and what is in it
+        self._steps: dict[tuple[str, str], CompiledStep] = {}  # by the batch's signature and the update's variant
         self._latest: CompiledStep | None = None
         self._layout: BucketLayout | None = None
         self._state: TrainingState | None = None
@@ -63,46 +69,138 @@ class Step:
         self._optimizer_state: OptimizerState | None = None
         self._runtime: Runtime | None = None
         self._guards: list[Any] = []
+        self._watch: ParameterWatch | None = None
+        self._modes = ModeWatch(model)
+        self._losses = LossWatch()
+        self._loaded: Path | None = None
+        self._failure = ""
         self._device = torch.device("cpu")
         self._machine: Machine | None = options.machine
         self._showing = False
         self._closed = False
         self.num_steps = 0
         self.measured_peak_bytes: int | None = None
+        self._meter: Meter | None = None
+        self._measured: tuple[CompiledStep, Measurement] | None = None
+        self._group = process_group()
+        self._owner = claim(model, self)
+        try:
+            self._control = Control(self._group, self.settings.timeout_seconds)
+            self._control.agree(
+                "call zerofx.compile",
+                _describe(model, optimizer, options, self.settings),
+                "model, optimizer and options",
+                "Compile the same on every rank.",
+            )
+        except BaseException:
+            release(model, self._owner)
+            raise
 
     # ------------------------------------------------------------------------------------------------ running
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        batch = Batch.of(args, kwargs)
-        compiled = self._step_for(batch)
+        self._check_open("call step(batch)")
+        batch = self._take_apart(args, kwargs)
+        compiled, agreed = self._step_for(batch, "call step(batch)")
         assert self._binding is not None and self._state is not None and self._runtime is not None
-        scalars = self._binding.scalars(self._state)
-        if scalars is None:
-            # An option changed, or the optimizer took another branch: its update is traced and planned anew.
-            self._steps.clear()
-            compiled = self._step_for(batch)
-            scalars = self._binding.scalars(self._state)
-            assert scalars is not None
-        self._runtime.set_scalars(scalars)
-        with torch.no_grad():
-            loss = compiled.function(self._runtime, self._state_tensors(compiled), self._batch_tensors(compiled, batch))
+        advance = self._binding.advance(self._state)
+        assert advance is not None, "the update was traced for the options that hold now"
+        versions = self._versions()
+        advance.swap(self._state)
+        try:
+            self._runtime.begin(advance.values, agreed)
+            with torch.no_grad():
+                given = (self._runtime, self._state_tensors(compiled), self._batch_tensors(compiled, batch))
+                loss = self._meter(compiled.function, *given) if self._meter else compiled.function(*given)
+            self._runtime.end()
+        except BaseException as error:
+            self._undo(advance, versions, error)
+            raise
         self._after_step(loss)
         return loss
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, plan and compile the step for a batch of this shape without running it."""
-        self._step_for(Batch.of(args, kwargs))
+        self._check_open("prepare a step")
+        _, agreed = self._step_for(self._take_apart(args, kwargs), "prepare a step")
+        agreed()
+
+    def measure(self, *args: Any, num_steps: int = 3, **kwargs: Any) -> Measurement:
+        """Measure what the plan predicts. This trains: it is ``num_steps`` steps on this batch. Collective.
+
+        On CPU the last step is recorded by torch's profiler for its memory, and left out of the times if there are
+        others. ``print(step)`` shows the outcome beside the predictions.
+
+        Raises:
+            UsageError: ``num_steps`` is less than one.
+        """
+        if num_steps < 1:
+            raise UsageError(f"expected to measure at least one step, found num_steps={num_steps}")
+        self.prepare(*args, **kwargs)
+        meter = self._meter = Meter(self._device, num_steps)
+        try:
+            for _ in range(num_steps):
+                self(*args, **kwargs)
+        finally:
+            self._meter = None
+        assert self._layout is not None
+        found = meter.result(self.compiled.graph, self._layout, self.plan.stage)
+        self._measured, self.measured_peak_bytes = (self.compiled, found), found.peak_bytes["device"]
+        return found
+
+    def _take_apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+        try:
+            batch = Batch.of(args, kwargs)
+            check_batch(self.model, batch)
+            if self._watch is not None:
+                self._watch.check()
+        except ZeroFXError as error:
+            # The other ranks are about to compare their batches with this one's: they hear of it there.
+            self._control.start(f"raise {type(error).__name__}: {error}")
+            raise
+        return batch
+
+    def _versions(self) -> dict[int, int]:
+        """How often each bucket's stored values have been changed: tells which were updated in a step that failed."""
+        assert self._layout is not None and self._state is not None
+        return {b.index: self._state.buckets[b.index].stored._version for b in self._layout.buckets if b.trainable}
+
+    def _undo(self, advance: Advance, versions: Mapping[int, int], error: BaseException) -> None:
+        """Behind a step that failed: count no step for the buckets that had not been updated, and say which had."""
+        assert self._layout is not None and self._state is not None and self._runtime is not None
+        now = self._versions()
+        advance.swap(self._state, [index for index in versions if now[index] == versions[index]])
+        if isinstance(error, RankMismatchError) and not self._runtime.has_communicated:
+            return  # all ranks know, and have left the step at the same place
+        updated = [self._layout.buckets[index].name for index in versions if now[index] != versions[index]]
+        if updated:
+            error.add_note(
+                f"zerofx: when step {self.num_steps + 1} failed, {len(updated)} of {len(versions)} buckets had been "
+                f"updated already ({names(updated)}): restore a checkpoint before training on"
+            )
+        else:
+            error.add_note(f"zerofx: when step {self.num_steps + 1} failed, nothing had been updated yet")
+        if self._control.num_ranks > 1:
+            self._failure = (
+                f"step {self.num_steps + 1} failed on rank {self._control.rank} ({type(error).__name__}: {error})"
+            )
+            error.add_note(
+                f"zerofx: rank {self._control.rank} left the step that {self._control.num_ranks} ranks run together: "
+                f"the others wait for it, or have failed before; restart all ranks from a checkpoint"
+            )
 
     def _after_step(self, loss: torch.Tensor) -> None:
         self.num_steps += 1
         # torch's schedulers warn when they are stepped before the optimizer; the update has been done here.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        if self._device.type == "cpu" and not math.isfinite(float(loss)):
-            warnings.warn(
-                f"the loss is {float(loss)} on rank {self._control.rank} in step {self.num_steps}; the update with its "
-                f"gradients has been done. Lower the learning rate, or look for an overflow",
-                ZeroFXWarning,
-                stacklevel=3,
+        self._losses.add(self.num_steps, loss)
+        self._report_losses()
+
+    def _report_losses(self, *, wait: bool = False) -> None:
+        for number, loss in self._losses.report(wait=wait):
+            warn(
+                f"the loss is {loss} on rank {self._control.rank} in step {number}; the update with its gradients has been "
+                f"done. Lower the learning rate, or look for an overflow"
             )
 
     def _state_tensors(self, compiled: CompiledStep) -> dict[str, Any]:
@@ -137,66 +235,120 @@ class Step:
 
     # ------------------------------------------------------------------------------------------------ building
 
-    def _step_for(self, batch: Batch) -> CompiledStep:
+    def _check_open(self, purpose: str) -> None:
         if self._closed:
-            raise UsageError("expected a step that is open, found one after close(): compile the model again")
+            raise UsageError(f"expected to {purpose} before close(), found the step closed: compile the model again")
         if self._showing:
-            raise UsageError("expected step(batch) outside full_parameters(), found it inside: leave the block first")
+            raise UsageError(f"expected to {purpose} outside full_parameters(), found it inside: leave the block first")
         self._check_world()
-        signature = batch.signature() + ("; training" if self.model.training else "; eval")
-        if len(self._steps) > 1:
-            self._agree(signature)
-        if signature not in self._steps:
-            self._steps[signature] = self._build(batch, signature)
-        self._latest = self._steps[signature]
-        return self._latest
-
-    def _agree(self, signature: str) -> None:
-        values = self._control.gather(signature, "call step(batch)")
-        check_equal(values, "batch shapes", "Give every rank batches of the same shapes, for example by padding.")
 
     def _check_world(self) -> None:
-        now = torch.distributed.get_world_size(process_group()) if process_group() is not None else 1
-        if now != self._control.num_ranks:
+        group = process_group()
+        now = torch.distributed.get_world_size(group) if group is not None else 1
+        if now != self._control.num_ranks or (now > 1 and group is not self._group):
+            found = f"{now}" if now != self._control.num_ranks else "another process group"
             raise RankMismatchError(
-                f"expected the world of {self._control.num_ranks} rank(s) that the model was compiled in, found {now}: "
-                f"save full_state_dict() before, and compile again after the world changed"
+                f"expected the world of {self._control.num_ranks} rank(s) that the model was compiled in, found {found}: "
+                f"save full_state_dict() and optimizer.state_dict() before the world changes, and build and compile the "
+                f"model again after"
+            )
+        if self._failure:
+            raise RankMismatchError(
+                f"expected all ranks to be in the same place, found that {self._failure}: restart all ranks from a "
+                f"checkpoint"
             )
 
-    def _build(self, batch: Batch, signature: str) -> CompiledStep:
-        if len(self._steps) >= self.options.max_shapes:
-            raise UsageError(
-                f"expected at most {self.options.max_shapes} batch shapes, found another: {self._difference(signature)}. "
-                f"Pad batches to few shapes, or raise max_shapes"
-            )
-        if self._steps:
-            warnings.warn(
-                f"a batch of another shape is captured and planned anew: {self._difference(signature)}",
-                ZeroFXWarning,
-                stacklevel=5,
-            )
-        captured = self._capture_on_all_ranks(batch, signature)
-        if self.options.backend == "inductor":
-            from zerofx.codegen.inductor import check_compiler
-
-            check_compiler(captured.device)
-        groups = group_of_parameters(self.model, self.optimizer, captured.parameters, set(captured.gradients))
-        layout = self._layout or layout_of(captured, groups, self._control.num_ranks)
-        self._check_gradients(captured, layout)
-        binding = self._binding or OptimizerBinding(
-            self.optimizer, layout, captured.device, prefer_fused=self.options.backend == "inductor"
+    def _step_for(self, batch: Batch, purpose: str) -> tuple[CompiledStep, Callable[[], None]]:
+        """The step for a batch, built if need be, and what waits until every rank is about to run the same."""
+        described = batch.described() | {"mode": self._modes.mode()}
+        signature = "\n".join(f"{name}: {text}" for name, text in described.items())
+        variant = self._update_variant()
+        agreed = self._control.start(
+            purpose,
+            f"{signature}\noptimizer update: {variant}",
+            "batch shapes, modes and optimizer options",
+            "Give every rank batches of the same shapes, for example by padding, and the same optimizer options.",
         )
-        programs = binding.programs(self._state)
+        compiled = self._steps.get((signature, variant))
+        if compiled is None:
+            agreed()
+            agreed = _nothing
+            compiled = self._build(batch, signature, described)
+            assert self._binding is not None
+            self._shapes[signature] = described
+            self._steps[signature, self._binding.variant] = compiled
+        self._latest = compiled
+        return compiled, agreed
+
+    def _update_variant(self) -> str:
+        """Which update holds for the optimizer's options and states now; traced anew where they have changed."""
+        if self._state is None or self._binding is None:
+            return ""
+        if self._binding.advance(self._state) is None:
+            programs = self._binding.programs(self._state)
+            self._allocate_states(programs)
+        return self._binding.variant
+
+    def _allocate_states(self, programs: Mapping[int, UpdateProgram]) -> None:
+        assert self._state is not None
+        for index, program in programs.items():
+            self._state.new_states(self._state.layout.buckets[index], program, self._device)
+
+    def _build(self, batch: Batch, signature: str, described: Mapping[str, str]) -> CompiledStep:
+        if signature not in self._shapes:
+            self._announce_shape(described)
+        if self._loaded is not None:
+            warn(
+                f"the edited step {self._loaded} runs for the batch shape and optimizer options it was loaded for; this "
+                f"call has others and runs a newly generated step"
+            )
+        captured, layout, binding, programs = self._control.attempt(
+            "capture a step", lambda: self._capture_with_layout(batch)
+        )
+        self._control.agree(
+            "compare captured graphs", captured.text(), "captured graph", "Build the same model on every rank."
+        )
+        self._control.agree(
+            "compare optimizers", f"{layout}\n{binding.variant}", "buckets and optimizer update",
+            "Give every rank the same param groups and options.",
+        )  # fmt: skip
         machine = self._machine or _machine_at_hand(captured.device)
         compiled = self._fit(captured, layout, programs, machine)
         if self._state is None:
             self._take_over(layout, binding, captured.device)
-        assert self._state is not None
-        for bucket in layout.buckets:
-            if bucket.trainable:
-                self._state.new_states(bucket, programs[bucket.index], captured.device)
+            self._allocate_states(programs)
         self._machine = machine
         return compiled
+
+    def _capture_with_layout(
+        self, batch: Batch
+    ) -> tuple[StepGraph, BucketLayout, OptimizerBinding, dict[int, UpdateProgram]]:
+        """All that can fail because of what the user gave: nothing of the user's is changed yet."""
+        with self._unguarded():
+            captured = capture(
+                self.model, batch, loss_fn=self.options.loss_fn, compute_dtype=self.options.compute_dtype
+            )
+        if "simplify" not in self.settings.disable:
+            simplify(captured)
+        groups = group_of_parameters(self.model, self.optimizer, captured.parameters, set(captured.gradients))
+        layout = self._layout or layout_of(captured, groups, self._control.num_ranks)
+        check_bucket_names(self.options.policy.keep, [bucket.name for bucket in layout.buckets])
+        self._check_gradients(captured, layout)
+        binding = self._binding or OptimizerBinding(
+            self.optimizer, layout, captured.device, prefer_fused=self.options.backend == "inductor"
+        )
+        held = held_states(self.optimizer, layout, dict(self.model.named_parameters())) if self._state is None else {}
+        return captured, layout, binding, binding.programs(self._state, held)
+
+    def _announce_shape(self, described: Mapping[str, str]) -> None:
+        if len(self._shapes) >= self.options.max_shapes:
+            known = "\n".join(f"  {', '.join(f'{n}: {t}' for n, t in one.items())}" for one in self._shapes.values())
+            raise UsageError(
+                f"expected at most {self.options.max_shapes} batch shapes, found another: {self._difference(described)}. Pad "
+                f"batches to few shapes, pass numbers that change as tensors, or raise max_shapes. Captured so far:\n{known}"
+            )
+        if self._shapes:
+            warn(f"a batch of another shape is captured and planned anew: {self._difference(described)}")
 
     def _fit(
         self, captured: StepGraph, layout: BucketLayout, programs: Mapping[int, UpdateProgram], machine: Machine
@@ -297,39 +449,22 @@ class Step:
         self._layout, self._binding, self._state, self._device = layout, binding, state, device
         self._runtime = Runtime(layout, transport, device)
         self._optimizer_state = OptimizerState(self.optimizer, state, self._control)
-        setattr(self.model, _MARK, True)
+        self._owner.keep()
+        self._watch = ParameterWatch(self.model)
         if not state.resident:
-            self._guards = [
-                *(m.register_forward_pre_hook(self._refuse_forward) for m in _parameter_owners(self.model)),
-                self.model.register_state_dict_pre_hook(self._refuse_state_dict),
-            ]
+            self._guards = guard_model(self.model, lambda: self._showing)
 
-    def _difference(self, signature: str) -> str:
-        """What the nearest known signature has otherwise."""
-        known = max(self._steps, key=lambda s: sum(a == b for a, b in zip(s.split("; "), signature.split("; "), strict=False)))
+    def _difference(self, described: Mapping[str, str]) -> str:
+        """What the nearest known batch has otherwise."""
+        known = max(self._shapes.values(), key=lambda one: len(one.items() & described.items()))
         changed = [
-            f"{new} (was {old})"
-            for old, new in zip(known.split("; "), signature.split("; "), strict=False)
-            if old != new
+            f"{name}: {described.get(name, 'none')} (was {known.get(name, 'none')})"
+            for name in dict.fromkeys([*described, *known])
+            if described.get(name) != known.get(name)
         ]
-        return ", ".join(changed) or signature
+        return ", ".join(changed)
 
     # ------------------------------------------------------------------------------------------------ the model
-
-    def _refuse_forward(self, module: nn.Module, _args: Any) -> None:
-        if not self._showing:
-            raise ShardedParametersError(
-                f"expected {type(module).__name__} to be called with its whole parameters, found them divided over "
-                f"{self._control.num_ranks} rank(s) by the compiled step: call it inside `with step.full_parameters():` "
-                f"(on every rank)"
-            )
-
-    def _refuse_state_dict(self, *_: Any) -> None:
-        if not self._showing:
-            raise ShardedParametersError(
-                "expected model.state_dict() where the parameters are whole, found them divided by the compiled step: "
-                "use step.full_state_dict(), or call it inside `with step.full_parameters():` (on every rank)"
-            )
 
     @contextlib.contextmanager
     def _unguarded(self) -> Iterator[None]:
@@ -348,25 +483,35 @@ class Step:
                 example after ``model.load_state_dict``. Without it, changes made in the block are dropped where
                 parameters are sharded.
 
-        Before the first step this is the model as it is.
+        Before the first step and after ``close`` this is the model as it is. Where the block raises, nothing is written
+        back.
         """
         if self._state is None:
             yield self.model
             return
         if self._showing:
+            if write_back:
+                raise UsageError(
+                    "expected write_back=True at the outermost full_parameters() block, found it inside another: give it "
+                    "there"
+                )
             yield self.model
             return
+        self._check_world()
         self._control.meet("enter full_parameters()")
         if not self._state.resident:
             self._state.show_parameters()
         self._showing = True
+        done = False
         try:
             yield self.model
+            done = True
         finally:
             self._showing = False
-            if write_back:
+            if write_back and done:
                 self._state.write_back()
             self._state.hide_parameters()
+            self._watch = ParameterWatch(self.model)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """``model.state_dict()`` with whole, trained parameters, as copies on the CPU, on every rank. Collective."""
@@ -376,22 +521,33 @@ class Step:
                 for name, tensor in self.model.state_dict().items()
             }
 
+    def abandon(self) -> None:
+        """Let go of a model that has not been taken over yet; on this rank alone. Does nothing afterwards."""
+        if self._state is None:
+            self._closed = True
+            release(self.model, self._owner)
+
     def close(self) -> None:
         """Give the model its whole parameters and the optimizer its states back, and let go of both. Collective."""
         if self._closed:
             return
+        if self._showing:
+            raise UsageError("expected close() outside full_parameters(), found it inside: leave the block first")
+        if self._state is not None:
+            self._check_world()
+            self._control.meet("close the step")
+            self._report_losses(wait=True)
+            for guard in self._guards:
+                guard.remove()
+            self._state.show_parameters()
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.clone()
+            assert self._optimizer_state is not None
+            self._optimizer_state.give_back()
         self._closed = True
-        if self._state is None:
-            return
-        self._control.meet("close the step")
-        for guard in self._guards:
-            guard.remove()
-        self._state.show_parameters()
-        for parameter in self.model.parameters():
-            parameter.data = parameter.data.clone()
-        assert self._optimizer_state is not None
-        self._optimizer_state.give_back()
-        delattr(self.model, _MARK)
+        self._state, self._binding, self._runtime, self._watch, self._optimizer_state = None, None, None, None, None
+        self._steps.clear()
+        release(self.model, self._owner)
 
     # ------------------------------------------------------------------------------------------------ seeing
 
@@ -439,27 +595,56 @@ class Step:
         """Regions of different structure: what had to be compiled, whatever the depth."""
         return self.compiled.num_distinct_regions
 
+    def schedule(self) -> Schedule:
+        """What the step that ran last does, in order: a row for each node with its bytes, time, stream and origin."""
+        return make_schedule(self.compiled)
+
+    def __str__(self) -> str:
+        measured = self._measured[1] if self._measured is not None and self._measured[0] is self._latest else None
+        return summary(self, self._latest, measured)
+
+    def __repr__(self) -> str:
+        return f"<zerofx.Step of {type(self.model).__name__}, stage {self.options.stage}, {self.num_steps} steps done>"
+
     def load(self, path: str | Path) -> None:
         """Run an edited copy of ``source`` in the place of the step that ran last.
 
+        It runs until a batch of another shape or other optimizer options ask for another step. Ranks call it together.
+
         Raises:
-            PlanError: the file cannot be loaded.
+            PlanError: the file cannot be loaded; the step runs as before.
+            CompilerError: an edited region cannot be compiled; the step runs as before.
         """
         compiled = self.compiled
-        try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise PlanError(f"expected a generated step at {path}: {error}") from error
+        functions = compiled.emitted.functions
+
+        def read() -> str:
+            try:
+                text = Path(path).read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise PlanError(f"expected a generated step at {path}, found none: {error}") from error
+            namespace = load_source(text, str(path))
+            missing = [name for name in functions.values() if not callable(namespace.get(name))]
+            if missing:
+                raise PlanError(f"expected the functions of this step's regions in {path}, found no {names(missing)}")
+            return text
+
+        self._check_open("load an edited step")
+        text = self._control.attempt("load an edited step", read)
+        self._control.agree("load an edited step", text, "edited step", "Give every rank the same file.")
         function, _ = load_step(
-            text, str(path), compiled.instructions, compiled.emitted.functions, self._control, self.options.backend
+            text, str(path), compiled.instructions, functions, self._control, self.options.backend
         )
-        replaced = replace(compiled, function=function, source_path=Path(path), emitted=replace(compiled.emitted, source=text))
+        replaced = replace(
+            compiled, function=function, source_path=Path(path), emitted=replace(compiled.emitted, source=text)
+        )
         self._steps = {key: replaced if value is compiled else value for key, value in self._steps.items()}
         self._latest = replaced
+        self._loaded = Path(path)
 
 
-def _parameter_owners(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if m is model or any(True for _ in m.parameters(recurse=False))]
+def _nothing() -> None:
+    """What is left to wait for where all ranks have met already."""
 
 
 def _machine_at_hand(device: torch.device) -> Machine:
@@ -469,10 +654,19 @@ def _machine_at_hand(device: torch.device) -> Machine:
         found = machine_of_device(properties.name, properties.total_memory)
         if found is not None:
             return found
-        warnings.warn(
-            f"no machine row for {properties.name}: predicted times are an H100's; give machine=Machine.measure()",
-            ZeroFXWarning,
-            stacklevel=2,
-        )
+        warn(f"no machine row for {properties.name}: predicted times are an H100's; give machine=Machine.measure()")
         return Machine.named("h100-sxm")
     return Machine.named("cpu")
+
+
+def _describe(model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions, settings: Settings) -> str:
+    """What must be the same on every rank, a line each."""
+    lines = [f"{field.name}: {getattr(options, field.name)}" for field in fields(options) if field.name in _SHARED]
+    lines.append(f"plan: {options.plan.decisions_hash() if options.plan is not None else None}")
+    lines.append(f"ZEROFX_DISABLE: {','.join(sorted(settings.disable))}")
+    lines.append(f"optimizer: {type(optimizer).__name__} with {len(optimizer.param_groups)} param group(s)")
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            frozen = " frozen" if kind == "parameter" and not tensor.requires_grad else ""
+            lines.append(f"{kind} {name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{frozen}")
+    return "\n".join(lines)

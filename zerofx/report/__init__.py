@@ -1,0 +1,1 @@
+"""What people read: the summary of a step, its schedule, its plan."""

@@ -11,7 +11,7 @@ _ALIKE = 3  # rows of one kind in a run that are folded, whatever they are
 
 @dataclass(frozen=True)
 class Block:
-    """``count`` repetitions of ``length`` items, from item ``start`` on. What does not repeat has count and length 1."""
+    """``count`` repetitions of ``length`` items from item ``start`` on; what does not repeat has count and length 1."""
 
     start: int
     length: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from tabulate import tabulate
 
@@ -20,8 +22,8 @@ def describe_plan(plan: Plan) -> str:
     if plan.prediction is not None:
         lines.append(
             f"predicted, per rank: peak {format_bytes(plan.peak_bytes['device'])} at {plan.prediction.peak_node}, step "
-            f"{format_seconds(plan.step_seconds)} of which {format_seconds(plan.exposed_seconds)} waits for communication, "
-            f"{format_bytes(plan.wire_bytes)} sent, {format_count(plan.prediction.flops)} FLOPs"
+            f"{format_seconds(plan.step_seconds)} of which {format_seconds(plan.exposed_seconds)} waits for "
+            f"communication, {format_bytes(plan.wire_bytes)} sent, {format_count(plan.prediction.flops)} FLOPs"
         )
     lines += ["", bucket_table(plan)]
     for kind, found in reasons(plan).items():
@@ -37,17 +39,20 @@ def heading(plan: Plan) -> str:
 
 def bucket_table(plan: Plan) -> str:
     """The buckets in the order of their first use; a row for those in a row that are alike has the bytes of each."""
-    shapes = [(b.num_parameters, b.shard_numel, b.dtype, b.compute_dtype, b.group) for b in plan.buckets]
-    lines = [_line(plan, block) for block in fold(shapes, [True] * len(shapes))]
+    gathers = Counter(decision.bucket for decision in plan.gathers)
+    shapes = [
+        (b.num_parameters, b.shard_numel, b.dtype, b.compute_dtype, b.group, gathers[index])
+        for index, b in enumerate(plan.buckets)
+    ]
+    lines = [_line(plan, block, gathers[block.start]) for block in fold(shapes, [True] * len(shapes))]
     align = ("left", "right", "left", *["right"] * 4)
     return tabulate(lines, _HEADERS, colalign=align, disable_numparse=True, tablefmt="simple")
 
 
-def _line(plan: Plan, block: Block) -> list[str]:
+def _line(plan: Plan, block: Block, gathers: int) -> list[str]:
     first = plan.buckets[block.start]
     members = [plan.buckets[i] for n in range(block.count) for i in block.repetition(n)]
     count = f"  x{block.count}" if block.count > 1 else ""
-    gathers = sum(decision.bucket == block.start for decision in plan.gathers)
     return [
         span([bucket.name for bucket in members]) + count,
         format_count(first.num_parameters),

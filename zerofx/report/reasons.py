@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from zerofx.report.fold import span
 from zerofx.report.units import format_bytes
@@ -27,22 +28,24 @@ class Reason:
 
 
 def reasons(plan: Plan) -> dict[str, list[Reason]]:
-    """The reasons by kind of decision (one of ``KINDS``), in the order of the decisions; empty kinds are left out."""
+    """The reasons by kind of decision (one of ``KINDS``), in the order of the decisions; empty kinds are left out.
+
+    On one rank nothing is reduced, whatever the plan says of when.
+    """
     names = [bucket.name for bucket in plan.buckets]
     gathers = [(names[decision.bucket], decision.reason) for decision in plan.gathers]
-    reductions = [(names[decision.bucket], decision.reason) for decision in plan.reduces]
+    reductions = [(names[decision.bucket], decision.reason) for decision in plan.reduces if plan.num_ranks > 1]
     found = [gathers, reductions, list(_recomputed(plan, names))]
     return {kind: _folded(entries, names) for kind, entries in zip(KINDS, found, strict=True) if entries}
 
 
 def one_line(found: Sequence[Reason]) -> str:
-    """The reason that most decisions have, and how many have another."""
+    """The reason that most decisions have, and how many have it."""
     counts: Counter[str] = Counter()
     for reason in found:
         counts[reason.text] += len(reason.names)
     text, most = counts.most_common(1)[0]
-    others = counts.total() - most
-    return f"{most} {text}" + (f"; {others} otherwise (print the plan)" if others else "")
+    return f"{most} of {counts.total()} {text}"
 
 
 def _recomputed(plan: Plan, names: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -60,12 +63,17 @@ def _folded(entries: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Re
     pattern = _any_of(names)
     runs: list[tuple[str, list[str], str]] = []
     for name, reason in entries:
-        alike = pattern.sub(lambda found, own=name: "each" if found[0] == own else "its neighbour", reason)
+        alike = pattern.sub(partial(_part, name), reason)
         if runs and runs[-1][0] == alike:
             runs[-1][1].append(name)
         else:
             runs.append((alike, [name], reason))
     return [Reason(tuple(run), alike if len(run) > 1 else reason) for alike, run, reason in runs]
+
+
+def _part(name: str, found: re.Match[str]) -> str:
+    """What a name in the reason is to the decision about ``name``."""
+    return "each" if found[0] == name else "its neighbour"
 
 
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 class Row:
     """One node, or one instruction, in the simulated step of one rank.
 
-    ``position`` counts all calls of the graph, views included. ``kind`` is ``"event"`` for what is scheduled on its own,
-    else ``"node"``, or ``"region"`` for an instruction of many nodes. ``region`` is the function of the emitted file,
-    ``layer`` the dotted module path, ``unit`` the repeated layer, ``bucket`` the bucket of an event; ``""`` is none.
+    ``position`` counts all calls of the graph, views included. ``kind`` is ``"event"`` for what is scheduled on its
+    own, else ``"node"``, or ``"region"`` for an instruction of many nodes. ``region`` is the function of the emitted
+    file, ``layer`` the dotted module path, ``unit`` the repeated layer, ``bucket`` the bucket of an event; ``""`` is
+    none.
 
     ``bytes_in`` and ``bytes_out`` are read and written in device memory, ``wire_bytes`` what the rank sends.
     ``live_bytes`` are on the device behind the row, ``peak_bytes`` while it runs. ``start_seconds`` counts from the

@@ -1,8 +1,8 @@
 """The schedule: a row for every node of a step in the order it runs, with its bytes, time and origin.
 
-Rows are per node; instructions are the same per region or event, as the emitted file has them a line each. Views have no
-row: they cost neither bytes nor time. All numbers are predictions for one rank of the plan's machine. Inside regions that
-Inductor has compiled, memory is known for the region as a whole: its last row has the peak.
+Rows are per node; instructions are the same per region or event, as the emitted file has them a line each. Views have
+no row: they cost neither bytes nor time. All numbers are predictions for one rank of the plan's machine. Inside regions
+that Inductor has compiled, memory is known for the region as a whole: its last row has the peak.
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ def schedule_table(instructions: Sequence[Row], totals: Totals, fold_layers: boo
             lines.append(_header(shown, block))
         if block.count == 1 or any(anchors[i] for i in block.repetition(0)):
             lines += [_line(row, "  " if block.count > 1 else "") for row in first]
-    table = tabulate(lines, _HEADERS, colalign=_ALIGN, disable_numparse=True, tablefmt="simple", preserve_whitespace=True)
+    table = tabulate(
+        lines, _HEADERS, colalign=_ALIGN, disable_numparse=True, tablefmt="simple", preserve_whitespace=True
+    )
     return f"{table}\n\n{totals_line(totals)}"
 
 
@@ -38,8 +40,8 @@ def totals_line(totals: Totals) -> str:
     """The step in one line."""
     return (
         f"predicted, per rank: peak {format_bytes(totals.peak_bytes)}, step {format_seconds(totals.step_seconds)} of "
-        f"which {format_seconds(totals.exposed_seconds)} waits for communication, {format_bytes(totals.wire_bytes)} sent, "
-        f"{format_count(totals.flops)} FLOPs"
+        f"which {format_seconds(totals.exposed_seconds)} waits for communication, {format_bytes(totals.wire_bytes)} "
+        f"sent, {format_count(totals.flops)} FLOPs"
     )
 
 

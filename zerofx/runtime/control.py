@@ -24,7 +24,7 @@ from zerofx.errors import RankMismatchError
 T = TypeVar("T")
 
 _PURPOSE_BYTES = 96  # of a header; the rest is a SHA-256
-_GRACE_SECONDS = 2.0  # for the others' notes, once waiting has failed here
+_GRACE_SECONDS = 1.0  # for the others' notes, once waiting has failed here
 _SHOWN_LINES = 3
 
 
@@ -43,16 +43,30 @@ class Control:
         self._num_meetings = 0
         if self.num_ranks > 1:
             assert group is not None
-            default = _get_default_store()
-            # How many channels this rank has made before: the same number on all ranks that do the same.
-            number = default.add(f"zerofx/channels/{self.rank}", 1)
-            self._store = dist.PrefixStore(f"zerofx/{number}", default)
-            try:
-                made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=self._timeout)
-            except RuntimeError as error:
-                raise self._absence("call zerofx.compile", error, self._timeout) from error
-            assert isinstance(made, dist.ProcessGroup)
-            self._group = made
+            self._group = self._connect(group)
+
+    def _connect(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """A gloo group over the same ranks, once all of them want one."""
+        purpose = "call zerofx.compile"
+        default = _get_default_store()
+        # How many channels this rank has made before: the same number on all ranks that do the same.
+        count = f"zerofx/channels/{self.rank}"
+        self._store = dist.PrefixStore(f"zerofx/{default.add(count, 1)}", default)
+        keys = [f"0/{rank}" for rank in range(self.num_ranks)]
+        self._store.set(keys[self.rank], "waited")
+        try:
+            self._store.wait(keys, self._timeout)
+        except RuntimeError as error:
+            absence = self._absence(purpose, error, self._timeout)
+            self._store.delete_key(keys[self.rank])
+            default.add(count, -1)
+            raise absence from error
+        try:
+            made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=self._timeout)
+        except RuntimeError as error:
+            raise self._absence(purpose, error, self._timeout) from error
+        assert isinstance(made, dist.ProcessGroup)
+        return made
 
     def start(self, purpose: str, value: str = "", what: str = "", hint: str = "") -> Callable[[], None]:
         """Begin to compare ``value`` with the other ranks'; returns what waits for the outcome, and raises if it is bad.

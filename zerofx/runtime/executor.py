@@ -23,10 +23,31 @@ class Runtime:
         self._transport = transport
         self._device = device
         self._scalars: Mapping[int, tuple[float, ...]] = {}
+        self._agreed: Callable[[], None] | None = None
 
-    def set_scalars(self, scalars: Mapping[int, tuple[float, ...]]) -> None:
-        """The hyperparameters of the coming step, by bucket."""
+    def begin(self, scalars: Mapping[int, tuple[float, ...]], agreed: Callable[[], None]) -> None:
+        """A step begins.
+
+        Args:
+            scalars: its hyperparameters, by bucket.
+            agreed: waits until all ranks are about to run the same step; called before the first collective.
+        """
         self._scalars = scalars
+        self._agreed = agreed
+
+    def end(self) -> None:
+        """A step without a collective has ended too."""
+        self._agree()
+
+    @property
+    def has_communicated(self) -> bool:
+        """Whether the step has begun with its first collective."""
+        return self._agreed is None
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes that this rank has sent so far."""
+        return self._transport.sent_bytes if self._transport is not None else 0
 
     def hyperparameters(self, bucket: int) -> tuple[float, ...]:
         return self._scalars[bucket]
@@ -56,7 +77,13 @@ class Runtime:
 
     def _connected(self) -> Transport:
         assert self._transport is not None, "a step for one rank has no collectives"
+        self._agree()
         return self._transport
+
+    def _agree(self) -> None:
+        if self._agreed is not None:
+            self._agreed()
+            self._agreed = None
 
 
 StepFunction = Callable[[Runtime, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], torch.Tensor]

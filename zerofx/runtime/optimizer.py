@@ -20,6 +20,7 @@ from zerofx.buckets import Bucket, BucketLayout
 from zerofx.errors import OptimizerError, UsageError
 from zerofx.graph import ParameterInfo
 from zerofx.optimizers import HostFunction, UpdateProgram, has_fused, trace_update
+from zerofx.optimizers.shadow import structural_flags
 from zerofx.runtime.control import Control
 from zerofx.runtime.state import BucketState, TrainingState
 
@@ -128,7 +129,10 @@ class OptimizerBinding:
             self._programs[bucket.index] = traced[key]
         texts = {id(program): _text(program) for program in traced.values()}
         whole = "\n".join(f"{index} {texts[id(program)]}" for index, program in sorted(self._programs.items()))
-        self._variant = hashlib.sha256(whole.encode()).hexdigest()[:16]
+        groups = {bucket.group: self.group(bucket) for bucket in self._layout.buckets if bucket.trainable}
+        flags = [", ".join(f"{name}={value}" for name, value in structural_flags(group)) for group in groups.values()]
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
+        self._variant = f"{type(self.optimizer).__name__}({'; '.join(flags)}), traced as {digest}"
         return dict(self._programs)
 
     def advance(self, state: TrainingState) -> Advance | None:

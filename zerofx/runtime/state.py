@@ -96,7 +96,11 @@ class TrainingState:
     def show_parameters(self) -> None:
         """Give the model its whole parameters, gathered from all ranks, in their own dtype."""
         for bucket in self.layout.buckets:
-            whole = self.gather(bucket, self.buckets[bucket.index].stored)
+            stored = self.buckets[bucket.index].stored
+            whole = self.gather(bucket, stored)
+            if whole is stored and not self.resident:
+                # What is shown is a copy there too: changes that are not written back are dropped everywhere.
+                whole = whole.clone()
             for slot in bucket.slots:
                 self._tensors[slot.name].data = slot.view(whole)
 

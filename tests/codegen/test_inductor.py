@@ -1,0 +1,72 @@
+"""Regions compiled by Inductor: the same values within tolerance, and memory that adds up."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+from tests.graphs import DIM, Prepared, prepare
+from zerofx.codegen.emit import emit
+from zerofx.codegen.regions import Region, cut
+from zerofx.errors import CompilerError
+from zerofx.graph import Phase, tensor, value
+from zerofx.runtime.executor import load_source
+from zerofx.scheduler.liveness import liveness
+from zerofx.scheduler.storage import storage_bytes
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
+]
+
+
+def _first(prepared: Prepared, phase: Phase) -> tuple[Region, Any]:
+    """The first region of a repeated layer in ``phase``, and its function from the emitted file."""
+    instructions = cut(prepared.step)
+    emitted = emit(prepared.step, instructions, liveness(prepared.step, point_to_point=True), "", [])
+    region = next(r for r in instructions if isinstance(r, Region) and r.unit and r.origin.phase is phase)
+    return region, load_source(emitted.source, "tiny_step.py")[emitted.functions[region.key]]
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+def test_a_compiled_region_gives_what_eager_gives_and_frees_what_it_takes(phase: Phase) -> None:
+    from zerofx.codegen.inductor import compile_region
+
+    region, function = _first(prepare().run(), phase)
+    compiled = compile_region(function, [value(node) for node in region.inputs], "tiny")
+    given_inputs = [torch.randn(tensor(node).shape) for node in region.inputs]
+    # A backward region also writes gradients into a buffer that it is given.
+    copies = [given.clone() for given in given_inputs]
+    expected, found = function(list(given_inputs)), compiled.call(list(copies))
+    assert len(expected) == len(found) == len(region.outputs)
+    for one, other in zip((*expected, *given_inputs), (*found, *copies), strict=True):
+        torch.testing.assert_close(one, other)
+    outputs = sum(storage_bytes(tensor(node)) for node in region.outputs)
+    assert sum(event.num_bytes for event in compiled.memory) == outputs
+    freed = [event.freed for event in compiled.memory if event.freed is not None]
+    assert sorted(freed) == sorted(set(freed)) and set(freed) <= set(range(len(region.inputs)))
+
+
+def test_a_compiled_region_empties_its_list() -> None:
+    from zerofx.codegen.inductor import compile_region
+
+    region, function = _first(prepare().run(), Phase.FORWARD)
+    compiled = compile_region(function, [value(node) for node in region.inputs], "tiny")
+    given_inputs: list[Any] = [torch.randn(tensor(node).shape) for node in region.inputs]
+    compiled.call(given_inputs)
+    assert given_inputs == []
+
+
+def test_a_region_that_cannot_be_compiled_is_named() -> None:
+    from zerofx.codegen.inductor import compile_region
+
+    def broken(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
+        return (torch.mm(inputs[0], torch.ones(DIM + 1, 1)),)
+
+    region, _ = _first(prepare().run(), Phase.FORWARD)
+    with pytest.raises(CompilerError, match="region broken_forward could not be compiled"):
+        compile_region(broken, [value(node) for node in region.inputs], "broken_forward")

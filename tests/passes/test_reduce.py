@@ -1,0 +1,115 @@
+"""Gradients go into flat buffers, which are reduced as soon as they are complete."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.graphs import Normed, Shifts, Tied, TwoBlocks, calls, prepare, token_ids
+from zerofx import ops
+from zerofx.graph import tensor
+from zerofx.passes.base import consumers
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_become_reductions(stage: int, golden: Callable[..., None]) -> None:
+    golden(prepare(stage=stage).changes("reduce"))
+
+
+@pytest.mark.parametrize("model", [TwoBlocks, Normed, Shifts])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_bucket_is_reduced_once_after_its_last_gradient(model: type[nn.Module], stage: int) -> None:
+    prepared = prepare(model(), stage=stage).run("reduce")
+    order = prepared.step.positions()
+    reductions = calls(prepared.step, ops.reduce_scatter)
+    assert sorted(str(node.args[1]) for node in reductions) == sorted(
+        str(bucket.index) for bucket in prepared.layout.buckets
+    )
+    for reduction in reductions:
+        (buffer,) = reduction.all_input_nodes
+        writes = [node for node in consumers(buffer) if node.target is aten.copy_.default]
+        bucket = next(b for b in prepared.layout.buckets if b.index == reduction.args[1])
+        assert len(writes) == len(bucket.slots)
+        assert max(order[write] for write in writes) < order[reduction]
+
+
+def test_a_buffer_lives_until_its_reduction_is_awaited() -> None:
+    prepared = prepare().run("reduce")
+    for reduction in calls(prepared.step, ops.reduce_scatter):
+        (wait,) = reduction.users
+        assert wait.args == (reduction, reduction.args[0])
+
+
+def test_the_sum_is_divided_once_by_the_number_of_ranks() -> None:
+    prepared = prepare(num_ranks=3).run("reduce")
+    divisions = calls(prepared.step, aten.div_.Tensor)
+    assert [node.args[1] for node in divisions] == [3, 3, 3]
+    assert all(tensor(node).numel() == prepared.layout.buckets[0].shard_numel for node in divisions)
+
+
+def test_on_one_rank_the_buffer_is_the_gradient() -> None:
+    prepared = prepare(num_ranks=1).run("reduce")
+    assert not calls(prepared.step, ops.reduce_scatter) and not calls(prepared.step, aten.div_.Tensor)
+    assert {node.target for node in prepared.step.reduced.values()} == {ops.empty_gradients}
+
+
+def test_at_stage_0_reduced_slices_are_gathered_to_whole_gradients() -> None:
+    prepared = prepare(stage=0).run("reduce")
+    assert len(calls(prepared.step, ops.all_gather)) == len(prepared.layout.buckets)
+    assert {
+        index: tensor(node).numel() == prepared.layout.buckets[index].numel
+        for index, node in prepared.step.reduced.items()
+    } == dict.fromkeys(range(3), True)
+
+
+def test_a_frozen_bucket_is_not_reduced() -> None:
+    model = TwoBlocks()
+    model.layers[0].requires_grad_(False)
+    prepared = prepare(model).run("reduce")
+    frozen = [bucket.index for bucket in prepared.layout.buckets if not bucket.trainable]
+    assert len(frozen) == 1
+    assert sorted(prepared.step.reduced) == [b.index for b in prepared.layout.buckets if b.trainable]
+    assert frozen[0] not in [node.args[1] for node in calls(prepared.step, ops.reduce_scatter)]
+
+
+def test_gradients_that_are_outputs_of_one_operator_are_written_behind_it() -> None:
+    prepared = prepare(Normed()).run("reduce")
+    for copy in calls(prepared.step, aten.copy_.default):
+        gradient = copy.args[1]
+        assert isinstance(gradient, torch.fx.Node)
+        assert gradient.target is not aten.native_layer_norm_backward.default
+    prepared.step.graph.lint()
+
+
+def test_buckets_that_complete_at_one_node_are_all_reduced_behind_it() -> None:
+    prepared = prepare(Shifts()).run("reduce")
+    copies = calls(prepared.step, aten.copy_.default)
+    assert len({copy.args[1] for copy in copies}) == 1, "the test means one gradient for all"
+    last = max(prepared.step.positions()[copy] for copy in copies)
+    order = prepared.step.positions()
+    assert all(order[node] > last for node in calls(prepared.step, ops.reduce_scatter))
+    assert Counter(node.target for node in prepared.step.reduced.values()) == {ops.wait: 3}
+
+
+def test_a_tied_weights_gradients_are_summed_before_they_are_reduced() -> None:
+    prepared = prepare(Tied(), token_ids()).run("reduce")
+    (written,) = [
+        copy.args[1]
+        for copy in calls(prepared.step, aten.copy_.default)
+        if isinstance(copy.args[1], torch.fx.Node) and list(tensor(copy.args[1]).shape) == [5, 4]
+    ]
+    assert isinstance(written, torch.fx.Node) and written.target is aten.add.Tensor
+
+
+def test_a_reduction_is_awaited_where_the_next_bucket_is_complete() -> None:
+    prepared = prepare().run("reduce")
+    order = prepared.step.positions()
+    started = {node.args[1]: order[node] for node in calls(prepared.step, ops.reduce_scatter)}
+    awaited = {index: order[node] for index, node in prepared.step.reduced.items()}
+    assert started[2] < started[1] < awaited[2] < started[0] < awaited[1] < awaited[0]

@@ -1,0 +1,61 @@
+"""What only autograd needed is gone, and the arithmetic is as it was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tests.graphs import DIM, ROWS, TwoBlocks, calls, difference, features
+from zerofx.capture import Batch, capture
+from zerofx.graph import StepGraph
+from zerofx.passes.base import op_counts
+from zerofx.passes.simplify import Simplify
+
+aten = torch.ops.aten
+
+
+def _captured(model: nn.Module, *batch: Tensor) -> StepGraph:
+    return capture(model, Batch.of(batch, {}))
+
+
+def test_detours_of_the_tiny_model_are_removed(golden: Callable[..., None]) -> None:
+    step = _captured(TwoBlocks(), *features())
+    before = step.text()
+    Simplify().run(step, None)
+    golden(difference(before, step.text()))
+
+
+def test_only_views_and_identities_are_removed() -> None:
+    step = _captured(TwoBlocks(), *features())
+    before = op_counts(step)
+    Simplify().run(step, None)
+    removed = before - op_counts(step)
+    assert removed
+    assert set(removed) <= {"aten.t.default", "aten.detach.default", "aten.alias.default", "aten.view.default"}
+
+
+def test_a_second_run_changes_nothing() -> None:
+    step = _captured(TwoBlocks(), *features())
+    Simplify().run(step, None)
+    once = step.text()
+    Simplify().run(step, None)
+    assert step.text() == once
+
+
+class _Reshaping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(ROWS * DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.view(-1).view(1, -1).view(ROWS * DIM) * self.weight).sum()
+
+
+def test_a_chain_of_reshapes_becomes_one() -> None:
+    step = _captured(_Reshaping(), *features())
+    Simplify().run(step, None)
+    (view,) = calls(step, aten.view.default)
+    assert view.all_input_nodes[0].op == "placeholder"
+    assert view.args[1] == [ROWS * DIM]

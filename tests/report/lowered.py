@@ -1,0 +1,30 @@
+"""Lowered steps for reports: no process group, no kernel."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from tests.graphs import DIM, Block, prepare, settings
+from zerofx.compiler import LoweredStep, lower
+from zerofx.scheduler.machine import Machine
+
+
+class Deep(nn.Module):
+    """`depth` equal layers and a head; the loss is the sum of the head's outputs."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(DIM, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        loss: Tensor = self.head(x).sum()
+        return loss
+
+
+def lowered(depth: int = 6, *, stage: int = 3, num_ranks: int = 2, prefetch: int = 1) -> LoweredStep:
+    prepared = prepare(Deep(depth), stage=stage, num_ranks=num_ranks, prefetch=prefetch)
+    machine = Machine.named("cpu")
+    return lower(prepared.step, prepared.plan, prepared.layout, prepared.programs, machine, settings(), talk=False)

@@ -1,0 +1,202 @@
+"""Live bytes, against an interpreter that runs the graph on real tensors and counts the storages that names hold."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from tests.graphs import TwoBlocks, calls, prepare
+from zerofx import ops
+from zerofx.graph import Placeholder, Role, StepGraph, set_placeholder, set_value
+from zerofx.scheduler.liveness import Liveness, MemoryEvent, liveness, with_profiles
+from zerofx.scheduler.workspace import workspace_bytes
+
+aten = torch.ops.aten
+SIDE = 4
+Op = tuple[Any, tuple[Any, ...]]
+
+# Every operator takes a matrix [SIDE, SIDE] first, and gives one, a view of one, or several values.
+FRESH: list[Op] = [(aten.neg.default, ()), (aten.clone.default, ()), (aten.mul.Tensor, (2.0,))]
+IN_PLACE: list[Op] = [(aten.relu_.default, ()), (aten.mul_.Tensor, (2.0,))]
+VIEWS: list[Op] = [(aten.t.default, ()), (aten.view.default, ([SIDE, SIDE],)), (aten.detach.default, ())]
+MAYBE_COPIES: list[Op] = [(aten.reshape.default, ([SIDE, SIDE],))]
+SEVERAL: list[tuple[Any, tuple[Any, ...], int]] = [
+    (aten.split.Tensor, (2,), 2),  # views, in a list
+    (aten.max.dim, (0, True), 2),  # storages of their own
+    (aten.aminmax.default, (), 2),
+]
+
+
+@dataclass
+class Builder:
+    """Grows a graph with the values of its nodes beside it; ``matrices`` are the nodes that further ones may read."""
+
+    graph: fx.Graph
+    matrices: list[fx.Node]
+
+    def call(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        real = fx.map_arg(args, lambda n: n.meta["val"])
+        # Views of a clone would not be views of their base's clone: run on the values themselves.
+        set_value(node, target(*real))
+        return node
+
+
+@st.composite
+def step_graphs(draw: st.DrawFn) -> StepGraph:
+    graph = fx.Graph()
+    build = Builder(graph, [])
+    for i in range(draw(st.integers(1, 2))):
+        node = graph.placeholder(f"x{i}")
+        set_value(node, torch.rand(SIDE, SIDE))
+        build.matrices.append(set_placeholder(node, Placeholder(Role.INPUT, f"x{i}")))
+    for _ in range(draw(st.integers(1, 15))):
+        source = draw(st.sampled_from(build.matrices))
+        kind = draw(st.sampled_from(["fresh", "in place", "view", "maybe", "several", "two"]))
+        if kind == "several":
+            target, rest, count = draw(st.sampled_from(SEVERAL))
+            whole = build.call(target, (source, *rest))
+            for index in draw(st.lists(st.integers(0, count - 1), unique=True)):
+                part = build.call(operator.getitem, (whole, index))
+                if draw(st.booleans()):
+                    build.call(aten.neg.default, (part,))
+            continue
+        if kind == "two":
+            build.matrices.append(build.call(aten.add.Tensor, (source, draw(st.sampled_from(build.matrices)))))
+            continue
+        ops_of = {"fresh": FRESH, "in place": IN_PLACE, "view": VIEWS, "maybe": MAYBE_COPIES}[kind]
+        target, rest = draw(st.sampled_from(ops_of))
+        if target is aten.view.default and not source.meta["val"].is_contiguous():
+            target, rest = aten.t.default, ()
+        build.matrices.append(build.call(target, (source, *rest)))
+    loss = build.call(aten.sum.default, (draw(st.sampled_from(build.matrices)),))
+    graph.output(((loss),))
+    graph.output_node().args = ((loss,),)
+    return StepGraph(graph, torch.device("cpu"), ())
+
+
+def held_bytes(names: Mapping[fx.Node, Any]) -> int:
+    """Bytes of the distinct storages behind all names."""
+    tensors = [t for value in names.values() for t in (value if isinstance(value, list | tuple) else (value,))]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}
+    return sum(storages.values())
+
+
+def interpret(step: StepGraph) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+    """Bytes held while each call runs, and behind it, where a name goes with its last reader.
+
+    An operator's outputs are named as it returns, as Python unpacks them: those without a name die at once.
+    """
+    nodes = list(step.graph.nodes)
+    last = {node: max([i, *(nodes.index(user) for user in node.users)]) for i, node in enumerate(nodes)}
+    names: dict[fx.Node, Any] = {n: n.meta["val"].clone() for n in nodes if n.op == "placeholder"}
+    during, after = {}, {}
+    for i, node in enumerate(nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is not operator.getitem:
+            result = node.target(*fx.map_arg(node.args, names.__getitem__))
+            if isinstance(result, list | tuple):
+                fresh: dict[fx.Node, Any] = {node: result}
+                during[node] = held_bytes(names | fresh)
+                names |= {user: result[user.args[1]] for user in node.users}
+            else:
+                names[node] = result
+                during[node] = held_bytes(names)
+        else:
+            during[node] = held_bytes(names)
+        for name in [n for n in names if n.op != "placeholder" and last[n] <= i]:
+            del names[name]
+        after[node] = held_bytes(names)
+    return during, after
+
+
+@settings(max_examples=150, deadline=None)
+@given(step_graphs())
+def test_live_bytes_are_those_of_real_storages(step: StepGraph) -> None:
+    found = liveness(step, point_to_point=False)
+    during, after = interpret(step)
+    assert {node: found.during[node] - workspace_bytes(node) for node in during} == during
+    assert found.after == after
+    assert found.peak_bytes >= max(during.values())
+    assert found.persistent_bytes == sum(SIDE * SIDE * 4 for _ in step.placeholders())
+
+
+@settings(max_examples=50, deadline=None)
+@given(step_graphs())
+def test_every_storage_is_freed_by_its_last_reader_but_the_loss(step: StepGraph) -> None:
+    found = liveness(step, point_to_point=False)
+    order = step.positions()
+    assert all(order[node] <= order[reader] for (node, _), reader in found.last_use.items())
+    kept = set(found.sizes) - set(found.last_use)
+    assert sum(found.sizes[storage] for storage in kept) + found.persistent_bytes == list(found.after.values())[-1]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_point_to_point_reductions_hold_the_other_ranks_slices(num_ranks: int) -> None:
+    step = prepare(TwoBlocks(), num_ranks=num_ranks).run().step
+    shared, direct = (liveness(step, point_to_point=way) for way in (False, True))
+    for started in calls(step, ops.reduce_scatter):
+        slice_bytes = shared.sizes[(started, 0)]
+        under_way = _reductions_under_way(step, started)
+        # One slice is the result; the rest come from the other ranks, this one's own is read in place.
+        assert direct.after[started] - shared.after[started] == under_way * (num_ranks - 2) * slice_bytes
+    assert list(direct.after.values())[-1] == list(shared.after.values())[-1]
+
+
+def _reductions_under_way(step: StepGraph, node: fx.Node) -> int:
+    order = step.positions()
+    started = [n for n in calls(step, ops.reduce_scatter) if order[n] <= order[node]]
+    return sum(all(order[wait] > order[node] for wait in one.users) for one in started)
+
+
+def test_a_release_gives_the_bucket_back() -> None:
+    step = prepare(TwoBlocks()).run().step
+    found = liveness(step, point_to_point=True)
+    before = None
+    for node in step.calls():
+        if node.target is ops.release:
+            full = node.args[0]
+            assert isinstance(full, fx.Node) and before is not None
+            assert found.after[before] - found.after[node] == full.meta["val"].nbytes
+        before = node
+
+
+@dataclass
+class _Region:
+    inputs: tuple[fx.Node, ...]
+    own: tuple[fx.Node, ...]
+
+
+def _chain(*targets: Callable[..., Any]) -> tuple[StepGraph, list[fx.Node], Liveness]:
+    """x -> first -> second ..., a matrix each; the last is the loss."""
+    graph = fx.Graph()
+    build = Builder(graph, [])
+    x = set_placeholder(graph.placeholder("x"), Placeholder(Role.INPUT, "x"))
+    node = set_value(x, torch.rand(SIDE, SIDE))
+    nodes = [node := build.call(target, (node,)) for target in targets]
+    graph.output((nodes[-1],))
+    step = StepGraph(graph, torch.device("cpu"), ())
+    return step, nodes, liveness(step, point_to_point=False)
+
+
+def test_a_compiled_regions_own_memory_takes_the_place_of_its_nodes() -> None:
+    size = SIDE * SIDE * 4
+    step, (first, second, third), live = _chain(aten.neg.default, aten.exp.default, aten.neg.default)
+    assert live.peak_bytes == 3 * size
+    # Fused into one kernel that writes the output alone; its input dies first.
+    region = _Region((first,), (second, third))
+    fused = with_profiles(live, step, [(region, [MemoryEvent(freed=0), MemoryEvent(size)])])
+    assert fused.peak_bytes == 2 * size
+    # A kernel with a buffer of its own.
+    events = [MemoryEvent(size), MemoryEvent(3 * size), MemoryEvent(-3 * size), MemoryEvent(freed=0)]
+    assert with_profiles(live, step, [(region, events)]).peak_bytes == 6 * size
+    assert fused.after == live.after

@@ -1,0 +1,131 @@
+"""Batches of all kinds are taken apart, named, and put together again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BatchEncoding
+
+import zerofx
+from zerofx.batch import Batch
+
+
+class Named(NamedTuple):
+    x: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class Data:
+    x: Tensor
+    scale: float = 2.0
+
+
+class Own(dict[str, Any]):
+    """A dict of the user's own class."""
+
+
+def doubled(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return batch.rebuild(tuple(2 * tensor for tensor in batch.tensors))
+
+
+X = torch.arange(3.0)
+
+CONTAINERS: dict[str, tuple[Any, str]] = {
+    "tensor": (X, "batch[0]"),
+    "tuple": ((X, 2.0), "batch[0][0]"),
+    "list": ([3, X], "batch[0][1]"),
+    "dict": ({"x": X, "scale": 2.0}, "batch[0]['x']"),
+    "ordered": (OrderedDict(x=X), "batch[0]['x']"),
+    "named tuple": (Named(X, 2.0), "batch[0].x"),
+    "dataclass": (Data(X), "batch[0].x"),
+    "user dict": (UserDict(x=X), "batch[0]['x']"),
+    "own dict": (Own(x=X), "batch[0]['x']"),
+    "encoding": (BatchEncoding({"x": X}), "batch[0]['x']"),
+    "nested": ({"a": [Data(X)]}, "batch[0]['a'][0].x"),
+}
+
+
+def found(value: Any) -> list[Tensor]:
+    """All tensors inside, by the ways that the containers themselves offer."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [t for key in value for t in found(value[key])]
+    if isinstance(value, tuple | list):
+        return [t for item in value for t in found(item)]
+    return found(value.x) if isinstance(value, Data) else []
+
+
+@pytest.mark.parametrize(("given", "name"), CONTAINERS.values(), ids=CONTAINERS.keys())
+def test_containers_are_rebuilt_around_other_tensors(given: Any, name: str) -> None:
+    batch = Batch.of((given,), {"labels": X})
+    assert batch.names == (name, "labels")
+    (again,), keywords = doubled(batch)
+    assert type(again) is type(given)
+    assert torch.equal(found(again)[0], 2 * X)
+    assert torch.equal(keywords["labels"], 2 * X)
+    assert torch.equal(found(given)[0], X), "what was given is left alone"
+
+
+def test_batches_that_the_model_would_treat_alike_are_described_alike() -> None:
+    def described(*args: Any, **kwargs: Any) -> str:
+        return Batch.of(args, kwargs).signature()
+
+    assert described(X, a=1, b=X) == described(X + 1, b=X, a=1)
+    different = [
+        described(X),
+        described(X, None),
+        described((X,)),
+        described([X]),
+        described(x=X),
+        described({"x": X}),
+        described(X.double()),
+        described(torch.zeros(3, 2).t()[0]),
+        described(torch.zeros(2, 3)),
+        described(X, 1, None),
+        described(X, None, 1),
+        described(X, True),
+        described(X, 1.0),
+        described(None, X),
+    ]
+    assert len(set(different)) == len(different)
+
+
+class Reads(nn.Module):
+    """Reads its input out of whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, batch: Any, scale: float = 1.0) -> Tensor:
+        loss: Tensor = self.linear(found(batch)[0]).sum() * scale
+        return loss
+
+
+@pytest.mark.parametrize("kind", ["encoding", "user dict", "dataclass", "named tuple"])
+def test_a_model_is_given_the_container_it_expects(kind: str) -> None:
+    model = Reads()
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.0), backend="eager")
+    given, _ = CONTAINERS[kind]
+    expected = model(given, scale=3.0).detach()
+    assert torch.equal(step(given, scale=3.0), expected)
+
+
+def test_an_in_place_change_of_the_batch_is_named() -> None:
+    class Changes(Reads):
+        def forward(self, batch: Any, scale: float = 1.0) -> Tensor:
+            batch["x"].mul_(2)
+            return super().forward(batch, scale)
+
+    model = Changes()
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
+    with pytest.raises(zerofx.CaptureError, match=r"in-place change of batch\[0\]\['x'\]\. (?s:.)*test_batch.py:\d+: .*mul_"):
+        step({"x": X.clone()})

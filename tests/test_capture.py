@@ -1,0 +1,232 @@
+"""One graph of forward, loss and backward, whose nodes know where they come from; what cannot be one names its line."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models import CASES, DIM, ROWS, Case, Layer, Regression, batches
+from tests.training import compare_function
+from zerofx.batch import Batch
+from zerofx.capture import capture
+from zerofx.errors import CaptureError
+from zerofx.graph import Origin, Phase, Role, StepGraph, placeholder, target_name
+
+MODELS = ["gpt", "tied", "batchnorm", "repeated", "borrowed", "shared module", "parametrised", "dropout", "loss function"]
+
+
+def _capture(case: Case, model: nn.Module | None = None) -> StepGraph:
+    args, kwargs = next(batches(case, 0, 1))
+    return capture(model or case.model(), Batch.of(args, kwargs), loss_fn=case.loss_fn)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "llama", "gpt2"])
+def test_every_call_knows_its_module_and_phase(name: str) -> None:
+    model = CASES[name].model()
+    paths = {path for path, _ in model.named_modules()} | {"", "loss"}
+    step = _capture(CASES[name], model)
+    origins = [node.meta.get("zerofx_origin") for node in step.calls()]
+    assert all(isinstance(origin, Origin) and origin.layer in paths for origin in origins)
+    phases = [origin.phase for origin in origins if origin is not None]
+    assert phases == sorted(phases, key=[Phase.FORWARD, Phase.BACKWARD].index)
+    assert set(phases) == {Phase.FORWARD, Phase.BACKWARD}
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "gpt2"])
+def test_every_layer_has_forward_and_backward_of_its_own(name: str) -> None:
+    step = _capture(CASES[name])
+    found = {(step.unit_of(node), node.meta["zerofx_origin"].phase) for node in step.calls() if step.unit_of(node)}
+    assert found == {(unit, phase) for unit in step.units for phase in (Phase.FORWARD, Phase.BACKWARD)}
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_layers_of_one_kind_have_as_many_nodes_each(name: str) -> None:
+    step = _capture(CASES[name])
+    counts = {unit: sum(step.unit_of(node) == unit for node in step.calls()) for unit in sorted(step.units)}
+    # The sum of two gradients that meet in front of a layer may count with either.
+    assert max(counts.values()) - min(counts.values()) <= 2, counts
+
+
+def test_tied_parameters_are_one_with_one_gradient() -> None:
+    step = _capture(CASES["tied"])
+    parameters = [placeholder(node).name for node in step.placeholders(Role.PARAMETER)]
+    assert parameters.count("embed.weight") == 1 and "head.weight" not in parameters
+    assert "embed.weight" in step.gradients and "head.weight" not in step.gradients
+    assert next(info for info in step.parameters if info.name == "embed.weight").aliases == ("embed.weight", "head.weight")
+
+
+def test_gradients_of_a_parameter_with_three_names_are_summed_as_they_arrive() -> None:
+    step = _capture(CASES["t5"])
+    order = step.positions()
+    total = step.gradients["shared.weight"]
+    late = total.args[1]
+    inner = total.args[0]
+    assert isinstance(late, torch.fx.Node) and isinstance(inner, torch.fx.Node)
+    assert target_name(total) == target_name(inner) == "aten.add.Tensor"
+    first, second = inner.args
+    assert isinstance(first, torch.fx.Node) and isinstance(second, torch.fx.Node)
+    assert order[first] < order[second] < order[late]
+
+
+def test_frozen_and_unused_parameters_have_no_gradient() -> None:
+    assert {n for n in _capture(CASES["lora"]).gradients if "base" in n} == set()
+    unused = _capture(CASES["unused"])
+    assert {n for n in unused.gradients if n.startswith("spare") or n.endswith("extra")} == set()
+
+
+def test_mutated_buffers_are_outputs_by_name() -> None:
+    assert set(_capture(CASES["buffers"]).mutations) == {"count", "mean", "previous"}
+    assert _capture(CASES["evaluating"]).mutations == {}
+
+
+def test_capture_leaves_model_and_random_numbers_alone() -> None:
+    case = CASES["buffers"]
+    model = case.model()
+    tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    values = {name: tensor.clone() for name, tensor in tensors.items()}
+    random = torch.get_rng_state()
+    _capture(case, model)
+    _capture(CASES["dropout"], CASES["dropout"].model().train())
+    torch.set_rng_state(random)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert tensor is tensors[name] and torch.equal(tensor, values[name])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not torch.compiler.is_compiling()
+
+
+def test_two_captures_of_a_model_are_the_same() -> None:
+    assert _capture(CASES["gpt"]).fingerprint() == _capture(CASES["gpt"]).fingerprint()
+
+
+def test_tensors_outside_parameters_and_buffers_become_constants() -> None:
+    class WithConstant(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+            self.table = [torch.arange(DIM).float()]
+
+        def predict(self, x: Tensor) -> Tensor:
+            return self.linear(x) + self.table[0] + torch.tensor([1.0] * DIM)  # type: ignore[no-any-return]
+
+    step = _capture(CASES["stack"], WithConstant())
+    values = [step.constants[placeholder(node).name] for node in step.placeholders(Role.CONSTANT)]
+    assert any(torch.equal(value, torch.arange(DIM).float()) for value in values)
+
+
+class _Item(Regression):
+    def predict(self, x: Tensor) -> Tensor:
+        return x * x.sum().item()  # the line to blame
+
+
+class _Float(Regression):
+    def predict(self, x: Tensor) -> Tensor:
+        return x * float(x.mean())  # the line to blame
+
+
+class _If(Regression):
+    def predict(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # the line to blame
+            return x
+        return -x
+
+
+class _NonZero(Regression):
+    def predict(self, x: Tensor) -> Tensor:
+        return x[x > 0].sum() + 0 * x  # the line to blame
+
+
+class _InPlace(Regression):
+    def predict(self, x: Tensor) -> Tensor:
+        x.add_(1)  # the line to blame
+        return x
+
+
+class _Assigned(Regression):
+    def predict(self, x: Tensor) -> Tensor:
+        x[0] = 0.0  # the line to blame
+        return x
+
+
+class _InFunction(Regression):
+    def predict(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.relu(x, inplace=True)  # the line to blame
+
+
+class _Wrong(Regression):
+    def predict(self, x: Tensor) -> Tensor:
+        return x @ x  # the line to blame
+
+
+def _line_to_blame(cls: type[nn.Module]) -> int:
+    lines, first = inspect.getsourcelines(cls)
+    return next(first + i for i, line in enumerate(lines) if "the line to blame" in line)
+
+
+def _with_layer(predict: Regression) -> Regression:
+    """`predict` of what a layer makes of the features: there is something to train."""
+
+    class Model(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = predict
+            self.layer = Layer()
+
+        def predict(self, x: Tensor) -> Tensor:
+            return self.layer(self.inner.predict(x))  # type: ignore[no-any-return]
+
+    return Model()
+
+
+@pytest.mark.parametrize(
+    ("cls", "what"),
+    [
+        (_Item, "reads a tensor's value"),
+        (_Float, "reads a tensor's value"),
+        (_If, "reads a tensor's value"),
+        (_NonZero, "reads a tensor's value|could not be traced"),
+        (_InPlace, "in-place change"),
+        (_Assigned, "in-place change"),
+        (_InFunction, "in-place change"),
+        (_Wrong, "could not be traced"),
+    ],
+)
+def test_what_cannot_be_captured_names_its_line(cls: type[Regression], what: str) -> None:
+    with pytest.raises(CaptureError, match=what) as caught:
+        _capture(CASES["stack"], _with_layer(cls()))
+    assert re.search(rf"{re.escape(Path(__file__).name)}:{_line_to_blame(cls)}\b", str(caught.value)), caught.value
+
+
+def test_a_failure_leaves_the_model_as_it_was() -> None:
+    model = _with_layer(_Item())
+    before = dict(model.named_parameters())
+    with pytest.raises(CaptureError):
+        _capture(CASES["stack"], model)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    loss = model(torch.randn(ROWS, DIM), torch.randn(ROWS, DIM)) if not isinstance(model, _Item) else None
+    assert loss is not None and loss.dim() == 0
+
+
+def _functions() -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
+    functional = torch.nn.functional
+    yield "dropout", lambda x: functional.dropout(x, 0.15)
+    yield "dropout of everything", lambda x: functional.dropout(x, 1.0)
+    yield "dropout in place", lambda x: functional.dropout(x * 1, 0.15, inplace=True)
+    yield "alpha dropout", lambda x: functional.alpha_dropout(x, 0.3, training=True)
+    yield "feature dropout", lambda x: functional.dropout2d(x[None, None], 0.3)
+    yield "attention dropout", lambda x: functional.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.15)
+    yield "noise", lambda x: x + torch.randn_like(x) + torch.rand(DIM) + x.detach().sigmoid().bernoulli()
+    yield "bilinear", lambda x: functional.interpolate(x[None, None], scale_factor=2, mode="bilinear")
+    yield "bicubic", lambda x: functional.interpolate(x[None, None], size=(7, 5), mode="bicubic")
+
+
+@pytest.mark.parametrize("name", [name for name, _ in _functions()])
+def test_operators_that_tracing_takes_apart_give_the_bits_of_eager_mode(name: str) -> None:
+    assert compare_function(dict(_functions())[name]) == []

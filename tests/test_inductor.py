@@ -1,0 +1,53 @@
+"""Training on compiled regions: within rounding of plain PyTorch, and the same bits under every plan."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+from gpt import GPT
+
+from tests.distributed import run_ranks
+from tests.models import CASES, Case, sgd, tokens
+from tests.training import differences, train_compiled, train_plain
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
+    # Importing Inductor warns of what torch itself deprecates.
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
+
+STEPS = 5
+TOLERANCE = 1e-4
+
+
+def _small_gpt() -> GPT:
+    return GPT(vocab=19, dim=8, depth=2, heads=2, block=7)
+
+
+# Plain SGD: Adam divides a gradient that is truly zero (a key's bias) by its own rounding errors.
+GPT_CASE = Case(_small_gpt, tokens, optimizer=sgd)
+STACK_CASE = replace(CASES["stack"], optimizer=sgd)
+
+
+def test_one_process_trains_like_eager_mode_within_rounding() -> None:
+    found = train_compiled(STACK_CASE, 3, STEPS, backend="inductor")
+    assert differences(train_plain(STACK_CASE, STEPS), found, TOLERANCE) == []
+
+
+def _compare() -> dict[str, list[str]]:
+    expected = train_plain(GPT_CASE, STEPS)
+    first = train_compiled(GPT_CASE, 3, STEPS, backend="inductor")
+    found = {"stage 3 to plain": differences(expected, first, TOLERANCE)}
+    for label, stage, options in (("prefetch 0", 3, {"prefetch": 0}), ("stage 1", 1, {}), ("stage 0", 0, {})):
+        other = train_compiled(GPT_CASE, stage, STEPS, **{"backend": "inductor", **options})
+        found[f"{label} to plain"] = differences(expected, other, TOLERANCE)
+        found[f"{label} to stage 3"] = differences(first, other, 0.0)
+    return {label: wrong for label, wrong in found.items() if wrong}
+
+
+@pytest.mark.slow
+def test_two_ranks_train_within_rounding_of_distributed_data_parallel_and_the_same_under_every_plan() -> None:
+    for rank, wrong in enumerate(run_ranks(_compare, 2, timeout=600.0)):
+        assert wrong == {}, f"rank {rank}"

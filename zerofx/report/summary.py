@@ -1,0 +1,112 @@
+"""What ``print(step)`` says: what is trained and how, where its bytes are, what was predicted and measured, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from zerofx.graph import origin, target_name
+from zerofx.report.memory import Category, peak_memory
+from zerofx.report.plan_text import bucket_table, heading
+from zerofx.report.reasons import one_line, reasons
+from zerofx.report.units import format_bytes, format_count, format_seconds
+from zerofx.runtime.measure import Measurement
+from zerofx.scheduler.plan import Plan
+
+if TYPE_CHECKING:
+    from zerofx.compiler import CompiledStep
+    from zerofx.step import Step
+
+
+def summary(step: Step, compiled: CompiledStep | None, measured: Measurement | None) -> str:
+    """The summary of a step.
+
+    Args:
+        compiled: what ran last; None before the first capture, about which there is little to say.
+        measured: what ``step.measure`` found for it, if it was called.
+    """
+    what = f"{type(step.model).__name__} with {type(step.optimizer).__name__}"
+    if compiled is None:
+        num_parameters = sum(parameter.numel() for parameter in step.model.parameters())
+        return (
+            f"{what}: {format_count(num_parameters)} parameters, stage {step.options.stage}, backend "
+            f"{step.options.backend}\nnot captured yet: the first step(batch) captures and plans it, or "
+            f"step.prepare(batch), which runs nothing"
+        )
+    plan = compiled.plan
+    num_parameters = sum(bucket.num_parameters for bucket in plan.buckets)
+    lines = [
+        f"{what}: {format_count(num_parameters)} parameters",
+        f"{heading(plan)}, backend {step.options.backend}",
+        f"{compiled.num_regions} regions, {compiled.num_distinct_regions} of them distinct, in {compiled.source_path}",
+        "",
+        _predictions(plan, measured),
+        "",
+        f"On the device at the peak, in {_place(compiled)}:",
+        _shares(peak_memory(compiled.graph, compiled.simulation.live)),
+        "",
+        bucket_table(plan),
+    ]
+    why = list(_why(plan))
+    return "\n".join([*lines, "", *why] if why else lines)
+
+
+def _predictions(plan: Plan, measured: Measurement | None) -> str:
+    """A line for each number that a plan predicts, and what was measured of it."""
+    prediction = plan.prediction
+    assert prediction is not None
+    lines = [
+        ["peak on the device", format_bytes(plan.peak_bytes["device"])],
+        ["time of a step", format_seconds(plan.step_seconds)],
+        ["waits for communication", format_seconds(plan.exposed_seconds)],
+        ["sent in a step", format_bytes(plan.wire_bytes)],
+        ["parameters, gradients, optimizer states", format_bytes(plan.model_state_bytes)],
+        ["FLOPs of a step", format_count(prediction.flops)],
+    ]
+    headers = ["per rank", "predicted"]
+    if measured is not None:
+        found = [
+            _beside(measured.peak_bytes["device"], plan.peak_bytes["device"]),
+            format_seconds(measured.step_seconds),
+            format_seconds(measured.exposed_seconds),
+            _beside(measured.wire_bytes, plan.wire_bytes),
+            _beside(measured.model_state_bytes, plan.model_state_bytes),
+            "",
+        ]
+        headers.append("measured")
+        lines = [[*line, text] for line, text in zip(lines, found, strict=True)]
+    align = ("left", *["right"] * (len(headers) - 1))
+    return tabulate(lines, headers, colalign=align, disable_numparse=True, tablefmt="simple")
+
+
+def _beside(measured: int, predicted: int) -> str:
+    """Measured bytes, and how far they are from the prediction."""
+    if measured == predicted:
+        return f"{format_bytes(measured)} (to the byte)" if measured else format_bytes(measured)
+    return f"{format_bytes(measured)} ({(measured - predicted) / max(predicted, 1):+.1%})"
+
+
+def _place(compiled: CompiledStep) -> str:
+    """Where the peak is: the operator, its layer, and its phase."""
+    node = compiled.simulation.live.peak_node
+    if node is None:
+        return "an empty step"
+    where = origin(node)
+    return f"{target_name(node)} of {where.layer or 'the model'} ({where.phase})"
+
+
+def _shares(held: Mapping[Category, int]) -> str:
+    total = sum(held.values())
+    lines = [[str(name), format_bytes(size), f"{size / total:.0%}"] for name, size in held.items()]
+    lines.append(["in all", format_bytes(total), ""])
+    return tabulate(lines, colalign=("left", "right", "right"), disable_numparse=True, tablefmt="plain")
+
+
+def _why(plan: Plan) -> Iterator[str]:
+    for kind, found in reasons(plan).items():
+        yield f"{kind}: {one_line(found)}"
+    if not plan.gathers_parameters:
+        on = "one rank: it holds all of them" if plan.num_ranks == 1 else f"stage {plan.stage} keeps them whole"
+        yield f"gathers: none, parameters stay on the device ({on})"

@@ -1,0 +1,222 @@
+"""Measure a step that runs: the fields of a plan's prediction, found by running it.
+
+Memory is counted in allocations, not in resident pages: on CPU the profiler's record of every one of them, on CUDA the
+caching allocator's own maximum. Both start from what the step holds throughout, so that what others have on the device
+does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerofx.buckets import BucketLayout
+from zerofx.graph import Role, StepGraph, placeholder
+from zerofx.runtime.collectives import Pending
+from zerofx.runtime.executor import Runtime, StepFunction
+from zerofx.scheduler.storage import storage_bytes
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What ``num_steps`` steps took on this rank; fields as in ``Plan``. Seconds are medians over the steps.
+
+    ``exposed_seconds`` is the time in which computation waited for collectives. ``model_state_bytes`` counts the
+    tensors that are there, and gradients as ZeRO does (1910.02054, section 3).
+    """
+
+    peak_bytes: dict[str, int]
+    model_state_bytes: int
+    wire_bytes: int
+    step_seconds: float
+    exposed_seconds: float
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One measured run; None for what was not measured in it."""
+
+    seconds: float
+    exposed_seconds: float
+    sent_bytes: int
+    peak_bytes: int
+    profiled: bool
+
+
+class Meter:
+    """Stands between a step and its function, and measures each call."""
+
+    def __init__(self, device: torch.device, num_steps: int) -> None:
+        self._device = device
+        self._num_steps = num_steps
+        self._runs: list[_Run] = []
+        self._state: Mapping[str, Any] = {}
+
+    def __call__(
+        self, function: StepFunction, runtime: Runtime, state: Mapping[str, Any], batch: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Run ``function`` once. On CPU the last of ``num_steps`` runs is recorded by the profiler, which slows it."""
+        self._state = state
+        last = len(self._runs) == self._num_steps - 1
+        timed = _TimedRuntime(runtime, self._device)
+        sent = runtime.sent_bytes
+        peak = CudaPeak(self._device) if self._device.type == "cuda" else CpuPeak() if last else None
+        _synchronise(self._device)
+        with peak or contextlib.nullcontext():
+            began = time.perf_counter()
+            loss = function(timed, state, batch)  # type: ignore[arg-type]  # has a runtime's methods
+            _synchronise(self._device)
+            seconds = time.perf_counter() - began
+        held = persistent_bytes((*state.values(), *batch.values()))
+        self._runs.append(
+            _Run(
+                seconds,
+                timed.waited_seconds(),
+                runtime.sent_bytes - sent,
+                held + peak.num_bytes if peak is not None else 0,
+                profiled=isinstance(peak, CpuPeak),
+            )
+        )
+        return loss
+
+    def result(self, step: StepGraph, layout: BucketLayout, stage: int) -> Measurement:
+        """What the runs have shown."""
+        timed = [run for run in self._runs if not run.profiled] or self._runs
+        return Measurement(
+            peak_bytes={"device": max(run.peak_bytes for run in self._runs)},
+            model_state_bytes=self._model_state_bytes(step, layout, stage),
+            wire_bytes=self._runs[-1].sent_bytes,
+            step_seconds=statistics.median(run.seconds for run in timed),
+            exposed_seconds=statistics.median(run.exposed_seconds for run in timed),
+            num_steps=len(self._runs),
+        )
+
+    def _model_state_bytes(self, step: StepGraph, layout: BucketLayout, stage: int) -> int:
+        counted = (Role.FULL, Role.SHARD, Role.MASTER, Role.STATE)
+        held = [self._state[node.name] for node in step.placeholders() if placeholder(node).role in counted]
+        gradients = sum(
+            bucket.shard_bytes if stage >= 2 else bucket.full_bytes for bucket in layout.buckets if bucket.trainable
+        )
+        return persistent_bytes(held) + gradients
+
+
+def persistent_bytes(values: Iterable[Any]) -> int:
+    """Bytes of distinct memory that tensors address; a view of another adds nothing, and numbers have none."""
+    spans = sorted((v.data_ptr(), v.data_ptr() + storage_bytes(v)) for v in values if isinstance(v, torch.Tensor))
+    total = reached = 0
+    for start, end in spans:
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+class _TimedRuntime:
+    """A runtime that also adds up how long computation waits for collectives."""
+
+    def __init__(self, runtime: Runtime, device: torch.device) -> None:
+        self._runtime = runtime
+        self._device = device
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def wait(self, pending: Pending, source: torch.Tensor | None = None) -> torch.Tensor:
+        with self._waiting():
+            return self._runtime.wait(pending, source)
+
+    def broadcast(self, buffers: list[torch.Tensor]) -> None:
+        with self._waiting():
+            self._runtime.broadcast(buffers)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        if self._device.type == "cuda":
+            # The host does not wait on CUDA; the compute stream does, between these two events.
+            before, behind = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            yield
+            behind.record()
+            self._events.append((before, behind))
+        else:
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+
+    def waited_seconds(self) -> float:
+        """The sum; on CUDA, once the device is synchronised."""
+        return self._seconds + sum(float(before.elapsed_time(behind)) for before, behind in self._events) / 1e3
+
+
+class CpuPeak:
+    """``num_bytes``: the most that was allocated inside the block on CPU, counted from its begin."""
+
+    num_bytes = 0
+
+    def __enter__(self) -> CpuPeak:
+        self._profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
+        with _quiet():
+            self._profiler.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with _quiet():
+            self._profiler.stop()
+        inner = self._profiler.profiler
+        assert inner is not None and inner.kineto_results is not None
+        cpu = torch._C._autograd.DeviceType.CPU
+        events = [e for e in inner.kineto_results.events() if e.name() == "[memory]" and e.device_type() == cpu]
+        allocated = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            allocated += event.nbytes()  # type: ignore[attr-defined]  # torch's stubs lack it
+            self.num_bytes = max(self.num_bytes, allocated)
+
+
+class CudaPeak:
+    """``num_bytes``: the most that was allocated inside the block on a CUDA device, counted from its begin."""
+
+    num_bytes = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+
+    def __enter__(self) -> CudaPeak:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.num_bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide what torch's profiler writes to stderr when it starts and stops (torch 2.13); no log level turns it off."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    sink = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(sink, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(sink)
