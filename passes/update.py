@@ -100,6 +100,7 @@ def _inline(
         )
     for scalar in program.scalar_states:
         if scalar.name in program.tensor_scalars:
+            assert scalar.dtype is not None, "what a kernel reads on the device is a tensor"
             known[scalar.name] = step.add_placeholder(
                 f"{scalar.name}_{bucket.index}", Placeholder(Role.SCALAR_STATE, scalar.name, bucket.index), (),
                 scalar.dtype,

@@ -19,7 +19,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.graph import StepGraph, placeholder
 from zerofx.scheduler.storage import aliased_input, storage_bytes, storage_source, tensors_of
-from zerofx.scheduler.workspace import workspace_bytes
+from zerofx.scheduler.workspace import is_left_to_aten, workspace_bytes
 
 Storage = tuple[fx.Node, int]
 
@@ -64,10 +64,7 @@ def liveness(step: StepGraph, point_to_point: bool) -> Liveness:
     ``zerofx/runtime/collectives.py``) rather than sum inside the collective (NCCL).
     """
     persistent = sum(
-        storage_bytes(t)
-        for node in step.placeholders()
-        if placeholder(node).alias_of is None
-        for t in tensors_of(node)
+        storage_bytes(t) for node in step.placeholders() if placeholder(node).alias_of is None for t in tensors_of(node)
     )
     last_use, owned = _last_uses(step)
     dying: dict[fx.Node, list[Storage]] = {}
@@ -88,7 +85,7 @@ def liveness(step: StepGraph, point_to_point: bool) -> Liveness:
 
 @dataclass(frozen=True)
 class MemoryEvent:
-    """One change of a compiled region's memory: ``num_bytes`` taken (or given back, if negative), or input ``freed``."""
+    """One change of a compiled region's memory: ``num_bytes`` taken (given back, if negative), or input ``freed``."""
 
     num_bytes: int = 0
     freed: int | None = None
@@ -110,6 +107,8 @@ def with_profiles(
                 if live.last_use.get(storage) in members:
                     current -= live.sizes[storage]
             peak = max(peak, current)
+        # Where ATen's kernel runs, what it holds inside is not in the events: the count without fusion has it.
+        peak = max([peak, *(live.during[node] for node in region.own if is_left_to_aten(node))])
         for node in region.own:
             during[node] = live.after[node]
         during[region.own[-1]] = max(peak, live.after[region.own[-1]])
@@ -142,6 +141,7 @@ def _last_uses(step: StepGraph) -> tuple[dict[Storage, fx.Node], dict[fx.Node, l
 
 
 def is_getitem(node: fx.Node) -> bool:
+    """Whether a call only names one output of an operator with several."""
     return node.target is operator.getitem
 
 

@@ -82,6 +82,8 @@ def simulate(step: StepGraph, machine: Machine, num_ranks: int, *, point_to_poin
             added = _sum_seconds(pending, machine)
             timings[node] = NodeTiming(compute_free + exposed, added, exposed, 0, 0, 0, 0)
             compute_free += exposed + added
+        elif node.target in ops.EVENTS:
+            timings[node] = NodeTiming(compute_free, 0.0, 0.0, 0, 0, 0, 0)  # bookkeeping on the host
         else:
             cost = node_cost(node, machine)
             timings[node] = NodeTiming(

@@ -35,6 +35,11 @@ def workspace_bytes(node: fx.Node) -> int:
     return _converted(node) if torch.Tag.pointwise in node.target.tags else 0
 
 
+def is_left_to_aten(node: fx.Node) -> bool:
+    """Whether Inductor calls ATen for an operator that has a workspace, rather than generate code of its own."""
+    return isinstance(node.target, OpOverload) and node.target._schema.name in _LEFT_TO_ATEN
+
+
 def _value(node: fx.Node, index: int) -> Tensor:
     source = node.args[index]
     assert isinstance(source, fx.Node)
@@ -219,3 +224,12 @@ _RULES: dict[str, Callable[[fx.Node], int]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }
+
+_LEFT_TO_ATEN = frozenset(
+    {
+        "aten::convolution",
+        "aten::convolution_backward",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    }
+)

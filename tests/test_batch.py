@@ -127,5 +127,6 @@ def test_an_in_place_change_of_the_batch_is_named() -> None:
 
     model = Changes()
     step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
-    with pytest.raises(zerofx.CaptureError, match=r"in-place change of batch\[0\]\['x'\]\. (?s:.)*test_batch.py:\d+: .*mul_"):
+    match = r"in-place change of batch\[0\]\['x'\]\. (?s:.)*test_batch.py:\d+: .*mul_"
+    with pytest.raises(zerofx.CaptureError, match=match):
         step({"x": X.clone()})

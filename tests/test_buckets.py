@@ -135,7 +135,9 @@ def test_a_view_keeps_the_parameters_own_order_in_memory(
 def test_parameters_outside_units_share_a_bucket_when_they_are_used_together() -> None:
     names = ["embed.weight", "embed.positions", "layers.0.w", "layers.1.w", "norm.weight", "head.weight"]
     infos = [ParameterInfo(n, (n,), (4,), (1,), torch.float32, torch.float32, True) for n in names]
-    layout = make_layout(infos, dict.fromkeys(names, 0), ("layers.0", "layers.1"), {n: i for i, n in enumerate(names)}, 2)
+    layout = make_layout(
+        infos, dict.fromkeys(names, 0), ("layers.0", "layers.1"), {n: i for i, n in enumerate(names)}, 2
+    )
     assert [[slot.name for slot in bucket.slots] for bucket in layout.buckets] == [
         ["embed.weight", "embed.positions"], ["layers.0.w"], ["layers.1.w"], ["norm.weight", "head.weight"],
     ]  # fmt: skip

@@ -19,7 +19,17 @@ from zerofx.capture import capture
 from zerofx.errors import CaptureError
 from zerofx.graph import Origin, Phase, Role, StepGraph, placeholder, target_name
 
-MODELS = ["gpt", "tied", "batchnorm", "repeated", "borrowed", "shared module", "parametrised", "dropout", "loss function"]
+MODELS = [
+    "gpt",
+    "tied",
+    "batchnorm",
+    "repeated",
+    "borrowed",
+    "shared module",
+    "parametrised",
+    "dropout",
+    "loss function",
+]
 
 
 def _capture(case: Case, model: nn.Module | None = None) -> StepGraph:
@@ -27,7 +37,7 @@ def _capture(case: Case, model: nn.Module | None = None) -> StepGraph:
     return capture(model or case.model(), Batch.of(args, kwargs), loss_fn=case.loss_fn)
 
 
-@pytest.mark.parametrize("name", [*MODELS, "llama", "gpt2"])
+@pytest.mark.parametrize("name", [*MODELS, "loss function", "llama", "gpt2"])
 def test_every_call_knows_its_module_and_phase(name: str) -> None:
     model = CASES[name].model()
     paths = {path for path, _ in model.named_modules()} | {"", "loss"}
@@ -59,7 +69,10 @@ def test_tied_parameters_are_one_with_one_gradient() -> None:
     parameters = [placeholder(node).name for node in step.placeholders(Role.PARAMETER)]
     assert parameters.count("embed.weight") == 1 and "head.weight" not in parameters
     assert "embed.weight" in step.gradients and "head.weight" not in step.gradients
-    assert next(info for info in step.parameters if info.name == "embed.weight").aliases == ("embed.weight", "head.weight")
+    assert next(info for info in step.parameters if info.name == "embed.weight").aliases == (
+        "embed.weight",
+        "head.weight",
+    )
 
 
 def test_gradients_of_a_parameter_with_three_names_are_summed_as_they_arrive() -> None:
@@ -89,7 +102,7 @@ def test_mutated_buffers_are_outputs_by_name() -> None:
 def test_capture_leaves_model_and_random_numbers_alone() -> None:
     case = CASES["buffers"]
     model = case.model()
-    tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
     values = {name: tensor.clone() for name, tensor in tensors.items()}
     random = torch.get_rng_state()
     _capture(case, model)
@@ -221,7 +234,10 @@ def _functions() -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
     yield "dropout in place", lambda x: functional.dropout(x * 1, 0.15, inplace=True)
     yield "alpha dropout", lambda x: functional.alpha_dropout(x, 0.3, training=True)
     yield "feature dropout", lambda x: functional.dropout2d(x[None, None], 0.3)
-    yield "attention dropout", lambda x: functional.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.15)
+    yield (
+        "attention dropout",
+        lambda x: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.15),
+    )
     yield "noise", lambda x: x + torch.randn_like(x) + torch.rand(DIM) + x.detach().sigmoid().bernoulli()
     yield "bilinear", lambda x: functional.interpolate(x[None, None], scale_factor=2, mode="bilinear")
     yield "bicubic", lambda x: functional.interpolate(x[None, None], size=(7, 5), mode="bicubic")

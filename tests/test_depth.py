@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from gpt import GPT
 
+from gpt import GPT
 from tests.models import adamw
 from zerofx.planning import plan
 

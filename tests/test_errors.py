@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import zerofx
 from tests.users import DIM, Tiny, adamw, eager_step, ids, tiny, untouched
@@ -41,7 +42,9 @@ def compile_eager(model: Any, optimizer: Any, **options: Any) -> zerofx.Step:
     return zerofx.compile(model, optimizer, backend="eager", **options)
 
 
-def refused_step(model: nn.Module, batch: tuple[Any, ...], error: type[ZeroFXError], match: str, **options: Any) -> None:
+def refused_step(
+    model: nn.Module, batch: tuple[Any, ...], error: type[ZeroFXError], match: str, **options: Any
+) -> None:
     """Both ways to the first capture refuse; after the first the model is free, after both it trains eagerly."""
     optimizer = sgd(model)
     with untouched(model, optimizer):
@@ -72,9 +75,9 @@ def test_a_model_without_a_loss_is_refused(result: Callable[[Tensor], Any], matc
 
 
 def test_a_loss_that_depends_on_frozen_parameters_alone_is_refused() -> None:
-    model = nn.ModuleDict({"used": nn.Linear(DIM, 1), "unused": nn.Linear(DIM, 1)})
-    model["used"].requires_grad_(False)
-    model.forward = lambda x: model["used"](x).sum()  # type: ignore[method-assign, assignment]
+    model = Returns(lambda y: y.sum())
+    model.linear.requires_grad_(False)
+    model.unused = nn.Linear(DIM, DIM)
     refused_step(model, (torch.randn(2, DIM),), CaptureError, "depends on a trainable parameter")
 
 
@@ -107,10 +110,11 @@ def test_an_option_that_cannot_be_is_refused(option: str) -> None:
 
 
 def test_a_bucket_that_is_not_there_is_refused_with_those_that_are() -> None:
-    refused_step(tiny(), (ids(), ids(1)), UsageError, "found layers.7: the buckets are .*layers.1", keep_gathered=["layers.7"])
+    match = "found layers.7: the buckets are .*layers.1"
+    refused_step(tiny(), (ids(), ids(1)), UsageError, match, keep_gathered=["layers.7"])
 
 
-@pytest.mark.parametrize("batch", [torch.zeros(2, 3, dtype=torch.long), "ids", 3, (x for x in ())])
+@pytest.mark.parametrize("batch", [torch.zeros(2, 3, dtype=torch.long), "ids", 3, (x for x in range(2))])
 def test_an_example_batch_of_another_kind_is_refused(batch: Any) -> None:
     model = tiny()
     with untouched(model), pytest.raises(UsageError, match="example_batch to be a tuple"):
@@ -143,10 +147,10 @@ def test_a_parameter_missing_from_the_optimizer_is_named() -> None:
     model = tiny()
     optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if n != "head.bias"], lr=0.1)
     step = compile_eager(model, optimizer)
-    with pytest.raises(OptimizerError, match="found 1 that are not: head.bias"):
+    with pytest.raises(OptimizerError, match=r"found 1 that are not: head\.bias"):
         step(ids(), ids(1))
     step.close()
-    with untouched(model, optimizer), pytest.raises(OptimizerError, match="found 1 that are not: head.bias"):
+    with untouched(model, optimizer), pytest.raises(OptimizerError, match=r"found 1 that are not: head\.bias"):
         compile_eager(model, optimizer, example_batch=(ids(), ids(1)))
 
 
@@ -197,6 +201,7 @@ def test_models_that_are_compiled_already_are_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, from the import of Inductor
         compiled = torch.compile(tiny())
+    assert isinstance(compiled, nn.Module)
     refused_model(compiled, "compiled by torch.compile: .*model._orig_mod")
     model = tiny()
     model.layers[1].compile()
@@ -209,13 +214,13 @@ def test_a_model_without_parameters_to_train_is_refused() -> None:
 
 
 def test_a_model_that_is_not_one_is_refused() -> None:
-    with pytest.raises(UsageError, match="expected an nn.Module, found function"):
+    with pytest.raises(UsageError, match=r"expected an nn\.Module, found function"):
         compile_eager(lambda x: x, adamw(tiny()))
 
 
 def test_a_model_on_meta_is_refused() -> None:
     with torch.device("meta"):
-        refused_model(Tiny(), "embed.weight on the meta device: .*zerofx.plan")
+        refused_model(Tiny(), r"embed.weight on the meta device: .*zerofx.plan")
 
 
 def test_a_model_on_two_devices_is_refused() -> None:
@@ -262,10 +267,13 @@ def test_a_model_is_compiled_once() -> None:
     model = tiny()
     optimizer = adamw(model)
     step = compile_eager(model, optimizer)
-    with untouched(model, optimizer), pytest.raises(UsageError, match=r"compiled before: use that step, or call its close"):
+    with (
+        untouched(model, optimizer),
+        pytest.raises(UsageError, match=r"compiled before: use that step, or .* close\(\)"),
+    ):
         compile_eager(model, optimizer)
+    outer = Wrapped(model)
     with pytest.raises(UsageError, match="found that its part inner was compiled before"):
-        outer = Wrapped(model)
         compile_eager(outer, adamw(outer))
     step.close()
     step.close()
@@ -292,7 +300,8 @@ def test_a_step_that_was_dropped_before_it_ran_frees_its_model() -> None:
 def test_a_batch_on_another_device_is_named() -> None:
     model = tiny()
     step = compile_eager(model, adamw(model))
-    with pytest.raises(UsageError, match=r"batch on cpu like the model's parameters, found labels on meta: .*\.to\('cpu'\)"):
+    match = r"batch on cpu like the model's parameters, found labels on meta: .*\.to\('cpu'\)"
+    with pytest.raises(UsageError, match=match):
         step(ids(), labels=ids(1).to("meta"))
     step(ids(), labels=ids(1))
     with pytest.raises(UsageError, match=r"found batch\[0\] on meta"):
@@ -305,7 +314,7 @@ def test_batches_of_other_kinds_are_refused_by_name() -> None:
     x = torch.randn(2, DIM)
     with untouched(model):
         with pytest.raises(UsageError, match=r"that batch\[0\] requires one: detach\(\) it"):
-            step((x.requires_grad_() * 1))
+            step(x.requires_grad_() * 1)
         with pytest.raises(UsageError, match=r"found a ndarray as batch\[0\]: .*torch.from_numpy"):
             step(np.zeros((2, DIM)))
         with pytest.raises(UsageError, match=r"found a object as batch\[1\]\['extra'\]"):
@@ -314,7 +323,7 @@ def test_batches_of_other_kinds_are_refused_by_name() -> None:
             step(x.detach().to_sparse())
         with pytest.raises(CaptureError, match="TypeError"):
             step()
-        with pytest.raises(CaptureError, match="mat1 and mat2 shapes|a and b must have same reduction dim"):
+        with pytest.raises(CaptureError, match=r"mat1 and mat2 shapes|a and b must have same reduction dim"):
             step(torch.randn(2, DIM + 1))
     step(x.detach())
 
@@ -323,10 +332,12 @@ def test_a_batch_of_another_shape_is_captured_anew_until_there_are_too_many() ->
     model = tiny()
     step = compile_eager(model, adamw(model), max_shapes=2)
     first = step(ids(), labels=ids(1))
-    with pytest.warns(ZeroFXWarning, match=r"batch\[0\]: int64\[1, 3\] on cpu \(was int64\[2, 3\] on cpu\), labels: ") as seen:
+    match = r"batch\[0\]: int64\[1, 3\] on cpu \(was int64\[2, 3\] on cpu\), labels: "
+    with pytest.warns(ZeroFXWarning, match=match) as seen:
         step(ids(rows=1), labels=ids(1, rows=1))
     assert seen[0].filename == __file__
-    with pytest.raises(UsageError, match=r"at most 2 batch shapes, found another: (?s:.)*Captured so far:\n.*\n.*\[1, 3\]"):
+    match = r"at most 2 batch shapes, found another: (?s:.)*Captured so far:\n.*\n.*\[1, 3\]"
+    with pytest.raises(UsageError, match=match):
         step(ids(rows=3), labels=ids(1, rows=3))
     assert step(ids(rows=1), labels=ids(1, rows=1)).shape == first.shape == ()
 
@@ -340,9 +351,8 @@ def test_a_shape_that_cannot_be_captured_is_not_counted() -> None:
 
 
 def test_a_number_that_changes_is_captured_anew_by_name() -> None:
-    model = Returns(lambda y: y.sum())
-    model.forward = lambda x, scale: (model.linear(x) * scale).sum()  # type: ignore[method-assign, assignment]
-    step = compile_eager(model, sgd(model))
+    model = Returns(lambda y: y)
+    step = compile_eager(model, sgd(model), loss_fn=lambda y, x, scale: (y * scale).sum())
     x = torch.ones(1, DIM)
     one = step(x, 1)
     with pytest.warns(ZeroFXWarning, match=r"batch\[1\]: 3 \(was 1\)"):
@@ -386,11 +396,8 @@ with untouched(model, optimizer):
 """
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", ""])
-def test_inductor_without_a_compiler_says_what_to_install(compiler: str) -> None:
-    environment = {**os.environ, "PATH": "/nowhere", "CXX": compiler, "PYTHONPATH": os.pathsep.join(sys.path)}
-    if not compiler:
-        del environment["CXX"]
+def test_inductor_without_a_compiler_says_what_to_install() -> None:
+    environment = {**os.environ, "PATH": "/nowhere", "CXX": "no-such-compiler", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT_COMPILER], env=environment, capture_output=True, text=True, check=True
     )

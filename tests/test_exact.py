@@ -23,9 +23,10 @@ PLANS: dict[str, dict[str, Any]] = {
 FAMILIES = {
     "language models": ["gpt", "tied"],
     "torch layers": ["torch layers"],
-    "images": ["batchnorm", "channels last", "evaluating", "image layers"],
+    "images": ["batchnorm", "channels last", "evaluating"],
+    "image layers": ["image layers"],
     "trained in part": ["frozen", "lora", "unused", "param groups"],
-    "sharing": ["borrowed", "repeated", "shared module", "parametrised"],
+    "sharing": ["borrowed", "peeking", "view as loss", "repeated", "shared module", "parametrised"],
     "sizes and dtypes": ["odd sizes", "stack", "one scalar", "mixed dtypes", "mixed in layer"],
     "buffers and dropout": ["dropout", "buffers", "swapped buffers", "evaluating dropout"],
     "llama": ["llama", "llama masked"],
@@ -34,7 +35,7 @@ FAMILIES = {
     "t5": ["t5"],
     "vit": ["vit"],
 }
-SLOW = {"torch layers", "bert", "t5", "vit"}
+SLOW = {"torch layers", "image layers", "bert", "t5", "vit"}
 INTERFACES = ["arguments", "returns dict", "returns tuple", "returns list", "returns dataclass", "loss function"]
 
 
@@ -73,7 +74,9 @@ def test_two_ranks_take_any_batch_and_find_the_loss_in_any_output() -> None:
 @pytest.mark.parametrize("family", _families())
 def test_one_process_trains_like_eager_mode(family: str) -> None:
     runs = {label: STAGES[label] for label in ("stage 0", "stage 3")}
-    assert compare_runs(FAMILIES[family][:1], runs) | compare_runs(FAMILIES[family][1:], {"stage 3": {"stage": 3}}) == {}
+    assert (
+        compare_runs(FAMILIES[family][:1], runs) | compare_runs(FAMILIES[family][1:], {"stage 3": {"stage": 3}}) == {}
+    )
 
 
 MANY_RANKS = ["gpt", "odd sizes", "batchnorm", "tied"]

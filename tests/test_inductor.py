@@ -6,8 +6,8 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from gpt import GPT
 
+from gpt import GPT
 from tests.distributed import run_ranks
 from tests.models import CASES, Case, sgd, tokens
 from tests.training import differences, train_compiled, train_plain

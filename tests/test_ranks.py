@@ -22,7 +22,7 @@ from tests.distributed import run_ranks
 from tests.users import TOKENS, adamw, facts, ids, same_parameters, tiny
 from zerofx import RankMismatchError, ShardedParametersError, Step, ZeroFXError
 
-TIMEOUT = 2
+TIMEOUT = 3
 
 
 def compile_eager(stage: int = 3, model: nn.Module | None = None, **options: Any) -> Step:
@@ -100,9 +100,9 @@ def test_ranks_that_differ_are_named_at_once() -> None:
     zero, one = run_ranks(disagree, 2)
     both = {
         "stage": "same model, optimizer and options .* on rank 1:\n  rank 0: stage: 3\n  rank 1: stage: 2",
-        "model": r"on rank 1:\n  rank 0: parameter weight: float32\[2, 2\]\n  rank 1: parameter weight: float32\[2, 3\]",
+        "model": r"on rank 1:\n  rank 0: parameter weight: float32\[2, 2\]\n  rank 1: parameter weight: float32\[2, 3",
         "backend": "rank 0: max_shapes: 8\n  rank 1: max_shapes: 7",
-        "first batch": r"batch shapes.*on rank 1:\n  rank 0: batch\[0\]: int64\[2, 3\].*\n  rank 1: batch\[0\]: int64\[3, 3\]",
+        "first batch": r"on rank 1:\n  rank 0: batch\[0\]: int64\[2, 3\].*\n  rank 1: batch\[0\]: int64\[3, 3\]",
         "second batch": r"rank 1: batch\[0\]: int64\[3, 3\]",
         "options": r"rank 0: optimizer update: AdamW\(.*maximize=False.*\n  rank 1: .*maximize=True",
         "call": r"rank 0: call step\(batch\)\n  rank 1: enter full_parameters\(\)",
@@ -116,7 +116,8 @@ def test_ranks_that_differ_are_named_at_once() -> None:
     assert re.search("rank 1: raise UsageError: expected the batch on cpu", zero["bad batch"])
     assert zero["frozen"].startswith("RankMismatchError")
     assert one["file"].startswith("PlanError")
-    assert re.search("RankMismatchError.*rank 1 could not: PlanError: expected a generated step at nowhere.py", zero["file"])
+    match = "RankMismatchError.*rank 1 could not: PlanError: expected a generated step at nowhere.py"
+    assert re.search(match, zero["file"])
     assert zero["last"] == one["last"] == "4"
 
 
@@ -173,8 +174,8 @@ def use_divided_model(folder: str) -> None:
     rank = dist.get_rank()
     plain = tiny()
     plain_optimizer = adamw(plain)
-    step = compile_eager(stage=3)
-    model = step.model
+    model = tiny()
+    step = compile_eager(3, model)
     for seed in range(3):
         step(ids(seed + rank), labels=ids(9))
         losses = [plain(ids(seed + other), labels=ids(9)) for other in range(2)]
@@ -222,7 +223,7 @@ def use_divided_model(folder: str) -> None:
     dist.barrier()
     dist.destroy_process_group()
     for match in ("found 1: save", "found another process group: save"):
-        for use in (lambda: run(step) if dist.is_initialized() else step(ids(), labels=ids()), step.full_state_dict, step.close):
+        for use in (lambda: step(ids(), labels=ids()), step.full_state_dict, step.close):
             with pytest.raises(RankMismatchError, match=match):
                 use()
         if not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""What a step sends and what it holds: counted, and compared with the plan and with the formulas of ZeRO (1910.02054)."""
+"""What a step sends and holds: counted, and compared with its plan and the formulas of ZeRO (1910.02054)."""
 
 from __future__ import annotations
 

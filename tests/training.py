@@ -62,9 +62,7 @@ def train_compiled(case: Case, stage: int, steps: int | None = None, **options: 
     rank, _ = world()
     model = build(case)
     torch.manual_seed(rank)
-    step = zerofx.compile(
-        model, case.optimizer(model), stage, loss_fn=case.loss_fn, **{"backend": "eager", **options}
-    )
+    step = zerofx.compile(model, case.optimizer(model), stage, loss_fn=case.loss_fn, **{"backend": "eager", **options})
     losses = [step(*args, **kwargs).clone() for args, kwargs in batches(case, rank, steps or case.steps)]
     return Trained(losses, step.full_state_dict())
 

@@ -40,27 +40,30 @@ def compile(
     Args:
         model: any ``nn.Module``, unmodified. Its parameters move into flat buckets when the first step is built, with
             rank 0's values on every rank.
-        optimizer: an elementwise ``torch.optim`` optimizer over the model's parameters. Its ``param_groups`` are read at
-            every step.
+        optimizer: an elementwise ``torch.optim`` optimizer over the model's parameters. Its ``param_groups`` are read
+            at every step.
         stage: 0 replicate, 1 shard optimizer states, 2 and gradients, 3 and parameters (ZeRO, 1910.02054).
-        loss_fn: ``loss_fn(outputs, *batch)`` for a model that does not return its loss; the model is called with as many
-            leading batch arguments as its forward takes.
+        loss_fn: ``loss_fn(outputs, *batch)`` for a model that does not return its loss; the model is called with as
+            many leading batch arguments as its forward takes.
         example_batch: a batch (tuple, or dict of keywords) to capture and plan with now; otherwise the first call does.
         memory_budget: the most bytes on the device at any moment of the step: ``"24GiB"``, a number of bytes, or a
             fraction of the device; None for no limit. A budget that no plan meets is refused before the first step.
         recompute: whether activations may be computed again in backward: ``"auto"`` as the budget asks, ``"none"``, or
             ``"full"`` for as many as possible.
-        precision: None keeps the model's dtypes; ``"bf16"`` computes, gathers and reduces in bfloat16 with fp32 masters.
-        backend: ``"inductor"`` compiles each distinct region once; ``"eager"`` runs the same file on ATen kernels, bit for
-            bit like DistributedDataParallel with the same optimizer.
-        machine: what the predictions are for: a ``Machine``, the name of a built-in one, or None for the machine at hand.
+        precision: None keeps the model's dtypes; ``"bf16"`` computes, gathers and reduces in bfloat16 with fp32
+            masters.
+        backend: ``"inductor"`` compiles each distinct region once; ``"eager"`` runs the same file on ATen kernels, bit
+            for bit like DistributedDataParallel with the same optimizer.
+        machine: what the predictions are for: a ``Machine``, the name of a built-in one, or None for the machine at
+            hand.
         plan: a plan made earlier for this graph, in place of a fresh one.
         prefetch: how many gathers to issue ahead of their use.
         keep_gathered: names of buckets that stay gathered from forward to backward, or ``"all"``.
         max_shapes: how many batch shapes may be captured before another is an error.
 
     Returns:
-        A ``Step``; ``loss = step(*batch, **kwargs)``. Ranks are those of the default process group, or this process alone.
+        A ``Step``; ``loss = step(*batch, **kwargs)``. Ranks are those of the default process group, or this process
+        alone. Until ``step.close()`` the model belongs to the step: it is not compiled again.
 
     Raises:
         ZeroFXError: see its subclasses; nothing has been changed then.

@@ -189,6 +189,7 @@ def _fake_state(
     """Fake tensors in the places of the model's parameters and buffers, the same tensor where it was the same."""
     fakes: dict[int, torch.Tensor] = {}
     saved: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    table: dict[str, Any]
     for module in model.modules():
         for table, cast in ((module._parameters, True), (module._buffers, False)):
             for name, real in table.items():
@@ -198,7 +199,7 @@ def _fake_state(
                     dtype = _cast_of(real, compute_dtype) if cast else real.dtype
                     fake = _fake(mode, real, dtype, device)
                     fakes[id(real)] = nn.Parameter(fake, requires_grad=real.requires_grad) if cast else fake
-                saved.append((table, name, real))  # type: ignore[arg-type]  # both tables hold optional tensors
+                saved.append((table, name, real))
     for table, name, real in saved:
         table[name] = fakes[id(real)]
     try:
@@ -314,9 +315,7 @@ def _to_step_graph(
     return step
 
 
-def _classify_outputs(
-    step: StepGraph, first_name: Mapping[str, str], batch: Batch, watcher: _CallWatcher
-) -> None:
+def _classify_outputs(step: StepGraph, first_name: Mapping[str, str], batch: Batch, watcher: _CallWatcher) -> None:
     loss: fx.Node | None = None
     mutations: dict[str, fx.Node] = {}
     arrived: dict[str, list[fx.Node]] = {}
@@ -344,8 +343,8 @@ def _classify_outputs(
         raise CaptureError("the captured graph has no loss; return a scalar from the model or give loss_fn")
     if not arrived:
         raise CaptureError(
-            "expected a loss that depends on a trainable parameter, found a scalar that depends on none of the model's: "
-            "check that forward uses them and that nothing detaches the loss"
+            "expected a loss that depends on a trainable parameter, found a scalar that depends on none of the "
+            "model's: check that forward uses them and that nothing detaches the loss"
         )
     _refuse_sparse(step.graph)
     loss = _own_storage(step.graph, loss)
@@ -360,8 +359,8 @@ def _refuse_sparse(graph: fx.Graph) -> None:
         place = places.get(node.target)
         if place is not None and len(node.args) > place and node.args[place]:
             raise CaptureError(
-                f"expected dense gradients, found an embedding with sparse=True in {origin(node).layer or 'the model'}: "
-                f"call it with sparse=False; gradients are reduced as flat buffers"
+                f"expected dense gradients, found an embedding with sparse=True in "
+                f"{origin(node).layer or 'the model'}: call it with sparse=False; gradients are reduced as flat buffers"
             )
 
 
@@ -485,5 +484,3 @@ def _explain(error: Exception) -> CaptureError:
         f"the model could not be traced; {kind}: {error}\n  at {line}\n"
         f"If the same call fails in eager mode, correct the call; if it does not, replace the operator on that line."
     )
-
-

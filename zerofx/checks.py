@@ -41,7 +41,8 @@ def check_model(model: nn.Module) -> None:
     if len(devices) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise UsageError(
-            f"expected a model on one device, found {found}: move it with model.to(device); stage=3 divides it over ranks"
+            f"expected a model on one device, found {found}: move it with model.to(device); stage=3 divides it over "
+            f"ranks"
         )
 
 
@@ -73,10 +74,10 @@ def _check_module(path: str, module: nn.Module) -> None:
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if nn.parameter.is_lazy(tensor):
         raise UsageError(
-            f"expected parameters that have their shapes, found that {name} is not initialized: call the lazy model once "
-            f"with a batch, and build the optimizer after that"
+            f"expected parameters that have their shapes, found that {name} is not initialized: call the lazy model "
+            f"once with a batch, and build the optimizer after that"
         )
     if type(tensor.data) is not torch.Tensor:
         hint = "an undivided model; zerofx does the sharding" if type(tensor.data).__name__ == "DTensor" else "a tensor"
@@ -147,8 +148,8 @@ def check_batch(model: nn.Module, batch: Batch) -> None:
             )
         if tensor.requires_grad:
             raise UsageError(
-                f"expected a batch without gradients, found that {name} requires one: detach() it, or make what computes "
-                f"it a part of the model"
+                f"expected a batch without gradients, found that {name} requires one: detach() it, or make what "
+                f"computes it a part of the model"
             )
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             raise UsageError(f"expected plain tensors in a batch, found that {name} is a {type(tensor).__name__}")

@@ -22,7 +22,7 @@ from zerofx.options import CompileOptions
 from zerofx.pipeline import Stage, run_passes, run_quietly
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.runtime.collectives import is_point_to_point
-from zerofx.runtime.control import Control
+from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.executor import StepFunction, load_source
 from zerofx.scheduler.budget import Question, fit, least_memory, ways_to_gather
 from zerofx.scheduler.liveness import with_profiles
@@ -35,7 +35,6 @@ from zerofx.settings import Settings
 if TYPE_CHECKING:
     from zerofx.codegen.inductor import CompiledRegion
 
-_COMPILE_SECONDS = 3600.0  # how long ranks wait for one another's share of the regions
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,7 @@ def load_step(
 
         with progress:
             for keys in (mine, others):
-                control.attempt("compile their regions", partial(compile_all, keys), _COMPILE_SECONDS)
+                control.attempt("compile their regions", partial(compile_all, keys), WORK_SECONDS)
         for key, done in compiled.items():
             namespace[functions[key]] = done.call
     return namespace["step"], compiled

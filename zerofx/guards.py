@@ -74,7 +74,8 @@ class Guard:
     def _refuse(self, expected: str) -> None:
         if self._is_open is not None and not self._is_open():
             raise ShardedParametersError(
-                f"expected {expected} where the parameters are whole, found them held by the compiled step: {self._instead}"
+                f"expected {expected} where the parameters are whole, found them held by the compiled step: "
+                f"{self._instead}"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Guard:
@@ -126,8 +127,9 @@ class ParameterWatch:
             if table.get(key) is not tensor or tensor.data_ptr() != address:
                 raise UsageError(
                     f"expected the model's parameters where compile put them, found that {name} was replaced or moved "
-                    f"since (by model.to(), an assignment, load_state_dict(assign=True)): change values in place inside "
-                    f"`with step.full_parameters(write_back=True):`, or call step.close() before and compile after"
+                    f"since (by model.to(), an assignment, load_state_dict(assign=True)): change values in place "
+                    f"inside `with step.full_parameters(write_back=True):`, or call step.close() before and compile "
+                    f"after"
                 )
             if tensor.requires_grad != requires_grad:
                 now, before = ("trained", "frozen") if tensor.requires_grad else ("frozen", "trained")

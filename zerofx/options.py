@@ -88,7 +88,8 @@ def check_options(
     budget = parse_bytes(memory_budget) if isinstance(memory_budget, str) else memory_budget
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or budget <= 0):
         raise UsageError(
-            f"expected memory_budget as '24GiB', a number of bytes, or a fraction of the device up to 1.0, found {budget!r}"
+            f"expected memory_budget as '24GiB', a number of bytes, or a fraction of the device up to 1.0, found "
+            f"{budget!r}"
         )
     if isinstance(budget, float) and budget > 1:
         raise UsageError(f"expected a fraction up to 1.0, or a whole number of bytes, as memory_budget, found {budget}")

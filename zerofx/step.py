@@ -27,7 +27,7 @@ from zerofx.pipeline import Stage, check_disabled
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.report.summary import summary
 from zerofx.runtime.collectives import make_transport
-from zerofx.runtime.control import Control, check_equal
+from zerofx.runtime.control import WORK_SECONDS, Control, check_equal
 from zerofx.runtime.executor import Runtime, load_source
 from zerofx.runtime.measure import Measurement, Meter
 from zerofx.runtime.optimizer import Advance, OptimizerBinding, OptimizerState, group_of_parameters, held_states
@@ -49,9 +49,9 @@ class Step:
     needed nor possible. The first call with a batch of some shape captures and plans a step for it; further calls with
     that shape run it. Ranks call it together.
 
-    An error before the step runs leaves model and optimizer as they were. An error while it runs (an index out of range,
-    no memory) leaves them as they were too if no bucket had been updated yet, which a note on the error says; on more than
-    one rank the step cannot be used after that.
+    An error before the step runs leaves model and optimizer as they were. An error while it runs (an index out of
+    range, no memory) leaves them as they were too if no bucket had been updated yet, which a note on the error says; on
+    more than one rank the step cannot be used after that.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions) -> None:
@@ -101,10 +101,8 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._check_open("call step(batch)")
         batch = self._take_apart(args, kwargs)
-        compiled, agreed = self._step_for(batch, "call step(batch)")
-        assert self._binding is not None and self._state is not None and self._runtime is not None
-        advance = self._binding.advance(self._state)
-        assert advance is not None, "the update was traced for the options that hold now"
+        compiled, advance, agreed = self._step_for(batch, "call step(batch)")
+        assert self._state is not None and self._runtime is not None
         versions = self._versions()
         advance.swap(self._state)
         try:
@@ -122,7 +120,7 @@ class Step:
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, plan and compile the step for a batch of this shape without running it."""
         self._check_open("prepare a step")
-        _, agreed = self._step_for(self._take_apart(args, kwargs), "prepare a step")
+        _, _, agreed = self._step_for(self._take_apart(args, kwargs), "prepare a step")
         agreed()
 
     def measure(self, *args: Any, num_steps: int = 3, **kwargs: Any) -> Measurement:
@@ -199,8 +197,8 @@ class Step:
     def _report_losses(self, *, wait: bool = False) -> None:
         for number, loss in self._losses.report(wait=wait):
             warn(
-                f"the loss is {loss} on rank {self._control.rank} in step {number}; the update with its gradients has been "
-                f"done. Lower the learning rate, or look for an overflow"
+                f"the loss is {loss} on rank {self._control.rank} in step {number}; the update with its gradients has "
+                f"been done. Lower the learning rate, or look for an overflow"
             )
 
     def _state_tensors(self, compiled: CompiledStep) -> dict[str, Any]:
@@ -214,14 +212,7 @@ class Step:
             elif what.role is Role.CONSTANT:
                 tensors[node.name] = compiled.graph.constants[what.name]
             elif what.bucket is not None:
-                bucket = self._state.buckets[what.bucket]
-                tensors[node.name] = {
-                    Role.FULL: lambda b=bucket: b.full,
-                    Role.SHARD: lambda b=bucket: b.shard,
-                    Role.MASTER: lambda b=bucket: b.master,
-                    Role.STATE: lambda b=bucket, n=what.name: b.flat[n],
-                    Role.SCALAR_STATE: lambda b=bucket, n=what.name: b.scalars[n],
-                }[what.role]()
+                tensors[node.name] = self._state.buckets[what.bucket].value(what.role, what.name)
         return tensors
 
     def _batch_tensors(self, compiled: CompiledStep, batch: Batch) -> dict[str, torch.Tensor]:
@@ -248,9 +239,9 @@ class Step:
         if now != self._control.num_ranks or (now > 1 and group is not self._group):
             found = f"{now}" if now != self._control.num_ranks else "another process group"
             raise RankMismatchError(
-                f"expected the world of {self._control.num_ranks} rank(s) that the model was compiled in, found {found}: "
-                f"save full_state_dict() and optimizer.state_dict() before the world changes, and build and compile the "
-                f"model again after"
+                f"expected the world of {self._control.num_ranks} rank(s) that the model was compiled in, found "
+                f"{found}: save full_state_dict() and optimizer.state_dict() before the world changes, and build and "
+                f"compile the model again after"
             )
         if self._failure:
             raise RankMismatchError(
@@ -258,11 +249,12 @@ class Step:
                 f"checkpoint"
             )
 
-    def _step_for(self, batch: Batch, purpose: str) -> tuple[CompiledStep, Callable[[], None]]:
-        """The step for a batch, built if need be, and what waits until every rank is about to run the same."""
+    def _step_for(self, batch: Batch, purpose: str) -> tuple[CompiledStep, Advance, Callable[[], None]]:
+        """The step for a batch, built if need be, with its scalars, and what waits until all ranks agree to run it."""
         described = batch.described() | {"mode": self._modes.mode()}
         signature = "\n".join(f"{name}: {text}" for name, text in described.items())
-        variant = self._update_variant()
+        advance = self._advance()
+        variant = self._binding.variant if self._binding is not None else "not traced yet"
         agreed = self._control.start(
             purpose,
             f"{signature}\noptimizer update: {variant}",
@@ -274,20 +266,24 @@ class Step:
             agreed()
             agreed = _nothing
             compiled = self._build(batch, signature, described)
+            advance = advance or self._advance()
             assert self._binding is not None
             self._shapes[signature] = described
             self._steps[signature, self._binding.variant] = compiled
+        assert advance is not None
         self._latest = compiled
-        return compiled, agreed
+        return compiled, advance, agreed
 
-    def _update_variant(self) -> str:
-        """Which update holds for the optimizer's options and states now; traced anew where they have changed."""
+    def _advance(self) -> Advance | None:
+        """The coming step's scalars; the update is traced anew where the optimizer's options or states ask for it."""
         if self._state is None or self._binding is None:
-            return ""
-        if self._binding.advance(self._state) is None:
-            programs = self._binding.programs(self._state)
-            self._allocate_states(programs)
-        return self._binding.variant
+            return None
+        advance = self._binding.advance(self._state)
+        if advance is None:
+            self._allocate_states(self._binding.programs(self._state))
+            advance = self._binding.advance(self._state)
+            assert advance is not None, "the update has been traced for the options that hold now"
+        return advance
 
     def _allocate_states(self, programs: Mapping[int, UpdateProgram]) -> None:
         assert self._state is not None
@@ -299,11 +295,11 @@ class Step:
             self._announce_shape(described)
         if self._loaded is not None:
             warn(
-                f"the edited step {self._loaded} runs for the batch shape and optimizer options it was loaded for; this "
-                f"call has others and runs a newly generated step"
+                f"the edited step {self._loaded} runs for the batch shape and optimizer options it was loaded for; "
+                f"this call has others and runs a newly generated step"
             )
         captured, layout, binding, programs = self._control.attempt(
-            "capture a step", lambda: self._capture_with_layout(batch)
+            "capture a step", lambda: self._capture_with_layout(batch), WORK_SECONDS
         )
         self._control.agree(
             "compare captured graphs", captured.text(), "captured graph", "Build the same model on every rank."
@@ -344,8 +340,9 @@ class Step:
         if len(self._shapes) >= self.options.max_shapes:
             known = "\n".join(f"  {', '.join(f'{n}: {t}' for n, t in one.items())}" for one in self._shapes.values())
             raise UsageError(
-                f"expected at most {self.options.max_shapes} batch shapes, found another: {self._difference(described)}. Pad "
-                f"batches to few shapes, pass numbers that change as tensors, or raise max_shapes. Captured so far:\n{known}"
+                f"expected at most {self.options.max_shapes} batch shapes, found another: "
+                f"{self._difference(described)}. Pad batches to few shapes, pass numbers that change as tensors, or "
+                f"raise max_shapes. Captured so far:\n{known}"
             )
         if self._shapes:
             warn(f"a batch of another shape is captured and planned anew: {self._difference(described)}")
@@ -427,7 +424,7 @@ class Step:
             except ZeroFXError as error:
                 failure = error
         message = self._control.from_rank_0(
-            (plan.to_json() if plan else "", type(failure), str(failure or "")), "share the plan"
+            (plan.to_json() if plan else "", type(failure), str(failure or "")), "share the plan", WORK_SECONDS
         )
         text, kind, why = message
         if why:
@@ -435,8 +432,8 @@ class Step:
         shared = Plan.from_json(text)
         if shared.graph != captured.fingerprint() or shared.num_ranks != layout.num_ranks:
             raise PlanError(
-                f"expected a plan for this graph ({captured.fingerprint()[:12]}) on {layout.num_ranks} rank(s), found one "
-                f"for graph {shared.graph[:12]} on {shared.num_ranks}: make the plan anew"
+                f"expected a plan for this graph ({captured.fingerprint()[:12]}) on {layout.num_ranks} rank(s), found "
+                f"one for graph {shared.graph[:12]} on {shared.num_ranks}: make the plan anew"
             )
         hashes = self._control.gather(shared.decisions_hash(), "compare plans")
         check_equal(hashes, "plan", "This is a defect of zerofx: a plan changed on its way between ranks.")
@@ -492,8 +489,8 @@ class Step:
         if self._showing:
             if write_back:
                 raise UsageError(
-                    "expected write_back=True at the outermost full_parameters() block, found it inside another: give it "
-                    "there"
+                    "expected write_back=True at the outermost full_parameters() block, found it inside another: give "
+                    "it there"
                 )
             yield self.model
             return
@@ -632,9 +629,7 @@ class Step:
         self._check_open("load an edited step")
         text = self._control.attempt("load an edited step", read)
         self._control.agree("load an edited step", text, "edited step", "Give every rank the same file.")
-        function, _ = load_step(
-            text, str(path), compiled.instructions, functions, self._control, self.options.backend
-        )
+        function, _ = load_step(text, str(path), compiled.instructions, functions, self._control, self.options.backend)
         replaced = replace(
             compiled, function=function, source_path=Path(path), emitted=replace(compiled.emitted, source=text)
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from gpt import GPT
 from torch import Tensor, nn
 
 import zerofx
+from gpt import GPT
 from tests.distributed import run_ranks
 from zerofx.runtime.measure import CpuPeak, Measurement, persistent_bytes
 
@@ -40,7 +42,7 @@ def conv_step(stage: int) -> tuple[zerofx.Step, tuple[Tensor, ...]]:
     return step, (torch.randn(16, 16, 16, 16), torch.randn(16, 4))
 
 
-def llama_step(stage: int) -> tuple[zerofx.Step, dict[str, Tensor]]:
+def llama_step(stage: int) -> tuple[zerofx.Step, dict[str, Any]]:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

@@ -44,10 +44,7 @@ class Builder:
 
     def call(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
         node = self.graph.call_function(target, args)
-        real = fx.map_arg(args, lambda n: n.meta["val"])
-        # Views of a clone would not be views of their base's clone: run on the values themselves.
-        set_value(node, target(*real))
-        return node
+        return set_value(node, target(*fx.map_arg(args, lambda n: n.meta["val"])))
 
 
 @st.composite
@@ -78,8 +75,7 @@ def step_graphs(draw: st.DrawFn) -> StepGraph:
             target, rest = aten.t.default, ()
         build.matrices.append(build.call(target, (source, *rest)))
     loss = build.call(aten.sum.default, (draw(st.sampled_from(build.matrices)),))
-    graph.output(((loss),))
-    graph.output_node().args = ((loss,),)
+    graph.output((loss,))
     return StepGraph(graph, torch.device("cpu"), ())
 
 
@@ -180,8 +176,8 @@ def _chain(*targets: Callable[..., Any]) -> tuple[StepGraph, list[fx.Node], Live
     """x -> first -> second ..., a matrix each; the last is the loss."""
     graph = fx.Graph()
     build = Builder(graph, [])
-    x = set_placeholder(graph.placeholder("x"), Placeholder(Role.INPUT, "x"))
-    node = set_value(x, torch.rand(SIDE, SIDE))
+    node = set_placeholder(graph.placeholder("x"), Placeholder(Role.INPUT, "x"))
+    set_value(node, torch.rand(SIDE, SIDE))
     nodes = [node := build.call(target, (node,)) for target in targets]
     graph.output((nodes[-1],))
     step = StepGraph(graph, torch.device("cpu"), ())

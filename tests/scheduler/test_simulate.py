@@ -66,7 +66,9 @@ def test_without_overlap_every_collective_is_exposed_whole() -> None:
     assert gathers
     for gather in gathers:
         wait = next(iter(gather.users))
-        if wait is gather.next and simulation.timings[gather].start_seconds == _compute_before(step, simulation, gather):
+        if wait is gather.next and simulation.timings[gather].start_seconds == _compute_before(
+            step, simulation, gather
+        ):
             assert simulation.timings[wait].exposed_seconds == pytest.approx(simulation.timings[gather].seconds)
 
 
@@ -143,3 +145,10 @@ def test_the_prediction_is_the_simulations_sums() -> None:
 def test_equal_inputs_give_an_equal_simulation() -> None:
     first, second = (list(simulated()[1].timings.values()) for _ in range(2))
     assert first == second
+
+
+def test_bookkeeping_takes_no_time() -> None:
+    step, simulation = simulated(stage=3)
+    free = [node for node in step.calls() if node.target in (ops.release, ops.empty_gradients, ops.hyperparameters)]
+    assert {node.target for node in free} == {ops.release, ops.empty_gradients, ops.hyperparameters}
+    assert all(simulation.timings[node].seconds == simulation.timings[node].flops == 0 for node in free)

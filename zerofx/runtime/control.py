@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, but not listed as public
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zerofx.errors import RankMismatchError
@@ -26,6 +27,8 @@ T = TypeVar("T")
 _PURPOSE_BYTES = 96  # of a header; the rest is a SHA-256
 _GRACE_SECONDS = 1.0  # for the others' notes, once waiting has failed here
 _SHOWN_LINES = 3
+
+WORK_SECONDS = 3600.0  # how long ranks wait for one another's share of capturing, planning and compiling
 
 
 class Control:
@@ -51,7 +54,7 @@ class Control:
         default = _get_default_store()
         # How many channels this rank has made before: the same number on all ranks that do the same.
         count = f"zerofx/channels/{self.rank}"
-        self._store = dist.PrefixStore(f"zerofx/{default.add(count, 1)}", default)
+        self._store = PrefixStore(f"zerofx/{default.add(count, 1)}", default)
         keys = [f"0/{rank}" for rank in range(self.num_ranks)]
         self._store.set(keys[self.rank], "waited")
         try:
@@ -69,7 +72,7 @@ class Control:
         return made
 
     def start(self, purpose: str, value: str = "", what: str = "", hint: str = "") -> Callable[[], None]:
-        """Begin to compare ``value`` with the other ranks'; returns what waits for the outcome, and raises if it is bad.
+        """Begin to compare ``value`` with the other ranks'; returns what waits for the outcome, and raises if need be.
 
         Args:
             purpose: completes "expected all ranks to ..."; ranks with different purposes do not agree either.
@@ -117,7 +120,8 @@ class Control:
         if self._group is None:
             return
         if timeout_seconds is None:
-            return self.start(purpose)()
+            self.start(purpose)()
+            return
         timeout = timedelta(seconds=timeout_seconds)
         self._num_meetings += 1
         try:
@@ -132,11 +136,11 @@ class Control:
         self.meet(purpose)
         return self._exchange(value, purpose)
 
-    def from_rank_0(self, value: Any, purpose: str) -> Any:
+    def from_rank_0(self, value: Any, purpose: str, timeout_seconds: float | None = None) -> Any:
         """Rank 0's ``value`` on every rank."""
         if self._group is None:
             return value
-        self.meet(purpose)
+        self.meet(purpose, timeout_seconds)
         box = [value if self.rank == 0 else None]
         try:
             dist.broadcast_object_list(box, group=self._group, group_src=0)
@@ -206,9 +210,9 @@ class Control:
         except RuntimeError:
             missing = "some, the one that holds the process group's store among them,"
         return RankMismatchError(
-            f"expected all {self.num_ranks} ranks to {purpose} within {timeout.total_seconds():.0f} s, but {missing} did "
-            f"not come, while rank {self.rank} did. Every rank must call the same things in the same order; look for an "
-            f"error on the missing ranks, or raise ZEROFX_TIMEOUT if they are only slow. {_first_line(error)}"
+            f"expected all {self.num_ranks} ranks to {purpose} within {timeout.total_seconds():.0f} s, but {missing} "
+            f"did not come, while rank {self.rank} did. Every rank must call the same things in the same order; look "
+            f"for an error on the missing ranks, or raise ZEROFX_TIMEOUT if they are only slow. {_first_line(error)}"
         )
 
 

@@ -41,17 +41,17 @@ def group_of_parameters(
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
                 raise OptimizerError(
-                    f"expected an optimizer over the model's parameters, found a tensor of shape {list(parameter.shape)} "
-                    f"in param group {index} (number {position}) that is not one: build the optimizer from "
-                    f"model.parameters() of the model given to compile"
+                    f"expected an optimizer over the model's parameters, found a tensor of shape "
+                    f"{list(parameter.shape)} in param group {index} (number {position}) that is not one: build the "
+                    f"optimizer from model.parameters() of the model given to compile"
                 )
             groups[names[id(parameter)]] = index
     missing = [info.name for info in parameters if info.name in with_gradient and info.name not in groups]
     if missing:
         raise OptimizerError(
             f"expected every trainable parameter in the optimizer, found {len(missing)} that are not: "
-            f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. To train them, add them to a param group; to "
-            f"leave them as they are, call requires_grad_(False) on them"
+            f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. To train them, add them to a param group; "
+            f"to leave them as they are, call requires_grad_(False) on them"
         )
     return {name: index for name, index in groups.items() if name in with_gradient}
 
@@ -144,7 +144,8 @@ class OptimizerBinding:
         if len(self.optimizer.param_groups) != self._num_groups:
             raise UsageError(
                 f"expected the {self._num_groups} param groups that the optimizer had at compile, found "
-                f"{len(self.optimizer.param_groups)}: call step.close() before add_param_group, and compile again after it"
+                f"{len(self.optimizer.param_groups)}: call step.close() before add_param_group, and compile again "
+                f"after it"
             )
         found = Advance({}, {})
         for index, program in self._programs.items():
@@ -287,8 +288,8 @@ def _held_by_bucket(bucket: Bucket, entries: list[Mapping[str, Any]]) -> HeldSta
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != slot.shape:
                 shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise OptimizerError(
-                    f"expected state {name!r} of {slot.name} to have its shape {list(slot.shape)}, found {shape}: load a "
-                    f"state of this very model"
+                    f"expected state {name!r} of {slot.name} to have its shape {list(slot.shape)}, found {shape}: load "
+                    f"a state of this very model"
                 )
         held.flat[name] = [value for value in values if isinstance(value, torch.Tensor)]
     return held

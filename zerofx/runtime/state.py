@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx.buckets import Bucket, BucketLayout, Slot
+from zerofx.graph import Role
 from zerofx.optimizers import UpdateProgram
 from zerofx.runtime.collectives import Transport
 
@@ -37,6 +38,22 @@ class BucketState:
         found = self.master if self.master is not None else self.shard if self.shard is not None else self.full
         assert found is not None
         return found
+
+    def value(self, role: Role, name: str) -> Any:
+        """What a placeholder of ``role`` stands for; ``name`` is that of a state."""
+        match role:
+            case Role.FULL:
+                return self.full
+            case Role.SHARD:
+                return self.shard
+            case Role.MASTER:
+                return self.master
+            case Role.STATE:
+                return self.flat[name]
+            case Role.SCALAR_STATE:
+                return self.scalars[name]
+            case _:
+                raise AssertionError(f"a bucket has no {role}")
 
 
 class TrainingState:
