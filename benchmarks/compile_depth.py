@@ -27,9 +27,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 def measure_here(depth: int, width: int) -> dict[str, float]:
     """Compile one step in this process and return its times and counts."""
     import torch
-    from gpt import GPT
 
     import zerofx
+    from gpt import GPT
 
     model = GPT(256, width, depth, 4, 128)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -70,7 +70,10 @@ def main() -> None:
     medians = {depth: statistics.median(run["seconds"] for run in runs) for depth, runs in found.items()}
     base = medians[options.depths[0]]
     table = tabulate(
-        [[d, runs[0]["regions"], runs[0]["distinct_regions"], medians[d], medians[d] / base] for d, runs in found.items()],
+        [
+            [depth, runs[0]["regions"], runs[0]["distinct_regions"], medians[depth], medians[depth] / base]
+            for depth, runs in found.items()
+        ],
         headers=["layers", "regions", "distinct", "seconds, cold", f"ratio to {options.depths[0]} layers"],
         floatfmt=".2f",
         tablefmt="github",

@@ -52,8 +52,8 @@ def emit(
         host_functions: sources of the functions that compute hyperparameters on the host.
     """
     functions, definitions = _name_regions(instructions)
-    state = [n for n in step.placeholders() if placeholder(n).role not in (Role.INPUT,)]
-    inputs = [n for n in step.placeholders(Role.INPUT)]
+    state = [n for n in step.placeholders() if placeholder(n).role is not Role.INPUT]
+    inputs = list(step.placeholders(Role.INPUT))
     body = _step_body(step, instructions, live, functions, state, inputs)
     parts = [_comment(header), "import torch", "", "aten = torch.ops.aten", ""]
     for text in dict.fromkeys(host_functions):
@@ -284,7 +284,7 @@ def _type(fake: Any) -> str:
 
 def _wrapped(line: str) -> list[str]:
     """A long line broken behind commas inside its brackets, so that it stays readable and stays one statement."""
-    if len(line) <= _WIDTH or "(" not in line and "[" not in line:
+    if len(line) <= _WIDTH or ("(" not in line and "[" not in line):
         return [line]
     indent = len(line) - len(line.lstrip())
     words, lines, depth = line.strip().split(" "), [], 0

@@ -54,7 +54,7 @@ def check_compiler(device: torch.device) -> None:
         try:
             compiler = get_cpp_compiler()
             found = shutil.which(compiler) is not None
-        except Exception:  # torch raises InvalidCxxCompiler, whose place differs between versions
+        except RuntimeError:  # torch's InvalidCxxCompiler
             found = False
         if not found:
             raise CompilerError(

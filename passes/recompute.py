@@ -61,7 +61,7 @@ def recompute(step: StepGraph, dropped: frozenset[str], extra: frozenset[str]) -
 def _again(
     step: StepGraph, node: fx.Node, kept: set[fx.Node], copies: dict[fx.Node, fx.Node], reader: fx.Node
 ) -> fx.Node:
-    """``node`` as ``reader`` can have it: itself if kept, else a copy put before ``reader`` (shared with later ones)."""
+    """``node`` as ``reader`` can have it: itself if kept, else a copy before ``reader`` that later ones share."""
     pending = [node]
     while pending:
         current = pending[-1]
@@ -87,7 +87,7 @@ def _available(node: fx.Node, kept: set[fx.Node]) -> bool:
 
 def _copy(step: StepGraph, node: fx.Node, copies: dict[fx.Node, fx.Node], reader: fx.Node) -> fx.Node:
     if is_random(node):
-        raise PlanError(f"expected a plan that keeps what random operators give, found {node.name} among the recomputed")
+        raise PlanError(f"expected a plan that keeps what random operators give, found {node.name} recomputed")
     with step.graph.inserting_before(reader):
         copy = step.graph.node_copy(node, lambda n: copies.get(n, n))
     set_value(copy, value(node))

@@ -30,6 +30,7 @@ class Simplify:
 
 
 def simplify(step: StepGraph) -> None:
+    """Simplify ``step`` in place; see the module."""
     for node in list(step.calls()):
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):

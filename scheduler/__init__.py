@@ -1,0 +1,1 @@
+"""What decides: costs, simulation and plans. Nothing here changes the graph it is asked about."""

@@ -10,7 +10,7 @@ of bytes against seconds. (The cut without prices is AOTAutograd's partitioner's
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -83,6 +83,7 @@ def value_node(storage: Storage) -> fx.Node:
 
 
 def is_forward_call(node: fx.Node) -> bool:
+    """Whether the node computes in forward."""
     return node.op == "call_function" and origin(node).phase is Phase.FORWARD
 
 
@@ -173,7 +174,7 @@ def menu(segment: Segment, machine: Machine) -> tuple[Level, ...]:
 
 
 def _cheapest(segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], price: float) -> Level:
-    graph = nx.DiGraph()
+    graph: nx.DiGraph[Hashable] = nx.DiGraph()
     position = {storage: i for i, storage in enumerate(segment.values)}
     for number, node in enumerate(segment.operators):
         operator = ("operator", number)

@@ -5,8 +5,8 @@ level down its menu (``scheduler.activations``), by bytes freed per second of ex
 since their values live longest. A plan is a length of that order together with a way to gather; every such plan is
 simulated whole, so the peak that is compared with the budget is that of the step which will run.
 
-For each way to gather, the shortest length that fits is taken, and the fastest of these wins. A smaller budget therefore
-never gives a larger peak: where it changes the plan, the plan before it did not fit.
+For each way to gather, the shortest length that fits is taken, and the fastest of these wins. A smaller budget
+therefore never gives a larger peak: where it changes the plan, the plan before it did not fit.
 """
 
 from __future__ import annotations

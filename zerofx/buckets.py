@@ -156,7 +156,8 @@ def make_layout(
         unit, gap, group, dtype, compute_dtype = key
         slots, shard_numel = _place(members[key], compute_dtype, num_ranks)
         name = unit or _common_name([p.name for p in members[key]])
-        buckets.append(Bucket(index, name, unit or f"loose.{gap}", group, dtype, compute_dtype, slots, shard_numel, num_ranks))
+        unit = unit or f"loose.{gap}"
+        buckets.append(Bucket(index, name, unit, group, dtype, compute_dtype, slots, shard_numel, num_ranks))
     return BucketLayout(tuple(buckets), num_ranks)
 
 

@@ -199,17 +199,20 @@ def origin(node: fx.Node) -> Origin:
 
 
 def set_origin(node: fx.Node, value: Origin) -> fx.Node:
+    """Record where ``node`` comes from; returns it."""
     node.meta["zerofx_origin"] = value
     return node
 
 
 def placeholder(node: fx.Node) -> Placeholder:
+    """What a placeholder stands for."""
     found = node.meta["zerofx_placeholder"]
     assert isinstance(found, Placeholder)
     return found
 
 
 def set_placeholder(node: fx.Node, value: Placeholder) -> fx.Node:
+    """Record what a placeholder stands for; returns it."""
     node.meta["zerofx_placeholder"] = value
     return node
 
@@ -220,6 +223,7 @@ def value(node: fx.Node) -> Any:
 
 
 def set_value(node: fx.Node, fake: Any) -> fx.Node:
+    """Record the fake value of ``node``; returns it."""
     node.meta["val"] = fake
     return node
 
@@ -232,7 +236,7 @@ def is_random(node: fx.Node) -> bool:
     for position, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
             given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-            return given != 0.0
+            return bool(given != 0.0)
     return True
 
 
@@ -248,6 +252,7 @@ def copied_from(node: fx.Node) -> str | None:
 
 
 def tensor(node: fx.Node) -> torch.Tensor:
+    """The fake value of a node that gives a single tensor."""
     found = value(node)
     assert isinstance(found, torch.Tensor), f"{node.name} is no single tensor"
     return found

@@ -66,10 +66,10 @@ class PlannedStep:
         plan, memory = self.plan, self.machine.device.memory_bytes
         verdict = "fits" if self.fits else "does NOT fit"
         return (
-            f"stage {plan.stage} on {plan.num_ranks} x {self.machine.name}: peak {format_bytes(plan.peak_bytes['device'])} "
-            f"of {format_bytes(memory)} ({verdict}), step {format_seconds(plan.step_seconds)}, of which "
-            f"{format_seconds(plan.exposed_seconds)} exposed communication, {format_bytes(plan.wire_bytes)} sent per rank, "
-            f"{100 * self.flops_utilisation:.1f} % of peak FLOP/s"
+            f"stage {plan.stage} on {plan.num_ranks} x {self.machine.name}: peak "
+            f"{format_bytes(plan.peak_bytes['device'])} of {format_bytes(memory)} ({verdict}), step "
+            f"{format_seconds(plan.step_seconds)}, of which {format_seconds(plan.exposed_seconds)} exposed communication, "
+            f"{format_bytes(plan.wire_bytes)} sent per rank, {100 * self.flops_utilisation:.1f} % of peak FLOP/s"
         )
 
 

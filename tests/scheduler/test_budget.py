@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from gpt import GPT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zerofx
+from gpt import GPT
 from zerofx.capture import Batch, capture
 from zerofx.errors import MemoryBudgetError
 from zerofx.passes.simplify import simplify
@@ -68,9 +69,9 @@ def llama() -> tuple[nn.Module, tuple[Tensor, ...] | dict[str, Tensor]]:
 
 def encoder_decoder() -> tuple[nn.Module, tuple[Tensor, ...] | dict[str, Tensor]]:
     config = transformers.T5Config(
-        vocab_size=32, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
-        decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=32, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0, pad_token_id=0
+    )
+    config.decoder_start_token_id = 0
     ids = torch.randint(3, 32, (4, 32))
     return transformers.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
 
@@ -107,8 +108,11 @@ def least_and_most(model: nn.Module, batch: Any) -> tuple[int, int]:
     return least, plan(model, optimizer, batch, machine="cpu", backend="eager").plan.peak_bytes["device"]
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "make", [gpt, convnet, pytest.param(llama, marks=pytest.mark.slow), pytest.param(encoder_decoder, marks=pytest.mark.slow)]
+    "make", [gpt, convnet, pytest.param(llama, marks=SLOW), pytest.param(encoder_decoder, marks=SLOW)]
 )
 def test_at_every_budget_the_plan_fits_and_trains_the_same_bits(make: Any) -> None:
     model, batch = make()
@@ -146,7 +150,8 @@ def test_the_least_possible_can_be_had() -> None:
     model, batch = gpt()
     least, _ = least_and_most(model, batch)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    assert plan(model, optimizer, batch, machine="cpu", memory_budget=least, backend="eager").plan.peak_bytes["device"] <= least
+    made = plan(model, optimizer, batch, machine="cpu", memory_budget=least, backend="eager").plan
+    assert made.peak_bytes["device"] <= least
 
 
 def test_without_recompute_a_budget_asks_for_the_option() -> None:
@@ -184,7 +189,7 @@ def test_a_menu_keeps_less_and_computes_more_at_every_level() -> None:
     assert len({part.key for part in parts}) == 1
     levels = menu(parts[0], Machine.named("cpu"))
     assert len(levels) > 2
-    for before, after in zip(levels, levels[1:], strict=False):
+    for before, after in itertools.pairwise(levels):
         assert after.num_bytes < before.num_bytes and after.seconds > before.seconds
     crossing = crossing_storages(step)
     assert all(parts[0].values[i] in crossing for i in levels[0].kept)
