@@ -111,9 +111,7 @@ def _issue(step: StepGraph, bucket: Bucket, buffer: fx.Node) -> fx.Node:
         )  # fmt: skip
 
 
-def _finish(
-    step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, started: fx.Node, anchor: fx.Node
-) -> fx.Node:
+def _finish(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, started: fx.Node, anchor: fx.Node) -> fx.Node:
     where = Origin(bucket.name, Phase.UPDATE)
     order = step.positions()
     anchor = max(anchor, started, key=order.__getitem__)

@@ -115,9 +115,7 @@ def _read_elsewhere(step: StepGraph, home: Mapping[fx.Node, int]) -> set[Storage
     return found
 
 
-def _segment(
-    unit: str, nodes: Sequence[fx.Node], crossing: Mapping[Storage, None], leaving: set[Storage]
-) -> Segment:
+def _segment(unit: str, nodes: Sequence[fx.Node], crossing: Mapping[Storage, None], leaving: set[Storage]) -> Segment:
     members = set(nodes)
     values: dict[Storage, int] = {}
     for node in nodes:
@@ -140,9 +138,7 @@ def _outputs(node: fx.Node) -> Iterator[Storage]:
         yield from ((node, int(user.args[1])) for user in node.users if isinstance(user.args[1], int))
 
 
-def _key(
-    nodes: Sequence[fx.Node], values: Mapping[Storage, int], needed: frozenset[int], fixed: frozenset[int]
-) -> str:
+def _key(nodes: Sequence[fx.Node], values: Mapping[Storage, int], needed: frozenset[int], fixed: frozenset[int]) -> str:
     """Equal for segments that have the same menu."""
     lines = []
     for node in nodes:
@@ -157,9 +153,7 @@ def menu(segment: Segment, machine: Machine) -> tuple[Level, ...]:
     """The levels of a segment, from keeping all to computing most again; each keeps less than the one before."""
     seconds = {node: node_cost(node, machine).seconds for node in segment.operators}
     sizes = [_bytes(storage) for storage in segment.values]
-    start = Level(
-        segment.needed | segment.fixed, sum(sizes[i] for i in segment.needed | segment.fixed), 0.0
-    )
+    start = Level(segment.needed | segment.fixed, sum(sizes[i] for i in segment.needed | segment.fixed), 0.0)
     rates = [sizes[i] / seconds[s[0]] for i, s in enumerate(segment.values) if seconds.get(s[0]) and sizes[i]]
     found = [start]
     if not rates:

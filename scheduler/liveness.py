@@ -57,11 +57,12 @@ class Liveness:
         return max(self.during, key=self.during.__getitem__, default=None)
 
 
-def liveness(step: StepGraph, point_to_point: bool) -> Liveness:
+def liveness(step: StepGraph, on_cpu: bool) -> Liveness:
     """Walk the graph in order.
 
-    ``point_to_point``: whether reductions receive every other rank's slice into a buffer of its own (gloo, see
-    ``zerofx/runtime/collectives.py``) rather than sum inside the collective (NCCL).
+    ``on_cpu``: whether the step runs on a CPU, where operators keep workspaces (``scheduler/workspace.py``) and
+    reductions receive every other rank's slice into a buffer of its own (``zerofx/runtime/collectives.py``) rather than
+    sum inside the collective.
     """
     persistent = sum(
         storage_bytes(t) for node in step.placeholders() if placeholder(node).alias_of is None for t in tensors_of(node)
@@ -73,10 +74,10 @@ def liveness(step: StepGraph, point_to_point: bool) -> Liveness:
     live, during, behind = persistent, {}, {}
     for node in step.calls():
         live += sum(size for _, size in owned.get(node, ()))
-        during[node] = live + workspace_bytes(node)
+        during[node] = live + (workspace_bytes(node) if on_cpu else 0)
         for source, index in dying.get(node, ()):
             live -= next(size for i, size in owned[source] if i == index)
-        live += _held_by_pending(node) if point_to_point else 0
+        live += _held_by_pending(node) if on_cpu else 0
         during[node] = max(during[node], live)
         behind[node] = live
     sizes = {(node, index): size for node, storages in owned.items() for index, size in storages}

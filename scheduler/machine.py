@@ -173,6 +173,11 @@ class Machine:
         return self.device.peak.float32 * (_FLOAT64_OF_FLOAT32 if dtype is torch.float64 else 1.0)
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether the device is a CPU: the built-in row, or a measurement of one."""
+        return self.name.partition("-")[0] == "cpu"
+
+    @property
     def memory_bandwidth(self) -> float:
         """Achievable device memory traffic, bytes read plus written per second."""
         return self.device.memory_bandwidth * self.efficiency.memory

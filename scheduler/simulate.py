@@ -59,8 +59,8 @@ class Simulation:
         return sum(t.flops for t in self.timings.values())
 
 
-def simulate(step: StepGraph, machine: Machine, num_ranks: int, *, point_to_point: bool) -> Simulation:
-    """Simulate one step of one rank; see the module for the rules and ``liveness`` for ``point_to_point``."""
+def simulate(step: StepGraph, machine: Machine, num_ranks: int, *, on_cpu: bool) -> Simulation:
+    """Simulate one step of one rank; see the module for the rules and ``liveness`` for ``on_cpu``."""
     timings: dict[fx.Node, NodeTiming] = {}
     compute_free = collective_free = 0.0
     done: dict[fx.Node, float] = {}
@@ -90,7 +90,7 @@ def simulate(step: StepGraph, machine: Machine, num_ranks: int, *, point_to_poin
                 compute_free, cost.seconds, 0.0, cost.bytes_read, cost.bytes_written, 0, cost.flops
             )
             compute_free += cost.seconds
-    return Simulation(timings, liveness(step, point_to_point))
+    return Simulation(timings, liveness(step, on_cpu))
 
 
 def predict(step: StepGraph, plan: Plan, layout: BucketLayout, simulation: Simulation) -> Prediction:
@@ -145,4 +145,3 @@ def _sum_seconds(pending: fx.Node, machine: Machine) -> float:
     if pending.target is not ops.reduce_scatter:
         return 0.0
     return 3 * storage_bytes(tensor(pending)) / machine.memory_bandwidth
-

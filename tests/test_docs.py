@@ -23,7 +23,7 @@ def _joined(text: str) -> str:
 def test_snippets_of_inside_zerofx_are_what_is_printed() -> None:
     prepared = prepare()
     stages = prepared.run_pipeline()
-    live = liveness(prepared.step, point_to_point=True)
+    live = liveness(prepared.step, on_cpu=True)
     printed = [
         *(stage.text for stage in stages),
         *map(repr, prepared.plan.gathers),

@@ -23,7 +23,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_defaults() -> None:
     found = read_settings()
-    assert (found.debug, found.verify, found.timeout_seconds, found.disable) == (0, 1, 60.0, frozenset())
+    assert (found.debug, found.verify, found.timeout_seconds, found.disable) == (0, 1, 600.0, frozenset())
     assert found.dump_dir.name.startswith("zerofx-")
 
 

@@ -68,7 +68,7 @@ def capture(
         model: any module; parameters and buffers may be on ``meta``.
         batch: the batch; only shapes, dtypes and constants are used.
         loss_fn: called as ``loss_fn(outputs, *batch)`` where the model does not return its loss.
-        compute_dtype: the dtype in which the graph reads floating-point parameters and batch tensors (None: as they are).
+        compute_dtype: the dtype in which the graph reads floating-point parameters and batch tensors; None as they are.
 
     Returns:
         A ``StepGraph`` whose placeholders are parameters, buffers and batch tensors, and whose outputs are the loss,

@@ -21,7 +21,6 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.pipeline import Stage, run_passes, run_quietly
 from zerofx.report.units import format_bytes, format_seconds
-from zerofx.runtime.collectives import is_point_to_point
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.executor import StepFunction, load_source
 from zerofx.scheduler.budget import Question, fit, least_memory, ways_to_gather
@@ -34,7 +33,6 @@ from zerofx.settings import Settings
 
 if TYPE_CHECKING:
     from zerofx.codegen.inductor import CompiledRegion
-
 
 
 @dataclass(frozen=True)
@@ -75,13 +73,16 @@ def lower(
     machine: Machine,
     settings: Settings,
     *,
+    on_cpu: bool,
     talk: bool,
 ) -> LoweredStep:
-    """Carry out ``plan`` on a captured graph, which is edited in place, and predict the outcome on ``machine``."""
-    direct = is_point_to_point(step.device)
-    stages = run_passes(step, plan, layout, programs, settings, point_to_point=direct, talk=talk)
+    """Carry out ``plan`` on a captured graph, which is edited in place, and predict the outcome on ``machine``.
+
+    ``on_cpu``: whether kernels and collectives are those of a CPU, which hold memory of their own.
+    """
+    stages = run_passes(step, plan, layout, programs, settings, on_cpu=on_cpu, talk=talk)
     instructions = cut(step)
-    simulation = simulate(step, machine, layout.num_ranks, point_to_point=direct)
+    simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu)
     plan = plan.with_prediction(predict(step, plan, layout, simulation))
     sources = [program.host_source for program in programs.values()]
     emitted = emit(step, instructions, simulation.live, _header(plan, machine), sources)
@@ -114,6 +115,8 @@ def make_plan(
     options: CompileOptions,
     settings: Settings,
     memory_budget: int | None,
+    *,
+    on_cpu: bool,
 ) -> Plan:
     """Decide. Without a budget the plan is as the options say; with one it is the fastest that fits.
 
@@ -128,9 +131,8 @@ def make_plan(
 
     def evaluate(plan: Plan) -> Prediction:
         step = captured.clone()
-        direct = is_point_to_point(step.device)
         run_quietly(step, plan, layout, programs, settings)
-        simulation = simulate(step, machine, layout.num_ranks, point_to_point=direct)
+        simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu)
         return predict(step, plan, layout, simulation)
 
     question = Question(
@@ -142,16 +144,16 @@ def make_plan(
     return fit(question, ways, evaluate)
 
 
-def build(lowered: LoweredStep, layout: BucketLayout, settings: Settings, control: Control, backend: str) -> CompiledStep:
+def build(
+    lowered: LoweredStep, layout: BucketLayout, settings: Settings, control: Control, backend: str
+) -> CompiledStep:
     """Write the step's source, load it, and compile its regions if ``backend`` is ``"inductor"``."""
     plan, simulation, source = lowered.plan, lowered.simulation, lowered.emitted.source
     # One plan leads to several files: the update in it changes with the optimizer's options.
     folder = settings.dump_dir / hashlib.sha256((plan.decisions_hash() + source).encode()).hexdigest()[:12]
     path = folder / "step.py"
     control.attempt("write the generated step", lambda: _write(path, source) if control.rank == 0 else None)
-    function, compiled = load_step(
-        source, str(path), lowered.instructions, lowered.emitted.functions, control, backend
-    )
+    function, compiled = load_step(source, str(path), lowered.instructions, lowered.emitted.functions, control, backend)
     if compiled:
         profiles = [(r, compiled[r.key].memory) for r in _regions(lowered.instructions) if r.key in compiled]
         simulation = Simulation(simulation.timings, with_profiles(simulation.live, lowered.graph, profiles))

@@ -26,9 +26,7 @@ _library.define("all_gather_into(Tensor(a!) full, Tensor shard, int bucket) -> T
 _library.define("reduce_scatter(Tensor gradients, int bucket, int num_ranks) -> Tensor")
 _library.define("wait(Tensor(a) pending, Tensor? source=None) -> Tensor(a)")
 _library.define("release(Tensor full) -> ()")
-_library.define(
-    "empty_gradients(int bucket, int numel, *, ScalarType dtype, Device device) -> Tensor"
-)
+_library.define("empty_gradients(int bucket, int numel, *, ScalarType dtype, Device device) -> Tensor")
 _library.define("broadcast(Tensor(a!)[] buffers) -> ()")
 
 

@@ -75,7 +75,7 @@ def run_passes(
     programs: Mapping[int, UpdateProgram],
     settings: Settings,
     *,
-    point_to_point: bool,
+    on_cpu: bool,
     talk: bool,
 ) -> tuple[Stage, ...]:
     """Run all passes on ``step`` in place; returns the captured graph and the graph behind each pass.
@@ -83,7 +83,7 @@ def run_passes(
     ``talk``: whether this rank writes what ``ZEROFX_DEBUG`` asks for.
     """
     stages = [Stage("capture", step.text(), None)]
-    peak = liveness(step, point_to_point).peak_bytes
+    peak = liveness(step, on_cpu).peak_bytes
     listed = [p for p in passes(layout, programs, plan) if p.name not in settings.disable]
     for number, one in enumerate(listed):
         before, began = op_counts(step), time.perf_counter()
@@ -93,7 +93,7 @@ def run_passes(
         if settings.verify == 2 or (settings.verify == 1 and last):
             verify(step, one.name, plan if last else None)
         counts = op_counts(step)
-        after = liveness(step, point_to_point).peak_bytes
+        after = liveness(step, on_cpu).peak_bytes
         report = PassReport(one.name, dict(counts - before), dict(before - counts), peak, after, seconds)
         stages.append(Stage(one.name, step.text(), report))
         peak = after

@@ -68,8 +68,9 @@ class PlannedStep:
         return (
             f"stage {plan.stage} on {plan.num_ranks} x {self.machine.name}: peak "
             f"{format_bytes(plan.peak_bytes['device'])} of {format_bytes(memory)} ({verdict}), step "
-            f"{format_seconds(plan.step_seconds)}, of which {format_seconds(plan.exposed_seconds)} exposed communication, "
-            f"{format_bytes(plan.wire_bytes)} sent per rank, {100 * self.flops_utilisation:.1f} % of peak FLOP/s"
+            f"{format_seconds(plan.step_seconds)}, of which {format_seconds(plan.exposed_seconds)} exposed "
+            f"communication, {format_bytes(plan.wire_bytes)} sent per rank, "
+            f"{100 * self.flops_utilisation:.1f} % of peak FLOP/s"
         )
 
 
@@ -121,6 +122,10 @@ def plan(
     layout = layout_of(captured, groups, world_size)
     programs = OptimizerBinding(optimizer, layout, captured.device, prefer_fused=backend == "inductor").programs(None)
     budget = budget_bytes(options.memory_budget, options.machine)
-    decided = make_plan(captured, layout, programs, options.machine, options, settings, budget)
-    lowered = lower(captured, decided, layout, programs, options.machine, settings, talk=True)
+    decided = make_plan(
+        captured, layout, programs, options.machine, options, settings, budget, on_cpu=options.machine.is_cpu
+    )
+    lowered = lower(
+        captured, decided, layout, programs, options.machine, settings, on_cpu=options.machine.is_cpu, talk=True
+    )
     return PlannedStep(lowered, layout, options.machine)

@@ -6,7 +6,7 @@
 ``ZEROFX_DUMP_DIR``    folder for generated files (default: ``zerofx-<user>`` in the system's temporary folder)
 ``ZEROFX_DISABLE``     comma-separated names of passes to leave out (``prefetch`` and ``simplify`` can be)
 ``ZEROFX_VERIFY``      0 no checks, 1 checks after the last pass (default), 2 after every pass
-``ZEROFX_TIMEOUT``     seconds to wait for other ranks where they must agree (default 60)
+``ZEROFX_TIMEOUT``     seconds to wait for other ranks where they must agree (default 600)
 =====================  =========================================================================================
 """
 
@@ -43,7 +43,7 @@ def read_settings() -> Settings:
         dump_dir=Path(os.environ.get("ZEROFX_DUMP_DIR") or Path(tempfile.gettempdir()) / f"zerofx-{getpass.getuser()}"),
         disable=frozenset(name for name in os.environ.get("ZEROFX_DISABLE", "").split(",") if name),
         verify=_integer("ZEROFX_VERIFY", 1, 2),
-        timeout_seconds=float(_integer("ZEROFX_TIMEOUT", 60, 86_400)),
+        timeout_seconds=float(_integer("ZEROFX_TIMEOUT", 600, 86_400)),
     )
 
 

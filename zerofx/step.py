@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +12,27 @@ import torch
 from torch import nn
 
 from zerofx.batch import Batch
-from zerofx.buckets import BucketLayout, layout_of
-from zerofx.capture import capture
+from zerofx.buckets import BucketLayout
+from zerofx.building import Prepared, build_within_budget, describe_request, machine_at_hand, prepare
 from zerofx.checks import check_batch, names
-from zerofx.compiler import CompiledStep, budget_bytes, build, load_step, lower, make_plan
-from zerofx.errors import MemoryBudgetError, PlanError, RankMismatchError, UsageError, ZeroFXError, warn
-from zerofx.graph import Role, StepGraph, placeholder
+from zerofx.compiler import CompiledStep, load_step
+from zerofx.errors import PlanError, RankMismatchError, UsageError, ZeroFXError, warn
+from zerofx.graph import Role, placeholder
 from zerofx.guards import LossWatch, ModeWatch, ParameterWatch, claim, guard_model, release
 from zerofx.optimizers import UpdateProgram
-from zerofx.options import CompileOptions, check_bucket_names
-from zerofx.passes.simplify import simplify
+from zerofx.options import CompileOptions
 from zerofx.pipeline import Stage, check_disabled
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.report.summary import summary
 from zerofx.runtime.collectives import make_transport
-from zerofx.runtime.control import WORK_SECONDS, Control, check_equal
+from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.executor import Runtime, load_source
 from zerofx.runtime.measure import Measurement, Meter
-from zerofx.runtime.optimizer import Advance, OptimizerBinding, OptimizerState, group_of_parameters, held_states
+from zerofx.runtime.optimizer import Advance, OptimizerBinding, OptimizerState
 from zerofx.runtime.state import TrainingState, process_group
 from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.machines import machine_of_device
 from zerofx.scheduler.plan import Plan
-from zerofx.settings import Settings, read_settings
-
-# Options that every rank must have alike; others are rank 0's business, or cannot be compared.
-_SHARED = frozenset({"stage", "precision", "backend", "max_shapes", "memory_budget", "recompute"})
-_FIT_ROUNDS = 5  # plans to try until compiled regions are within the budget too
+from zerofx.settings import read_settings
 
 
 class Step:
@@ -88,7 +81,7 @@ class Step:
             self._control = Control(self._group, self.settings.timeout_seconds)
             self._control.agree(
                 "call zerofx.compile",
-                _describe(model, optimizer, options, self.settings),
+                describe_request(model, optimizer, options, self.settings),
                 "model, optimizer and options",
                 "Compile the same on every rank.",
             )
@@ -298,43 +291,22 @@ class Step:
                 f"the edited step {self._loaded} runs for the batch shape and optimizer options it was loaded for; "
                 f"this call has others and runs a newly generated step"
             )
-        captured, layout, binding, programs = self._control.attempt(
-            "capture a step", lambda: self._capture_with_layout(batch), WORK_SECONDS
-        )
-        self._control.agree(
-            "compare captured graphs", captured.text(), "captured graph", "Build the same model on every rank."
-        )
-        self._control.agree(
-            "compare optimizers", f"{layout}\n{binding.variant}", "buckets and optimizer update",
-            "Give every rank the same param groups and options.",
-        )  # fmt: skip
-        machine = self._machine or _machine_at_hand(captured.device)
-        compiled = self._fit(captured, layout, programs, machine)
+        with self._unguarded():
+            prepared = self._control.attempt("capture a step", lambda: self._prepare(batch), WORK_SECONDS)
+        prepared.agree(self._control)
+        machine = self._machine or machine_at_hand(prepared.captured.device)
+        compiled = build_within_budget(prepared, machine, self.options, self.settings, self._control)
         if self._state is None:
-            self._take_over(layout, binding, captured.device)
-            self._allocate_states(programs)
+            self._take_over(prepared.layout, prepared.binding, prepared.captured.device)
+            self._allocate_states(prepared.programs)
         self._machine = machine
         return compiled
 
-    def _capture_with_layout(
-        self, batch: Batch
-    ) -> tuple[StepGraph, BucketLayout, OptimizerBinding, dict[int, UpdateProgram]]:
-        """All that can fail because of what the user gave: nothing of the user's is changed yet."""
-        with self._unguarded():
-            captured = capture(
-                self.model, batch, loss_fn=self.options.loss_fn, compute_dtype=self.options.compute_dtype
-            )
-        if "simplify" not in self.settings.disable:
-            simplify(captured)
-        groups = group_of_parameters(self.model, self.optimizer, captured.parameters, set(captured.gradients))
-        layout = self._layout or layout_of(captured, groups, self._control.num_ranks)
-        check_bucket_names(self.options.policy.keep, [bucket.name for bucket in layout.buckets])
-        self._check_gradients(captured, layout)
-        binding = self._binding or OptimizerBinding(
-            self.optimizer, layout, captured.device, prefer_fused=self.options.backend == "inductor"
-        )
-        held = held_states(self.optimizer, layout, dict(self.model.named_parameters())) if self._state is None else {}
-        return captured, layout, binding, binding.programs(self._state, held)
+    def _prepare(self, batch: Batch) -> Prepared:
+        return prepare(
+            self.model, self.optimizer, batch, self.options, self.settings, self._control.num_ranks,
+            self._layout, self._binding, self._state,
+        )  # fmt: skip
 
     def _announce_shape(self, described: Mapping[str, str]) -> None:
         if len(self._shapes) >= self.options.max_shapes:
@@ -346,98 +318,6 @@ class Step:
             )
         if self._shapes:
             warn(f"a batch of another shape is captured and planned anew: {self._difference(described)}")
-
-    def _fit(
-        self, captured: StepGraph, layout: BucketLayout, programs: Mapping[int, UpdateProgram], machine: Machine
-    ) -> CompiledStep:
-        """Plan and build the step; a budget holds for the compiled regions too.
-
-        What a compiled region holds inside is known once it is compiled. Where that takes the step over the budget, the
-        plan is made again for as much less as it took more.
-        """
-        budget = budget_bytes(self.options.memory_budget, machine)
-        target = budget
-        for _ in range(_FIT_ROUNDS):
-            plan = self._agree_on_plan(captured, layout, programs, machine, target)
-            lowered = lower(
-                captured.clone(), plan, layout, programs, machine, self.settings, talk=self._control.rank == 0
-            )
-            compiled = build(lowered, layout, self.settings, self._control, self.options.backend)
-            over = compiled.plan.peak_bytes["device"] - (budget or math.inf)
-            if over <= 0 or target is None or self.options.plan is not None:
-                return compiled
-            target = min(target, lowered.plan.peak_bytes["device"]) - int(over)
-        raise MemoryBudgetError(
-            f"memory_budget={budget} bytes cannot be met with compiled regions: the last plan needs "
-            f"{compiled.plan.peak_bytes['device']} bytes; allow as much, or use backend='eager'"
-        )
-
-    def _capture_on_all_ranks(self, batch: Batch, signature: str) -> StepGraph:
-        """Capture here; if that fails on any rank, it fails on all."""
-        failure: ZeroFXError | None = None
-        captured: StepGraph | None = None
-        try:
-            with self._unguarded():
-                captured = capture(
-                    self.model, batch, loss_fn=self.options.loss_fn, compute_dtype=self.options.compute_dtype
-                )
-            if "simplify" not in self.settings.disable:
-                simplify(captured)
-        except ZeroFXError as error:
-            failure = error
-        seen = self._control.gather(
-            (signature, captured.fingerprint() if captured else "", str(failure or "")), "capture a step"
-        )
-        if failure is not None:
-            raise failure
-        for rank, (_, _, message) in enumerate(seen):
-            if message:
-                raise RankMismatchError(f"the step could not be captured on rank {rank}: {message}")
-        check_equal([s[0] for s in seen], "batch shapes", "Give every rank batches of the same shapes.")
-        check_equal([s[1] for s in seen], "model (graph fingerprint)", "Build the same model on every rank.")
-        assert captured is not None
-        return captured
-
-    def _check_gradients(self, captured: StepGraph, layout: BucketLayout) -> None:
-        trained = {slot.name for bucket in layout.buckets if bucket.trainable for slot in bucket.slots}
-        changed = sorted(trained ^ set(captured.gradients))
-        if changed:
-            raise UsageError(
-                f"expected a gradient for the parameters that the first batch trained, found a difference in "
-                f"{', '.join(changed[:5])}: parameters must be trained, or not, in every step"
-            )
-
-    def _agree_on_plan(
-        self,
-        captured: StepGraph,
-        layout: BucketLayout,
-        programs: Mapping[int, UpdateProgram],
-        machine: Machine,
-        memory_budget: int | None,
-    ) -> Plan:
-        """Rank 0's plan, on all ranks; what fails there fails everywhere."""
-        plan: Plan | None = self.options.plan
-        failure: ZeroFXError | None = None
-        if plan is None and self._control.rank == 0:
-            try:
-                plan = make_plan(captured, layout, programs, machine, self.options, self.settings, memory_budget)
-            except ZeroFXError as error:
-                failure = error
-        message = self._control.from_rank_0(
-            (plan.to_json() if plan else "", type(failure), str(failure or "")), "share the plan", WORK_SECONDS
-        )
-        text, kind, why = message
-        if why:
-            raise failure or kind(why)
-        shared = Plan.from_json(text)
-        if shared.graph != captured.fingerprint() or shared.num_ranks != layout.num_ranks:
-            raise PlanError(
-                f"expected a plan for this graph ({captured.fingerprint()[:12]}) on {layout.num_ranks} rank(s), found "
-                f"one for graph {shared.graph[:12]} on {shared.num_ranks}: make the plan anew"
-            )
-        hashes = self._control.gather(shared.decisions_hash(), "compare plans")
-        check_equal(hashes, "plan", "This is a defect of zerofx: a plan changed on its way between ranks.")
-        return shared
 
     def _take_over(self, layout: BucketLayout, binding: OptimizerBinding, device: torch.device) -> None:
         transport = make_transport(self._group, device)
@@ -640,28 +520,3 @@ class Step:
 
 def _nothing() -> None:
     """What is left to wait for where all ranks have met already."""
-
-
-def _machine_at_hand(device: torch.device) -> Machine:
-    """The built-in row of the device, or the plain CPU's."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found = machine_of_device(properties.name, properties.total_memory)
-        if found is not None:
-            return found
-        warn(f"no machine row for {properties.name}: predicted times are an H100's; give machine=Machine.measure()")
-        return Machine.named("h100-sxm")
-    return Machine.named("cpu")
-
-
-def _describe(model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions, settings: Settings) -> str:
-    """What must be the same on every rank, a line each."""
-    lines = [f"{field.name}: {getattr(options, field.name)}" for field in fields(options) if field.name in _SHARED]
-    lines.append(f"plan: {options.plan.decisions_hash() if options.plan is not None else None}")
-    lines.append(f"ZEROFX_DISABLE: {','.join(sorted(settings.disable))}")
-    lines.append(f"optimizer: {type(optimizer).__name__} with {len(optimizer.param_groups)} param group(s)")
-    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in tensors:
-            frozen = " frozen" if kind == "parameter" and not tensor.requires_grad else ""
-            lines.append(f"{kind} {name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{frozen}")
-    return "\n".join(lines)

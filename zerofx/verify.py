@@ -86,9 +86,7 @@ def _check_residencies(step: StepGraph, after: str) -> None:
 def _parameter_gathers(step: StepGraph) -> list[fx.Node]:
     """Gathers of a rank's slice of the parameters (at stage 0 reduced gradients are gathered as well)."""
     return [
-        node
-        for node in step.calls()
-        if node.target is ops.all_gather and node.all_input_nodes[0].op == "placeholder"
+        node for node in step.calls() if node.target is ops.all_gather and node.all_input_nodes[0].op == "placeholder"
     ]
 
 

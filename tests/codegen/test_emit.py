@@ -28,7 +28,7 @@ from zerofx.scheduler.workspace import workspace_bytes
 
 def _emit(prepared: Prepared) -> EmittedStep:
     sources = [program.host_source for program in prepared.programs.values()]
-    live = liveness(prepared.step, point_to_point=True)
+    live = liveness(prepared.step, on_cpu=True)
     return emit(prepared.step, cut(prepared.step), live, "A tiny step.", sources)
 
 
@@ -159,7 +159,7 @@ def test_memory_is_held_as_long_as_the_comments_say(make: type[nn.Module]) -> No
     prepared = prepare(model, batch, num_ranks=1)
     world = _World(prepared, model)
     function = _function(_emit(prepared.run()).source)
-    live = liveness(prepared.step, point_to_point=True)
+    live = liveness(prepared.step, on_cpu=True)
     with _Storages() as storages:
         loss = world.run(function, *batch)
     assert storages.live_bytes() == loss.nbytes, "only the loss outlives the step"

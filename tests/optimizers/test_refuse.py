@@ -29,7 +29,7 @@ class Custom(torch.optim.Optimizer):
         self.update = update
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
         for group in self.param_groups:
             for p in group["params"]:
                 self.update(p, group, self.state[p])
@@ -81,6 +81,7 @@ def test_complex_parameters_are_refused() -> None:
 
 def test_layerwise_norms_are_refused_with_the_operator_and_the_line() -> None:
     def lars(p: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        assert p.grad is not None
         p.add_(p.grad * (p.norm() / p.grad.norm()), alpha=-group["lr"])
 
     refused(lars, r"Custom calls aten.linalg_vector_norm.default, which is not elementwise.*test_refuse\.py:\d+")
@@ -113,14 +114,14 @@ def test_what_a_flat_shard_cannot_do_is_refused(update: Update, match: str) -> N
 
 def test_tensors_from_outside_are_refused() -> None:
     mask = torch.ones(1)
-    refused(lambda p, g, s: p.mul_(mask), "neither parameter, gradient, state")  # type: ignore[arg-type, return-value]
+    refused(lambda p, g, s: p.mul_(mask), "neither parameter, gradient, state")  # type: ignore[arg-type]
 
 
 def test_counters_outside_the_state_are_refused() -> None:
     class Counter(Lion):
         count = 0
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
             self.count += 1
             super().step()
 
@@ -130,6 +131,7 @@ def test_counters_outside_the_state_are_refused() -> None:
 
 def test_a_branch_that_tracing_cannot_see_is_found_by_checking() -> None:
     def update(p: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        assert p.grad is not None
         p.sub_(p.grad, alpha=2.0 if math.sqrt(group["lr"]) > 0.1 else 1.0)
 
     refused(update, "same bits")
@@ -137,6 +139,7 @@ def test_a_branch_that_tracing_cannot_see_is_found_by_checking() -> None:
 
 def test_counts_among_hyperparameters_may_be_integers() -> None:
     def update(p: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        assert p.grad is not None
         for _ in range(group["count"]):
             p.sub_(p.grad, alpha=group["lr"])
 

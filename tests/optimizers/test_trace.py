@@ -147,7 +147,7 @@ def test_state_made_by_the_constructor() -> None:
                 self.state[p] = {"sum": torch.full_like(p, 0.5), "step": torch.tensor(0.0)}
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
             for p in self.param_groups[0]["params"]:
                 state = self.state[p]
                 state["step"] += 1
@@ -189,4 +189,4 @@ def test_fused_stays_close_to_the_single_tensor_update() -> None:
         for step in range(5):
             run_program(program, flat, torch.linspace(1, -1, 37) * (step + 1), states, scalars, group)
         results.append(flat)
-    assert torch.allclose(*results, rtol=0, atol=1e-6)
+    assert torch.allclose(results[0], results[1], rtol=0, atol=1e-6)

@@ -108,7 +108,7 @@ def test_the_passes_do_what_the_plan_says_to_any_model(sample: _Sample) -> None:
     assert len(calls(step, ops.reduce_scatter)) == (len(trained) if sample.num_ranks > 1 else 0)
     assert len(calls(step, ops.release)) == len(plan.gathers)
     _check_writes(step, {bucket.index for bucket in trained})
-    live = liveness(step, point_to_point=True)
+    live = liveness(step, on_cpu=True)
     assert live.peak_bytes >= live.persistent_bytes > 0
     assert all(0 <= live.after[node] <= live.during[node] <= live.peak_bytes for node in step.calls())
     sources = [program.host_source for program in prepared.programs.values()]

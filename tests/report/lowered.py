@@ -27,4 +27,6 @@ class Deep(nn.Module):
 def lowered(depth: int = 6, *, stage: int = 3, num_ranks: int = 2, prefetch: int = 1) -> LoweredStep:
     prepared = prepare(Deep(depth), stage=stage, num_ranks=num_ranks, prefetch=prefetch)
     machine = Machine.named("cpu")
-    return lower(prepared.step, prepared.plan, prepared.layout, prepared.programs, machine, settings(), talk=False)
+    return lower(
+        prepared.step, prepared.plan, prepared.layout, prepared.programs, machine, settings(), on_cpu=True, talk=False
+    )

@@ -118,7 +118,7 @@ def interpret(step: StepGraph) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
 @settings(max_examples=150, deadline=None)
 @given(step_graphs())
 def test_live_bytes_are_those_of_real_storages(step: StepGraph) -> None:
-    found = liveness(step, point_to_point=False)
+    found = liveness(step, on_cpu=False)
     during, after = interpret(step)
     assert {node: found.during[node] - workspace_bytes(node) for node in during} == during
     assert found.after == after
@@ -129,7 +129,7 @@ def test_live_bytes_are_those_of_real_storages(step: StepGraph) -> None:
 @settings(max_examples=50, deadline=None)
 @given(step_graphs())
 def test_every_storage_is_freed_by_its_last_reader_but_the_loss(step: StepGraph) -> None:
-    found = liveness(step, point_to_point=False)
+    found = liveness(step, on_cpu=False)
     order = step.positions()
     assert all(order[node] <= order[reader] for (node, _), reader in found.last_use.items())
     kept = set(found.sizes) - set(found.last_use)
@@ -137,9 +137,9 @@ def test_every_storage_is_freed_by_its_last_reader_but_the_loss(step: StepGraph)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_point_to_point_reductions_hold_the_other_ranks_slices(num_ranks: int) -> None:
+def test_on_cpu_reductions_hold_the_other_ranks_slices(num_ranks: int) -> None:
     step = prepare(TwoBlocks(), num_ranks=num_ranks).run().step
-    shared, direct = (liveness(step, point_to_point=way) for way in (False, True))
+    shared, direct = (liveness(step, on_cpu=way) for way in (False, True))
     for started in calls(step, ops.reduce_scatter):
         slice_bytes = shared.sizes[(started, 0)]
         under_way = _reductions_under_way(step, started)
@@ -156,7 +156,7 @@ def _reductions_under_way(step: StepGraph, node: fx.Node) -> int:
 
 def test_a_release_gives_the_bucket_back() -> None:
     step = prepare(TwoBlocks()).run().step
-    found = liveness(step, point_to_point=True)
+    found = liveness(step, on_cpu=True)
     before = None
     for node in step.calls():
         if node.target is ops.release:
@@ -181,7 +181,7 @@ def _chain(*targets: Callable[..., Any]) -> tuple[StepGraph, list[fx.Node], Live
     nodes = [node := build.call(target, (node,)) for target in targets]
     graph.output((nodes[-1],))
     step = StepGraph(graph, torch.device("cpu"), ())
-    return step, nodes, liveness(step, point_to_point=False)
+    return step, nodes, liveness(step, on_cpu=False)
 
 
 def test_a_compiled_regions_own_memory_takes_the_place_of_its_nodes() -> None:

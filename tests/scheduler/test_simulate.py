@@ -22,7 +22,7 @@ def simulated(
     stage: int = 3, num_ranks: int = 2, prefetch: int = 1, machine: Machine = CPU
 ) -> tuple[StepGraph, Simulation]:
     step = prepare(TwoBlocks(), stage=stage, num_ranks=num_ranks, prefetch=prefetch).run().step
-    return step, simulate(step, machine, num_ranks, point_to_point=True)
+    return step, simulate(step, machine, num_ranks, on_cpu=True)
 
 
 def with_latency(seconds: float) -> Machine:
@@ -116,7 +116,7 @@ def test_wire_bytes_of_whole_parameters(stage: int, passes: int, num_ranks: int)
     prepared = prepare(TwoBlocks(), stage=stage, num_ranks=num_ranks)
     whole = sum(bucket.full_bytes for bucket in prepared.layout.buckets)
     step = prepared.run().step
-    sent = simulate(step, CPU, num_ranks, point_to_point=True).wire_bytes
+    sent = simulate(step, CPU, num_ranks, on_cpu=True).wire_bytes
     assert sent == passes * whole * (num_ranks - 1) // num_ranks
 
 
@@ -127,13 +127,13 @@ def test_wire_bytes_of_sharded_parameters() -> None:
     gathered = sum(buckets[decision.bucket].full_bytes for decision in prepared.plan.gathers)
     whole = sum(bucket.full_bytes for bucket in buckets)
     step = prepared.run().step
-    sent = simulate(step, CPU, 2, point_to_point=True).wire_bytes
+    sent = simulate(step, CPU, 2, on_cpu=True).wire_bytes
     assert sent == (gathered + whole) // 2 <= 3 * whole
 
 
 def test_the_prediction_is_the_simulations_sums() -> None:
     prepared = prepare(TwoBlocks(), num_ranks=2).run()
-    simulation = simulate(prepared.step, CPU, 2, point_to_point=True)
+    simulation = simulate(prepared.step, CPU, 2, on_cpu=True)
     found = predict(prepared.step, prepared.plan, prepared.layout, simulation)
     assert found.peak_bytes == {"device": simulation.live.peak_bytes}
     assert sum(found.peak_live.values()) == simulation.live.peak_bytes

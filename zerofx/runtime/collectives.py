@@ -166,6 +166,6 @@ def make_transport(group: dist.ProcessGroup | None, device: torch.device) -> Tra
     return Nccl(group, device) if device.type == "cuda" else PointToPoint(group)
 
 
-def is_point_to_point(device: torch.device) -> bool:
-    """Whether reductions on ``device`` receive every slice into a buffer of its own."""
+def is_on_cpu(device: torch.device) -> bool:
+    """Whether ``device`` takes the CPU's kernels, and the messages between ranks of ``PointToPoint``."""
     return device.type != "cuda"

@@ -1,0 +1,200 @@
+"""From a batch to a built step that all ranks agree on: capture, plan, fit the budget, build.
+
+Nothing of the user's is changed here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import nn
+
+from zerofx.batch import Batch
+from zerofx.buckets import BucketLayout, layout_of
+from zerofx.capture import capture
+from zerofx.compiler import CompiledStep, budget_bytes, build, lower, make_plan
+from zerofx.errors import MemoryBudgetError, PlanError, UsageError, ZeroFXError, warn
+from zerofx.graph import StepGraph
+from zerofx.optimizers import UpdateProgram
+from zerofx.options import CompileOptions, check_bucket_names
+from zerofx.passes.simplify import simplify
+from zerofx.runtime.collectives import is_on_cpu
+from zerofx.runtime.control import WORK_SECONDS, Control, check_equal
+from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters, held_states
+from zerofx.runtime.state import TrainingState
+from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.machines import machine_of_device
+from zerofx.scheduler.plan import Plan
+from zerofx.settings import Settings
+
+# Options that every rank must have alike; others are rank 0's business, or cannot be compared.
+_SHARED = frozenset({"stage", "precision", "backend", "max_shapes", "memory_budget", "recompute"})
+_FIT_ROUNDS = 5  # plans to try until compiled regions are within the budget too
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A captured step with the buckets of its parameters and the update of each."""
+
+    captured: StepGraph
+    layout: BucketLayout
+    binding: OptimizerBinding
+    programs: dict[int, UpdateProgram]
+
+    def agree(self, control: Control) -> None:
+        """Compare with the other ranks.
+
+        Raises:
+            RankMismatchError: another rank captured another graph, or has another optimizer.
+        """
+        control.agree(
+            "compare captured graphs", self.captured.text(), "captured graph", "Build the same model on every rank."
+        )
+        control.agree(
+            "compare optimizers", f"{self.layout}\n{self.binding.variant}", "buckets and optimizer update",
+            "Give every rank the same param groups and options.",
+        )  # fmt: skip
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    options: CompileOptions,
+    settings: Settings,
+    num_ranks: int,
+    layout: BucketLayout | None,
+    binding: OptimizerBinding | None,
+    state: TrainingState | None,
+) -> Prepared:
+    """Do all that can fail because of what the user gave.
+
+    ``layout``, ``binding`` and ``state`` are those of an earlier batch, if there was one.
+
+    Raises:
+        ZeroFXError: the model cannot be captured, or the optimizer does not belong to it.
+    """
+    captured = capture(model, batch, loss_fn=options.loss_fn, compute_dtype=options.compute_dtype)
+    if "simplify" not in settings.disable:
+        simplify(captured)
+    groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
+    layout = layout or layout_of(captured, groups, num_ranks)
+    check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
+    _check_gradients(captured, layout)
+    binding = binding or OptimizerBinding(
+        optimizer, layout, captured.device, prefer_fused=options.backend == "inductor"
+    )
+    held = held_states(optimizer, layout, dict(model.named_parameters())) if state is None else {}
+    return Prepared(captured, layout, binding, binding.programs(state, held))
+
+
+def build_within_budget(
+    prepared: Prepared, machine: Machine, options: CompileOptions, settings: Settings, control: Control
+) -> CompiledStep:
+    """Plan and build the step; a budget holds for the compiled regions too.
+
+    What a compiled region holds inside is known once it is compiled. Where that takes the step over the budget, the
+    plan is made again for as much less as it took more.
+
+    Raises:
+        MemoryBudgetError: no plan fits the budget.
+    """
+    budget = budget_bytes(options.memory_budget, machine)
+    target = budget
+    for _ in range(_FIT_ROUNDS):
+        plan = _agree_on_plan(prepared, machine, options, settings, control, target)
+        captured, talk = prepared.captured.clone(), control.rank == 0
+        lowered = lower(
+            captured,
+            plan,
+            prepared.layout,
+            prepared.programs,
+            machine,
+            settings,
+            on_cpu=is_on_cpu(captured.device),
+            talk=talk,
+        )
+        compiled = build(lowered, prepared.layout, settings, control, options.backend)
+        over = compiled.plan.peak_bytes["device"] - (budget or math.inf)
+        if over <= 0 or target is None or options.plan is not None:
+            return compiled
+        target = min(target, lowered.plan.peak_bytes["device"]) - int(over)
+    raise MemoryBudgetError(
+        f"memory_budget={budget} bytes cannot be met with compiled regions: the last plan needs "
+        f"{compiled.plan.peak_bytes['device']} bytes; allow as much, or use backend='eager'"
+    )
+
+
+def _agree_on_plan(
+    prepared: Prepared,
+    machine: Machine,
+    options: CompileOptions,
+    settings: Settings,
+    control: Control,
+    memory_budget: int | None,
+) -> Plan:
+    """Rank 0's plan, on all ranks; what fails there fails everywhere."""
+    captured, layout = prepared.captured, prepared.layout
+    plan: Plan | None = options.plan
+    failure: ZeroFXError | None = None
+    if plan is None and control.rank == 0:
+        try:
+            plan = make_plan(
+                captured, layout, prepared.programs, machine, options, settings, memory_budget,
+                on_cpu=is_on_cpu(captured.device),
+            )  # fmt: skip
+        except ZeroFXError as error:
+            failure = error
+    text, kind, why = control.from_rank_0(
+        (plan.to_json() if plan else "", type(failure), str(failure or "")), "share the plan", WORK_SECONDS
+    )
+    if why:
+        raise failure or kind(why)
+    shared = Plan.from_json(text)
+    if shared.graph != captured.fingerprint() or shared.num_ranks != layout.num_ranks:
+        raise PlanError(
+            f"expected a plan for this graph ({captured.fingerprint()[:12]}) on {layout.num_ranks} rank(s), found one "
+            f"for graph {shared.graph[:12]} on {shared.num_ranks}: make the plan anew"
+        )
+    hashes = control.gather(shared.decisions_hash(), "compare plans")
+    check_equal(hashes, "plan", "This is a defect of zerofx: a plan changed on its way between ranks.")
+    return shared
+
+
+def _check_gradients(captured: StepGraph, layout: BucketLayout) -> None:
+    trained = {slot.name for bucket in layout.buckets if bucket.trainable for slot in bucket.slots}
+    changed = sorted(trained ^ set(captured.gradients))
+    if changed:
+        raise UsageError(
+            f"expected a gradient for the parameters that the first batch trained, found a difference in "
+            f"{', '.join(changed[:5])}: parameters must be trained, or not, in every step"
+        )
+
+
+def machine_at_hand(device: torch.device) -> Machine:
+    """The built-in row of the device, or the plain CPU's."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found = machine_of_device(properties.name, properties.total_memory)
+        if found is not None:
+            return found
+        warn(f"no machine row for {properties.name}: predicted times are an H100's; give machine=Machine.measure()")
+        return Machine.named("h100-sxm")
+    return Machine.named("cpu")
+
+
+def describe_request(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions, settings: Settings
+) -> str:
+    """What must be the same on every rank, a line each."""
+    lines = [f"{field.name}: {getattr(options, field.name)}" for field in fields(options) if field.name in _SHARED]
+    lines.append(f"plan: {options.plan.decisions_hash() if options.plan is not None else None}")
+    lines.append(f"ZEROFX_DISABLE: {','.join(sorted(settings.disable))}")
+    lines.append(f"optimizer: {type(optimizer).__name__} with {len(optimizer.param_groups)} param group(s)")
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            frozen = " frozen" if kind == "parameter" and not tensor.requires_grad else ""
+            lines.append(f"{kind} {name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{frozen}")
+    return "\n".join(lines)
