@@ -89,7 +89,7 @@ def validation_loss(model: GPT, data: Tensor, world: World) -> float:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=320, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="what to shard (default: %(default)s)")
     parser.add_argument("--backend", default="inductor", choices=["inductor", "eager"], help="default: %(default)s")
     parser.add_argument("--precision", choices=["bf16", "fp16"], help="default: as the model is, fp32")

@@ -39,7 +39,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(lowered.emitted.source)
         return build(lowered, *args, **kwargs)
 
-    monkeypatch.setattr("zerofx.step.build", counted)
+    monkeypatch.setattr("zerofx.building.build", counted)
     return seen
 
 

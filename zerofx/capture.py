@@ -11,7 +11,6 @@ import contextlib
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerofx.batch import Batch as Batch
+from zerofx.blame import explain, user_line
 from zerofx.errors import CaptureError, ZeroFXError
 from zerofx.graph import (
     Origin,
@@ -41,18 +41,15 @@ from zerofx.graph import (
     Role,
     StepGraph,
     origin,
-    placeholder,
     set_origin,
     set_placeholder,
-    set_value,
 )
 from zerofx.layers import find_units
 from zerofx.loss import LossFunction, find_loss, split_batch
-from zerofx.scheduler.storage import aliased_input
+from zerofx.normalise import lift_constants, own_storage, refuse_sparse, replace_tangent, sum_gradients
 
 _LAYER_KEY = "zerofx_layer"
 _LOSS_LAYER = "loss"
-_TORCH_ROOT = f"{Path(torch.__file__).parent}/"
 
 
 def capture(
@@ -95,7 +92,7 @@ def capture(
         except ZeroFXError:
             raise
         except Exception as error:
-            raise _explain(error) from error
+            raise explain(error) from error
     return _to_step_graph(joint.graph_module, model, batch, parameters, device, watcher)
 
 
@@ -138,7 +135,7 @@ class _CallWatcher(TorchFunctionMode):
         in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
         in_place = in_place or bool(kwargs and (kwargs.get("inplace") or kwargs.get("out") is not None))
         if in_place and args and isinstance(args[0], torch.Tensor):
-            line = _user_line(traceback.extract_stack())
+            line = user_line(traceback.extract_stack())
             if line:
                 self.lines.append(f"{line} ({name})")
         with torch._C._DisablePythonDispatcher() if name in _TAKEN_APART else contextlib.nullcontext():
@@ -294,7 +291,7 @@ def _to_step_graph(
         desc = node.meta["desc"]
         match desc:
             case TangentAOTInput():
-                _replace_tangent(graph, node)
+                replace_tangent(graph, node)
             case ParamAOTInput(target=target):
                 name = first_name[_inner_name(target)]
                 if name in merged:
@@ -308,7 +305,7 @@ def _to_step_graph(
                 _rename(node, Role.INPUT, batch.names[index])
             case _:
                 raise CaptureError(f"the model has an input of a kind that cannot be captured: {desc}")
-    _lift_constants(traced, step)
+    lift_constants(traced, step)
     _classify_outputs(step, first_name, batch, watcher)
     graph.eliminate_dead_code()
     graph.lint()
@@ -346,65 +343,10 @@ def _classify_outputs(step: StepGraph, first_name: Mapping[str, str], batch: Bat
             "expected a loss that depends on a trainable parameter, found a scalar that depends on none of the "
             "model's: check that forward uses them and that nothing detaches the loss"
         )
-    _refuse_sparse(step.graph)
-    loss = _own_storage(step.graph, loss)
-    step.set_outputs(loss, mutations, {name: _sum(step.graph, nodes) for name, nodes in arrived.items()})
+    refuse_sparse(step.graph)
+    loss = own_storage(step.graph, loss)
+    step.set_outputs(loss, mutations, {name: sum_gradients(step.graph, nodes) for name, nodes in arrived.items()})
     step.output.meta.pop("desc")
-
-
-def _refuse_sparse(graph: fx.Graph) -> None:
-    aten = torch.ops.aten
-    places = {aten.embedding.default: 4, aten._embedding_bag.default: 5}  # of the argument "sparse"
-    for node in graph.nodes:
-        place = places.get(node.target)
-        if place is not None and len(node.args) > place and node.args[place]:
-            raise CaptureError(
-                f"expected dense gradients, found an embedding with sparse=True in "
-                f"{origin(node).layer or 'the model'}: call it with sparse=False; gradients are reduced as flat buffers"
-            )
-
-
-def _own_storage(graph: fx.Graph, loss: fx.Node) -> fx.Node:
-    """The loss, or a copy of it where it is a view: the step hands it out, and would hold or change what it shows."""
-    aten = torch.ops.aten
-    source: fx.Node | None = loss
-    while source is not None and source.target in (aten.detach.default, aten.alias.default):
-        source = aliased_input(source)
-    if source is not None and source.op != "placeholder" and aliased_input(source) is None:
-        return loss
-    with graph.inserting_after(loss):
-        copied = graph.call_function(aten.clone.default, (loss,))
-    set_value(copied, loss.meta["val"])
-    return set_origin(copied, origin(loss))
-
-
-def _sum(graph: fx.Graph, gradients: list[fx.Node]) -> fx.Node:
-    """The sum of a tied parameter's gradients, added up in the order in which backward makes them, as autograd does."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    total, *others = sorted(gradients, key=order.__getitem__)
-    for late in others:
-        with graph.inserting_after(late):
-            added = graph.call_function(torch.ops.aten.add.Tensor, (total, late))
-        set_value(added, late.meta["val"])
-        total = set_origin(added, origin(late))
-    return total
-
-
-def _replace_tangent(graph: fx.Graph, node: fx.Node) -> None:
-    """d(loss)/d(loss) = 1, made where backward begins so that forward holds nothing for it."""
-    if not node.users:
-        graph.erase_node(node)
-        return
-    first = min(node.users, key={n: i for i, n in enumerate(graph.nodes)}.__getitem__)
-    fake = node.meta["val"]
-    with graph.inserting_before(first):
-        one = graph.call_function(
-            torch.ops.aten.full.default, ([], 1.0), {"dtype": fake.dtype, "device": fake.device, "pin_memory": False}
-        )
-    set_value(one, fake)
-    set_origin(one, Origin(origin(first).layer, Phase.BACKWARD))
-    node.replace_all_uses_with(one)
-    graph.erase_node(node)
 
 
 def _set_origins(graph: fx.Graph) -> None:
@@ -427,23 +369,6 @@ def _set_origins(graph: fx.Graph) -> None:
         set_origin(node, Origin(layer or "", phase))
 
 
-def _lift_constants(traced: fx.GraphModule, step: StepGraph) -> None:
-    """Tensors that the model holds outside parameters and buffers become placeholders, after all others."""
-    last = list(step.graph.find_nodes(op="placeholder"))[-1]
-    for node in list(step.graph.find_nodes(op="get_attr")):
-        name = str(node.target)
-        constant = getattr(traced, name)
-        step.constants[name] = constant
-        existing = next((p for p in step.placeholders(Role.CONSTANT) if placeholder(p).name == name), None)
-        if existing is None:
-            with step.graph.inserting_after(last):
-                existing = step.graph.placeholder(f"constant{name}")
-            last = set_placeholder(existing, Placeholder(Role.CONSTANT, name))
-            set_value(existing, node.meta.get("val", constant))
-        node.replace_all_uses_with(existing)
-        step.graph.erase_node(node)
-
-
 def _rename(node: fx.Node, role: Role, name: str) -> fx.Node:
     prefix = {Role.PARAMETER: "", Role.BUFFER: "buffer_", Role.INPUT: "batch_"}[role]
     stem = re.sub(r"\W+", "_", name).strip("_")
@@ -459,28 +384,3 @@ def _inner_name(name: str) -> str:
 def _describe_input(desc: Any, batch: Batch) -> str:
     target = getattr(desc, "target", None)
     return f"parameter {_inner_name(target)}" if target else batch.names[desc.idx]
-
-
-def _user_line(stack: traceback.StackSummary) -> str | None:
-    """The innermost line that is neither torch's nor zerofx's."""
-    here = f"{Path(__file__).parent}/"
-    for frame in reversed(stack):
-        if not frame.filename.startswith((_TORCH_ROOT, here, "<")) and "/contextlib.py" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return None
-
-
-def _explain(error: Exception) -> CaptureError:
-    line = _user_line(traceback.extract_tb(error.__traceback__)) or "(line not found)"
-    kind = type(error).__name__
-    if "DataDependent" in kind or "GuardOnDataDependent" in kind or "UserError" in kind:
-        return CaptureError(
-            f"expected a forward whose path does not depend on values, found one that reads a tensor's value at\n"
-            f"  {line}\n"
-            f"A step is one graph, planned before it runs: replace .item(), float(tensor), or an if on a tensor by "
-            f"torch.where or a Python value, or take that part out of the training step."
-        )
-    return CaptureError(
-        f"the model could not be traced; {kind}: {error}\n  at {line}\n"
-        f"If the same call fails in eager mode, correct the call; if it does not, replace the operator on that line."
-    )

@@ -19,10 +19,10 @@ from zerofx.compiler import CompiledStep, load_step
 from zerofx.errors import PlanError, RankMismatchError, UsageError, ZeroFXError, warn
 from zerofx.graph import Role, placeholder
 from zerofx.guards import LossWatch, ModeWatch, ParameterWatch, claim, guard_model, release
+from zerofx.latest import LatestStep
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
-from zerofx.pipeline import Stage, check_disabled
-from zerofx.report.schedule import Schedule, make_schedule
+from zerofx.pipeline import check_disabled
 from zerofx.report.summary import summary
 from zerofx.runtime.collectives import make_transport
 from zerofx.runtime.control import WORK_SECONDS, Control
@@ -31,11 +31,10 @@ from zerofx.runtime.measure import Measurement, Meter
 from zerofx.runtime.optimizer import Advance, OptimizerBinding, OptimizerState
 from zerofx.runtime.state import TrainingState, process_group
 from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.plan import Plan
 from zerofx.settings import read_settings
 
 
-class Step:
+class Step(LatestStep):
     """A training step: ``loss = step(*batch, **kwargs)`` runs forward, backward, reduction and update.
 
     It returns this rank's loss, detached, shape ``[]``: the update has been done, and ``loss.backward()`` is neither
@@ -55,7 +54,6 @@ class Step:
         check_disabled(self.settings)
         self._shapes: dict[str, dict[str, str]] = {}  # every batch captured so far: its signature, and what is in it
         self._steps: dict[tuple[str, str], CompiledStep] = {}  # by the batch's signature and the update's variant
-        self._latest: CompiledStep | None = None
         self._layout: BucketLayout | None = None
         self._state: TrainingState | None = None
         self._binding: OptimizerBinding | None = None
@@ -427,54 +425,6 @@ class Step:
         release(self.model, self._owner)
 
     # ------------------------------------------------------------------------------------------------ seeing
-
-    @property
-    def compiled(self) -> CompiledStep:
-        """The step that ran last.
-
-        Raises:
-            UsageError: none has been captured yet.
-        """
-        if self._latest is None:
-            raise UsageError(
-                "expected a captured step, found none yet: call step(batch) or step.prepare(batch), or give compile an "
-                "example_batch"
-            )
-        return self._latest
-
-    @property
-    def plan(self) -> Plan:
-        """The decisions and predictions of the step that ran last."""
-        return self.compiled.plan
-
-    @property
-    def source(self) -> str:
-        """The generated Python file of the step that ran last."""
-        return self.compiled.emitted.source
-
-    @property
-    def source_path(self) -> Path:
-        """Where rank 0 wrote ``source``."""
-        return self.compiled.source_path
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """The captured graph and the graph behind each pass."""
-        return self.compiled.stages
-
-    @property
-    def num_regions(self) -> int:
-        """Regions that the step runs."""
-        return self.compiled.num_regions
-
-    @property
-    def num_distinct_regions(self) -> int:
-        """Regions of different structure: what had to be compiled, whatever the depth."""
-        return self.compiled.num_distinct_regions
-
-    def schedule(self) -> Schedule:
-        """What the step that ran last does, in order: a row for each node with its bytes, time, stream and origin."""
-        return make_schedule(self.compiled)
 
     def __str__(self) -> str:
         measured = self._measured[1] if self._measured is not None and self._measured[0] is self._latest else None

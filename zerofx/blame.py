@@ -1,0 +1,38 @@
+"""Find the user's line that is to blame for what went wrong while a model was traced."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+
+from zerofx.errors import CaptureError
+
+_TORCH_ROOT = f"{Path(torch.__file__).parent}/"
+
+
+def user_line(stack: traceback.StackSummary) -> str | None:
+    """The innermost line that is neither torch's nor zerofx's."""
+    here = f"{Path(__file__).parent}/"
+    for frame in reversed(stack):
+        if not frame.filename.startswith((_TORCH_ROOT, here, "<")) and "/contextlib.py" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return None
+
+
+def explain(error: Exception) -> CaptureError:
+    """What to tell the user of an error that tracing raised."""
+    line = user_line(traceback.extract_tb(error.__traceback__)) or "(line not found)"
+    kind = type(error).__name__
+    if "DataDependent" in kind or "GuardOnDataDependent" in kind or "UserError" in kind:
+        return CaptureError(
+            f"expected a forward whose path does not depend on values, found one that reads a tensor's value at\n"
+            f"  {line}\n"
+            f"A step is one graph, planned before it runs: replace .item(), float(tensor), or an if on a tensor by "
+            f"torch.where or a Python value, or take that part out of the training step."
+        )
+    return CaptureError(
+        f"the model could not be traced; {kind}: {error}\n  at {line}\n"
+        f"If the same call fails in eager mode, correct the call; if it does not, replace the operator on that line."
+    )

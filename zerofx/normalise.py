@@ -1,0 +1,94 @@
+"""Bring a traced joint graph into the form that passes expect: edits that need no knowledge of how it was traced."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zerofx.errors import CaptureError
+from zerofx.graph import (
+    Origin,
+    Phase,
+    Placeholder,
+    Role,
+    StepGraph,
+    origin,
+    placeholder,
+    set_origin,
+    set_placeholder,
+    set_value,
+)
+from zerofx.scheduler.storage import aliased_input
+
+
+def refuse_sparse(graph: fx.Graph) -> None:
+    """Raise a ``CaptureError`` for an embedding whose gradient would be sparse."""
+    aten = torch.ops.aten
+    places = {aten.embedding.default: 4, aten._embedding_bag.default: 5}  # of the argument "sparse"
+    for node in graph.nodes:
+        place = places.get(node.target)
+        if place is not None and len(node.args) > place and node.args[place]:
+            raise CaptureError(
+                f"expected dense gradients, found an embedding with sparse=True in "
+                f"{origin(node).layer or 'the model'}: call it with sparse=False; gradients are reduced as flat buffers"
+            )
+
+
+def own_storage(graph: fx.Graph, loss: fx.Node) -> fx.Node:
+    """The loss, or a copy of it where it is a view: the step hands it out, and would hold or change what it shows."""
+    aten = torch.ops.aten
+    source: fx.Node | None = loss
+    while source is not None and source.target in (aten.detach.default, aten.alias.default):
+        source = aliased_input(source)
+    if source is not None and source.op != "placeholder" and aliased_input(source) is None:
+        return loss
+    with graph.inserting_after(loss):
+        copied = graph.call_function(aten.clone.default, (loss,))
+    set_value(copied, loss.meta["val"])
+    return set_origin(copied, origin(loss))
+
+
+def sum_gradients(graph: fx.Graph, gradients: list[fx.Node]) -> fx.Node:
+    """The sum of a tied parameter's gradients, added up in the order in which backward makes them, as autograd does."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    total, *others = sorted(gradients, key=order.__getitem__)
+    for late in others:
+        with graph.inserting_after(late):
+            added = graph.call_function(torch.ops.aten.add.Tensor, (total, late))
+        set_value(added, late.meta["val"])
+        total = set_origin(added, origin(late))
+    return total
+
+
+def replace_tangent(graph: fx.Graph, node: fx.Node) -> None:
+    """d(loss)/d(loss) = 1, made where backward begins so that forward holds nothing for it."""
+    if not node.users:
+        graph.erase_node(node)
+        return
+    first = min(node.users, key={n: i for i, n in enumerate(graph.nodes)}.__getitem__)
+    fake = node.meta["val"]
+    with graph.inserting_before(first):
+        one = graph.call_function(
+            torch.ops.aten.full.default, ([], 1.0), {"dtype": fake.dtype, "device": fake.device, "pin_memory": False}
+        )
+    set_value(one, fake)
+    set_origin(one, Origin(origin(first).layer, Phase.BACKWARD))
+    node.replace_all_uses_with(one)
+    graph.erase_node(node)
+
+
+def lift_constants(traced: fx.GraphModule, step: StepGraph) -> None:
+    """Tensors that the model holds outside parameters and buffers become placeholders, after all others."""
+    last = list(step.graph.find_nodes(op="placeholder"))[-1]
+    for node in list(step.graph.find_nodes(op="get_attr")):
+        name = str(node.target)
+        constant = getattr(traced, name)
+        step.constants[name] = constant
+        existing = next((p for p in step.placeholders(Role.CONSTANT) if placeholder(p).name == name), None)
+        if existing is None:
+            with step.graph.inserting_after(last):
+                existing = step.graph.placeholder(f"constant{name}")
+            last = set_placeholder(existing, Placeholder(Role.CONSTANT, name))
+            set_value(existing, node.meta.get("val", constant))
+        node.replace_all_uses_with(existing)
+        step.graph.erase_node(node)
