@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from zerofx.buckets import BucketLayout
 from zerofx.errors import MemoryBudgetError
-from zerofx.graph import StepGraph
+from zerofx.graph import StepGraph, origin
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.activations import Level, Segment, crossing_storages, menu, segments, value_node
 from zerofx.scheduler.machine import Machine
@@ -26,6 +26,14 @@ from zerofx.scheduler.storage import storage_bytes, tensors_of
 
 Evaluate = Callable[[Plan], Prediction]
 Progress = Callable[[Iterable[PolicyOptions]], Iterable[PolicyOptions]]
+
+
+class BudgetMissedError(MemoryBudgetError):
+    """No plan fits; ``least_bytes`` is the least peak on the device of all plans that were tried."""
+
+    def __init__(self, message: str, least_bytes: int) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
 
 
 @dataclass(frozen=True)
@@ -56,17 +64,24 @@ class Question:
     recompute: bool
 
 
-def fit(question: Question, ways: Sequence[PolicyOptions], evaluate: Evaluate, progress: Progress = iter) -> Plan:
+def fit(
+    question: Question,
+    ways: Sequence[PolicyOptions],
+    peak: Callable[[Plan], int],
+    evaluate: Evaluate,
+    progress: Progress = iter,
+) -> Plan:
     """The fastest plan that fits.
 
     Args:
         question: graph, machine and budget.
         ways: the ways to gather that may be used, the preferred one first.
-        evaluate: carries a plan out on a copy of the graph and simulates it.
+        peak: the peak in bytes of a plan that is carried out on a copy of the graph.
+        evaluate: the whole simulation of such a plan, which takes longer.
         progress: wraps the iteration over ``ways``, for a progress bar.
 
     Raises:
-        MemoryBudgetError: none fits; says the least peak of all plans that were tried, and where it is.
+        BudgetMissedError: none fits; says the least peak of all plans that were tried, and where it is.
     """
     budget = question.memory_budget
     assert budget is not None
@@ -74,17 +89,22 @@ def fit(question: Question, ways: Sequence[PolicyOptions], evaluate: Evaluate, p
     menus = _menus(parts, question.machine)
     moves = order_moves(menus)
     best: tuple[Plan, Prediction] | None = None
-    least: tuple[Plan, Prediction] | None = None
+    least: tuple[int, Plan] | None = None
+    hint: int | None = None
     for way in progress(ways):
-        plan, prediction = _shortest(question, way, parts, menus, moves, evaluate)
-        if least is None or prediction.peak_bytes["device"] < least[1].peak_bytes["device"]:
-            least = (plan, prediction)
-        fits = prediction.peak_bytes["device"] <= budget
-        if fits and (best is None or prediction.step_seconds < best[1].step_seconds):
-            best = (plan, prediction)
+        search = _Search(question, way, parts, menus, moves, peak)
+        length = search.shortest(budget, hint)
+        num_bytes, plan = search.least() if length is None else search.at(length)
+        if length is not None:
+            hint = length
+            prediction = evaluate(plan)
+            if best is None or prediction.step_seconds < best[1].step_seconds:
+                best = (plan, prediction)
+        elif least is None or num_bytes < least[0]:
+            least = (num_bytes, plan)
     if best is None:
         assert least is not None
-        raise MemoryBudgetError(_explain(question, least[1]))
+        raise BudgetMissedError(_explain(question, evaluate(least[1])), least[0])
     return best[0].with_prediction(best[1])
 
 
@@ -118,38 +138,57 @@ def _menus(parts: Sequence[Segment], machine: Machine) -> list[tuple[Level, ...]
     return [known[segment.key] for segment in parts]
 
 
-def _shortest(
-    question: Question,
-    way: PolicyOptions,
-    parts: Sequence[Segment],
-    menus: Sequence[tuple[Level, ...]],
-    moves: Sequence[Move],
-    evaluate: Evaluate,
-) -> tuple[Plan, Prediction]:
-    """The plan with the fewest moves that fits, or the one of the least peak."""
-    tried: dict[int, tuple[Plan, Prediction]] = {}
+class _Search:
+    """Looks for the shortest length of the order of moves that fits, for one way to gather."""
 
-    def at(length: int) -> int:
-        if length not in tried:
-            plan = _plan(question, way, parts, menus, moves[:length])
-            tried[length] = (plan, evaluate(plan))
-        return tried[length][1].peak_bytes["device"]
+    def __init__(
+        self,
+        question: Question,
+        way: PolicyOptions,
+        parts: Sequence[Segment],
+        menus: Sequence[tuple[Level, ...]],
+        moves: Sequence[Move],
+        peak: Callable[[Plan], int],
+    ) -> None:
+        self._make: Callable[[int], Plan] = lambda length: _plan(question, way, parts, menus, moves[:length])
+        self._peak = peak
+        self._num_moves = len(moves)
+        self._tried: dict[int, tuple[int, Plan]] = {}
 
-    budget = question.memory_budget
-    assert budget is not None
-    if at(0) <= budget or not moves:
-        return tried[0]
-    low, high = 0, len(moves)
-    at(high)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if at(middle) <= budget:
-            high = middle
+    def at(self, length: int) -> tuple[int, Plan]:
+        """The peak, and the plan, of a length."""
+        if length not in self._tried:
+            plan = self._make(length)
+            self._tried[length] = (self._peak(plan), plan)
+        return self._tried[length]
+
+    def least(self) -> tuple[int, Plan]:
+        """The plan of the least peak so far."""
+        return min(self._tried.values(), key=lambda tried: tried[0])
+
+    def shortest(self, budget: int, hint: int | None) -> int | None:
+        """The least length that fits, or None. ``hint`` is what another way to gather needed: likely near."""
+
+        def fits(length: int) -> bool:
+            return self.at(length)[0] <= budget
+
+        if fits(0):
+            return 0
+        low, high = 0, self._num_moves
+        if hint is not None and fits(hint):
+            high, reach = hint, 1
+            while high - reach > low and fits(high - reach):
+                high, reach = high - reach, 2 * reach
+            low = max(low, high - reach)
         else:
-            low = middle
-    if at(high) <= budget:
-        return tried[high]
-    return min(tried.values(), key=lambda pair: pair[1].peak_bytes["device"])
+            fits(high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if fits(middle):
+                high = middle
+            else:
+                low = middle
+        return high if fits(high) else None
 
 
 def _plan(
@@ -174,7 +213,8 @@ def _plan(
         for i, storage in enumerate(segment.values):
             node = value_node(storage)
             if i in segment.needed and i not in kept:
-                recomputes.append(RecomputeDecision(node.name, storage_bytes(tensors_of(node)[0]), reason))
+                size = storage_bytes(tensors_of(node)[0])
+                recomputes.append(RecomputeDecision(node.name, size, reason, origin(node).layer))
             elif i in kept and storage not in crossing:
                 extra.append(node.name)
     return decide(

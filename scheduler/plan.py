@@ -40,11 +40,15 @@ class ReduceDecision:
 
 @dataclass(frozen=True)
 class RecomputeDecision:
-    """A forward value that is not kept for backward but computed again: node name, bytes, and why."""
+    """A forward value that is not kept for backward but computed again: node name, bytes, and why.
+
+    ``layer`` is the dotted path of the module that makes the value, ``""`` the model itself.
+    """
 
     value: str
     num_bytes: int
     reason: str
+    layer: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,28 @@ class Plan:
             )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise PlanError(f"expected the JSON of a zerofx plan, found something else: {error!r}") from error
+
+    def why(self, name: str) -> str:
+        """Every decision that concerns ``name``, a line each, with bytes and reasons.
+
+        Args:
+            name: a bucket (``"layers.3"``), a module in one or around some (``"layers.3.mlp"``, ``"layers"``), or a
+                node of the captured graph that a decision names.
+
+        Raises:
+            PlanError: the plan knows no such name; lists the nearest that it knows.
+        """
+        # As in __str__.
+        from zerofx.report.why import why
+
+        return why(self, name)
+
+    def diff(self, other: Plan) -> str:
+        """What is different in ``other``, in words: this plan's decisions and predictions -> those of ``other``."""
+        # As in __str__.
+        from zerofx.report.plan_diff import diff_plans
+
+        return diff_plans(self, other)
 
     def __str__(self) -> str:
         # The text is a report's business, and reports are made of plans.

@@ -17,6 +17,7 @@ from zerofx.errors import (
 from zerofx.planning import PlannedStep, plan
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
+from zerofx.search import SearchResult, largest_micro_batch, smallest_world
 from zerofx.step import Step
 
 __all__ = [
@@ -30,11 +31,14 @@ __all__ = [
     "PlanError",
     "PlannedStep",
     "RankMismatchError",
+    "SearchResult",
     "ShardedParametersError",
     "Step",
     "UsageError",
     "ZeroFXError",
     "ZeroFXWarning",
     "compile",
+    "largest_micro_batch",
     "plan",
+    "smallest_world",
 ]

@@ -24,7 +24,7 @@ from zerofx.report.units import format_bytes, format_seconds
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.executor import StepFunction, load_source
 from zerofx.scheduler.budget import Question, fit, least_memory, ways_to_gather
-from zerofx.scheduler.liveness import with_profiles
+from zerofx.scheduler.liveness import liveness, with_profiles
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan, Prediction
 from zerofx.scheduler.policy import decide
@@ -129,11 +129,17 @@ def make_plan(
             options=options.policy,
         )  # fmt: skip
 
-    def evaluate(plan: Plan) -> Prediction:
+    def carry_out(plan: Plan) -> StepGraph:
         step = captured.clone()
         run_quietly(step, plan, layout, programs, settings)
-        simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu)
-        return predict(step, plan, layout, simulation)
+        return step
+
+    def peak(plan: Plan) -> int:
+        return liveness(carry_out(plan), on_cpu).peak_bytes
+
+    def evaluate(plan: Plan) -> Prediction:
+        step = carry_out(plan)
+        return predict(step, plan, layout, simulate(step, machine, layout.num_ranks, on_cpu=on_cpu))
 
     question = Question(
         captured, layout, machine, options.stage, options.precision, memory_budget, options.recompute != "none"
@@ -141,7 +147,7 @@ def make_plan(
     if memory_budget is None:
         return least_memory(question, options.policy, evaluate)
     ways = ways_to_gather(options.policy, options.stage == 3 and layout.num_ranks > 1)
-    return fit(question, ways, evaluate)
+    return fit(question, ways, peak, evaluate)
 
 
 def build(

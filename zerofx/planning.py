@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
@@ -13,8 +13,9 @@ from zerofx.buckets import BucketLayout, layout_of
 from zerofx.capture import Batch, capture
 from zerofx.compiler import LoweredStep, budget_bytes, lower, make_plan
 from zerofx.errors import UsageError
+from zerofx.graph import StepGraph
 from zerofx.loss import LossFunction
-from zerofx.options import Backend, Precision, Recompute, check_options
+from zerofx.options import Backend, CompileOptions, Precision, Recompute, check_options
 from zerofx.passes.simplify import simplify
 from zerofx.pipeline import check_disabled
 from zerofx.report.schedule import Schedule, make_schedule
@@ -22,7 +23,7 @@ from zerofx.report.units import format_bytes, format_seconds
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
-from zerofx.settings import read_settings
+from zerofx.settings import Settings, read_settings
 
 
 @dataclass(frozen=True)
@@ -105,27 +106,97 @@ def plan(
     Raises:
         ZeroFXError: as ``zerofx.compile`` would.
     """
-    if world_size < 1:
-        raise UsageError(f"expected a world_size of at least 1, found {world_size}")
+    check_world_size(world_size)
     options = check_options(
         stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
         memory_budget, recompute,
     )  # fmt: skip
-    assert options.machine is not None
+    return plan_captured(capture_for_plans(model, optimizer, batch, options), world_size)
+
+
+class RankOptions(TypedDict, total=False):
+    """The keywords of ``plan`` that hold for any number of ranks."""
+
+    machine: Machine | str
+    memory_budget: int | float | str | None
+    recompute: Recompute
+    loss_fn: LossFunction | None
+    precision: Precision | None
+    backend: Backend
+    prefetch: int
+    keep_gathered: Collection[str] | Literal["all"]
+
+
+class PlanOptions(RankOptions, total=False):
+    """The keywords of ``plan``."""
+
+    world_size: int
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A captured step with what it takes to plan it, for any number of ranks.
+
+    ``groups`` is the index of the param group of each trained parameter, by name. ``graph`` is never edited.
+    """
+
+    graph: StepGraph
+    optimizer: torch.optim.Optimizer
+    groups: Mapping[str, int]
+    options: CompileOptions
+    settings: Settings
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that is planned for."""
+        assert self.options.machine is not None
+        return self.options.machine
+
+
+def check_world_size(world_size: int) -> None:
+    """Check a number of ranks.
+
+    Raises:
+        UsageError: it is below 1.
+    """
+    if world_size < 1:
+        raise UsageError(f"expected a world_size of at least 1, found {world_size}")
+
+
+def capture_for_plans(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Any, ...] | Mapping[str, Any],
+    options: CompileOptions,
+) -> CapturedStep:
+    """Capture once what ``plan_captured`` plans many times.
+
+    Raises:
+        ZeroFXError: the model cannot be captured, or the optimizer is not the model's.
+    """
     settings = read_settings()
     check_disabled(settings)
     taken = Batch.of((), batch) if isinstance(batch, Mapping) else Batch.of(tuple(batch), {})
-    captured = capture(model, taken, loss_fn=loss_fn, compute_dtype=options.compute_dtype)
+    captured = capture(model, taken, loss_fn=options.loss_fn, compute_dtype=options.compute_dtype)
     if "simplify" not in settings.disable:
         simplify(captured)
     groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
-    layout = layout_of(captured, groups, world_size)
-    programs = OptimizerBinding(optimizer, layout, captured.device, prefer_fused=backend == "inductor").programs(None)
-    budget = budget_bytes(options.memory_budget, options.machine)
-    decided = make_plan(
-        captured, layout, programs, options.machine, options, settings, budget, on_cpu=options.machine.is_cpu
-    )
-    lowered = lower(
-        captured, decided, layout, programs, options.machine, settings, on_cpu=options.machine.is_cpu, talk=True
-    )
-    return PlannedStep(lowered, layout, options.machine)
+    return CapturedStep(captured, optimizer, groups, options, settings)
+
+
+def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True) -> PlannedStep:
+    """Plan a captured step for ``world_size`` ranks; ``talk``: write what ``ZEROFX_DEBUG`` asks for.
+
+    Raises:
+        MemoryBudgetError: no plan fits the memory budget among the options.
+        OptimizerError: the optimizer cannot be run on flat shards.
+    """
+    machine, options, settings = captured.machine, captured.options, captured.settings
+    step = captured.graph.clone()
+    layout = layout_of(step, captured.groups, world_size)
+    prefer_fused = options.backend == "inductor"
+    programs = OptimizerBinding(captured.optimizer, layout, step.device, prefer_fused=prefer_fused).programs(None)
+    budget = budget_bytes(options.memory_budget, machine)
+    decided = make_plan(step, layout, programs, machine, options, settings, budget, on_cpu=machine.is_cpu)
+    lowered = lower(step, decided, layout, programs, machine, settings, on_cpu=machine.is_cpu, talk=talk)
+    return PlannedStep(lowered, layout, machine)

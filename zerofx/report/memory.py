@@ -63,9 +63,9 @@ def memory_curve(step: StepGraph, live: Liveness) -> Iterator[tuple[fx.Node, dic
 
 def peak_memory(step: StepGraph, live: Liveness) -> dict[Category, int]:
     """Bytes at the peak by category, zeros left out; they add up to ``live.peak_bytes``."""
-    held, before = _persistent(step), Counter[Category]()
+    held, before, peak_node = _persistent(step), Counter[Category](), live.peak_node
     for node, behind in memory_curve(step, live):
-        if node is live.peak_node:
+        if node is peak_node:
             held = before or held
             for storage, size in live.sizes.items():
                 if storage[0] is node:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from tabulate import tabulate
 
+from zerofx.graph import unit_of
 from zerofx.report.fold import Block, fold, span
 from zerofx.report.reasons import reasons
 from zerofx.report.units import format_bytes, format_count, format_seconds
-from zerofx.scheduler.plan import BucketSummary, Plan
+from zerofx.scheduler.plan import BucketSummary, Plan, RecomputeDecision
 
 _HEADERS = ("bucket", "parameters", "dtype", "slice", "whole", "group", "gathers")
 
 
 def describe_plan(plan: Plan) -> str:
     """The plan for people: ``print(plan)``."""
-    budget = "" if plan.memory_budget is None else f", memory budget {format_bytes(plan.memory_budget)}"
-    lines = [f"plan {plan.decisions_hash()[:12]}: {heading(plan)}{budget}"]
+    lines = [f"plan {plan.decisions_hash()[:12]}: {heading(plan)}{_budget(plan)}"]
     if plan.prediction is not None:
         lines.append(
             f"predicted, per rank: peak {format_bytes(plan.peak_bytes['device'])} at {plan.prediction.peak_node}, step "
@@ -27,8 +29,69 @@ def describe_plan(plan: Plan) -> str:
         )
     lines += ["", bucket_table(plan)]
     for kind, found in reasons(plan).items():
-        lines += ["", kind, *(f"  {reason}" for reason in found)]
+        if kind != "recomputed":
+            lines += ["", kind, *(f"  {reason}" for reason in found)]
+    if plan.recomputes:
+        lines += ["", *_recomputed(plan)]
     return "\n".join(lines)
+
+
+def _budget(plan: Plan) -> str:
+    if plan.memory_budget is None:
+        return ""
+    text = f", memory budget {format_bytes(plan.memory_budget)}"
+    if plan.prediction is None:
+        return text
+    peak = plan.peak_bytes["device"]
+    return f"{text} of which the peak takes {format_bytes(peak)} ({peak / plan.memory_budget:.1%})"
+
+
+def recomputes_by_unit(plan: Plan) -> dict[str, list[RecomputeDecision]]:
+    """What is computed again in each repeated layer, in the order of the plan; ``""`` is outside all of them."""
+    units = {bucket.name for bucket in plan.buckets}
+    found: dict[str, list[RecomputeDecision]] = {}
+    for decision in plan.recomputes:
+        found.setdefault(unit_of(decision.layer, units), []).append(decision)
+    return found
+
+
+def count_values(number: int) -> str:
+    """``1 value``, ``2 values``."""
+    return f"{number} value{'' if number == 1 else 's'}"
+
+
+def _recomputed(plan: Plan) -> Iterator[str]:
+    """A line for all layers in a row of which the same is computed again for the same reason."""
+    total = sum(decision.num_bytes for decision in plan.recomputes)
+    by_unit = list(recomputes_by_unit(plan).items())
+    shapes = [
+        (unit != "", tuple(decision.num_bytes for decision in found), _why(unit, found)) for unit, found in by_unit
+    ]
+    yield f"recomputed: {count_values(len(plan.recomputes))}, {format_bytes(total)} freed between forward and backward"
+    for block in fold(shapes, [True] * len(shapes)):
+        members = [by_unit[i] for n in range(block.count) for i in block.repetition(n)]
+        # A repetition of several layers that differ: a line each.
+        for rows in [members[i :: block.length] for i in range(block.length)]:
+            units, (_, found) = [unit for unit, _ in rows], rows[0]
+            size = sum(decision.num_bytes for decision in found)
+            what = f"{count_values(len(found))}, {format_bytes(size)} freed"
+            if len(rows) > 1:
+                what = f"{what} in each, {format_bytes(size * len(rows))} in all"
+            why = _why(units[0], found) if len(rows) > 1 else "; ".join(_distinct(found))
+            count = f"  x{len(rows)}" if len(rows) > 1 else ""
+            yield f"  {span([unit or '(model)' for unit in units])}{count}: {what}; {why}"
+    if plan.extra_keeps:
+        yield f"  kept for it, though backward does not read it: {count_values(len(plan.extra_keeps))}"
+
+
+def _distinct(found: list[RecomputeDecision]) -> list[str]:
+    return list(dict.fromkeys(decision.reason for decision in found))
+
+
+def _why(unit: str, found: list[RecomputeDecision]) -> str:
+    """The reasons as they read for any one of several layers."""
+    text = "; ".join(_distinct(found))
+    return re.sub(rf"(?<![\w.]){re.escape(unit)}(?![\w.]*\w)", "each", text) if unit else text
 
 
 def heading(plan: Plan) -> str:
@@ -57,8 +120,8 @@ def _line(plan: Plan, block: Block, gathers: int) -> list[str]:
         span([bucket.name for bucket in members]) + count,
         format_count(first.num_parameters),
         _dtype(first.compute_dtype) + ("" if first.dtype == first.compute_dtype else f" ({_dtype(first.dtype)} kept)"),
-        format_bytes(first.shard_numel * _itemsize(first)),
-        format_bytes(first.shard_numel * plan.num_ranks * _itemsize(first)),
+        format_bytes(first.shard_numel * itemsize(first)),
+        format_bytes(first.shard_numel * plan.num_ranks * itemsize(first)),
         "frozen" if first.group is None else str(first.group),
         str(gathers) if plan.gathers_parameters else "",
     ]
@@ -68,8 +131,8 @@ def _dtype(name: str) -> str:
     return name.removeprefix("torch.")
 
 
-def _itemsize(bucket: BucketSummary) -> int:
-    """Bytes of an element as it is gathered."""
+def itemsize(bucket: BucketSummary) -> int:
+    """Bytes of an element of a bucket as it is gathered."""
     dtype = getattr(torch, _dtype(bucket.compute_dtype))
     assert isinstance(dtype, torch.dtype)
     return dtype.itemsize

@@ -20,6 +20,7 @@ from zerofx.codegen.regions import Event, Instruction
 from zerofx.compiler import LoweredStep
 from zerofx.graph import origin, target_name
 from zerofx.report.memory import memory_curve
+from zerofx.report.page import write_html
 from zerofx.report.rows import Row, Totals
 from zerofx.report.table import schedule_table
 from zerofx.report.trace import chrome_trace
@@ -55,6 +56,20 @@ class Schedule:
     def to_chrome_trace(self, path: str | Path) -> None:
         """Write a trace for https://ui.perfetto.dev or chrome://tracing: a track a stream, and the memory curve."""
         Path(path).write_text(json.dumps(chrome_trace(self.rows, self.instructions, self.memory)), encoding="utf-8")
+
+    def to_html(
+        self,
+        path: str | Path,
+        title: str = "zerofx step",
+        *,
+        limits: Mapping[str, int] | None = None,
+        notes: str = "",
+    ) -> None:
+        """Write one page for a browser, which needs nothing else: numbers, memory, streams and table with explanations.
+
+        ``limits`` are bytes to draw over the memory curve, by what they are; ``notes`` is put at the end as it is.
+        """
+        write_html(self, path, title, limits=limits, notes=notes)
 
     def __str__(self) -> str:
         return self.table()

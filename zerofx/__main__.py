@@ -1,0 +1,8 @@
+"""``python -m zerofx``: the command line."""
+
+from __future__ import annotations
+
+from zerofx.cli import main
+
+if __name__ == "__main__":
+    main(prog_name="zerofx")

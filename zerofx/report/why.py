@@ -1,0 +1,127 @@
+"""Why a plan treats a layer, a bucket or a node as it does: ``plan.why("layers.7.mlp")``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from zerofx.errors import PlanError
+from zerofx.report.plan_text import count_values, itemsize
+from zerofx.report.units import format_bytes
+from zerofx.scheduler.plan import GatherDecision, Plan, RecomputeDecision, ReduceDecision
+
+_NEAREST = 5  # names that an error suggests
+
+
+def why(plan: Plan, name: str) -> str:
+    """Every decision of ``plan`` that concerns ``name``, a line each; see ``Plan.why``.
+
+    A plan does not list the modules inside a bucket, so any name below a bucket's is taken to be one of them.
+
+    Raises:
+        PlanError: the plan knows no such name.
+    """
+    lines = [*_of_node(plan, name), *_of_module(plan, name)]
+    if not lines:
+        raise PlanError(
+            f"expected the name of a layer, a bucket or a node that the plan decides about, found {name!r}: "
+            f"{_nearest(plan, name)}"
+        )
+    return "\n".join([f"{name}:", *(f"  {line}" for line in lines)])
+
+
+def _of_node(plan: Plan, name: str) -> Iterator[str]:
+    """Decisions that name a node."""
+    for gather in plan.gathers:
+        bucket = plan.buckets[gather.bucket].name
+        at = [
+            *(["issued before it"] if gather.issue == name else []),
+            *(["awaited before it, the first use"] if gather.first == name else []),
+            *(["released after it, the last use"] if gather.last == name else []),
+        ]
+        if at:
+            yield f"gather of {bucket}: {', '.join(at)}: {gather.reason}"
+    for reduce in plan.reduces:
+        if reduce.wait_after == name and plan.num_ranks > 1:
+            yield f"reduction of {plan.buckets[reduce.bucket].name}: awaited after it: {reduce.reason}"
+    for recompute in plan.recomputes:
+        if recompute.value == name:
+            yield _recompute(recompute)
+    if name in plan.extra_keeps:
+        yield "kept for backward, which reads it only because other values are computed again from it"
+    if plan.prediction is not None and plan.prediction.peak_node == name:
+        live = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in plan.prediction.peak_live.items())
+        yield f"the device's peak is here, {format_bytes(plan.peak_bytes['device'])}: {live}"
+
+
+def _of_module(plan: Plan, name: str) -> Iterator[str]:
+    """Decisions about the buckets that a module is in, or that are in it, and about the values it makes."""
+    for index, bucket in enumerate(plan.buckets):
+        if not _related(bucket.name, name):
+            continue
+        whole = bucket.shard_numel * plan.num_ranks * itemsize(bucket)
+        yield f"bucket {bucket.name}: {bucket.num_parameters} parameters, {format_bytes(whole)} whole" + (
+            f", {format_bytes(whole // plan.num_ranks)} on each of {plan.num_ranks} ranks"
+            if plan.gathers_parameters
+            else ""
+        )
+        yield from (_gather(gather) for gather in plan.gathers if gather.bucket == index)
+        if not plan.gathers_parameters:
+            yield f"never gathered: stage {plan.stage} on {plan.num_ranks} rank(s) keeps parameters whole on the device"
+        if bucket.group is None:
+            yield "never reduced: frozen, or without a gradient"
+        elif plan.num_ranks == 1:
+            yield "never reduced: there is one rank"
+        else:
+            yield from (_reduce(reduce) for reduce in plan.reduces if reduce.bucket == index)
+    found = [decision for decision in plan.recomputes if _within(decision.layer, name)]
+    if found:
+        total = sum(decision.num_bytes for decision in found)
+        yield f"computed again in backward: {count_values(len(found))}, {format_bytes(total)} freed"
+        yield from (f"  {_recompute(decision)}" for decision in found)
+    elif any(_related(bucket.name, name) for bucket in plan.buckets):
+        yield "nothing is computed again in backward"
+
+
+def _gather(gather: GatherDecision) -> str:
+    return f"gathered from {gather.first} to {gather.last}, issued before {gather.issue}: {gather.reason}"
+
+
+def _reduce(reduce: ReduceDecision) -> str:
+    where = "" if reduce.wait_after is None else f" (after {reduce.wait_after})"
+    return f"gradients reduced: {reduce.reason}{where}"
+
+
+def _recompute(decision: RecomputeDecision) -> str:
+    where = f" of {decision.layer}" if decision.layer else ""
+    return f"{decision.value}{where}, {format_bytes(decision.num_bytes)}, is computed again: {decision.reason}"
+
+
+def _parts(bucket: str) -> list[str]:
+    """The modules that a bucket's name is made of: loose parameters have the names of several."""
+    return bucket.split("+")
+
+
+def _related(bucket: str, name: str) -> bool:
+    """Whether a name is a bucket's, or that of a module in it or around it."""
+    return name == bucket or any(_within(part, name) or _within(name, part) for part in _parts(bucket))
+
+
+def _within(inner: str, outer: str) -> bool:
+    return inner == outer or inner.startswith(f"{outer}.")
+
+
+def _nearest(plan: Plan, name: str) -> str:
+    known = [
+        *(bucket.name for bucket in plan.buckets),
+        *(decision.layer for decision in plan.recomputes),
+        *(decision.value for decision in plan.recomputes),
+        *plan.extra_keeps,
+        *(node for gather in plan.gathers for node in (gather.first, gather.last, gather.issue)),
+        *(reduce.wait_after for reduce in plan.reduces if reduce.wait_after is not None),
+    ]
+    known = [one for one in dict.fromkeys(known) if one]
+    near = difflib.get_close_matches(name, known, _NEAREST, cutoff=0.4)
+    if near:
+        return f"the nearest are {', '.join(near)}"
+    return f"the buckets are {', '.join(bucket.name for bucket in plan.buckets)}"
