@@ -1,12 +1,13 @@
 """A deterministic plan: when each bucket is gathered, released, reduced and updated. Reads the graph, changes nothing.
 
 A bucket is resident while its unit runs: a residency ends where another unit's parameters are used before this
-bucket's next use. Gathers are issued a fixed number of residencies ahead, and a reduction is awaited where the next
-bucket's gradients are complete, so that each hides behind the computation of one unit.
+bucket's next use. Gathers are issued a fixed number of units ahead, and a reduction is awaited where the next unit's
+gradients are complete, so that each hides behind the computation of one unit.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from zerofx.scheduler.plan import BucketSummary, GatherDecision, Plan, Recompute
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """``prefetch``: residencies that a gather is issued ahead (0: where it is needed). ``keep``: names of buckets that
+    """``prefetch``: units that a gather is issued ahead (0: where it is needed). ``keep``: names of buckets that
     stay gathered between forward and backward, or ``"all"``."""
 
     prefetch: int = 1
@@ -90,10 +91,13 @@ def summarise(bucket: Bucket) -> BucketSummary:
 
 def _decide_gathers(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -> tuple[GatherDecision, ...]:
     residencies = _residencies(step, layout, options)
+    # The buckets of one unit are needed together, and are gathered ahead together.
+    together = [list(run) for _, run in itertools.groupby(residencies, key=lambda residency: residency.bucket.unit)]
     decisions = []
-    for number, residency in enumerate(residencies):
-        ahead = residencies[max(0, number - options.prefetch)]
-        early = "" if ahead is residency else f", issued {options.prefetch} ahead to hide behind {ahead.bucket.name}"
+    for number, residency in ((n, residency) for n, run in enumerate(together) for residency in run):
+        distance = min(number, options.prefetch)
+        ahead = together[number - distance][0]
+        early = f", issued {distance} ahead to hide behind {ahead.bucket.name}" if distance else ""
         decisions.append(
             GatherDecision(
                 bucket=residency.bucket.index,
@@ -159,7 +163,10 @@ def _decide_reduces(step: StepGraph, layout: BucketLayout) -> tuple[ReduceDecisi
     )
     nodes = list(step.graph.nodes)
     decisions = []
-    for (_, index), following in zip(complete, [*complete[1:], None], strict=False):
+    for number, (_, index) in enumerate(complete):
+        unit = layout.buckets[index].unit
+        # A bucket of the same unit is complete at about the same time: there is nothing to hide behind.
+        following = next((late for late in complete[number + 1 :] if layout.buckets[late[1]].unit != unit), None)
         if following is None:
             decisions.append(ReduceDecision(index, None, "the last reduction: awaited where the step ends"))
         else:

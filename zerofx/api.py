@@ -57,7 +57,7 @@ def compile(
         machine: what the predictions are for: a ``Machine``, the name of a built-in one, or None for the machine at
             hand.
         plan: a plan made earlier for this graph, in place of a fresh one.
-        prefetch: how many gathers to issue ahead of their use.
+        prefetch: how many units ahead of their use to issue gathers.
         keep_gathered: names of buckets that stay gathered from forward to backward, or ``"all"``.
         max_shapes: how many batch shapes may be captured before another is an error.
 

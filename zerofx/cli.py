@@ -133,8 +133,8 @@ def _find(where: str) -> Callable[[], Any]:
     module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
     found = getattr(module, name, None)
     if callable(found):
-        assert isinstance(found, Callable)  # type: ignore[arg-type]  # mypy has no type for this protocol
-        return found  # type: ignore[no-any-return]
+        function: Callable[[], Any] = found
+        return function
     offered = [key for key, value in vars(module).items() if callable(value) and _is_own(value, module)]
     hint = f"; its own are {', '.join(offered)}" if offered else ""
     raise UsageError(f"{source} has no function {name!r}{hint}")
@@ -204,8 +204,8 @@ def _budget(text: str | None) -> str | float | None:
 
 def _limits(planned: PlannedStep) -> dict[str, int]:
     budget = planned.plan.memory_budget
-    limits = {} if budget is None else {"budget": budget}
-    return {**limits, "device": planned.machine.device.memory_bytes}
+    limits = {} if budget is None else {"memory budget": budget}
+    return {**limits, "memory of the device": planned.machine.device.memory_bytes}
 
 
 def _short(planned: PlannedStep) -> str:
@@ -234,7 +234,3 @@ def _bandwidth(rate: float) -> str:
 
 def _link(link: Link) -> str:
     return f"{_bandwidth(link.bandwidth)}, {format_seconds(link.latency)}"
-
-
-if __name__ == "__main__":
-    main(prog_name="zerofx")

@@ -177,6 +177,8 @@ def test_earlier_layers_are_recomputed_first() -> None:
     made = plan(model, optimizer, batch, machine="cpu", memory_budget=most - (most - least) // 10)
     layers = {decision.reason.split(" for ")[1].split(":")[0] for decision in made.plan.recomputes}
     assert layers and layers <= {"layers.0", "layers.1"}
+    for decision in made.plan.recomputes:
+        assert any(f"for {layer}:" in decision.reason for layer in layers if decision.layer.startswith(layer))
 
 
 def test_a_menu_keeps_less_and_computes_more_at_every_level() -> None:

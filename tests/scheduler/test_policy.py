@@ -110,3 +110,30 @@ def test_every_decision_says_why() -> None:
     plan = prepare(prefetch=2).plan
     assert all(gather.reason for gather in plan.gathers)
     assert all(reduction.reason for reduction in plan.reduces)
+
+
+class Biased(nn.Module):
+    """Equal layers of a weight and a bias, which are trained in two groups and so lie in two buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.sum()
+
+
+def test_the_buckets_of_a_layer_are_gathered_and_awaited_together() -> None:
+    model = Biased()
+    weights, biases = ([p for p in model.parameters() if p.dim() == dims] for dims in (2, 1))
+    optimizer = torch.optim.SGD([{"params": weights}, {"params": biases, "lr": 0.5}], lr=0.1)
+    prepared = prepare(model, optimizer=optimizer)
+    buckets, plan = prepared.layout.buckets, prepared.plan
+    unit = {index: bucket.unit for index, bucket in enumerate(buckets)}
+    issued = {(unit[g.bucket], g.issue) for g in plan.gathers if g.bucket < len(buckets) and "forward" in g.reason}
+    assert len(issued) == 3
+    awaited = [(unit[r.bucket], r.wait_after) for r in plan.reduces]
+    assert len(awaited) == 6 and len(set(awaited)) == 3
+    assert awaited[-1] == ("layers.0", None)

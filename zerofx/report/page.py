@@ -107,7 +107,7 @@ def _page(schedule: Schedule, title: str, limits: Mapping[str, int], notes: str)
     shares = {name: (colour_of(name), _share(name, highest.get(name, 0))) for name in reversed(categories)}
     words = {kind: (KINDS[kind], _ABOUT_KINDS.get(kind, "")) for kind in kinds}
     about_limits = "".join(
-        f" The {escape(name)} has {format_bytes(size)}, which the peak {_verdict(totals.peak_bytes, size)}."
+        f" The peak {_verdict(totals.peak_bytes, size)} the {escape(name)}, {format_bytes(size)}."
         for name, size in limits.items()
     )
     plan_text = f"<h2>Plan</h2><p>What was decided, and why.</p><pre>{escape(notes)}</pre>" if notes else ""
@@ -120,7 +120,8 @@ ranks do the same. All numbers are predictions of the plan.</p>
 <div class="numbers">{_numbers(schedule)}</div>
 <h2>Memory</h2>
 <p>How many bytes are on the device at each moment of the step, and what they are; the height of a colour is its share.
-The dashed line is the peak, which a single operator may reach for a moment above the curve; the dot is where.{about_limits}</p>
+The dashed line is the peak, which a single operator may reach for a moment above the curve; the dot is
+where.{about_limits}</p>
 {memory}
 <p id="here" class="soft">Move the pointer over the picture to read the bytes at a time.</p>
 <p class="soft">Bytes where the curve is highest:</p>
@@ -163,6 +164,4 @@ def _share(category: str, num_bytes: int) -> str:
 
 
 def _verdict(peak_bytes: int, limit: int) -> str:
-    if peak_bytes <= limit:
-        return f"fits with {format_bytes(limit - peak_bytes)} to spare"
-    return f"exceeds by {format_bytes(peak_bytes - limit)}"
+    return f"is {format_bytes(abs(limit - peak_bytes))} {'below' if peak_bytes <= limit else 'ABOVE'}"

@@ -1,4 +1,4 @@
-"""Pictures of a schedule as SVG: memory over the step, and what each stream does when. Their size is bounded by pixels."""
+"""Pictures of a schedule as SVG: memory over the step, and what each stream does when; as large as their pixels."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ COLOURS: Mapping[str, str] = {
     Category.TEMPORARIES: "#e0c23a",
 }
 _OTHER = "#59a14f"
+_NOTHING: Mapping[str, int] = {}
 KINDS: Mapping[str, str] = {
     "forward": "#4e79a7",
     "backward": "#f28e2b",
@@ -146,8 +147,7 @@ def _thinned(
     memory: Sequence[tuple[float, Mapping[str, int]]], seconds: float
 ) -> Iterator[tuple[float, Mapping[str, int]]]:
     """Of the points that share a pixel, the highest: a peak must not get lost."""
-    pixel, best = -1, (0.0, dict[str, int]())
-    chosen: tuple[float, Mapping[str, int]] = best
+    pixel, chosen = -1, (0.0, _NOTHING)
     for at, held in memory:
         here = int(at / seconds * _POINTS) if seconds else 0
         if here != pixel:
@@ -189,14 +189,25 @@ def _kind(row: Row) -> str:
 
 
 def _merged(slices: Sequence[_Slice], pixel: float) -> list[_Slice]:
-    """Neighbours of one kind that are under a pixel each, and no farther apart, as one slice."""
+    """Neighbours that are under a pixel each as one slice: all that share a pixel, and on from there those of one kind.
+
+    What shares a pixel has the colour of the kind that takes most of it. So there are at most a few slices a pixel.
+    """
     merged: list[_Slice] = []
+    shares: dict[str, float] = {}  # seconds by kind in the last of them
     for new in sorted(slices, key=lambda found: found.start):
         last = merged[-1] if merged else None
         small = last is not None and new.end - new.start < pixel and (last.count > 1 or last.end - last.start < pixel)
-        if last is not None and small and last.kind == new.kind and new.start - last.end < pixel:
-            merged[-1] = _Slice(last.kind, last.start, max(last.end, new.end), last.title, last.count + 1)
+        if (
+            last is not None
+            and small
+            and (new.end - last.start < pixel or (last.kind == new.kind and new.start - last.end < pixel))
+        ):
+            shares[new.kind] = shares.get(new.kind, 0.0) + new.end - new.start
+            kind = max(shares, key=lambda name: shares[name])
+            merged[-1] = _Slice(kind, last.start, max(last.end, new.end), last.title, last.count + 1)
         else:
+            shares = {new.kind: new.end - new.start}
             merged.append(new)
     return merged
 
@@ -204,7 +215,8 @@ def _merged(slices: Sequence[_Slice], pixel: float) -> list[_Slice]:
 def _title(drawn: _Slice) -> str:
     if drawn.count == 1:
         return drawn.title
-    return f"{drawn.count} short {drawn.kind} in {format_seconds(drawn.end - drawn.start)}; the first:\n{drawn.title}"
+    taken = format_seconds(drawn.end - drawn.start)
+    return f"{drawn.count} short ones, mostly {drawn.kind}, in {taken}; the first:\n{drawn.title}"
 
 
 def _steps(xs: Sequence[float], ys: Sequence[float], bottom: float) -> str:
@@ -230,7 +242,7 @@ def _vertical_axis(top: float) -> Iterator[str]:
 
 
 def _round_sizes() -> Iterator[int]:
-    """Sizes that read well on an axis: 1, 2, 4, 5 ... of each unit."""
+    """Sizes that read well on an axis: 1, 2, 5, 10 ... of each unit."""
     unit = 1
     while True:
         yield from (unit * factor for factor in (1, 2, 5, 10, 20, 50, 100, 200, 500))

@@ -10,7 +10,7 @@ import torch
 from tabulate import tabulate
 
 from zerofx.graph import unit_of
-from zerofx.report.fold import Block, fold, span
+from zerofx.report.fold import fold, span
 from zerofx.report.reasons import reasons
 from zerofx.report.units import format_bytes, format_count, format_seconds
 from zerofx.scheduler.plan import BucketSummary, Plan, RecomputeDecision
@@ -107,23 +107,26 @@ def bucket_table(plan: Plan) -> str:
         (b.num_parameters, b.shard_numel, b.dtype, b.compute_dtype, b.group, gathers[index])
         for index, b in enumerate(plan.buckets)
     ]
-    lines = [_line(plan, block, gathers[block.start]) for block in fold(shapes, [True] * len(shapes))]
+    lines = [
+        _line(plan, [block.repetition(n)[place] for n in range(block.count)], gathers)
+        for block in fold(shapes, [True] * len(shapes))
+        for place in range(block.length)
+    ]
     align = ("left", "right", "left", *["right"] * 4)
     return tabulate(lines, _HEADERS, colalign=align, disable_numparse=True, tablefmt="simple")
 
 
-def _line(plan: Plan, block: Block, gathers: int) -> list[str]:
-    first = plan.buckets[block.start]
-    members = [plan.buckets[i] for n in range(block.count) for i in block.repetition(n)]
-    count = f"  x{block.count}" if block.count > 1 else ""
+def _line(plan: Plan, alike: Sequence[int], gathers: Counter[int]) -> list[str]:
+    first = plan.buckets[alike[0]]
+    count = f"  x{len(alike)}" if len(alike) > 1 else ""
     return [
-        span([bucket.name for bucket in members]) + count,
+        span([plan.buckets[index].name for index in alike]) + count,
         format_count(first.num_parameters),
         _dtype(first.compute_dtype) + ("" if first.dtype == first.compute_dtype else f" ({_dtype(first.dtype)} kept)"),
         format_bytes(first.shard_numel * itemsize(first)),
         format_bytes(first.shard_numel * plan.num_ranks * itemsize(first)),
         "frozen" if first.group is None else str(first.group),
-        str(gathers) if plan.gathers_parameters else "",
+        str(gathers[alike[0]]) if plan.gathers_parameters else "",
     ]
 
 

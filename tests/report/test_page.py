@@ -1,0 +1,126 @@
+"""The page: one well-formed file that needs nothing else, small whatever the schedule."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.report.lowered import lowered
+from zerofx.report.memory import Category
+from zerofx.report.pictures import COLOURS, timeline_picture
+from zerofx.report.schedule import Schedule, make_schedule
+from zerofx.report.units import format_bytes, format_seconds
+
+_EMPTY = {"meta", "link", "img", "br"}  # elements that have no end
+
+
+def page(schedule: Schedule, folder: Path, **options: object) -> str:
+    path = folder / "page.html"
+    schedule.to_html(path, **options)  # type: ignore[arg-type]
+    return path.read_text(encoding="utf-8")
+
+
+class _Balance(HTMLParser):
+    """Follows which elements are open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in _EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open.pop() != tag:
+            assert self.open[-1:] != [], f"</{tag}> closes nothing"
+
+
+@pytest.mark.parametrize(("stage", "num_ranks"), [(0, 1), (1, 2), (3, 8)])
+def test_well_formed_and_self_contained(tmp_path: Path, stage: int, num_ranks: int) -> None:
+    text = page(make_schedule(lowered(stage=stage, num_ranks=num_ranks)), tmp_path)
+    balance = _Balance()
+    balance.feed(text)
+    assert balance.open == []
+    pictures = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert [ElementTree.fromstring(picture).get("id") for picture in pictures] == ["memory", "timeline"]
+    assert not re.search(r"https?:|//\w|\bsrc=|\bhref=|@import|url\(", text)
+    assert not re.search(r"nan|inf\b", "".join(re.findall(r'="([^"]*)"', "".join(pictures))))
+
+
+def test_it_has_the_numbers_the_table_and_the_layers(tmp_path: Path) -> None:
+    schedule = make_schedule(lowered(8))
+    text, totals = page(schedule, tmp_path, title="a <step>"), schedule.totals
+    assert "<title>a &lt;step&gt;</title>" in text
+    for number in (
+        format_bytes(totals.peak_bytes),
+        format_seconds(totals.step_seconds),
+        format_seconds(totals.exposed_seconds),
+        format_bytes(totals.wire_bytes),
+    ):
+        assert f"<b>{number}</b>" in text
+    assert schedule.table().splitlines()[2] in text
+    # On hover, slices name what ran, where and for how long.
+    titles = re.findall(r"<title>(.*?)</title>", text, flags=re.DOTALL)
+    assert any("layers.3" in title and "all_gather" in title and "sends" in title for title in titles)
+
+
+def test_limits_are_drawn_when_near_and_always_told(tmp_path: Path) -> None:
+    schedule = make_schedule(lowered())
+    peak = schedule.totals.peak_bytes
+    text = page(schedule, tmp_path, limits={"budget": peak // 2, "device": peak * 100}, notes="because")
+    assert text.count('class="limit"/>') == 1
+    assert f"The peak is {format_bytes(peak - peak // 2)} ABOVE the budget" in text
+    assert f"The peak is {format_bytes(peak * 99)} below the device" in text
+    assert "<pre>because</pre>" in text
+
+
+def test_what_the_pointer_reads_is_the_curve(tmp_path: Path) -> None:
+    schedule = make_schedule(lowered())
+    found = re.search(r'id="data">(.*?)</script>', page(schedule, tmp_path))
+    assert found is not None
+    data = json.loads(found[1])
+    assert {tuple(point[1:]) for point in data["points"]} <= {
+        tuple(round(held.get(name, 0) / 2**20) for name in data["names"]) for _, held in schedule.memory
+    }
+    xs = [point[0] for point in data["points"]]
+    assert xs == sorted(xs) and data["left"] <= xs[0] and xs[-1] <= data["right"]
+
+
+def test_every_category_has_a_colour() -> None:
+    assert set(COLOURS) == set(Category)
+
+
+def test_a_big_schedule_makes_a_small_page(tmp_path: Path) -> None:
+    """The schedule of many steps, one after the other: the pictures do not grow, and the highest point is kept."""
+    one = make_schedule(lowered(6))
+    seconds, copies = one.totals.step_seconds, 300
+    instructions = tuple(
+        replace(row, start_seconds=row.start_seconds + number * seconds)
+        for number in range(copies)
+        for row in one.instructions
+    )
+    memory = [(at + number * seconds, held) for number in range(copies) for at, held in one.memory]
+    memory[len(memory) // 2] = (memory[len(memory) // 2][0], {"activations": 77 * 2**40})
+    many = Schedule((), instructions, replace(one.totals, step_seconds=copies * seconds), tuple(memory))
+    assert len(many.instructions) > 10_000
+    picture, _ = timeline_picture(many.instructions, many.totals.step_seconds)
+    assert len(picture) < 800_000
+    text = page(replace(many, instructions=one.instructions), tmp_path)
+    assert len(text) < 300_000
+    assert "77.0 TiB" in text
+
+
+def test_a_step_that_takes_no_time_has_a_page(tmp_path: Path) -> None:
+    schedule = make_schedule(lowered(1))
+    nothing = replace(schedule.totals, step_seconds=0.0, peak_bytes=0)
+    assert "Memory" in page(Schedule((), (), nothing, ()), tmp_path)

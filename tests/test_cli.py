@@ -1,0 +1,188 @@
+"""The command line: plans, machines, and messages instead of tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor, nn
+
+from tests.graphs import DIM
+from tests.report.lowered import Deep
+from zerofx.cli import main
+from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.machines import built_in_machines
+from zerofx.scheduler.plan import Plan
+
+Made = tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, ...]]
+
+
+def make() -> Made:
+    """What a user would write: nothing in it says where tensors live."""
+    model = Deep(4)
+    assert next(model.parameters()).is_meta
+    return model, torch.optim.AdamW(model.parameters()), (torch.zeros(4, DIM),)
+
+
+def make_with_loss() -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor], object]:
+    model = nn.Linear(8, 2)
+    batch = torch.zeros(4, 8), torch.zeros(4, 2)
+    return _Pair(model), torch.optim.SGD(model.parameters()), batch, _squared
+
+
+class _Pair(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        found: Tensor = self.inner(x) - wanted
+        return found
+
+
+def _squared(outputs: Tensor, x: Tensor, wanted: Tensor) -> Tensor:
+    return outputs.square().mean()
+
+
+def make_two() -> object:
+    return make()[:2]
+
+
+def make_bare_batch() -> object:
+    return (*make()[:2], torch.zeros(4, DIM))
+
+
+not_callable = 3
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def plan(*arguments: str, function: str = "make") -> Result:
+    return run("plan", f"tests.test_cli:{function}", *arguments)
+
+
+def test_plan_prints_summary_reasons_and_schedule() -> None:
+    result = plan("--world-size", "8", "--precision", "bf16")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("stage 3 on 8 x h100-sxm: peak ")
+    for text in ("8 ranks, bf16", "gathers", "layers.0 … layers.3  x4", "all_gather", "predicted, per rank: peak"):
+        assert text in result.stdout
+
+
+def test_full_writes_every_layer_out() -> None:
+    folded, full = plan("--world-size", "8"), plan("--world-size", "8", "--full")
+    assert len(full.stdout.splitlines()) > len(folded.stdout.splitlines())
+
+
+def test_files(tmp_path: Path) -> None:
+    saved, page, trace = tmp_path / "plan.json", tmp_path / "page.html", tmp_path / "trace.json"
+    result = plan("--world-size", "4", "--save", str(saved), "--html", str(page), "--trace", str(trace))
+    assert result.exit_code == 0, result.output
+    assert Plan.from_json(saved.read_text()).num_ranks == 4
+    assert "Deep with AdamW: stage 3 on 4 x h100-sxm" in page.read_text(encoding="utf-8")
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert [line for line in result.stderr.splitlines() if line.startswith("wrote ")] == [
+        f"wrote {path}" for path in (saved, page, trace)
+    ]
+
+
+def test_a_loss_function_is_the_fourth_value() -> None:
+    result = plan("--stage", "1", function="make_with_loss")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_file_can_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "cli_sizes.py").write_text("WIDTH = 8\n")
+    (tmp_path / "cli_model.py").write_text(
+        "import torch\nfrom cli_sizes import WIDTH\n\n\ndef tiny():\n"
+        "    model = torch.nn.Linear(WIDTH, 1)\n"
+        "    batch = (torch.zeros(4, WIDTH),)\n"
+        "    return model, torch.optim.SGD(model.parameters()), batch, lambda outputs, x: outputs.sum()\n"
+    )
+    result = run("plan", f"{tmp_path / 'cli_model.py'}:tiny")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_machine_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(Machine.named("l4").to_json().replace('"l4"', '"mine"'))
+    assert plan("--machine", str(path)).stdout.startswith("stage 3 on 1 x mine")
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "0.5", "1000000"])
+def test_budgets(budget: str) -> None:
+    result = plan("--memory-budget", budget)
+    assert result.exit_code == 0, result.output
+    assert "memory budget" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tests.test_cli"], "expected MODULE:FUNCTION"),
+        (["tests.nothing:make"], "there is no module 'tests.nothing'"),
+        (["nothing.py:make"], "there is no file nothing.py"),
+        (["tests.test_cli:mak"], "has no function 'mak'; its own are make,"),
+        (["tests.test_cli:not_callable"], "has no function 'not_callable'"),
+        (["tests.test_cli:make_two"], "to return (model, optimizer, batch)"),
+        (["tests.test_cli:make_bare_batch"], "put a batch of one argument as (tensor,)"),
+        (["tests.test_cli:make", "--machine", "h1000"], "did you mean"),
+        (["tests.test_cli:make", "--machine", "nothing.json"], "nothing.json: No such file"),
+        (["tests.test_cli:make", "--memory-budget", "80 potatoes"], "expected a size"),
+        (["tests.test_cli:make", "--memory-budget", "10B"], "10 B"),
+        (["tests.test_cli:make", "--html", "no_such_folder/page.html"], "no_such_folder/page.html: No such file"),
+        (["tests.test_cli:make", "--stage", "4"], "--stage"),
+    ],
+)
+def test_errors_are_one_message(arguments: list[str], message: str) -> None:
+    result = run("plan", *arguments)
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_an_import_that_the_module_misses_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cli_broken.py").write_text("import no_such_library\n")
+    result = run("plan", "cli_broken:make")
+    assert isinstance(result.exception, ModuleNotFoundError)
+    assert result.exception.name == "no_such_library"
+
+
+def test_machines() -> None:
+    lines = run("machines").stdout.splitlines()
+    assert [line.split()[0] for line in lines[2:] if line][: len(built_in_machines())] == [
+        machine.name for machine in built_in_machines()
+    ]
+    h100 = next(line for line in lines if line.startswith("h100-sxm"))
+    assert all(text in h100 for text in ("80.0 GiB", "3350 GB/s", "989.4 TFLOP/s", "450 GB/s", "8 x"))
+
+
+def test_python_m_zerofx() -> None:
+    root = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-m", "zerofx", "machines"],
+        env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "h100-sxm" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_example() -> None:
+    pytest.importorskip("transformers")
+    example = Path(__file__).parent.parent / "examples" / "plan_llama.py"
+    result = run("plan", f"{example}:llama_8b", "--world-size", "8", "--machine", "h100-sxm", "--precision", "bf16")
+    assert result.exit_code == 0, result.output
+    assert "(fits)" in result.stdout and "model.layers.0 … model.layers.31  x32" in result.stdout

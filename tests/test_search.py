@@ -1,0 +1,230 @@
+"""The largest micro-batch and the fewest ranks that fit: against plans made one by one, and against ZeRO's facts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from zerofx import Machine, MemoryBudgetError, SearchResult, UsageError, largest_micro_batch, smallest_world
+from zerofx.capture import capture
+from zerofx.graph import StepGraph
+from zerofx.options import Recompute
+
+WIDTH, DEPTH = 64, 6
+NODE = 4  # ranks a node of the machine
+
+
+class Deep(nn.Module):
+    """Equal layers, of which the model's states take most of the memory at small batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def machine(memory_kib: int) -> Machine:
+    cpu = Machine.named("cpu")
+    device = replace(cpu.device, memory_bytes=memory_kib * 1024)
+    return replace(cpu, name="cpu-small", ranks_per_node=NODE, device=device)
+
+
+def training() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Deep()
+    return model, torch.optim.Adam(model.parameters())
+
+
+def rows(number: int) -> tuple[Tensor, ...]:
+    return (torch.empty(number, WIDTH, device="meta"),)
+
+
+def peak(samples: int = 8, world_size: int = 1) -> int:
+    """Of stage 3 without recomputation and prefetch."""
+    made = zerofx.plan(*training(), rows(samples), world_size=world_size, machine="cpu", backend="eager", prefetch=0)
+    return made.plan.peak_bytes["device"]
+
+
+def fewest(memory_kib: int, stage: int = 3, limit: int = 64) -> SearchResult:
+    return smallest_world(*training(), rows(8), stage, machine=machine(memory_kib), backend="eager", limit=limit)
+
+
+def check_consistent(result: SearchResult) -> None:
+    """What was tried is what the answer rests on."""
+    values = [trial.value for trial in result.tried]
+    assert len(set(values)) == len(values), "a value is tried once"
+    assert all(trial.fits == (trial.peak_bytes <= result.limit_bytes) for trial in result.tried)
+    answer = next(trial for trial in result.tried if trial.value == result.value)
+    assert answer.fits and answer.peak_bytes == result.planned.plan.peak_bytes["device"]
+    assert result.planned.fits
+
+
+def test_one_more_sample_does_not_fit() -> None:
+    asked: list[int] = []
+
+    def make_batch(number: int) -> tuple[Tensor, ...]:
+        asked.append(number)
+        return rows(number)
+
+    result = largest_micro_batch(make_batch, *training(), machine=machine(420), backend="eager", recompute="none")
+    assert peak(result.value) <= 420 * 1024 < peak(result.value + 1)
+    assert result.value not in (1, 2, 4, 8, 16, 32, 64), "it took bisection"
+    assert asked == [trial.value for trial in result.tried], "each batch is made, and captured, once"
+    assert any(trial.value == result.value + 1 and not trial.fits for trial in result.tried)
+    check_consistent(result)
+
+
+def test_the_budget_is_what_counts_when_there_is_one() -> None:
+    results = [
+        largest_micro_batch(rows, *training(), limit=8, machine=machine(360), memory_budget=budget, backend="eager")
+        for budget in ("346KiB", 0.97, None)
+    ]
+    assert [result.limit_bytes for result in results] == [346 * 1024, int(0.97 * 360 * 1024), 360 * 1024]
+    values = [result.value for result in results]
+    assert values == sorted(values) and values[0] < values[-1]
+    for result in results:
+        check_consistent(result)
+        assert result.planned.plan.memory_budget == result.limit_bytes
+
+
+class Waves(nn.Module):
+    """Linear layers with what is cheap to compute again between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wave() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Wave(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.sin(torch.cos(torch.tanh(self.linear(x))))
+
+
+def test_recomputation_makes_room_for_samples() -> None:
+    model = Waves()
+    optimizer = torch.optim.SGD(model.parameters())
+    choices: tuple[Recompute, ...] = ("none", "auto")
+    without, with_it = (
+        largest_micro_batch(
+            rows, model, optimizer, limit=64, machine=machine(256), backend="eager", recompute=recompute
+        )
+        for recompute in choices
+    )
+    assert without.value < with_it.value
+    assert with_it.planned.plan.recomputes and not without.planned.plan.recomputes
+
+
+def test_a_limit_ends_the_search() -> None:
+    result = largest_micro_batch(rows, *training(), limit=6, machine=machine(8 * 1024), backend="eager")
+    assert [trial.value for trial in result.tried] == [1, 2, 4, 6]
+    assert result.value == 6
+
+
+def test_not_even_one_sample() -> None:
+    with pytest.raises(MemoryBudgetError, match=r"a micro-batch of 1 to fit: .*the least possible is .*optimizer"):
+        largest_micro_batch(rows, *training(), machine=machine(100), backend="eager")
+
+
+def test_fewer_ranks_do_not_fit() -> None:
+    result = fewest(200)
+    assert result.value == 3 and [trial.value for trial in result.tried] == [1, 2, 4, 3]
+    check_consistent(result)
+    assert not any(trial.fits for trial in result.tried if trial.value < result.value)
+
+
+def test_past_a_node_there_are_whole_nodes() -> None:
+    memory_kib = (peak(world_size=4) + peak(world_size=6)) // 2048
+    pairs = replace(machine(memory_kib), ranks_per_node=2)
+    result = smallest_world(*training(), rows(8), machine=pairs, backend="eager", recompute="none", prefetch=0)
+    assert [trial.value for trial in result.tried] == [1, 2, 4, 8, 6]
+    assert result.value == 6
+    check_consistent(result)
+
+
+def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = []
+
+    def counted(*args: Any, **kwargs: Any) -> StepGraph:
+        captures.append(args)
+        return capture(*args, **kwargs)
+
+    monkeypatch.setattr("zerofx.planning.capture", counted)
+    assert len(fewest(200).tried) > 1
+    assert len(captures) == 1
+
+
+def test_more_memory_never_needs_more_ranks() -> None:
+    values = [fewest(kib).value for kib in (160, 260, 360)]
+    assert values == sorted(values, reverse=True) and values[-1] == 1 < values[0]
+
+
+def test_stage_3_needs_fewer_ranks_than_stage_1() -> None:
+    # ZeRO: whole parameters and gradients stay at stage 1, so its memory has a floor that stage 3 does not have.
+    one, three = fewest(235, stage=1), fewest(235, stage=3)
+    assert three.value < one.value
+    with pytest.raises(MemoryBudgetError, match=r"up to 16 ranks of cpu-small at stage 1 to be enough.*stage=3"):
+        fewest(200, stage=1, limit=16)
+    assert fewest(200, stage=3).value <= NODE
+
+
+def test_stage_0_gains_nothing_from_ranks() -> None:
+    with pytest.raises(MemoryBudgetError, match="with 1 of them"):
+        fewest(320, stage=0, limit=8)
+
+
+def test_a_limit_within_a_node() -> None:
+    with pytest.raises(MemoryBudgetError, match="up to 2 ranks"):
+        fewest(200, limit=2)
+    assert fewest(200, limit=3).value == 3
+
+
+def test_a_plan_that_was_found_is_the_plan_that_is_made() -> None:
+    result = fewest(200)
+    again = zerofx.plan(
+        *training(), rows(8), world_size=result.value, machine=machine(200), memory_budget=1.0, backend="eager"
+    )
+    assert again.plan == result.planned.plan
+
+
+def test_the_table_says_what_was_tried() -> None:
+    lines = str(fewest(200)).splitlines()
+    assert lines[0].startswith("ranks 3: stage 3 on 3 x cpu-small: peak ")
+    assert lines[2].split() == ["ranks", "peak", "of", "200.0", "KiB"]
+    assert [line.split()[0] for line in lines[4:]] == ["1", "2", "3", "4"]
+    assert "at least" in lines[4] and lines[4].endswith("does not fit")
+    assert lines[6].split()[-2:] == ["fits", "<-"]
+
+
+def test_a_short_search_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    fewest(360)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(UsageError, match="limit of at least 1, found 0"):
+        fewest(200, limit=0)
+    with pytest.raises(UsageError, match="limit of at least 1, found True"):
+        largest_micro_batch(rows, *training(), limit=True)
+    with pytest.raises(UsageError, match="no world_size for smallest_world"):
+        smallest_world(*training(), rows(8), world_size=2)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="world_size of at least 1"):
+        largest_micro_batch(rows, *training(), world_size=0)
+    with pytest.raises(UsageError, match="expected stage"):
+        fewest(200, stage=4)
