@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -127,8 +128,10 @@ class Biased(nn.Module):
 
 def test_the_buckets_of_a_layer_are_gathered_and_awaited_together() -> None:
     model = Biased()
-    weights, biases = ([p for p in model.parameters() if p.dim() == dims] for dims in (2, 1))
-    optimizer = torch.optim.SGD([{"params": weights}, {"params": biases, "lr": 0.5}], lr=0.1)
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    groups: list[dict[str, Any]] = [{"params": weights}, {"params": biases, "lr": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
     prepared = prepare(model, optimizer=optimizer)
     buckets, plan = prepared.layout.buckets, prepared.plan
     unit = {index: bucket.unit for index, bucket in enumerate(buckets)}

@@ -60,4 +60,4 @@ def _repetitions(items: Sequence[int], start: int, length: int) -> int:
 
 def span(names: Sequence[str]) -> str:
     """``h.0 … h.11`` for the names of successive repetitions, in the order they come."""
-    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+    return names[0] if len(set(names)) == 1 else f"{names[0]} … {names[-1]}"
