@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from zerofx.buckets import BucketLayout
+from zerofx.checks import names
 from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.regions import Instruction, Region, cut
-from zerofx.errors import UsageError
+from zerofx.errors import PlanError, UsageError
 from zerofx.graph import StepGraph, value
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
@@ -214,6 +215,23 @@ def _write(path: Path, source: str) -> None:
             f"expected a folder to write the generated step to, found that {path.parent} is none ({error}): set "
             f"ZEROFX_DUMP_DIR to one"
         ) from error
+
+
+def read_edited(path: str | Path, functions: Mapping[str, str]) -> str:
+    """The text of an edited step that has all of ``functions`` (by region key).
+
+    Raises:
+        PlanError: there is no such file, or it cannot be loaded, or lacks a function.
+    """
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"expected a generated step at {path}, found none: {error}") from error
+    namespace = load_source(text, str(path))
+    missing = [name for name in functions.values() if not callable(namespace.get(name))]
+    if missing:
+        raise PlanError(f"expected the functions of this step's regions in {path}, found no {names(missing)}")
+    return text
 
 
 def _regions(instructions: tuple[Instruction, ...]) -> list[Region]:

@@ -15,18 +15,18 @@ from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout
 from zerofx.building import Prepared, build_within_budget, describe_request, machine_at_hand, prepare
 from zerofx.checks import check_batch, names
-from zerofx.compiler import CompiledStep, load_step
-from zerofx.errors import PlanError, RankMismatchError, UsageError, ZeroFXError, warn
-from zerofx.graph import Role, placeholder
+from zerofx.compiler import CompiledStep, load_step, read_edited
+from zerofx.errors import RankMismatchError, UsageError, ZeroFXError, warn
 from zerofx.guards import LossWatch, ModeWatch, ParameterWatch, claim, guard_model, release
 from zerofx.latest import LatestStep
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.pipeline import check_disabled
 from zerofx.report.summary import summary
+from zerofx.runtime.arguments import batch_tensors, state_tensors
 from zerofx.runtime.collectives import make_transport
 from zerofx.runtime.control import WORK_SECONDS, Control
-from zerofx.runtime.executor import Runtime, load_source
+from zerofx.runtime.executor import Runtime
 from zerofx.runtime.measure import Measurement, Meter
 from zerofx.runtime.optimizer import Advance, OptimizerBinding, OptimizerState
 from zerofx.runtime.state import TrainingState, process_group
@@ -99,7 +99,8 @@ class Step(LatestStep):
         try:
             self._runtime.begin(advance.values, agreed)
             with torch.no_grad():
-                given = (self._runtime, self._state_tensors(compiled), self._batch_tensors(compiled, batch))
+                state = state_tensors(compiled.graph, self.model, self._state)
+                given = (self._runtime, state, batch_tensors(compiled.graph, batch, self.options.compute_dtype))
                 loss = self._meter(compiled.function, *given) if self._meter else compiled.function(*given)
             self._runtime.end()
         except BaseException as error:
@@ -191,29 +192,6 @@ class Step(LatestStep):
                 f"the loss is {loss} on rank {self._control.rank} in step {number}; the update with its gradients has "
                 f"been done. Lower the learning rate, or look for an overflow"
             )
-
-    def _state_tensors(self, compiled: CompiledStep) -> dict[str, Any]:
-        assert self._state is not None
-        buffers = dict(self.model.named_buffers())
-        tensors: dict[str, Any] = {}
-        for node in compiled.graph.placeholders():
-            what = placeholder(node)
-            if what.role is Role.BUFFER:
-                tensors[node.name] = buffers[what.name]
-            elif what.role is Role.CONSTANT:
-                tensors[node.name] = compiled.graph.constants[what.name]
-            elif what.bucket is not None:
-                tensors[node.name] = self._state.buckets[what.bucket].value(what.role, what.name)
-        return tensors
-
-    def _batch_tensors(self, compiled: CompiledStep, batch: Batch) -> dict[str, torch.Tensor]:
-        by_name = dict(zip(batch.names, batch.tensors, strict=True))
-        dtype = self.options.compute_dtype
-        found = {}
-        for node in compiled.graph.placeholders(Role.INPUT):
-            given = by_name[placeholder(node).name].detach()
-            found[node.name] = given.to(dtype) if dtype is not None and given.is_floating_point() else given
-        return found
 
     # ------------------------------------------------------------------------------------------------ building
 
@@ -445,19 +423,8 @@ class Step(LatestStep):
         compiled = self.compiled
         functions = compiled.emitted.functions
 
-        def read() -> str:
-            try:
-                text = Path(path).read_text()
-            except (OSError, UnicodeDecodeError) as error:
-                raise PlanError(f"expected a generated step at {path}, found none: {error}") from error
-            namespace = load_source(text, str(path))
-            missing = [name for name in functions.values() if not callable(namespace.get(name))]
-            if missing:
-                raise PlanError(f"expected the functions of this step's regions in {path}, found no {names(missing)}")
-            return text
-
         self._check_open("load an edited step")
-        text = self._control.attempt("load an edited step", read)
+        text = self._control.attempt("load an edited step", lambda: read_edited(path, functions))
         self._control.agree("load an edited step", text, "edited step", "Give every rank the same file.")
         function, _ = load_step(text, str(path), compiled.instructions, functions, self._control, self.options.backend)
         replaced = replace(
