@@ -1,6 +1,7 @@
-"""Plan a model of eight billion parameters on a laptop: shapes are all a plan needs, so nothing here takes memory.
+"""Plan models of billions of parameters on a laptop: shapes are all a plan needs, so nothing here takes memory.
 
 zerofx plan examples/plan_llama.py:llama_8b --world-size 8 --machine h100-sxm --precision bf16 --html plan.html
+zerofx plan examples/plan_llama.py:llama_70b --world-size 1024 --machine h100-sxm --precision bf16 --memory-budget 80GB
 """
 
 from __future__ import annotations
@@ -9,17 +10,26 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-BLOCK, BATCH_SIZE = 4096, 1  # tokens of a sequence, sequences per process and step
+Planned = tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor]]
 
 
-def llama_8b() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor]]:
+def llama_8b() -> Planned:
     """A model of the shape of Llama 3 8B (arXiv 2407.21783, table 3), its optimizer, and the batch of one process."""
+    return _llama(num_layers=32, dim=4096, inner=14_336, num_heads=32, block=4096)
+
+
+def llama_70b() -> Planned:
+    """The same for Llama 3 70B, with sequences of 8192 tokens."""
+    return _llama(num_layers=80, dim=8192, inner=28_672, num_heads=64, block=8192)
+
+
+def _llama(num_layers: int, dim: int, inner: int, num_heads: int, block: int) -> Planned:
     config = LlamaConfig(
         vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
+        hidden_size=dim,
+        intermediate_size=inner,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
         num_key_value_heads=8,
         max_position_embeddings=8192,
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
@@ -27,6 +37,6 @@ def llama_8b() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor]]:
     )
     with torch.device("meta"):
         model: nn.Module = LlamaForCausalLM(config)
-        tokens = torch.zeros(BATCH_SIZE, BLOCK, dtype=torch.long)
+        tokens = torch.zeros(1, block, dtype=torch.long)  # one sequence for each process and step
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     return model, optimizer, {"input_ids": tokens, "labels": tokens.clone()}

@@ -12,8 +12,6 @@ from zerofx.buckets import BucketLayout
 from zerofx.errors import PlanError
 from zerofx.runtime.collectives import Pending, Transport
 
-RegionFunction = Callable[[list[Any]], tuple[torch.Tensor, ...]]
-
 
 class Runtime:
     """One instance serves every step of a compiled model. Its methods are named like the operators they run."""
