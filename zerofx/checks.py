@@ -105,15 +105,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"expected a torch.optim.Optimizer such as torch.optim.AdamW(model.parameters()), found "
             f"{type(optimizer).__name__}"
         )
-    known = {id(parameter) for parameter in model.parameters()}
-    for index, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in known:
-                raise OptimizerError(
-                    f"expected an optimizer over the model's parameters, found a tensor of shape "
-                    f"{list(parameter.shape)} in param group {index} (number {position}) that is not one: build the "
-                    f"optimizer from model.parameters() of the model given to compile"
-                )
+    check_owner(model, optimizer)
 
 
 def check_loss_function(loss_fn: LossFunction | None) -> None:
@@ -161,3 +153,20 @@ def names(items: Iterable[str], limit: int = 5) -> str:
     """The first ``limit`` of ``items``, and how many more there are."""
     listed = list(items)
     return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+
+
+def check_owner(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that every tensor in the optimizer's param groups is a parameter of the model.
+
+    Raises:
+        OptimizerError: one is not; the message says which.
+    """
+    known = {id(parameter) for parameter in model.parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise OptimizerError(
+                    f"expected an optimizer over the model's parameters, found a tensor of shape "
+                    f"{list(parameter.shape)} in param group {index} (number {position}) that is not one: build the "
+                    f"optimizer from model.parameters() of the model given to compile"
+                )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
-from tests.graphs import DIM, Averaging, Block, Normed, Prepared, Shifts, Tied, TwoBlocks, features, prepare, token_ids
+from tests.graphs import Averaging, Normed, Prepared, Shifts, Tied, TwoBlocks, features, prepare, token_ids
+from tests.report.lowered import Deep
 from zerofx import ops
 from zerofx.codegen.regions import Event, Region, cut, is_free_view
 from zerofx.graph import Phase, origin
@@ -13,19 +14,6 @@ from zerofx.graph import Phase, origin
 _MODELS = [
     (TwoBlocks, features), (Averaging, features), (Tied, token_ids), (Normed, features), (Shifts, features),
 ]  # fmt: skip
-
-
-class _Deep(nn.Module):
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(depth))
-        self.head = nn.Linear(DIM, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        loss: Tensor = self.head(x).sum()
-        return loss
 
 
 def _regions(prepared: Prepared) -> list[Region]:
@@ -61,9 +49,9 @@ def test_a_region_is_in_one_unit_and_one_phase_and_holds_no_event(model: type[nn
 
 
 def test_equal_layers_share_a_region_and_depth_adds_none() -> None:
-    distinct = [{region.key for region in _regions(prepare(_Deep(depth)).run())} for depth in (4, 6)]
+    distinct = [{region.key for region in _regions(prepare(Deep(depth)).run())} for depth in (4, 6)]
     assert distinct[0] == distinct[1]
-    forward = [region.key for region in _regions(prepare(_Deep(4)).run()) if region.origin.phase is Phase.FORWARD]
+    forward = [region.key for region in _regions(prepare(Deep(4)).run()) if region.origin.phase is Phase.FORWARD]
     assert len(forward) == 5 and len(set(forward)) == 2
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zerofx.buckets import Bucket, BucketLayout
+from zerofx.checks import check_owner
 from zerofx.errors import OptimizerError, UsageError
 from zerofx.graph import ParameterInfo
 from zerofx.optimizers import HostFunction, UpdateProgram, has_fused, trace_update
@@ -36,16 +37,8 @@ def group_of_parameters(
         OptimizerError: the optimizer holds a tensor that is not the model's, or lacks a parameter that gets a gradient.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    groups: dict[str, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in names:
-                raise OptimizerError(
-                    f"expected an optimizer over the model's parameters, found a tensor of shape "
-                    f"{list(parameter.shape)} in param group {index} (number {position}) that is not one: build the "
-                    f"optimizer from model.parameters() of the model given to compile"
-                )
-            groups[names[id(parameter)]] = index
+    check_owner(model, optimizer)
+    groups = {names[id(p)]: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     missing = [info.name for info in parameters if info.name in with_gradient and info.name not in groups]
     if missing:
         raise OptimizerError(
