@@ -52,6 +52,39 @@ class RecomputeDecision:
 
 
 @dataclass(frozen=True)
+class OffloadDecision:
+    """A forward value that waits for backward in a slower tier: ``"host"`` or ``"nvme"``.
+
+    Positions are names of nodes of the captured graph. The copy out is issued behind the value's last reader in
+    forward; it is awaited, and the value's memory on the device given back, behind ``free_after``. The copy back is
+    issued before ``reload_before`` and awaited before the value's first reader in backward. ``layer`` as in
+    ``RecomputeDecision``.
+    """
+
+    value: str
+    tier: str
+    num_bytes: int
+    free_after: str
+    reload_before: str
+    reason: str
+    layer: str = ""
+
+
+@dataclass(frozen=True)
+class StateDecision:
+    """Where a bucket's optimizer states and fp32 masters live between steps (``tier``), and where its update runs.
+
+    ``update`` is ``"device"`` (the states come up for the update and go down again) or ``"host"`` (the gradient goes
+    down, and the parameters come up). A bucket without a decision has its states on the device.
+    """
+
+    bucket: int
+    tier: str
+    update: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What a plan leads to, per rank: bytes by tier, seconds, bytes sent on the wire in one step, FLOPs.
 
@@ -99,6 +132,8 @@ class Plan:
     reduces: tuple[ReduceDecision, ...]
     recomputes: tuple[RecomputeDecision, ...] = ()
     extra_keeps: tuple[str, ...] = ()
+    offloads: tuple[OffloadDecision, ...] = ()
+    states: tuple[StateDecision, ...] = ()
     memory_budget: int | None = None
     prediction: Prediction | None = field(default=None, compare=False)
 
@@ -169,6 +204,8 @@ class Plan:
                 reduces=tuple(ReduceDecision(**r) for r in data["reduces"]),
                 recomputes=tuple(RecomputeDecision(**r) for r in data["recomputes"]),
                 extra_keeps=tuple(data["extra_keeps"]),
+                offloads=tuple(OffloadDecision(**o) for o in data["offloads"]),
+                states=tuple(StateDecision(**s) for s in data["states"]),
                 prediction=Prediction(**prediction) if prediction else None,
             )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
