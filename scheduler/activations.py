@@ -31,12 +31,14 @@ _PRICES = 24  # how many prices are tried between the cheapest and the dearest v
 class Level:
     """One entry of a menu, as positions in its segment's list of values (see ``Segment.values``).
 
-    ``num_bytes`` are kept, ``seconds`` are computed again.
+    ``offloaded`` are those of the ``kept`` that wait for backward in a slower tier. ``num_bytes`` are kept on the
+    device, ``seconds`` are computed again (or spent waiting for copies).
     """
 
     kept: frozenset[int]
     num_bytes: int
     seconds: float
+    offloaded: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -152,22 +154,31 @@ def _key(nodes: Sequence[fx.Node], values: Mapping[Storage, int], needed: frozen
 def menu(segment: Segment, machine: Machine) -> tuple[Level, ...]:
     """The levels of a segment, from keeping all to computing most again; each keeps less than the one before."""
     seconds = {node: node_cost(node, machine).seconds for node in segment.operators}
-    sizes = [_bytes(storage) for storage in segment.values]
-    start = Level(segment.needed | segment.fixed, sum(sizes[i] for i in segment.needed | segment.fixed), 0.0)
+    sizes = [storage_size(storage) for storage in segment.values]
     rates = [sizes[i] / seconds[s[0]] for i, s in enumerate(segment.values) if seconds.get(s[0]) and sizes[i]]
-    found = [start]
+    found = [keep_all(segment)]
     if not rates:
         return tuple(found)
     high, low = 2 * max(rates), min(rates) / len(segment.operators)
     for step in range(_PRICES):
         price = high * (low / high) ** (step / (_PRICES - 1))
-        level = _cheapest(segment, sizes, seconds, price)
+        level = cheapest(segment, sizes, seconds, price)
         if level.num_bytes < found[-1].num_bytes:
             found.append(level)
     return tuple(found)
 
 
-def _cheapest(segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], price: float) -> Level:
+def keep_all(segment: Segment) -> Level:
+    """The level at which nothing is computed again."""
+    kept = segment.needed | segment.fixed
+    return Level(kept, sum(storage_size(segment.values[i]) for i in kept), 0.0)
+
+
+def cheapest(segment: Segment, sizes: Sequence[float], seconds: Mapping[fx.Node, float], price: float) -> Level:
+    """The minimum cut when keeping value i costs ``sizes[i]``, and a second of computing again ``price`` (in bytes).
+
+    ``num_bytes`` of the result are the costs of what it keeps.
+    """
     graph: nx.DiGraph[Hashable] = nx.DiGraph()
     position = {storage: i for i, storage in enumerate(segment.values)}
     for number, node in enumerate(segment.operators):
@@ -189,7 +200,7 @@ def _cheapest(segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, 
         if i in segment.needed:
             graph.add_edge(("value", i), "sink", capacity=float("inf"))
     if "sink" not in graph:
-        return Level(segment.fixed, sum(sizes[i] for i in segment.fixed), 0.0)
+        return Level(segment.fixed, int(sum(sizes[i] for i in segment.fixed)), 0.0)
     _, (_, sink_side) = nx.minimum_cut(graph, "source", "sink")
     again = {node for n, node in enumerate(segment.operators) if ("operator", n) in sink_side}
     kept = {
@@ -198,10 +209,11 @@ def _cheapest(segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, 
         if ("value", i) in sink_side and (storage[0] not in again or i in segment.fixed)
     }
     kept |= segment.fixed
-    return Level(frozenset(kept), sum(sizes[i] for i in kept), sum(seconds[n] for n in again))
+    return Level(frozenset(kept), int(sum(sizes[i] for i in kept)), sum(seconds[n] for n in again))
 
 
-def _bytes(storage: Storage) -> int:
+def storage_size(storage: Storage) -> int:
+    """Bytes of a storage."""
     node, index = storage
     fake = node.meta["val"]
     return storage_bytes(fake if isinstance(fake, torch.Tensor) else fake[index])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -18,23 +18,37 @@ from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import Phase, Role, StepGraph, origin, placeholder
 from zerofx.passes.base import consumers
 from zerofx.passes.recompute import recompute
-from zerofx.scheduler.plan import BucketSummary, GatherDecision, Plan, RecomputeDecision, ReduceDecision
+from zerofx.scheduler.plan import (
+    BucketSummary,
+    GatherDecision,
+    OffloadDecision,
+    Plan,
+    RecomputeDecision,
+    ReduceDecision,
+    StateDecision,
+)
 
 
 @dataclass(frozen=True)
 class PolicyOptions:
     """``prefetch``: units that a gather is issued ahead (0: where it is needed). ``keep``: names of buckets that
-    stay gathered between forward and backward, or ``"all"``."""
+    stay gathered between forward and backward, or ``"all"``; where it is a mapping, names to reasons."""
 
     prefetch: int = 1
     keep: Collection[str] | str = ()
+
+    def why_kept(self, bucket: Bucket) -> str:
+        """Why a bucket that is kept is, as the end of a sentence."""
+        return f": {self.keep[bucket.name]}" if isinstance(self.keep, Mapping) else ""
 
     def keeps(self, bucket: Bucket) -> bool:
         return self.keep == "all" or (not isinstance(self.keep, str) and bucket.name in self.keep)
 
 
 @dataclass(frozen=True)
-class _Residency:
+class Residency:
+    """A bucket is gathered from ``first``, which reads it first, to ``last``."""
+
     bucket: Bucket
     first: fx.Node
     last: fx.Node
@@ -51,15 +65,21 @@ def decide(
     options: PolicyOptions,
     recomputes: tuple[RecomputeDecision, ...] = (),
     extra_keeps: tuple[str, ...] = (),
+    states: tuple[StateDecision, ...] = (),
     memory_budget: int | None = None,
+    offloads: tuple[OffloadDecision, ...] = (),
+    carried_out: StepGraph | None = None,
 ) -> Plan:
     """Make the plan for a captured graph. Equal inputs give an equal plan, on any machine and rank.
 
-    Residencies are decided for the graph as it is once ``recomputes`` are carried out.
+    Residencies are decided for the graph as it is once ``recomputes`` are carried out: ``carried_out``, or else a copy
+    that is made here.
     """
     sharded = stage == 3 and layout.num_ranks > 1
     graph = step.fingerprint()
-    if recomputes:
+    if carried_out is not None:
+        step = carried_out
+    elif recomputes:
         step = step.clone()
         recompute(step, frozenset(decision.value for decision in recomputes), frozenset(extra_keeps))
     return Plan(
@@ -73,6 +93,8 @@ def decide(
         reduces=_decide_reduces(step, layout),
         recomputes=recomputes,
         extra_keeps=extra_keeps,
+        offloads=offloads,
+        states=states,
         memory_budget=memory_budget,
     )
 
@@ -90,9 +112,9 @@ def summarise(bucket: Bucket) -> BucketSummary:
 
 
 def _decide_gathers(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -> tuple[GatherDecision, ...]:
-    residencies = _residencies(step, layout, options)
+    found = residencies(step, layout, options)
     # The buckets of one unit are needed together, and are gathered ahead together.
-    together = [list(run) for _, run in itertools.groupby(residencies, key=lambda residency: residency.bucket.unit)]
+    together = [list(run) for _, run in itertools.groupby(found, key=lambda residency: residency.bucket.unit)]
     decisions = []
     for number, residency in ((n, residency) for n, run in enumerate(together) for residency in run):
         distance = min(number, options.prefetch)
@@ -110,7 +132,7 @@ def _decide_gathers(step: StepGraph, layout: BucketLayout, options: PolicyOption
     return tuple(decisions)
 
 
-def _residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -> list[_Residency]:
+def residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -> list[Residency]:
     """All residencies of all buckets in the order of their first use."""
     order = step.positions()
     uses = parameter_uses(step, layout)
@@ -126,10 +148,11 @@ def _residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) 
             run = nodes[start:i]
             phases = {origin(node).phase for node in run}
             if phases == {Phase.FORWARD, Phase.BACKWARD}:
-                why = "kept from forward to backward" + ("" if options.keeps(bucket) else ": nothing runs in between")
+                between = options.why_kept(bucket) if options.keeps(bucket) else ": nothing runs in between"
+                why = f"kept from forward to backward{between}"
             else:
                 why = f"resident while {bucket.name} runs in {min(phases)}"
-            found.append(_Residency(bucket, run[0], run[-1], why))
+            found.append(Residency(bucket, run[0], run[-1], why))
             start = i
     return sorted(found, key=lambda residency: (order[residency.first], residency.bucket.index))
 

@@ -12,7 +12,7 @@ from zerofx.checks import check_model, check_optimizer
 from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
 from zerofx.optimizers import check_supported
-from zerofx.options import Backend, Precision, Recompute, check_options
+from zerofx.options import Backend, Offload, Precision, Recompute, check_options
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.step import Step
@@ -27,6 +27,7 @@ def compile(
     example_batch: tuple[Any, ...] | Mapping[str, Any] | None = None,
     memory_budget: int | float | str | None = None,
     recompute: Recompute = "auto",
+    offload: Offload = "auto",
     precision: Precision | None = None,
     backend: Backend = "inductor",
     machine: Machine | str | None = None,
@@ -50,6 +51,9 @@ def compile(
             fraction of the device; None for no limit. A budget that no plan meets is refused before the first step.
         recompute: whether activations may be computed again in backward: ``"auto"`` as the budget asks, ``"none"``, or
             ``"full"`` for as many as possible.
+        offload: whether activations and optimizer states may leave the device: ``"auto"`` as the budget asks, to host
+            memory and then to NVMe (not on a CPU, whose memory is the host's), ``"none"``, or only ``"host"`` or
+            ``"nvme"``.
         precision: None keeps the model's dtypes; ``"bf16"`` computes, gathers and reduces in bfloat16 with fp32
             masters.
         backend: ``"inductor"`` compiles each distinct region once; ``"eager"`` runs the same file on ATen kernels, bit
@@ -72,7 +76,7 @@ def compile(
     check_optimizer(model, optimizer)
     options = check_options(
         stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
-        memory_budget, recompute,
+        memory_budget, recompute, offload,
     )  # fmt: skip
     check_supported(optimizer)
     if not isinstance(example_batch, tuple | list | Mapping | None):

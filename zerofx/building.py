@@ -30,7 +30,7 @@ from zerofx.scheduler.plan import Plan
 from zerofx.settings import Settings
 
 # Options that every rank must have alike; others are rank 0's business, or cannot be compared.
-_SHARED = frozenset({"stage", "precision", "backend", "max_shapes", "memory_budget", "recompute"})
+_SHARED = frozenset({"stage", "precision", "backend", "max_shapes", "memory_budget", "recompute", "offload"})
 _FIT_ROUNDS = 5  # plans to try until compiled regions are within the budget too
 
 

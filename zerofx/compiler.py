@@ -19,12 +19,13 @@ from zerofx.codegen.regions import Instruction, Region, cut
 from zerofx.errors import PlanError, UsageError
 from zerofx.graph import StepGraph, value
 from zerofx.optimizers import UpdateProgram
-from zerofx.options import CompileOptions
+from zerofx.options import CompileOptions, tiers_for
 from zerofx.pipeline import Stage, run_passes, run_quietly
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.executor import StepFunction, load_source
-from zerofx.scheduler.budget import Question, fit, least_memory, ways_to_gather
+from zerofx.scheduler.budget import fit, least_memory
+from zerofx.scheduler.items import Question
 from zerofx.scheduler.liveness import liveness, with_profiles
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan, Prediction
@@ -130,25 +131,29 @@ def make_plan(
             options=options.policy,
         )  # fmt: skip
 
-    def carry_out(plan: Plan) -> StepGraph:
-        step = captured.clone()
-        run_quietly(step, plan, layout, programs, settings)
-        return step
-
-    def peak(plan: Plan) -> int:
-        return liveness(carry_out(plan), on_cpu).peak_bytes
+    def peak(plan: Plan, carried_out: StepGraph) -> int:
+        run_quietly(carried_out, plan, layout, programs, settings, done=("recompute",))
+        return liveness(carried_out, on_cpu).peak_bytes
 
     def evaluate(plan: Plan) -> Prediction:
-        step = carry_out(plan)
+        step = captured.clone()
+        run_quietly(step, plan, layout, programs, settings)
         return predict(step, plan, layout, simulate(step, machine, layout.num_ranks, on_cpu=on_cpu))
 
     question = Question(
-        captured, layout, machine, options.stage, options.precision, memory_budget, options.recompute != "none"
+        step=captured,
+        layout=layout,
+        machine=machine,
+        stage=options.stage,
+        precision=options.precision,
+        memory_budget=memory_budget,
+        recompute=options.recompute != "none",
+        tiers=tiers_for(options.offload, machine),
+        asked=options.policy,
     )
     if memory_budget is None:
-        return least_memory(question, options.policy, evaluate)
-    ways = ways_to_gather(options.policy, options.stage == 3 and layout.num_ranks > 1)
-    return fit(question, ways, peak, evaluate)
+        return least_memory(question, evaluate)
+    return fit(question, peak, evaluate)
 
 
 def build(

@@ -9,16 +9,17 @@ from typing import Literal, get_args
 import torch
 
 from zerofx.checks import check_loss_function
-from zerofx.errors import UsageError
+from zerofx.errors import UsageError, warn
 from zerofx.loss import LossFunction
 from zerofx.report.units import parse_bytes
-from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.machine import Machine, Tier
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.policy import PolicyOptions
 
 Backend = Literal["inductor", "eager"]
 Precision = Literal["bf16"]
 Recompute = Literal["auto", "none", "full"]
+Offload = Literal["auto", "none", "host", "nvme"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class CompileOptions:
     max_shapes: int
     memory_budget: int | float | None = None
     recompute: Recompute = "auto"
+    offload: Offload = "auto"
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -53,6 +55,7 @@ def check_options(
     max_shapes: int,
     memory_budget: int | float | str | None = None,
     recompute: Recompute = "auto",
+    offload: Offload = "auto",
 ) -> CompileOptions:
     """The options as one object.
 
@@ -85,6 +88,8 @@ def check_options(
     check_loss_function(loss_fn)
     if recompute not in get_args(Recompute):
         raise UsageError(f"expected recompute 'auto' (as the budget asks), 'none' or 'full', found {recompute!r}")
+    if offload not in get_args(Offload):
+        raise UsageError(f"expected offload 'auto' (as the budget asks), 'none', 'host' or 'nvme', found {offload!r}")
     budget = parse_bytes(memory_budget) if isinstance(memory_budget, str) else memory_budget
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or budget <= 0):
         raise UsageError(
@@ -93,9 +98,28 @@ def check_options(
         )
     if isinstance(budget, float) and budget > 1:
         raise UsageError(f"expected a fraction up to 1.0, or a whole number of bytes, as memory_budget, found {budget}")
+    if budget is None and offload in ("host", "nvme"):
+        warn(f"offload={offload!r} is ignored without a memory_budget: nothing has to leave the device")
     found = Machine.named(machine) if isinstance(machine, str) else machine
     policy = PolicyOptions(prefetch, keep_gathered)
-    return CompileOptions(stage, loss_fn, precision, backend, found, plan, policy, max_shapes, budget, recompute)
+    return CompileOptions(
+        stage, loss_fn, precision, backend, found, plan, policy, max_shapes, budget, recompute, offload
+    )
+
+
+def tiers_for(offload: Offload, machine: Machine) -> tuple[Tier, ...]:
+    """The tiers that values may leave the device for, the first being filled first.
+
+    On a CPU the host's memory is the device's: ``"auto"`` has nothing to gain there.
+
+    Raises:
+        UsageError: ``"nvme"`` is asked for on a machine that has none.
+    """
+    if offload == "nvme" and machine.nvme is None:
+        raise UsageError(f"expected a machine with nvme for offload='nvme', found {machine.name}: give its row one")
+    if offload in ("host", "nvme"):
+        return (offload,)
+    return ()
 
 
 def check_bucket_names(asked: Collection[str] | str, buckets: Collection[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from zerofx.buckets import BucketLayout
@@ -105,11 +105,16 @@ def run_passes(
 
 
 def run_quietly(
-    step: StepGraph, plan: Plan, layout: BucketLayout, programs: Mapping[int, UpdateProgram], settings: Settings
+    step: StepGraph,
+    plan: Plan,
+    layout: BucketLayout,
+    programs: Mapping[int, UpdateProgram],
+    settings: Settings,
+    done: Collection[str] = (),
 ) -> None:
-    """Run all passes on ``step`` in place, and nothing else: for a plan that is only tried."""
+    """Run all passes but those ``done`` on ``step`` in place, and nothing else: for a plan that is only tried."""
     for one in passes(layout, programs, plan):
-        if one.name not in settings.disable:
+        if one.name not in settings.disable and one.name not in done:
             one.run(step, plan)
 
 

@@ -15,7 +15,7 @@ from zerofx.compiler import LoweredStep, budget_bytes, lower, make_plan
 from zerofx.errors import UsageError
 from zerofx.graph import StepGraph
 from zerofx.loss import LossFunction
-from zerofx.options import Backend, CompileOptions, Precision, Recompute, check_options
+from zerofx.options import Backend, CompileOptions, Offload, Precision, Recompute, check_options
 from zerofx.passes.simplify import simplify
 from zerofx.pipeline import check_disabled
 from zerofx.report.schedule import Schedule, make_schedule
@@ -85,6 +85,7 @@ def plan(
     machine: Machine | str = "h100-sxm",
     memory_budget: int | float | str | None = None,
     recompute: Recompute = "auto",
+    offload: Offload = "auto",
     loss_fn: LossFunction | None = None,
     precision: Precision | None = None,
     backend: Backend = "inductor",
@@ -97,7 +98,8 @@ def plan(
         model: any module; it may be on ``meta``, since only shapes are used.
         optimizer: the optimizer over its parameters.
         batch: one rank's micro-batch: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors will do.
-        stage, loss_fn, precision, memory_budget, recompute, prefetch, keep_gathered: as for ``zerofx.compile``.
+        stage, loss_fn, precision, memory_budget, recompute, offload, prefetch, keep_gathered: as for
+            ``zerofx.compile``.
         backend: decides only whether updates use torch's fused kernels, as in ``zerofx.compile``; regions are simulated
             node by node, as the eager backend runs them.
         world_size: number of ranks.
@@ -109,7 +111,7 @@ def plan(
     check_world_size(world_size)
     options = check_options(
         stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
-        memory_budget, recompute,
+        memory_budget, recompute, offload,
     )  # fmt: skip
     return plan_captured(capture_for_plans(model, optimizer, batch, options), world_size)
 
@@ -120,6 +122,7 @@ class RankOptions(TypedDict, total=False):
     machine: Machine | str
     memory_budget: int | float | str | None
     recompute: Recompute
+    offload: Offload
     loss_fn: LossFunction | None
     precision: Precision | None
     backend: Backend

@@ -21,7 +21,7 @@ from zerofx.errors import MemoryBudgetError
 from zerofx.passes.simplify import simplify
 from zerofx.planning import PlannedStep, plan
 from zerofx.scheduler.activations import crossing_storages, menu, segments
-from zerofx.scheduler.budget import order_moves
+from zerofx.scheduler.moves import order_moves
 from zerofx.scheduler.machine import Machine
 
 BUDGETS = (1.0, 0.6, 0.3, 0.0)  # between the least possible and what keeping everything takes
@@ -205,7 +205,7 @@ def test_moves_of_a_layer_stay_in_order_and_the_best_come_first() -> None:
     menus = [menu(part, Machine.named("cpu")) for part in segments(step)]
     moves = order_moves(menus)
     for number in range(len(menus)):
-        assert [m.level for m in moves if m.segment == number] == list(range(1, len(menus[number])))
+        assert [m.level for m in moves if m.item == number] == list(range(1, len(menus[number])))
     assert moves[0].rate == max(move.rate for move in moves)
 
 

@@ -1,0 +1,168 @@
+"""What can be decided about a step, each with its menu of levels, and the plan that a choice of levels leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from zerofx.buckets import Bucket, BucketLayout
+from zerofx.graph import Phase, StepGraph, origin
+from zerofx.passes.recompute import recompute
+from zerofx.report.units import format_bytes, format_seconds
+from zerofx.scheduler.activations import Level, Segment, crossing_storages, menu, segments, value_node
+from zerofx.scheduler.gathers import Gathering, keep_menus, prefetch_menu, why_kept
+from zerofx.scheduler.machine import Machine, Tier
+from zerofx.scheduler.moves import Move, reached
+from zerofx.scheduler.offload import Wish, joint_menu, place
+from zerofx.scheduler.plan import Plan, RecomputeDecision
+from zerofx.scheduler.policy import PolicyOptions, decide, residencies
+from zerofx.scheduler.storage import storage_bytes, tensors_of
+from zerofx.scheduler.timeline import Place, seconds_by_place
+
+Leaning = Literal["recompute", "offload", "joint"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan is wanted for.
+
+    ``recompute``: whether activations may be computed again. ``tiers``: where they may be offloaded to, the first being
+    filled first; none if empty. ``asked``: how buckets are gathered as long as memory allows.
+    """
+
+    step: StepGraph
+    layout: BucketLayout
+    machine: Machine
+    stage: int
+    precision: str | None
+    memory_budget: int | None
+    recompute: bool
+    tiers: tuple[Tier, ...] = ()
+    asked: PolicyOptions = field(default_factory=PolicyOptions)
+
+    @cached_property
+    def seconds(self) -> dict[Place, float]:
+        """Seconds of computation by unit and phase."""
+        return seconds_by_place(self.step, self.machine)
+
+    @property
+    def leanings(self) -> tuple[Leaning, ...]:
+        """The ways to hold fewer activations; the joint one chooses for each tensor."""
+        if self.recompute and self.tiers:
+            return ("joint", "recompute", "offload")
+        return ("offload",) if self.tiers else ("recompute",)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What becomes of the activations of one run of a repeated layer."""
+
+    segment: Segment
+    levels: tuple[Level, ...]
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Whether a bucket stays gathered from forward to backward."""
+
+    bucket: Bucket
+    levels: tuple[Gathering, ...]
+
+
+@dataclass(frozen=True)
+class Prefetching:
+    """How many units ahead gathers are issued: one less with each level."""
+
+    levels: tuple[Gathering, ...]
+
+
+Item = Activations | Keeping | Prefetching
+
+
+def items_of(question: Question, leaning: Leaning) -> list[Item]:
+    """All that can be decided, in a fixed order."""
+    found: list[Item] = list(_activations(question, leaning))
+    if question.stage == 3 and question.layout.num_ranks > 1:
+        asked = question.asked
+        gathered = residencies(question.step, question.layout, asked)
+        found += [
+            Keeping(bucket, levels)
+            for bucket, levels in keep_menus(gathered, asked, question.seconds, question.machine).items()
+        ]
+        found.append(
+            Prefetching(prefetch_menu(gathered, question.layout, asked.prefetch, question.seconds, question.machine))
+        )
+    return found
+
+
+def _activations(question: Question, leaning: Leaning) -> list[Activations]:
+    if not question.recompute and not question.tiers:
+        return []
+    known: dict[str, tuple[Level, ...]] = {}
+    found = []
+    for segment in segments(question.step):
+        if segment.key not in known:
+            known[segment.key] = (
+                menu(segment, question.machine)
+                if leaning == "recompute"
+                else joint_menu(segment, question.machine, question.tiers[0], recompute=leaning == "joint")
+            )
+        found.append(Activations(segment, known[segment.key]))
+    return found
+
+
+def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) -> tuple[Plan, StepGraph]:
+    """The plan that some moves lead to, and a copy of the captured graph with its recomputation carried out."""
+    crossing = crossing_storages(question.step)
+    prefetch, keep = question.asked.prefetch, dict.fromkeys(_named(question.asked), "as asked")
+    seconds = dict(question.seconds)
+    recomputes: list[RecomputeDecision] = []
+    extra: dict[str, None] = {}
+    wishes: dict[str, Wish] = {}
+    levels = reached(moves)
+    for number, item in enumerate(items):
+        move = levels.get(number)
+        if isinstance(item, Keeping) and move is None:
+            keep[item.bucket.name] = why_kept(item.bucket, item.levels)
+        elif isinstance(item, Prefetching) and move is not None:
+            prefetch -= move.level
+        elif isinstance(item, Activations) and move is not None:
+            segment, level = item.segment, item.levels[move.level]
+            place_ = (segment.unit, Phase.BACKWARD)
+            seconds[place_] = seconds.get(place_, 0.0) + level.seconds
+            reason = (
+                f"level {move.level} of {len(item.levels) - 1} for {segment.unit}: the last move frees "
+                f"{format_bytes(move.freed_bytes)} for {format_seconds(move.extra_seconds)} of computation"
+            )
+            for i, storage in enumerate(segment.values):
+                node = value_node(storage)
+                if i in segment.needed and i not in level.kept:
+                    size = storage_bytes(tensors_of(node)[0])
+                    recomputes.append(RecomputeDecision(node.name, size, reason, origin(node).layer))
+                elif i in level.kept and storage not in crossing:
+                    extra[node.name] = None
+                if i in level.offloaded:
+                    wishes[node.name] = Wish(node.name, reason)
+    carried_out = question.step.clone()
+    recompute(carried_out, frozenset(decision.value for decision in recomputes), frozenset(extra))
+    offloads = place(carried_out, list(wishes.values()), seconds, question.machine, question.tiers) if wishes else ()
+    plan = decide(
+        question.step,
+        question.layout,
+        stage=question.stage,
+        precision=question.precision,
+        machine=question.machine.name,
+        options=PolicyOptions(prefetch, "all" if question.asked.keep == "all" else keep),
+        recomputes=tuple(recomputes),
+        extra_keeps=tuple(extra),
+        offloads=offloads,
+        memory_budget=question.memory_budget,
+        carried_out=carried_out,
+    )
+    return plan, carried_out
+
+
+def _named(asked: PolicyOptions) -> tuple[str, ...]:
+    return () if isinstance(asked.keep, str) else tuple(asked.keep)

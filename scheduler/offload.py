@@ -1,0 +1,210 @@
+"""Activations on a slower tier: what it costs to have a value there, and when it is copied out and back.
+
+A copy hides behind computation as long as the link is free; what does not fit beside it is exposed. So a layer's menu
+(``joint_menu``) prices the link: at price 0 a copy is free, at price 1 every second of it is exposed. For each price of
+the link and of a byte, a minimum cut divides the layer's values into kept, computed again and offloaded, per tensor;
+the entries on the lower convex hull of bytes against seconds are the menu. (The rule for one tensor alone: offload it
+if the exposed part of its two copies is less than computing it again; compare POET, 2207.07697, and Capuchin.)
+
+``place`` puts the copies on the timeline: out behind the last reader in forward, first come first served; back as late
+as they can be without keeping backward waiting. What is needed again before it could be gone stays on the device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from zerofx.graph import Phase, StepGraph, origin
+from zerofx.passes.base import consumers
+from zerofx.report.units import format_seconds
+from zerofx.scheduler.activations import Level, Segment, cheapest, keep_all, storage_size
+from zerofx.scheduler.costs import node_cost
+from zerofx.scheduler.machine import Machine, Tier, copy_seconds
+from zerofx.scheduler.plan import OffloadDecision
+from zerofx.scheduler.storage import storage_bytes, tensors_of
+from zerofx.scheduler.timeline import Place, Run, runs
+
+_LINK_PRICES = (0.0, 0.25, 0.5, 0.75, 1.0)  # seconds that a second of copying costs
+_BYTE_PRICES = 24  # how many prices of a byte are tried, between the cheapest and the dearest value
+_BACKWARD = 2.0  # seconds of backward for one of forward: two matrix products for each
+
+
+def joint_menu(segment: Segment, machine: Machine, tier: Tier, *, recompute: bool) -> tuple[Level, ...]:
+    """The levels of a segment when its values may be offloaded to ``tier`` and, with ``recompute``, computed again.
+
+    They go from keeping all to keeping least, each with fewer bytes than the one before; ``seconds`` are those of
+    computing again and the exposed part of copying, if the segment's own run is all there is to hide it.
+    """
+    seconds = {node: node_cost(node, machine).seconds for node in segment.operators}
+    sizes = [storage_size(storage) for storage in segment.values]
+    made = [storage[0] in seconds for storage in segment.values]
+    copies = [
+        copy_seconds(size, "device", tier, machine) + copy_seconds(size, tier, "device", machine) for size in sizes
+    ]
+    known = [copies[i] for i in range(len(sizes)) if made[i] and sizes[i]]
+    if not known:
+        return (keep_all(segment),)
+    fastest = min([*(s for s in seconds.values() if s), *known])
+    slowest = max([*seconds.values(), *known])
+    largest, smallest = max(sizes), min(size for size in sizes if size)
+    high, low = 2 * largest / fastest, smallest / slowest / len(segment.operators)
+    entries = [keep_all(segment)]
+    for link_price in _LINK_PRICES:
+        # Issuing two copies is never free, so that small values stay.
+        dues = [link_price * copy + 2 * machine.device.launch_latency for copy in copies]
+        for number in range(_BYTE_PRICES):
+            price = high * (low / high) ** (number / (_BYTE_PRICES - 1))
+            entries.append(_divide(segment, sizes, made, seconds, dues, price, recompute=recompute))
+    priced = [replace(entry, seconds=entry.seconds + _exposed(segment, entry, tier, machine)) for entry in entries]
+    return _hull(priced)
+
+
+def _divide(
+    segment: Segment,
+    sizes: Sequence[int],
+    made: Sequence[bool],
+    seconds: Mapping[fx.Node, float],
+    dues: Sequence[float],
+    price: float,
+    *,
+    recompute: bool,
+) -> Level:
+    """Keep, offload or compute again each value, at ``price`` bytes for a second."""
+    weights = [min(size, price * due) if own else size for size, due, own in zip(sizes, dues, made, strict=True)]
+    level = cheapest(segment, weights, seconds, price) if recompute else keep_all(segment)
+    out = frozenset(i for i in level.kept if made[i] and price * dues[i] < sizes[i])
+    stays = sum(sizes[i] for i in level.kept - out)
+    return Level(level.kept, stays, level.seconds, out)
+
+
+def _exposed(segment: Segment, level: Level, tier: Tier, machine: Machine) -> float:
+    """Seconds of a level's copies that its segment's own run does not hide."""
+    forward = sum(node_cost(node, machine).seconds for node in segment.operators)
+    sizes = [storage_size(segment.values[i]) for i in level.offloaded]
+    down = sum(copy_seconds(size, "device", tier, machine) for size in sizes)
+    up = sum(copy_seconds(size, tier, "device", machine) for size in sizes)
+    return max(0.0, down - forward) + max(0.0, up - _BACKWARD * forward - level.seconds)
+
+
+def _hull(levels: Sequence[Level]) -> tuple[Level, ...]:
+    """The lower convex hull of bytes against seconds, from the most bytes to the least."""
+    found: list[Level] = []
+    for level in sorted(levels, key=lambda level: (level.seconds, level.num_bytes)):
+        if found and level.num_bytes >= found[-1].num_bytes:
+            continue
+        while len(found) > 1 and _rate(found[-2], found[-1]) <= _rate(found[-1], level):
+            found.pop()
+        found.append(level)
+    return tuple(found)
+
+
+def _rate(before: Level, after: Level) -> float:
+    spent = after.seconds - before.seconds
+    return (before.num_bytes - after.num_bytes) / spent if spent > 0 else float("inf")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A forward value that shall be offloaded, by the name of its node in the captured graph, and why."""
+
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Copy:
+    wish: Wish
+    node: fx.Node
+    num_bytes: int
+    tier: Tier
+    made: int  # index of the run behind which it is copied out
+    needed: int  # index of the run that reads it again
+
+
+def place(
+    step: StepGraph, wishes: Sequence[Wish], seconds: Mapping[Place, float], machine: Machine, tiers: Sequence[Tier]
+) -> tuple[OffloadDecision, ...]:
+    """When each value goes out and comes back, on links that carry one copy at a time.
+
+    Args:
+        step: the captured graph with recomputation carried out.
+        wishes: what to offload. What would be needed again as soon as it is gone is left out.
+        seconds: computation by unit and phase (``scheduler.timeline.seconds_by_place``).
+        machine: its links, and how much its tiers hold for a rank.
+        tiers: where values may go; the first is filled first.
+    """
+    spans = runs(step, seconds)
+    copies = _copies(step, spans, wishes, machine, tiers)
+    gone = _ways_out(copies, spans, machine)
+    back = _ways_back(copies, spans, machine)
+    decisions = []
+    for copy in copies:
+        freed, reload = gone[copy.wish], back[copy.wish]
+        if freed + 1 >= reload:
+            continue
+        down = copy_seconds(copy.num_bytes, "device", copy.tier, machine)
+        up = copy_seconds(copy.num_bytes, copy.tier, "device", machine)
+        decisions.append(
+            OffloadDecision(
+                value=copy.wish.value,
+                tier=copy.tier,
+                num_bytes=copy.num_bytes,
+                free_after=spans[freed].last.name,
+                reload_before=spans[reload].first.name,
+                reason=f"{copy.wish.reason}; {format_seconds(down)} out, {format_seconds(up)} back",
+                layer=origin(copy.node).layer,
+            )
+        )
+    return tuple(decisions)
+
+
+def _copies(
+    step: StepGraph, spans: Sequence[Run], wishes: Sequence[Wish], machine: Machine, tiers: Sequence[Tier]
+) -> list[_Copy]:
+    order = step.positions()
+    starts = [order[run.first] for run in spans]
+    by_name = {node.name: node for node in step.graph.nodes}
+    room = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank, "device": 0}
+    found = []
+    for wish in sorted(wishes, key=lambda wish: order[by_name[wish.value]]):
+        node = by_name[wish.value]
+        num_bytes = storage_bytes(tensors_of(node)[0])
+        readers = [order[reader] for reader in consumers(node) if origin(reader).phase is Phase.FORWARD]
+        again = [order[reader] for reader in consumers(node) if origin(reader).phase is not Phase.FORWARD]
+        tier = next((tier for tier in tiers if room[tier] >= num_bytes), None)
+        if tier is None or not again:
+            continue
+        room[tier] -= num_bytes
+        made = bisect_right(starts, max([order[node], *readers])) - 1
+        found.append(_Copy(wish, node, num_bytes, tier, made, bisect_right(starts, min(again)) - 1))
+    return found
+
+
+def _ways_out(copies: Sequence[_Copy], spans: Sequence[Run], machine: Machine) -> dict[Wish, int]:
+    """The run behind which each value has been copied out, or else the last one of forward."""
+    ends = [run.end_seconds for run in spans]
+    free: dict[Tier, float] = {}
+    found = {}
+    for copy in sorted(copies, key=lambda copy: copy.made):
+        begin = max(free.get(copy.tier, 0.0), ends[copy.made])
+        free[copy.tier] = begin + copy_seconds(copy.num_bytes, "device", copy.tier, machine)
+        last_forward = next(i for i in range(copy.needed - 1, -1, -1) if spans[i].phase is Phase.FORWARD)
+        found[copy.wish] = min(bisect_left(ends, free[copy.tier], lo=copy.made), last_forward)
+    return found
+
+
+def _ways_back(copies: Sequence[_Copy], spans: Sequence[Run], machine: Machine) -> dict[Wish, int]:
+    """The run before which each copy back starts to be there in time, or else the first one of backward."""
+    starts = [run.start_seconds for run in spans]
+    free: dict[Tier, float] = {}
+    found = {}
+    for copy in sorted(copies, key=lambda copy: (-copy.needed, -copy.made)):
+        finish = min(free.get(copy.tier, float("inf")), starts[copy.needed])
+        free[copy.tier] = finish - copy_seconds(copy.num_bytes, copy.tier, "device", machine)
+        first_backward = next(i for i in range(copy.made, len(spans)) if spans[i].phase is not Phase.FORWARD)
+        found[copy.wish] = min(max(bisect_right(starts, free[copy.tier]) - 1, first_backward), copy.needed)
+    return found

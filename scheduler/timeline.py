@@ -1,0 +1,67 @@
+"""When each layer computes: the runs of a step's units in order, with the seconds that each takes.
+
+The scale on which transfers are placed: what is moved beside a run hides behind it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx.graph import Phase, StepGraph, copied_from, origin
+from zerofx.scheduler.costs import node_cost
+from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.storage import is_view
+
+Place = tuple[str, Phase]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A unit's nodes in a row in one phase: the first, the last, and when they run, in seconds from the step's begin.
+
+    ``unit`` is ``""`` for nodes outside all units.
+    """
+
+    unit: str
+    phase: Phase
+    first: fx.Node
+    last: fx.Node
+    start_seconds: float
+    end_seconds: float
+
+
+def seconds_by_place(step: StepGraph, machine: Machine) -> dict[Place, float]:
+    """Seconds of computation in each unit and phase, over all its runs."""
+    found: dict[Place, float] = {}
+    for node in step.calls():
+        if not is_view(node):
+            place = (step.unit_of(node), origin(node).phase)
+            found[place] = found.get(place, 0.0) + node_cost(node, machine).seconds
+    return found
+
+
+def runs(step: StepGraph, seconds: Mapping[Place, float]) -> list[Run]:
+    """All runs in order of a captured step, whether or not recomputation has been carried out.
+
+    ``seconds`` are divided evenly between the runs of one unit and phase.
+    """
+    spans: list[tuple[Place, fx.Node, fx.Node]] = []
+    for node in step.calls():
+        if is_view(node) or copied_from(node) is not None:
+            continue
+        place = (step.unit_of(node), origin(node).phase)
+        if spans and spans[-1][0] == place:
+            spans[-1] = (place, spans[-1][1], node)
+        else:
+            spans.append((place, node, node))
+    times = Counter(place for place, _, _ in spans)
+    found, now = [], 0.0
+    for place, first, last in spans:
+        end = now + seconds.get(place, 0.0) / times[place]
+        found.append(Run(*place, first, last, now, end))
+        now = end
+    return found
