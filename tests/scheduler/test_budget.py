@@ -21,8 +21,8 @@ from zerofx.errors import MemoryBudgetError
 from zerofx.passes.simplify import simplify
 from zerofx.planning import PlannedStep, plan
 from zerofx.scheduler.activations import crossing_storages, menu, segments
-from zerofx.scheduler.moves import order_moves
 from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.moves import order_moves
 
 BUDGETS = (1.0, 0.6, 0.3, 0.0)  # between the least possible and what keeping everything takes
 
