@@ -101,11 +101,12 @@ class _Search:
         """The length of the least peak among some of the whole order, and around the best of them."""
         last = len(self._moves)
         gap = max(1, last // _SCANNED)
-        best = min((last, *range(0, last, gap)), key=lambda n: (self.at(n)[0], n))
+        tried = {n: self.at(n)[0] for n in (last, *range(0, last, gap))}
+        best = min(tried, key=lambda n: (tried[n], n))
         while gap := gap // 2:
-            near = [n for n in (best - gap, best, best + gap) if 0 <= n <= last]
-            best = min(near, key=lambda n: (self.at(n)[0], n))
-        return best
+            tried |= {n: self.at(n)[0] for n in (best - gap, best + gap) if 0 <= n <= last}
+            best = min(tried, key=lambda n: (tried[n], n))
+        return int(best)
 
     def shortest(self, budget: int) -> int | None:
         """The least length that fits, or None; looked for around the one at which enough bytes should be free."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -16,8 +16,9 @@ from zerofx.scheduler.gathers import Gathering, keep_menus, prefetch_menu, why_k
 from zerofx.scheduler.machine import Machine, Tier
 from zerofx.scheduler.moves import Move, reached
 from zerofx.scheduler.offload import Wish, joint_menu, place
-from zerofx.scheduler.plan import Plan, RecomputeDecision
+from zerofx.scheduler.plan import Plan, RecomputeDecision, StateDecision
 from zerofx.scheduler.policy import PolicyOptions, decide, residencies
+from zerofx.scheduler.states import Placement, state_menus
 from zerofx.scheduler.storage import storage_bytes, tensors_of
 from zerofx.scheduler.timeline import Place, seconds_by_place
 
@@ -29,7 +30,8 @@ class Question:
     """What a plan is wanted for.
 
     ``recompute``: whether activations may be computed again. ``tiers``: where they may be offloaded to, the first being
-    filled first; none if empty. ``asked``: how buckets are gathered as long as memory allows.
+    filled first; none if empty. ``asked``: how buckets are gathered as long as memory allows. ``state_bytes``: bytes of
+    one rank's optimizer states and masters, by bucket index.
     """
 
     step: StepGraph
@@ -41,6 +43,7 @@ class Question:
     recompute: bool
     tiers: tuple[Tier, ...] = ()
     asked: PolicyOptions = field(default_factory=PolicyOptions)
+    state_bytes: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
     def seconds(self) -> dict[Place, float]:
@@ -68,7 +71,7 @@ class Keeping:
     """Whether a bucket stays gathered from forward to backward."""
 
     bucket: Bucket
-    levels: tuple[Gathering, ...]
+    levels: tuple[Gathering, Gathering]
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,15 @@ class Prefetching:
     levels: tuple[Gathering, ...]
 
 
-Item = Activations | Keeping | Prefetching
+@dataclass(frozen=True)
+class States:
+    """Where a bucket's optimizer states live."""
+
+    bucket: Bucket
+    levels: tuple[Placement, Placement]
+
+
+Item = Activations | Keeping | Prefetching | States
 
 
 def items_of(question: Question, leaning: Leaning) -> list[Item]:
@@ -94,6 +105,11 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         found.append(
             Prefetching(prefetch_menu(gathered, question.layout, asked.prefetch, question.seconds, question.machine))
         )
+    if leaning != "recompute":
+        menus = state_menus(
+            question.layout, question.state_bytes, question.stage, question.seconds, question.machine, question.tiers
+        )
+        found += [States(bucket, levels) for bucket, levels in menus.items()]
     return found
 
 
@@ -121,6 +137,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     recomputes: list[RecomputeDecision] = []
     extra: dict[str, None] = {}
     wishes: dict[str, Wish] = {}
+    states: list[StateDecision] = []
     levels = reached(moves)
     for number, item in enumerate(items):
         move = levels.get(number)
@@ -128,6 +145,8 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
             keep[item.bucket.name] = why_kept(item.bucket, item.levels)
         elif isinstance(item, Prefetching) and move is not None:
             prefetch -= move.level
+        elif isinstance(item, States) and move is not None:
+            states.append(item.levels[1].decision(item.bucket, move.freed_bytes))
         elif isinstance(item, Activations) and move is not None:
             segment, level = item.segment, item.levels[move.level]
             place_ = (segment.unit, Phase.BACKWARD)
@@ -147,7 +166,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
                     wishes[node.name] = Wish(node.name, reason)
     carried_out = question.step.clone()
     recompute(carried_out, frozenset(decision.value for decision in recomputes), frozenset(extra))
-    offloads = place(carried_out, list(wishes.values()), seconds, question.machine, question.tiers) if wishes else ()
+    offloads = place(carried_out, list(wishes.values()), seconds, question.machine, _room(question, states))
     plan = decide(
         question.step,
         question.layout,
@@ -158,10 +177,21 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         recomputes=tuple(recomputes),
         extra_keeps=tuple(extra),
         offloads=offloads,
+        states=tuple(states),
         memory_budget=question.memory_budget,
         carried_out=carried_out,
     )
     return plan, carried_out
+
+
+def _room(question: Question, states: Sequence[StateDecision]) -> dict[Tier, int]:
+    """Bytes of each tier that one rank has left for activations, the tier to fill first in front."""
+    machine = question.machine
+    sizes: dict[Tier, int] = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
+    room = {tier: sizes[tier] for tier in question.tiers}
+    for tier in room:
+        room[tier] -= sum(question.state_bytes[decision.bucket] for decision in states if decision.tier == tier)
+    return room
 
 
 def _named(asked: PolicyOptions) -> tuple[str, ...]:

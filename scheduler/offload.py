@@ -126,7 +126,7 @@ class _Copy:
 
 
 def place(
-    step: StepGraph, wishes: Sequence[Wish], seconds: Mapping[Place, float], machine: Machine, tiers: Sequence[Tier]
+    step: StepGraph, wishes: Sequence[Wish], seconds: Mapping[Place, float], machine: Machine, room: Mapping[Tier, int]
 ) -> tuple[OffloadDecision, ...]:
     """When each value goes out and comes back, on links that carry one copy at a time.
 
@@ -134,11 +134,11 @@ def place(
         step: the captured graph with recomputation carried out.
         wishes: what to offload. What would be needed again as soon as it is gone is left out.
         seconds: computation by unit and phase (``scheduler.timeline.seconds_by_place``).
-        machine: its links, and how much its tiers hold for a rank.
-        tiers: where values may go; the first is filled first.
+        machine: its links.
+        room: bytes of each tier that values may go to; the first is filled first.
     """
     spans = runs(step, seconds)
-    copies = _copies(step, spans, wishes, machine, tiers)
+    copies = _copies(step, spans, wishes, room)
     gone = _ways_out(copies, spans, machine)
     back = _ways_back(copies, spans, machine)
     decisions = []
@@ -162,23 +162,21 @@ def place(
     return tuple(decisions)
 
 
-def _copies(
-    step: StepGraph, spans: Sequence[Run], wishes: Sequence[Wish], machine: Machine, tiers: Sequence[Tier]
-) -> list[_Copy]:
+def _copies(step: StepGraph, spans: Sequence[Run], wishes: Sequence[Wish], room: Mapping[Tier, int]) -> list[_Copy]:
     order = step.positions()
     starts = [order[run.first] for run in spans]
     by_name = {node.name: node for node in step.graph.nodes}
-    room = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank, "device": 0}
+    left = dict(room)
     found = []
     for wish in sorted(wishes, key=lambda wish: order[by_name[wish.value]]):
         node = by_name[wish.value]
         num_bytes = storage_bytes(tensors_of(node)[0])
         readers = [order[reader] for reader in consumers(node) if origin(reader).phase is Phase.FORWARD]
         again = [order[reader] for reader in consumers(node) if origin(reader).phase is not Phase.FORWARD]
-        tier = next((tier for tier in tiers if room[tier] >= num_bytes), None)
+        tier = next((tier for tier in left if left[tier] >= num_bytes), None)
         if tier is None or not again:
             continue
-        room[tier] -= num_bytes
+        left[tier] -= num_bytes
         made = bisect_right(starts, max([order[node], *readers])) - 1
         found.append(_Copy(wish, node, num_bytes, tier, made, bisect_right(starts, min(again)) - 1))
     return found

@@ -1,0 +1,87 @@
+"""Optimizer states off the device: what it frees, what it costs, and on which side the update is cheaper.
+
+A bucket's states and fp32 masters come up for its update and go down again (``update="device"``), or the update runs on
+the host: then the gradient goes down and the updated parameters come up (ZeRO-Offload, 2101.06840). Either way the
+copies and the host's work are stages of a pipe that runs beside the backward computation of the bucket's layer; what
+the longest of them takes beyond that is exposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zerofx.buckets import Bucket, BucketLayout
+from zerofx.graph import Phase
+from zerofx.report.units import format_bytes, format_seconds
+from zerofx.scheduler.machine import Machine, Tier, copy_seconds
+from zerofx.scheduler.plan import StateDecision
+from zerofx.scheduler.timeline import Place
+
+_FLOPS = 14  # of an Adam update for one element, as in scheduler.costs
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One level of a menu about a bucket's states: bytes on the device, exposed seconds, tier, side of the update."""
+
+    num_bytes: int
+    seconds: float
+    tier: Tier = "device"
+    update: Tier = "device"
+
+    def decision(self, bucket: Bucket, freed_bytes: int) -> StateDecision:
+        """The decision, with its reason."""
+        side = "update on the host: gradients down, parameters up" if self.update == "host" else "states up and down"
+        reason = f"frees {format_bytes(freed_bytes)} for {format_seconds(self.seconds)} exposed; {side}"
+        return StateDecision(bucket.index, self.tier, self.update, reason)
+
+
+def state_menus(
+    layout: BucketLayout,
+    state_bytes: Mapping[int, int],
+    stage: int,
+    seconds: Mapping[Place, float],
+    machine: Machine,
+    tiers: tuple[Tier, ...],
+) -> dict[Bucket, tuple[Placement, Placement]]:
+    """For each bucket with states: on the device, and off it.
+
+    Args:
+        layout: the buckets.
+        state_bytes: bytes of one rank's states and masters, by bucket index.
+        stage: the ZeRO stage.
+        seconds: computation by unit and phase.
+        machine: its links, its host, and how much its tiers hold for a rank.
+        tiers: where states may go; the first is filled first.
+    """
+    room = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank, "device": 0}
+    menus = {}
+    for bucket in layout.buckets:
+        num_bytes = state_bytes.get(bucket.index, 0)
+        tier = next((tier for tier in tiers if room[tier] >= num_bytes), None)
+        if not num_bytes or tier is None:
+            continue
+        room[tier] -= num_bytes
+        local = bucket.shard_numel if stage >= 1 else bucket.numel
+        beside = seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
+        through = max(_through_device(num_bytes, tier, machine))
+        on_host = max(_on_host(num_bytes, local * bucket.compute_dtype.itemsize, local, tier, machine))
+        off = Placement(0, max(0.0, min(through, on_host) - beside), tier, "host" if on_host < through else "device")
+        menus[bucket] = (Placement(num_bytes, 0.0), off)
+    return menus
+
+
+def _through_device(num_bytes: int, tier: Tier, machine: Machine) -> list[float]:
+    return [copy_seconds(num_bytes, tier, "device", machine), copy_seconds(num_bytes, "device", tier, machine)]
+
+
+def _on_host(num_bytes: int, gradient_bytes: int, numel: int, tier: Tier, machine: Machine) -> list[float]:
+    stages = [
+        copy_seconds(gradient_bytes, "device", "host", machine),
+        machine.host_seconds(_FLOPS * numel, 2 * num_bytes + gradient_bytes),
+        copy_seconds(gradient_bytes, "host", "device", machine),
+    ]
+    if tier == "nvme":
+        stages += [copy_seconds(num_bytes, "nvme", "host", machine), copy_seconds(num_bytes, "host", "nvme", machine)]
+    return stages
