@@ -2,6 +2,7 @@
 
 zerofx plan examples/plan_llama.py:llama_8b --world-size 8 --machine h100-sxm --precision bf16 --html plan.html
 zerofx plan examples/plan_llama.py:llama_70b --world-size 1024 --machine h100-sxm --precision bf16 --memory-budget 80GB
+zerofx plan examples/plan_llama.py:llama_405b --world-size 8192 --machine h100-sxm --precision bf16 --memory-budget 80GB
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ def llama_8b() -> Planned:
 def llama_70b() -> Planned:
     """The same for Llama 3 70B, with sequences of 8192 tokens."""
     return _llama(num_layers=80, dim=8192, inner=28_672, num_heads=64, block=8192)
+
+
+def llama_405b() -> Planned:
+    """The same for Llama 3.1 405B, with sequences of 8192 tokens."""
+    return _llama(num_layers=126, dim=16_384, inner=53_248, num_heads=128, block=8192)
 
 
 def _llama(num_layers: int, dim: int, inner: int, num_heads: int, block: int) -> Planned:

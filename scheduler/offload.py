@@ -2,9 +2,10 @@
 
 A copy hides behind computation as long as the link is free; what does not fit beside it is exposed. So a layer's menu
 (``joint_menu``) prices the link: at price 0 a copy is free, at price 1 every second of it is exposed. For each price of
-the link and of a byte, a minimum cut divides the layer's values into kept, computed again and offloaded, per tensor;
-the entries on the lower convex hull of bytes against seconds are the menu. (The rule for one tensor alone: offload it
-if the exposed part of its two copies is less than computing it again; compare POET, 2207.07697, and Capuchin.)
+the link and of a byte a minimum cut says what to compute again; of the rest, as much is offloaded as some share of the
+layer's own computation hides. The entries on the lower convex hull of bytes against seconds are the menu. (The rule for
+one tensor alone: offload it if the exposed part of its two copies is less than computing it again; compare POET,
+2207.07697, and Capuchin.)
 
 ``place`` puts the copies on the timeline: out behind the last reader in forward, first come first served; back as late
 as they can be without keeping backward waiting. What is needed again before it could be gone stays on the device.
@@ -13,7 +14,7 @@ as they can be without keeping backward waiting. What is needed again before it 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -28,8 +29,9 @@ from zerofx.scheduler.plan import OffloadDecision
 from zerofx.scheduler.storage import storage_bytes, tensors_of
 from zerofx.scheduler.timeline import Place, Run, runs
 
-_LINK_PRICES = (0.0, 0.25, 0.5, 0.75, 1.0)  # seconds that a second of copying costs
-_BYTE_PRICES = 24  # how many prices of a byte are tried, between the cheapest and the dearest value
+_LINK_PRICES = (0.0, 0.25, 0.5, 1.0)  # seconds that a second of copying costs
+_LINK_SHARES = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0)  # seconds of copying out for one of the layer's forward
+_NUM_BYTE_PRICES = 24  # how many prices of a byte are tried, between the cheapest and the dearest value
 _BACKWARD = 2.0  # seconds of backward for one of forward: two matrix products for each
 
 
@@ -40,54 +42,57 @@ def joint_menu(segment: Segment, machine: Machine, tier: Tier, *, recompute: boo
     computing again and the exposed part of copying, if the segment's own run is all there is to hide it.
     """
     seconds = {node: node_cost(node, machine).seconds for node in segment.operators}
-    sizes = [storage_size(storage) for storage in segment.values]
-    made = [storage[0] in seconds for storage in segment.values]
-    copies = [
-        copy_seconds(size, "device", tier, machine) + copy_seconds(size, tier, "device", machine) for size in sizes
-    ]
-    known = [copies[i] for i in range(len(sizes)) if made[i] and sizes[i]]
-    if not known:
-        return (keep_all(segment),)
-    fastest = min([*(s for s in seconds.values() if s), *known])
-    slowest = max([*seconds.values(), *known])
-    largest, smallest = max(sizes), min(size for size in sizes if size)
-    high, low = 2 * largest / fastest, smallest / slowest / len(segment.operators)
-    entries = [keep_all(segment)]
+    links = _Links(segment, machine, tier, sum(seconds.values()))
+    levels = {keep_all(segment): None}
+    if recompute:
+        levels |= dict.fromkeys(_cuts(segment, links, seconds))
+    entries = [links.offload(level, share) for level in levels for share in _LINK_SHARES]
+    return _hull(entries)
+
+
+class _Links:
+    """What copying a segment's values takes; ``forward`` are the seconds of its own run in forward."""
+
+    def __init__(self, segment: Segment, machine: Machine, tier: Tier, forward: float) -> None:
+        made = set(segment.operators)
+        self.forward = forward
+        self.sizes = [storage_size(storage) for storage in segment.values]
+        self.down = [copy_seconds(size, "device", tier, machine) for size in self.sizes]
+        self.up = [copy_seconds(size, tier, "device", machine) for size in self.sizes]
+        self.movable = [
+            i
+            for i, storage in enumerate(segment.values)
+            # What takes less time to move than to say so stays.
+            if storage[0] in made and self.sizes[i] > machine.device.launch_latency * machine.memory_bandwidth
+        ]
+
+    def offload(self, level: Level, share: float) -> Level:
+        """``level`` with its largest values offloaded, as long as copying them out takes ``share`` of the forward."""
+        left, out = share * self.forward, []
+        for i in sorted(level.kept.intersection(self.movable), key=lambda i: (-self.sizes[i], i)):
+            if self.down[i] <= left:
+                left -= self.down[i]
+                out.append(i)
+        exposed = max(0.0, sum(self.down[i] for i in out) - self.forward)
+        exposed += max(0.0, sum(self.up[i] for i in out) - _BACKWARD * self.forward - level.seconds)
+        stays = sum(self.sizes[i] for i in level.kept.difference(out))
+        return Level(level.kept, stays, level.seconds + exposed, frozenset(out))
+
+
+def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> Iterator[Level]:
+    """What to keep, on whatever tier, at each price of a byte and of the link."""
+    busy = [s for s in seconds.values() if s]
+    if not busy or not links.movable:
+        return
+    high = 2 * max(links.sizes) / min(busy)
+    low = min(size for size in links.sizes if size) / sum(busy)
     for link_price in _LINK_PRICES:
-        # Issuing two copies is never free, so that small values stay.
-        dues = [link_price * copy + 2 * machine.device.launch_latency for copy in copies]
-        for number in range(_BYTE_PRICES):
-            price = high * (low / high) ** (number / (_BYTE_PRICES - 1))
-            entries.append(_divide(segment, sizes, made, seconds, dues, price, recompute=recompute))
-    priced = [replace(entry, seconds=entry.seconds + _exposed(segment, entry, tier, machine)) for entry in entries]
-    return _hull(priced)
-
-
-def _divide(
-    segment: Segment,
-    sizes: Sequence[int],
-    made: Sequence[bool],
-    seconds: Mapping[fx.Node, float],
-    dues: Sequence[float],
-    price: float,
-    *,
-    recompute: bool,
-) -> Level:
-    """Keep, offload or compute again each value, at ``price`` bytes for a second."""
-    weights = [min(size, price * due) if own else size for size, due, own in zip(sizes, dues, made, strict=True)]
-    level = cheapest(segment, weights, seconds, price) if recompute else keep_all(segment)
-    out = frozenset(i for i in level.kept if made[i] and price * dues[i] < sizes[i])
-    stays = sum(sizes[i] for i in level.kept - out)
-    return Level(level.kept, stays, level.seconds, out)
-
-
-def _exposed(segment: Segment, level: Level, tier: Tier, machine: Machine) -> float:
-    """Seconds of a level's copies that its segment's own run does not hide."""
-    forward = sum(node_cost(node, machine).seconds for node in segment.operators)
-    sizes = [storage_size(segment.values[i]) for i in level.offloaded]
-    down = sum(copy_seconds(size, "device", tier, machine) for size in sizes)
-    up = sum(copy_seconds(size, tier, "device", machine) for size in sizes)
-    return max(0.0, down - forward) + max(0.0, up - _BACKWARD * forward - level.seconds)
+        for number in range(_NUM_BYTE_PRICES):
+            price = high * (low / high) ** (number / (_NUM_BYTE_PRICES - 1))
+            weights: list[float] = list(links.sizes)
+            for i in links.movable:
+                weights[i] = min(weights[i], price * link_price * (links.down[i] + links.up[i]))
+            yield replace(cheapest(segment, weights, seconds, price), num_bytes=0)
 
 
 def _hull(levels: Sequence[Level]) -> tuple[Level, ...]:
