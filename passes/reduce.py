@@ -100,7 +100,7 @@ def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[tuple[fx.Node, S
 
 
 def _issue(step: StepGraph, bucket: Bucket, buffer: fx.Node) -> fx.Node:
-    last_write = max(consumers(buffer), key=step.positions().__getitem__)
+    last_write = max(consumers(buffer))  # nodes compare by their place in the graph
     place = end_of_unit(step, last_write)
     while place.next.target is ops.release:
         place = place.next
@@ -113,8 +113,7 @@ def _issue(step: StepGraph, bucket: Bucket, buffer: fx.Node) -> fx.Node:
 
 def _finish(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, started: fx.Node, anchor: fx.Node) -> fx.Node:
     where = Origin(bucket.name, Phase.UPDATE)
-    order = step.positions()
-    anchor = max(anchor, started, key=order.__getitem__)
+    anchor = max(anchor, started)
     # What is released and started there goes first: it frees memory, and the started runs beside the update.
     while anchor.next.target in (ops.release, ops.reduce_scatter):
         anchor = anchor.next

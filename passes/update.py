@@ -68,12 +68,11 @@ def _update_bucket(step: StepGraph, plan: Plan, bucket: Bucket, program: UpdateP
     low = shard if shard is not None else full
     assert low is not None
     stored = _placeholder_of(step, Role.MASTER, bucket) or low
-    order = step.positions()
     reduced = step.reduced[bucket.index]
     # A gather reads the slice until it is done; its own readers, the release among them, come behind that.
     gathers = consumers(low) if full is None else []
     readers = consumers(full) if full is not None else [reader for gather in gathers for reader in consumers(gather)]
-    anchor = max([reduced, *consumers(reduced), *readers], key=order.__getitem__)
+    anchor = max([reduced, *consumers(reduced), *readers])  # nodes compare by their place in the graph
     with graph.inserting_before(anchor.next):
         grad = reduced
         if tensor(reduced).dtype != bucket.dtype:
