@@ -36,7 +36,7 @@ def keep_menus(
     for bucket in sorted(times, key=lambda bucket: bucket.index):
         if times[bucket] < 2 or asked.keeps(bucket):
             continue
-        beside = seconds.get((bucket.unit, Phase.BACKWARD), 0.0) if asked.prefetch else 0.0
+        beside = _seconds_beside(bucket, Phase.BACKWARD, seconds) if asked.prefetch else 0.0
         gather = collective_seconds("all_gather", bucket.full_bytes, bucket.num_ranks, machine)
         reduction = collective_seconds("reduce_scatter", bucket.full_bytes, bucket.num_ranks, machine)
         if not bucket.trainable:
@@ -70,6 +70,11 @@ def prefetch_menu(
     hidden = 0.0
     for residency in residencies:
         gather = collective_seconds("all_gather", residency.bucket.full_bytes, layout.num_ranks, machine)
-        hidden += min(gather, seconds.get((residency.bucket.unit, Phase.FORWARD), 0.0))
+        hidden += min(gather, _seconds_beside(residency.bucket, Phase.FORWARD, seconds))
     largest = max(units.values(), default=0)
     return tuple(Gathering(ahead * largest, 0.0 if ahead else hidden) for ahead in range(prefetch, -1, -1))
+
+
+def _seconds_beside(bucket: Bucket, phase: Phase, seconds: Mapping[Place, float]) -> float:
+    """Computation that a collective of the bucket runs beside: that of a unit, or of what is outside all units."""
+    return seconds.get((bucket.unit, phase), seconds.get(("", phase), 0.0))
