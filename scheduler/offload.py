@@ -59,12 +59,9 @@ class _Links:
         self.sizes = [storage_size(storage) for storage in segment.values]
         self.down = [copy_seconds(size, "device", tier, machine) for size in self.sizes]
         self.up = [copy_seconds(size, tier, "device", machine) for size in self.sizes]
-        self.movable = [
-            i
-            for i, storage in enumerate(segment.values)
-            # What takes less time to move than to say so stays.
-            if storage[0] in made and self.sizes[i] > machine.device.launch_latency * machine.memory_bandwidth
-        ]
+        # What takes longer to order than to move stays.
+        shortest = copy_seconds(0, "device", tier, machine) + machine.device.launch_latency
+        self.movable = [i for i, (node, _) in enumerate(segment.values) if node in made and self.down[i] > shortest]
 
     def offload(self, level: Level, share: float) -> Level:
         """``level`` with its largest values offloaded, as long as copying them out takes ``share`` of the forward."""
@@ -96,10 +93,10 @@ def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> 
 
 
 def _hull(levels: Sequence[Level]) -> tuple[Level, ...]:
-    """The lower convex hull of bytes against seconds, from the most bytes to the least."""
-    found: list[Level] = []
-    for level in sorted(levels, key=lambda level: (level.seconds, level.num_bytes)):
-        if found and level.num_bytes >= found[-1].num_bytes:
+    """The lower convex hull of bytes against seconds behind the first level, from the most bytes to the least."""
+    found = [levels[0]]
+    for level in sorted(levels[1:], key=lambda level: (level.seconds, level.num_bytes)):
+        if level.num_bytes >= found[-1].num_bytes:
             continue
         while len(found) > 1 and _rate(found[-2], found[-1]) <= _rate(found[-1], level):
             found.pop()
