@@ -77,6 +77,6 @@ def test_what_the_user_keeps_is_kept_at_every_budget(asked: str | tuple[str, ...
     tight = planned(FAST, None).plan.peak_bytes["device"] * 9 // 10
     step = zerofx.plan(
         model, optimizer, batch, machine=FAST, world_size=8, memory_budget=tight, offload="none",
-        keep_gathered=asked,  # type: ignore[arg-type]  # "all" or names
+        keep_gathered=asked,
     )  # fmt: skip
     assert gathers_of(step)["layers.0"] == 1
