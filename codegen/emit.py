@@ -23,8 +23,9 @@ from torch import fx
 from zerofx import ops
 from zerofx.codegen.regions import Event, Instruction, Region, is_free_view
 from zerofx.graph import Role, StepGraph, origin, placeholder, value
-from zerofx.report.units import format_bytes
+from zerofx.report.units import format_bytes, on_tiers
 from zerofx.scheduler.liveness import Liveness
+from zerofx.scheduler.streams import stream_of
 
 _WIDTH = 100
 
@@ -178,7 +179,7 @@ def _step_body(
             place = here
             lines += ["", f"    # {here}"]
         dead = [names[n] for n in last.get(index, ())]
-        note = f"# live {format_bytes(live.after[node])} | {stream_of(node)}"
+        note = f"# live {_live(live, node)} | {stream_of(node)}"
         if isinstance(instruction, Event):
             text = _event(node, names, dead)
         else:
@@ -193,9 +194,9 @@ def _step_body(
     return lines
 
 
-def stream_of(node: fx.Node) -> str:
-    """The stream that a node runs on: ``collective``, or ``compute``."""
-    return "collective" if node.target in ops.COLLECTIVES else "compute"
+def _live(live: Liveness, node: fx.Node) -> str:
+    """Bytes behind a node: on the device, and on each slower tier that the step uses."""
+    return format_bytes(live.after[node]) + on_tiers({tier: use.after[node] for tier, use in live.slower.items()})
 
 
 def _last_instruction(step: StepGraph, instructions: Sequence[Instruction]) -> dict[int, list[fx.Node]]:

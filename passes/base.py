@@ -10,9 +10,10 @@ from typing import Protocol
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import StepGraph, origin, target_name
+from zerofx.errors import PlanError
+from zerofx.graph import Origin, StepGraph, origin, set_origin, set_value, target_name, value
 from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.storage import is_view
+from zerofx.scheduler.storage import aliased_input, is_view
 
 
 class Pass(Protocol):
@@ -47,14 +48,46 @@ def op_counts(step: StepGraph) -> Counter[str]:
 def consumers(root: fx.Node) -> list[fx.Node]:
     """All nodes that read ``root``'s storage, itself or through views; the views themselves are not listed."""
     found: dict[fx.Node, None] = {}
-    pending = list(root.users)
+    pending = [(user, root) for user in root.users]
     while pending:
-        user = pending.pop(0)
-        if is_view(user):
-            pending.extend(user.users)
+        user, source = pending.pop(0)
+        # A wait reads the buffer that a copy was made from, and hands on the copy.
+        if is_view(user) and (user.target is operator.getitem or aliased_input(user) is source):
+            pending.extend((further, user) for further in user.users)
         else:
             found[user] = None
     return list(found)
+
+
+def named(by_name: dict[str, fx.Node], name: str) -> fx.Node:
+    """The node that a plan names.
+
+    Raises:
+        PlanError: the graph has none.
+    """
+    if name not in by_name:
+        raise PlanError(f"the plan names node {name}, which this graph has not; make the plan anew for this model")
+    return by_name[name]
+
+
+def is_view_of(node: fx.Node, root: fx.Node) -> bool:
+    """Whether ``node`` is ``root`` or a view of it; views have one tensor input."""
+    while node is not root and is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node is root
+
+
+def view_again(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], where: Origin | None = None) -> fx.Node:
+    """``node``, a view of a key of ``copies``, as the same view of that key's value, made at the insertion point.
+
+    ``copies`` remembers it. ``where``: its origin, that of ``node`` if None.
+    """
+    if node not in copies:
+        base = view_again(graph, node.all_input_nodes[0], copies, where)
+        again = graph.node_copy(node, lambda n: base if n is node.all_input_nodes[0] else n)
+        set_value(again, value(node))
+        copies[node] = set_origin(again, where or origin(node))
+    return copies[node]
 
 
 def after(node: fx.Node) -> fx.Node:

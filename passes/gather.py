@@ -24,10 +24,9 @@ from torch import fx
 from zerofx import ops
 from zerofx.buckets import BucketLayout
 from zerofx.errors import PlanError
-from zerofx.graph import Origin, StepGraph, insert_call, origin, set_origin, set_value, value
-from zerofx.passes.base import after, consumers, end_of_unit, start_of_unit
+from zerofx.graph import Origin, StepGraph, insert_call, origin
+from zerofx.passes.base import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
 from zerofx.scheduler.plan import GatherDecision, Plan
-from zerofx.scheduler.storage import is_view
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Gather:
         }
         reads = {index: sorted(consumers(full), key=order.__getitem__) for index, full in whole.items()}
         for number, decision in enumerate(plan.gathers):
-            first, last = (_named(by_name, name) for name in (decision.first, decision.last))
+            first, last = (named(by_name, name) for name in (decision.first, decision.last))
             inside = [n for n in reads[decision.bucket] if order[first] <= order[n] <= order[last]]
             reads[decision.bucket] = [n for n in reads[decision.bucket] if n not in inside]
             _add_residency(step, self.layout, number, decision, whole[decision.bucket], inside)
@@ -72,9 +71,9 @@ def _add_residency(
     clones = {whole: full}
     for node in reads:
         for source in list(node.all_input_nodes):
-            if _root(source, whole):
+            if is_view_of(source, whole):
                 with graph.inserting_before(node):
-                    node.replace_input_with(source, _clone_views(graph, source, clones))
+                    node.replace_input_with(source, view_again(graph, source, clones))
     with graph.inserting_after(end_of_unit(step, after(reads[-1]))):
         insert_call(graph, ops.release, (full,), Origin(bucket.name, origin(reads[-1]).phase))
 
@@ -84,31 +83,9 @@ def gather_name(number: int) -> str:
     return f"gather_{number}"
 
 
-def _clone_views(graph: fx.Graph, node: fx.Node, clones: dict[fx.Node, fx.Node]) -> fx.Node:
-    if node not in clones:
-        base = _clone_views(graph, node.all_input_nodes[0], clones)
-        clone = graph.node_copy(node, lambda n: base if n is node.all_input_nodes[0] else n)
-        set_value(clone, value(node))
-        clones[node] = set_origin(clone, origin(node))
-    return clones[node]
-
-
-def _root(node: fx.Node, whole: fx.Node) -> bool:
-    """Whether ``node`` is ``whole`` or a view of it; views have one tensor input."""
-    while node is not whole and is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node is whole
-
-
 def _erase_with_views(graph: fx.Graph, full: fx.Node) -> None:
     doomed = [*full.all_input_nodes, full]  # the started gather, its wait, then views of views
     for node in doomed:
         doomed.extend(user for user in node.users if user not in doomed)
     for node in reversed(doomed):
         graph.erase_node(node)
-
-
-def _named(by_name: dict[str, fx.Node], name: str) -> fx.Node:
-    if name not in by_name:
-        raise PlanError(f"the plan names node {name}, which this graph has not; make the plan anew for this model")
-    return by_name[name]

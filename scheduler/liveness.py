@@ -1,24 +1,27 @@
-"""Live bytes on the device at every node of a step graph, by storage.
+"""Live bytes at every node of a step graph, by storage: on the device, and on the slower tiers that the step uses.
 
 A value's storage is allocated when the node that owns it runs, and freed behind the last node that reads it, itself or
 through views: exactly where the emitted step deletes the last name that holds it. Placeholders (parameters, states,
-buffers, the batch) live throughout.
+buffers, the batch) live throughout. A copy between tiers holds its source and its result from its start to its wait;
+one that leads to or comes from nvme passes through a buffer of its size on the host.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import StepGraph, placeholder
+from zerofx.graph import DEVICE, StepGraph, placeholder, tier_of
+from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.storage import aliased_input, storage_bytes, storage_source, tensors_of
+from zerofx.scheduler.streams import slower_tier
 from zerofx.scheduler.workspace import is_left_to_aten, workspace_bytes
 
 Storage = tuple[fx.Node, int]
@@ -35,10 +38,25 @@ class RegionLike(Protocol):
 
 
 @dataclass(frozen=True)
-class Liveness:
-    """Bytes by node: live while it runs (``during``, outputs and workspace included) and behind it (``after``).
+class TierUse:
+    """Bytes on one slower tier by node, as in ``Liveness``."""
 
-    ``last_use`` and ``sizes`` are the last reader and the bytes of each storage that a call owns.
+    during: dict[fx.Node, int]
+    after: dict[fx.Node, int]
+    persistent_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max([self.persistent_bytes, *self.during.values()])
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Bytes on the device by node: live while it runs (``during``, outputs and workspace included) and behind it
+    (``after``).
+
+    ``last_use`` and ``sizes`` are the last reader and the bytes of each storage on the device that a call owns.
+    ``slower`` has the other tiers that the step uses, the faster first.
     """
 
     during: dict[fx.Node, int]
@@ -46,14 +64,21 @@ class Liveness:
     persistent_bytes: int
     last_use: dict[Storage, fx.Node]
     sizes: dict[Storage, int]
+    slower: dict[str, TierUse] = field(default_factory=dict)
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Peak bytes by tier: the device's, and that of each slower tier in use."""
+        return {DEVICE: self.peak_bytes, **{tier: use.peak_bytes for tier, use in self.slower.items()}}
 
     @property
     def peak_bytes(self) -> int:
+        """Peak bytes on the device."""
         return max([self.persistent_bytes, *self.during.values()])
 
     @property
     def peak_node(self) -> fx.Node | None:
-        """The first node at which the peak is reached."""
+        """The first node at which the device's peak is reached."""
         return max(self.during, key=self.during.__getitem__, default=None)
 
 
@@ -64,24 +89,59 @@ def liveness(step: StepGraph, on_cpu: bool) -> Liveness:
     reductions receive every other rank's slice into a buffer of its own (``zerofx/runtime/collectives.py``) rather than
     sum inside the collective.
     """
-    persistent = sum(
-        storage_bytes(t) for node in step.placeholders() if placeholder(node).alias_of is None for t in tensors_of(node)
-    )
     last_use, owned = _last_uses(step)
-    dying: dict[fx.Node, list[Storage]] = {}
-    for storage, node in last_use.items():
-        dying.setdefault(node, []).append(storage)
+    here = {node: storages for node, storages in owned.items() if tier_of(node) == DEVICE}
+    last_here = {storage: reader for storage, reader in last_use.items() if storage[0] in here}
+    dying = _by_reader(last_here)
+    persistent = _persistent_bytes(step, DEVICE)
     live, during, behind = persistent, {}, {}
     for node in step.calls():
-        live += sum(size for _, size in owned.get(node, ()))
+        live += sum(size for _, size in here.get(node, ()))
         during[node] = live + (workspace_bytes(node) if on_cpu else 0)
         for source, index in dying.get(node, ()):
-            live -= next(size for i, size in owned[source] if i == index)
+            live -= next(size for i, size in here[source] if i == index)
         live += _held_by_pending(node) if on_cpu else 0
         during[node] = max(during[node], live)
         behind[node] = live
-    sizes = {(node, index): size for node, storages in owned.items() for index, size in storages}
-    return Liveness(during, behind, persistent, last_use, sizes)
+    sizes = {(node, index): size for node, storages in here.items() for index, size in storages}
+    slower: dict[str, TierUse] = {tier: _tier_use(step, tier, last_use, owned) for tier in TIERS if tier != DEVICE}
+    used = {tier: use for tier, use in slower.items() if use.peak_bytes}
+    return Liveness(during, behind, persistent, last_here, sizes, used)
+
+
+def _tier_use(
+    step: StepGraph,
+    tier: str,
+    last_use: Mapping[Storage, fx.Node],
+    owned: Mapping[fx.Node, list[tuple[int, int]]],
+) -> TierUse:
+    """Bytes on a slower tier, where copies alone take memory."""
+    dying = _by_reader({storage: reader for storage, reader in last_use.items() if tier_of(storage[0]) == tier})
+    persistent = _persistent_bytes(step, tier)
+    live, during, behind = persistent, {}, {}
+    for node in step.calls():
+        if tier_of(node) == tier:
+            live += sum(size for _, size in owned.get(node, ()))
+        passing = _passing_through(node) if tier == "host" else 0
+        live += max(passing, 0)
+        during[node] = live
+        for source, index in dying.get(node, ()):
+            live -= next(size for i, size in owned[source] if i == index)
+        live += min(passing, 0)
+        behind[node] = live
+    return TierUse(during, behind, persistent)
+
+
+def _persistent_bytes(step: StepGraph, tier: str) -> int:
+    kept = (n for n in step.placeholders() if placeholder(n).alias_of is None and tier_of(n) == tier)
+    return sum(storage_bytes(t) for node in kept for t in tensors_of(node))
+
+
+def _by_reader(last_use: Mapping[Storage, fx.Node]) -> dict[fx.Node, list[Storage]]:
+    found: dict[fx.Node, list[Storage]] = {}
+    for storage, reader in last_use.items():
+        found.setdefault(reader, []).append(storage)
+    return found
 
 
 @dataclass(frozen=True)
@@ -150,6 +210,15 @@ def _output_bytes(node: fx.Node) -> list[tuple[int, int]]:
     found = node.meta.get("val")
     outputs = found if isinstance(found, list | tuple) else (found,)
     return [(i, storage_bytes(out)) for i, out in enumerate(outputs) if isinstance(out, torch.Tensor)]
+
+
+def _passing_through(node: fx.Node) -> int:
+    """Bytes that a started copy to or from nvme holds on the host (+), and its wait gives back (-)."""
+    if node.target in ops.TRANSFERS and slower_tier(node) == "nvme":
+        return storage_bytes(tensors_of(node)[0])
+    if node.target is ops.wait and isinstance(node.args[0], fx.Node) and node.args[0].target in ops.TRANSFERS:
+        return -_passing_through(node.args[0])
+    return 0
 
 
 def _held_by_pending(node: fx.Node) -> int:

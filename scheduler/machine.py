@@ -26,6 +26,7 @@ from zerofx.errors import UsageError
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
 Tier = Literal["device", "host", "nvme"]
+TIERS: tuple[Tier, ...] = typing.get_args(Tier)
 
 # float64 runs at half the float32 rate on data-centre parts (A100, H100, MI300X datasheets) and far below on others.
 _FLOAT64_OF_FLOAT32 = 0.5

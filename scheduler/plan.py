@@ -88,7 +88,9 @@ class StateDecision:
 class Prediction:
     """What a plan leads to, per rank: bytes by tier, seconds, bytes sent on the wire in one step, FLOPs.
 
-    ``peak_node`` is the node at which the device's peak is reached, ``peak_live`` what is live there, by category.
+    ``peak_bytes`` has the device and the slower tiers that the plan uses, ``peak_node`` is where the device's peak is
+    reached, and ``peak_live`` what is live there, by category. ``link_bytes`` are moved between tiers in one step, by
+    stream: ``to_host``, ``to_device``, ``nvme_read`` and ``nvme_write``.
     """
 
     peak_bytes: dict[str, int]
@@ -99,6 +101,7 @@ class Prediction:
     step_seconds: float
     exposed_seconds: float
     flops: int
+    link_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,11 @@ class Plan:
         return self._predicted().peak_bytes
 
     @property
+    def slower_peak_bytes(self) -> dict[str, int]:
+        """Predicted peak bytes of the slower tiers that the plan uses, per rank."""
+        return {tier: size for tier, size in self.peak_bytes.items() if tier != "device"}
+
+    @property
     def step_seconds(self) -> float:
         """Predicted seconds of one step."""
         return self._predicted().step_seconds
@@ -166,6 +174,11 @@ class Plan:
     def wire_bytes(self) -> int:
         """Predicted bytes that one rank sends in one step, padding included."""
         return self._predicted().wire_bytes
+
+    @property
+    def link_bytes(self) -> dict[str, int]:
+        """Predicted bytes that one rank moves between tiers in one step, by stream."""
+        return self._predicted().link_bytes
 
     @property
     def model_state_bytes(self) -> int:

@@ -1,8 +1,9 @@
 """Run a step graph on paper: streams as resources, time and bytes of every node, on a machine that need not exist.
 
-Computation runs in the graph's order on one stream, collectives in theirs on another. A collective starts when its
-stream is free and computation has reached it; a wait holds computation until its collective is done. What computation
-waits for is *exposed* communication. (The emitted step behaves so; see ``zerofx/runtime/collectives.py``.)
+Computation runs in the graph's order on one stream, collectives in theirs on another, and the copies between tiers on
+one for each link and direction. What is started begins when its stream is free and computation has reached it, a second
+leg when the first is done; a wait holds computation until then. What computation waits for is *exposed*. (The emitted
+step behaves so; see ``zerofx/runtime/collectives.py`` and ``zerofx/runtime/tiers.py``.)
 """
 
 from __future__ import annotations
@@ -17,14 +18,28 @@ from zerofx.graph import Role, StepGraph, tensor
 from zerofx.report.memory import peak_memory
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.liveness import Liveness, liveness
-from zerofx.scheduler.machine import CollectiveKind, Machine, collective_seconds, wire_bytes
+from zerofx.scheduler.machine import CollectiveKind, Machine, collective_seconds, copy_seconds, wire_bytes
 from zerofx.scheduler.plan import Plan, Prediction
 from zerofx.scheduler.storage import storage_bytes, tensors_of
+from zerofx.scheduler.streams import LINKS, hops_of, stream_of
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One leg of a copy between tiers on its stream: seconds from the step's begin, and bytes moved."""
+
+    stream: str
+    start_seconds: float
+    seconds: float
+    num_bytes: int
 
 
 @dataclass(frozen=True)
 class NodeTiming:
-    """One node in the simulated step: seconds from its begin, and what it moves and computes."""
+    """One node in the simulated step: seconds from its begin, and what it moves and computes.
+
+    ``legs`` are those of a copy between tiers, in order; the node's own time spans them.
+    """
 
     start_seconds: float
     seconds: float
@@ -33,6 +48,7 @@ class NodeTiming:
     bytes_written: int
     wire_bytes: int
     flops: int
+    legs: tuple[Leg, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +67,37 @@ class Simulation:
         return sum(t.exposed_seconds for t in self.timings.values())
 
     @property
+    def exposed_by_stream(self) -> dict[str, float]:
+        """Seconds that computation waits for each stream that it waits for; a copy's are those of its last leg."""
+        found: dict[str, float] = {}
+        for node, timing in self.timings.items():
+            if timing.exposed_seconds:
+                stream = _awaited_stream(node)
+                found[stream] = found.get(stream, 0.0) + timing.exposed_seconds
+        return found
+
+    @property
+    def busy_by_stream(self) -> dict[str, float]:
+        """Seconds in which each stream has something to do; streams without are left out."""
+        found: dict[str, float] = {}
+        for node, timing in self.timings.items():
+            for stream, seconds in (
+                [(leg.stream, leg.seconds) for leg in timing.legs] or [(stream_of(node), timing.seconds)]
+            ):  # fmt: skip
+                if seconds:
+                    found[stream] = found.get(stream, 0.0) + seconds
+        return found
+
+    @property
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes moved between tiers by stream; streams without are left out."""
+        found: dict[str, int] = {}
+        for timing in self.timings.values():
+            for leg in timing.legs:
+                found[leg.stream] = found.get(leg.stream, 0) + leg.num_bytes
+        return {stream: found[stream] for stream in LINKS if stream in found}
+
+    @property
     def wire_bytes(self) -> int:
         return sum(t.wire_bytes for t in self.timings.values())
 
@@ -63,6 +110,7 @@ def simulate(step: StepGraph, machine: Machine, num_ranks: int, *, on_cpu: bool)
     """Simulate one step of one rank; see the module for the rules and ``liveness`` for ``on_cpu``."""
     timings: dict[fx.Node, NodeTiming] = {}
     compute_free = collective_free = 0.0
+    link_free = dict.fromkeys(LINKS, 0.0)
     done: dict[fx.Node, float] = {}
     for node in step.calls():
         if node.target in ops.COLLECTIVES:
@@ -75,6 +123,11 @@ def simulate(step: StepGraph, machine: Machine, num_ranks: int, *, on_cpu: bool)
             if node.target is ops.broadcast:
                 exposed, compute_free = seconds, collective_free
             timings[node] = NodeTiming(start, seconds, exposed, full_bytes, full_bytes, sent, 0)
+        elif node.target in ops.TRANSFERS:
+            legs = _legs(node, machine, compute_free, link_free)
+            done[node] = legs[-1].start_seconds + legs[-1].seconds
+            start, size = legs[0].start_seconds, legs[0].num_bytes
+            timings[node] = NodeTiming(start, done[node] - start, 0.0, size, size, 0, 0, legs)
         elif node.target is ops.wait:
             pending = node.args[0]
             assert isinstance(pending, fx.Node)
@@ -93,11 +146,33 @@ def simulate(step: StepGraph, machine: Machine, num_ranks: int, *, on_cpu: bool)
     return Simulation(timings, liveness(step, on_cpu))
 
 
+def _legs(node: fx.Node, machine: Machine, reached: float, free: dict[str, float]) -> tuple[Leg, ...]:
+    """The legs of a copy that computation has reached; ``free``, when each stream is free, moves on."""
+    num_bytes = storage_bytes(tensor(node))
+    legs = []
+    for hop in hops_of(node):
+        start = max(reached, free[hop.stream])
+        seconds = copy_seconds(num_bytes, hop.source, hop.destination, machine)
+        reached = free[hop.stream] = start + seconds
+        legs.append(Leg(hop.stream, start, seconds, num_bytes))
+    return tuple(legs)
+
+
+def _awaited_stream(node: fx.Node) -> str:
+    """The stream that computation waits for at a node."""
+    if node.target is not ops.wait:
+        return stream_of(node)
+    pending = node.args[0]
+    assert isinstance(pending, fx.Node)
+    hops = hops_of(pending)
+    return hops[-1].stream if hops else stream_of(pending)
+
+
 def predict(step: StepGraph, plan: Plan, layout: BucketLayout, simulation: Simulation) -> Prediction:
     """The simulation's totals as a plan carries them."""
     peak_node = simulation.live.peak_node
     return Prediction(
-        peak_bytes={"device": simulation.live.peak_bytes},
+        peak_bytes=simulation.live.peaks,
         peak_node=peak_node.name if peak_node is not None else "",
         peak_live={str(category): size for category, size in peak_memory(step, simulation.live).items()},
         model_state_bytes=model_state_bytes(step, plan, layout),
@@ -105,6 +180,7 @@ def predict(step: StepGraph, plan: Plan, layout: BucketLayout, simulation: Simul
         step_seconds=simulation.step_seconds,
         exposed_seconds=simulation.exposed_seconds,
         flops=simulation.flops,
+        link_bytes=simulation.link_bytes,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -211,11 +211,14 @@ def prepare(
     keep: tuple[str, ...] | str = (),
     optimizer: torch.optim.Optimizer | None = None,
     precision: str | None = None,
+    keywords: Mapping[str, object] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
 ) -> Prepared:
     """Capture ``model`` (``TwoBlocks`` if none is given), lay it out and plan it, on no process group."""
     model = TwoBlocks() if model is None else model
     dtype = torch.bfloat16 if precision == "bf16" else None
-    step = capture(model, Batch.of(features() if batch is None else batch, {}), compute_dtype=dtype)
+    taken = Batch.of(features() if batch is None else batch, dict(keywords or {}))
+    step = capture(model, taken, loss_fn=loss_fn, compute_dtype=dtype)
     simplify(step)
     optimizer = optimizer or sgd(model)
     layout = layout_of(step, group_of_parameters(model, optimizer, step.parameters, set(step.gradients)), num_ranks)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tests.graphs import Block, Prepared, calls, features, prepare
+from tests.offloads import offloading
 from zerofx import ops
 from zerofx.errors import InvalidGraphError
 from zerofx.graph import Origin, Phase, StepGraph, insert_call, mark_copy, origin, set_origin, set_value, value
@@ -138,6 +139,80 @@ def test_a_decision_that_was_not_carried_out_is_refused() -> None:
     none = replace(prepared.plan, reduces=())
     with pytest.raises(InvalidGraphError, match=r"plan: the graph reduces buckets .* the plan says \[\]"):
         verify(prepared.step, "all", none)
+
+
+def _offloading() -> Prepared:
+    prepared = prepare()
+    prepared.plan = offloading(prepared, prepared.plan, ["host"])
+    return prepared.run()
+
+
+def _read_behind_its_offload(prepared: Prepared) -> None:
+    out = calls(prepared.step, ops.offload)[0]
+    (stored,) = out.users
+    with prepared.step.graph.inserting_after(stored):
+        insert_call(prepared.step.graph, aten.neg.default, (out.args[0],), _WHERE)
+
+
+def _never_reloaded(prepared: Prepared) -> None:
+    reload = calls(prepared.step, ops.reload)[0]
+    (again,) = reload.users
+    (source,) = reload.all_input_nodes[0].all_input_nodes[0].all_input_nodes
+    again.replace_all_uses_with(source)
+    prepared.step.graph.erase_node(again)
+    prepared.step.graph.erase_node(reload)
+
+
+def _read_where_it_is_stored(prepared: Prepared) -> None:
+    reload = calls(prepared.step, ops.reload)[0]
+    with prepared.step.graph.inserting_after(reload):
+        insert_call(prepared.step.graph, aten.neg.default, (reload.args[0],), _WHERE)
+
+
+def _copied_out_of_what_may_be_gone(prepared: Prepared) -> None:
+    out = calls(prepared.step, ops.offload)[0]
+    (stored,) = out.users
+    stored.args = (out,)
+
+
+def _copied_back_from_what_may_be_gone(prepared: Prepared) -> None:
+    reload = calls(prepared.step, ops.reload)[0]
+    (again,) = reload.users
+    again.args = (reload,)
+
+
+def _reload_awaited_twice(prepared: Prepared) -> None:
+    (again,) = calls(prepared.step, ops.reload)[0].users
+    _copy(prepared.step, again, again)
+
+
+_BROKEN_OFFLOADS: dict[str, Callable[[Prepared], None]] = {
+    r"offload: neg_default reads (\w+) behind stored_\1, which frees it": _read_behind_its_offload,
+    r"offload: \w+ reads (\w+) behind stored_\1, which frees it": _never_reloaded,
+    r"offload: stored_\w+ has 1 reloads and is read by \['neg_default'\]": _read_where_it_is_stored,
+    r"offload: stored_(\w+) awaits offload_\1 and does not hold \1 until then": _copied_out_of_what_may_be_gone,
+    r"offload: (\w+)_again does not hold stored_\1 until its reload is done": _copied_back_from_what_may_be_gone,
+    r"waits: reload_\w+ has 2 waits": _reload_awaited_twice,
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "hurt"), _BROKEN_OFFLOADS.items(), ids=[hurt.__name__[1:] for hurt in _BROKEN_OFFLOADS.values()]
+)
+def test_a_broken_offload_is_refused(message: str, hurt: Callable[[Prepared], None]) -> None:
+    prepared = _offloading()
+    verify(prepared.step, "all", prepared.plan)
+    hurt(prepared)
+    with pytest.raises(InvalidGraphError, match=f"after pass mine, {message}"):
+        verify(prepared.step, "mine")
+
+
+def test_an_offload_that_was_not_carried_out_is_refused() -> None:
+    prepared = _offloading()
+    elsewhere = tuple(replace(decision, tier="nvme") for decision in prepared.plan.offloads)
+    for wrong in ((), elsewhere):
+        with pytest.raises(InvalidGraphError, match="plan: the graph offloads"):
+            verify(prepared.step, "all", replace(prepared.plan, offloads=wrong))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -44,6 +44,10 @@ class CompilerError(ZeroFXError, RuntimeError):
     """A region could not be compiled, for example because the machine has no C++ compiler."""
 
 
+class TierError(ZeroFXError, OSError):
+    """A slower tier failed while a step ran: a file of the nvme tier could not be read or written."""
+
+
 class InvalidGraphError(ZeroFXError, AssertionError):
     """A pass left a graph that breaks an invariant: a defect of zerofx, or of a pass that a user added."""
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+DEVICE = "device"
+
 
 class Phase(StrEnum):
     """The part of the training step that a node belongs to."""
@@ -228,6 +230,19 @@ def set_value(node: fx.Node, fake: Any) -> fx.Node:
     return node
 
 
+def tier_of(node: fx.Node) -> str:
+    """Where the storage lives that ``node`` owns: ``"device"``, ``"host"`` or ``"nvme"``."""
+    found = node.meta.get("zerofx_tier", DEVICE)
+    assert isinstance(found, str)
+    return found
+
+
+def set_tier(node: fx.Node, tier: str) -> fx.Node:
+    """Record where the storage of ``node`` lives; returns it."""
+    node.meta["zerofx_tier"] = tier
+    return node
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether the operator draws from a random generator. Attention without dropout does not, though it could."""
     target = node.target
@@ -284,13 +299,14 @@ def insert_call(
 def _line(node: fx.Node) -> str:
     where = node.meta.get("zerofx_origin")
     suffix = f"  # {where.layer or '(model)'} {where.phase}" if isinstance(where, Origin) else ""
+    kind = _type(node.meta.get("val")) + ("" if tier_of(node) == DEVICE else f" on {tier_of(node)}")
     if node.op == "placeholder":
-        return f"{node.name}: {_type(node.meta.get('val'))} = {placeholder(node).role} {placeholder(node).name}"
+        return f"{node.name}: {kind} = {placeholder(node).role} {placeholder(node).name}"
     if node.op == "output":
         return f"return {node.args[0]}"
     kwargs = ", ".join(f"{k}={v}" for k, v in node.kwargs.items())
     args = ", ".join(str(a) for a in node.args) + (", " + kwargs if kwargs else "")
-    return f"{node.name}: {_type(node.meta.get('val'))} = {target_name(node)}({args}){suffix}"
+    return f"{node.name}: {kind} = {target_name(node)}({args}){suffix}"
 
 
 def target_name(node: fx.Node) -> str:

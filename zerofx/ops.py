@@ -8,11 +8,13 @@ reads them like any other operator. They have no kernels: what runs is the emitt
 ``all_gather``        start gathering every rank's slice of a flat bucket into a fresh full buffer
 ``all_gather_into``   the same into a full buffer that exists, of which this rank's slice is already up to date
 ``reduce_scatter``    start summing a flat gradient buffer over the ranks; the result is this rank's slice
-``wait``              the value of a started collective; ``source`` is the buffer it still reads until then
+``wait``              the value of what was started; ``source`` is the buffer that it still reads until then
 ``release``           the end of a gathered bucket's residency
 ``empty_gradients``   a flat gradient buffer whose padding is zero and whose slots are still to be written
 ``broadcast``         overwrite buffers by rank 0's
 ``hyperparameters``   the update's scalars of this step for a bucket: plain Python floats
+``offload``           start copying a tensor from the device into a slower tier; strides are kept
+``reload``            start copying what is stored in a slower tier into a fresh tensor on the device
 ====================  ==============================================================================================
 """
 
@@ -28,6 +30,8 @@ _library.define("wait(Tensor(a) pending, Tensor? source=None) -> Tensor(a)")
 _library.define("release(Tensor full) -> ()")
 _library.define("empty_gradients(int bucket, int numel, *, ScalarType dtype, Device device) -> Tensor")
 _library.define("broadcast(Tensor(a!)[] buffers) -> ()")
+_library.define("offload(Tensor value, str tier) -> Tensor")
+_library.define("reload(Tensor stored) -> Tensor")
 
 
 def _all_gather(shard: torch.Tensor, bucket: int, num_ranks: int) -> torch.Tensor:
@@ -54,6 +58,10 @@ def _empty_gradients(bucket: int, numel: int, *, dtype: torch.dtype, device: tor
     return torch.empty(numel, dtype=dtype, device=device)
 
 
+def _copied(value: torch.Tensor, tier: str = "device") -> torch.Tensor:
+    return value.new_empty_strided(value.shape, value.stride())
+
+
 for _name, _fake in (
     ("all_gather", _all_gather),
     ("all_gather_into", _all_gather_into),
@@ -62,6 +70,8 @@ for _name, _fake in (
     ("release", _nothing),
     ("empty_gradients", _empty_gradients),
     ("broadcast", _nothing),
+    ("offload", _copied),
+    ("reload", _copied),
 ):
     _library.impl(_name, _fake, "Meta")
 
@@ -72,6 +82,8 @@ wait = torch.ops.zerofx.wait.default
 release = torch.ops.zerofx.release.default
 empty_gradients = torch.ops.zerofx.empty_gradients.default
 broadcast = torch.ops.zerofx.broadcast.default
+offload = torch.ops.zerofx.offload.default
+reload = torch.ops.zerofx.reload.default
 
 
 def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:
@@ -80,4 +92,5 @@ def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:
 
 
 COLLECTIVES = frozenset({all_gather, all_gather_into, reduce_scatter, broadcast})
-EVENTS = frozenset({*COLLECTIVES, wait, release, empty_gradients, hyperparameters})
+TRANSFERS = frozenset({offload, reload})
+EVENTS = frozenset({*COLLECTIVES, *TRANSFERS, wait, release, empty_gradients, hyperparameters})

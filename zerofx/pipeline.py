@@ -14,6 +14,7 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.passes.base import Pass, PassReport, op_counts
 from zerofx.passes.buffers import Buffers
 from zerofx.passes.gather import Gather
+from zerofx.passes.offload import Offload
 from zerofx.passes.prefetch import Prefetch
 from zerofx.passes.recompute import Recompute
 from zerofx.passes.reduce import Reduce
@@ -32,6 +33,7 @@ def passes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Pl
     """Every pass, in order."""
     return (
         Recompute(),  # activations that are not kept, computed again in backward
+        Offload(),  # activations that wait for backward in a slower tier
         Shard(layout),  # parameters become views of flat buckets
         *((Gather(layout),) if plan.gathers_parameters else ()),  # a gather before first use, a release after last
         Reduce(layout),  # gradients into flat buffers, reduced as soon as complete

@@ -27,9 +27,10 @@ from zerofx.runtime.arguments import batch_tensors, state_tensors
 from zerofx.runtime.collectives import make_transport
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.executor import Runtime
-from zerofx.runtime.measure import Measurement, Meter
+from zerofx.runtime.measure import Measurement, Meter, persistent_bytes
 from zerofx.runtime.optimizer import Advance, OptimizerBinding, OptimizerState
 from zerofx.runtime.state import TrainingState, process_group
+from zerofx.runtime.tiers import Tiers
 from zerofx.scheduler.machine import Machine
 from zerofx.settings import read_settings
 
@@ -59,6 +60,7 @@ class Step(LatestStep):
         self._binding: OptimizerBinding | None = None
         self._optimizer_state: OptimizerState | None = None
         self._runtime: Runtime | None = None
+        self._tiers: Tiers | None = None
         self._guards: list[Any] = []
         self._watch: ParameterWatch | None = None
         self._modes = ModeWatch(model)
@@ -158,6 +160,7 @@ class Step(LatestStep):
     def _undo(self, advance: Advance, versions: Mapping[int, int], error: BaseException) -> None:
         """Behind a step that failed: count no step for the buckets that had not been updated, and say which had."""
         assert self._layout is not None and self._state is not None and self._runtime is not None
+        self._runtime.tiers.settle()
         now = self._versions()
         advance.swap(self._state, [index for index in versions if now[index] == versions[index]])
         if isinstance(error, RankMismatchError) and not self._runtime.has_communicated:
@@ -272,11 +275,20 @@ class Step(LatestStep):
         prepared.agree(self._control)
         machine = self._machine or machine_at_hand(prepared.captured.device)
         compiled = build_within_budget(prepared, machine, self.options, self.settings, self._control)
+        self._prepare_tiers(compiled, prepared.captured.device)
         if self._state is None:
             self._take_over(prepared.layout, prepared.binding, prepared.captured.device)
             self._allocate_states(prepared.programs)
         self._machine = machine
         return compiled
+
+    def _prepare_tiers(self, compiled: CompiledStep, device: torch.device) -> None:
+        tiers = self._tiers = self._tiers or Tiers(device, self.settings.nvme_dir)
+        peaks = compiled.plan.peak_bytes
+        if "nvme" in peaks:
+            purpose = "prepare the nvme tier"
+            num_local_ranks = len(self._control.ranks_of_host(purpose))
+            self._control.attempt(purpose, lambda: tiers.prepare(peaks, num_local_ranks))
 
     def _prepare(self, batch: Batch) -> Prepared:
         return prepare(
@@ -300,7 +312,8 @@ class Step(LatestStep):
         state = TrainingState(self.model, layout, self.options.stage, transport)
         state.take_over()
         self._layout, self._binding, self._state, self._device = layout, binding, state, device
-        self._runtime = Runtime(layout, transport, device)
+        assert self._tiers is not None
+        self._runtime = Runtime(layout, transport, device, self._tiers)
         self._optimizer_state = OptimizerState(self.optimizer, state, self._control)
         self._owner.keep()
         self._watch = ParameterWatch(self.model)
@@ -366,6 +379,19 @@ class Step(LatestStep):
             self._state.hide_parameters()
             self._watch = ParameterWatch(self.model)
 
+    def tiers(self) -> dict[str, int]:
+        """Bytes that this rank holds between steps, by tier: ``device``, and ``host`` and ``nvme`` where used now.
+
+        Raises:
+            UsageError: no step has been captured yet, or the step is closed.
+        """
+        compiled = self.compiled
+        if self._state is None or self._tiers is None:
+            raise UsageError("expected to ask what is where before close(), found the step closed")
+        state = state_tensors(compiled.graph, self.model, self._state)
+        held = {tier: size for tier, size in self._tiers.held_bytes.items() if size}
+        return {"device": persistent_bytes(state.values()), **held}
+
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """``model.state_dict()`` with whole, trained parameters, as copies on the CPU, on every rank. Collective."""
         with self.full_parameters():
@@ -378,6 +404,8 @@ class Step(LatestStep):
         """Let go of a model that has not been taken over yet; on this rank alone. Does nothing afterwards."""
         if self._state is None:
             self._closed = True
+            if self._tiers is not None:
+                self._tiers.close()
             release(self.model, self._owner)
 
     def close(self) -> None:
@@ -397,6 +425,8 @@ class Step(LatestStep):
                 parameter.data = parameter.data.clone()
             assert self._optimizer_state is not None
             self._optimizer_state.give_back()
+        if self._tiers is not None:
+            self._tiers.close()
         self._closed = True
         self._state, self._binding, self._runtime, self._watch, self._optimizer_state = None, None, None, None, None
         self._steps.clear()

@@ -4,12 +4,14 @@
 order                  a node comes behind everything that it reads
 release                a gathered buffer is released once, and nothing reads it afterwards
 residency              once the gather pass has run, every gathered parameter buffer is released
-waits                  nothing but its wait reads a started collective; each is awaited once
+waits                  nothing but its wait reads a started collective or copy; each is awaited once
 gradients              every trained bucket is reduced at most once
 update                 a slice is not written before its last gather is done with it
-plan                   behind the last pass: one gather and one reduction for each decision of the plan, no others
+plan                   behind the last pass: one gather, reduction or offload for each decision of the plan, no others
 gather before use      a gather's buffer is not read before its wait (follows from order and waits)
 random operators       none is run twice
+offload                what is stored in a slower tier is reloaded, and read by nothing else; a value is not read on the
+                       device behind the wait that frees it
 =====================  =====================================================================================
 """
 
@@ -28,7 +30,7 @@ from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import mutated_inputs
 
 _NEIGHBOURS = 6
-_STARTED = frozenset({ops.all_gather, ops.all_gather_into, ops.reduce_scatter})
+_STARTED = frozenset({ops.all_gather, ops.all_gather_into, ops.reduce_scatter, *ops.TRANSFERS})
 
 
 def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
@@ -49,6 +51,8 @@ def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
             _check_started(step, after, node)
         if node.target is ops.release:
             _check_release(step, after, node, order)
+        if node.target is ops.offload:
+            _check_offload(step, after, node, order)
     _check_residencies(step, after)
     _check_reductions(step, after)
     _check_updates(step, after, order)
@@ -72,6 +76,32 @@ def _check_release(step: StepGraph, after: str, node: fx.Node, order: dict[fx.No
             _fail(step, after, reader, f"release: {full.name} is released twice")
         if order[reader] > order[node]:
             _fail(step, after, reader, f"release: {reader.name} reads {full.name} after its release")
+
+
+def _check_offload(step: StepGraph, after: str, node: fx.Node, order: dict[fx.Node, int]) -> None:
+    value, stored = node.all_input_nodes[0], next(iter(node.users))
+    if stored.args != (node, value):
+        _fail(
+            step, after, stored, f"offload: {stored.name} awaits {node.name} and does not hold {value.name} until then"
+        )
+    for reader in consumers(value):
+        if order[reader] > order[stored]:
+            _fail(
+                step, after, reader, f"offload: {reader.name} reads {value.name} behind {stored.name}, which frees it"
+            )
+    readers = consumers(stored)
+    reloads = [reader for reader in readers if reader.target is ops.reload]
+    others = [
+        reader.name
+        for reader in readers
+        if reader not in reloads and not (reader.target is ops.wait and reader.args[0] in reloads)
+    ]
+    if not reloads or others:
+        _fail(step, after, stored, f"offload: {stored.name} has {len(reloads)} reloads and is read by {others}")
+    for reload in reloads:
+        held = [wait for wait in reload.users if wait.args != (reload, stored)]
+        if held:
+            _fail(step, after, reload, f"offload: {held[0].name} does not hold {stored.name} until its reload is done")
 
 
 def _check_residencies(step: StepGraph, after: str) -> None:
@@ -103,14 +133,16 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     gathered = [node.args[1] for node in _parameter_gathers(step)]
     reduced = [node.args[1] for node in step.calls() if node.target is ops.reduce_scatter]
     wanted = [decision.bucket for decision in plan.reduces] if plan.num_ranks > 1 else []
+    offloaded = [f"{n.all_input_nodes[0].name} to {n.args[1]}" for n in step.calls() if n.target is ops.offload]
     for what, found, planned in (
-        ("gathers", gathered, [decision.bucket for decision in plan.gathers]),
-        ("reduces", reduced, wanted),
+        ("gathers buckets", gathered, [decision.bucket for decision in plan.gathers]),
+        ("reduces buckets", reduced, wanted),
+        ("offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]),
     ):
         if Counter(found) != Counter(planned):
             _fail(
                 step, after, step.output,
-                f"plan: the graph {what} buckets {sorted(map(str, found))}, the plan says {sorted(map(str, planned))}",
+                f"plan: the graph {what} {sorted(map(str, found))}, the plan says {sorted(map(str, planned))}",
             )  # fmt: skip
 
 

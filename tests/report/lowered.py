@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from tests.graphs import DIM, Block, prepare, settings
+from tests.offloads import offloading
 from zerofx.compiler import LoweredStep, lower
 from zerofx.scheduler.machine import Machine
 
@@ -24,9 +27,11 @@ class Deep(nn.Module):
         return loss
 
 
-def lowered(depth: int = 6, *, stage: int = 3, num_ranks: int = 2, prefetch: int = 1) -> LoweredStep:
+def lowered(
+    depth: int = 6, *, stage: int = 3, num_ranks: int = 2, prefetch: int = 1, tiers: Sequence[str] = ()
+) -> LoweredStep:
+    """The step of ``Deep(depth)``; all that waits for backward does so in ``tiers`` in turn, if there are any."""
     prepared = prepare(Deep(depth), stage=stage, num_ranks=num_ranks, prefetch=prefetch)
+    plan = offloading(prepared, prepared.plan, tiers) if tiers else prepared.plan
     machine = Machine.named("cpu")
-    return lower(
-        prepared.step, prepared.plan, prepared.layout, prepared.programs, machine, settings(), on_cpu=True, talk=False
-    )
+    return lower(prepared.step, plan, prepared.layout, prepared.programs, machine, settings(), on_cpu=True, talk=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,16 @@ def recomputing(plan: Plan, layers: int, level: int = 1, size: int = 1024) -> Pl
         for j in range(level)
     ]
     return replace(plan, recomputes=tuple(decisions))
+
+
+def test_what_is_offloaded(golden: Callable[..., None]) -> None:
+    without, plan = lowered(6).plan, lowered(6, tiers=["host"]).plan
+    later = replace(plan.offloads[1], reload_before=plan.offloads[0].reload_before)
+    moved = replace(plan, offloads=(plan.offloads[0], later, *plan.offloads[2:]))
+    lines = str(plan).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("offloaded"))
+    texts = [*lines[start:], without.diff(plan), plan.diff(moved), plan.diff(lowered(6, tiers=["host", "nvme"]).plan)]
+    golden("\n\n".join(texts))
 
 
 def test_equal_plans_are_the_same() -> None:

@@ -24,6 +24,27 @@ def test_table(golden: Callable[..., None], stage: int, num_ranks: int) -> None:
     golden(str(make_schedule(lowered(stage=stage, num_ranks=num_ranks))))
 
 
+def test_table_with_tiers(golden: Callable[..., None]) -> None:
+    golden(str(make_schedule(lowered(tiers=["host", "nvme"]))))
+
+
+def test_a_copy_of_two_legs_is_on_two_tracks(tmp_path: Path) -> None:
+    schedule = make_schedule(lowered(tiers=["nvme"]))
+    schedule.to_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert list(tracks.values()) == ["compute", "collective", "to_host", "to_device", "nvme_read", "nvme_write"]
+    row = next(row for row in schedule.rows if row.op == "offload")
+    slices = [event for event in events if event["ph"] == "X" and event["name"] == row.name]
+    assert [tracks[event["tid"]] for event in slices] == ["to_host", "nvme_write"]
+    assert slices[0]["ts"] + slices[0]["dur"] <= slices[1]["ts"] + 1e-6
+    assert row.tier == "nvme" and next(row for row in schedule.rows if row.op == "reload").tier == "device"
+    schedule.to_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert all(word in page for word in ("nvme_write", "copied out to a slower tier", "peak on nvme"))
+    assert schedule.totals.slower_peak_bytes.keys() == {"host", "nvme"}
+
+
 def test_table_in_full(golden: Callable[..., None]) -> None:
     golden(make_schedule(lowered(2)).table(fold=False))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -44,6 +45,13 @@ def test_a_module_has_its_buckets_decisions_and_its_own_values() -> None:
         "  computed again in backward: 1 value, 1.0 KiB freed",
         f"    mm_2 of layers.2.linear, 1.0 KiB, is computed again: {REASON}",
     ]
+
+
+def test_what_is_offloaded(golden: Callable[..., None]) -> None:
+    plan = lowered(4, tiers=["host", "nvme"]).plan
+    first = plan.offloads[0]
+    texts = [plan.why("layers.1"), plan.why(first.value), plan.why(first.free_after), plan.why(first.reload_before)]
+    golden("\n".join(texts))
 
 
 def test_a_layer_whose_values_are_all_kept() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from tests.graphs import TwoBlocks, calls, prepare
+from tests.report.lowered import lowered
 from zerofx import ops
 from zerofx.graph import Placeholder, Role, StepGraph, set_placeholder, set_value
 from zerofx.scheduler.liveness import Liveness, MemoryEvent, liveness, with_profiles
@@ -164,6 +165,39 @@ def test_a_release_gives_the_bucket_back() -> None:
             assert isinstance(full, fx.Node) and before is not None
             assert found.after[before] - found.after[node] == full.meta["val"].nbytes
         before = node
+
+
+def test_every_tier_holds_what_was_copied_there() -> None:
+    """Counted anew, from the start of each copy to its wait, and from the first to the last name of what is stored."""
+    lowered_step = lowered(5, tiers=["host", "nvme"])
+    step, found = lowered_step.graph, lowered_step.simulation.live
+    order = step.positions()
+    spans: dict[str, list[tuple[int, int, int]]] = {"host": [], "nvme": []}  # bytes, first and last node
+    for out in calls(step, ops.offload):
+        (stored,) = out.users
+        (back,) = (node for node in stored.users if node.target is ops.reload)
+        (again,) = back.users
+        tier, size = out.args[1], out.meta["val"].nbytes
+        assert isinstance(tier, str)
+        spans[tier].append((size, order[out], order[again]))
+        if tier == "nvme":
+            spans["host"] += [(size, order[out], order[stored]), (size, order[back], order[again])]
+    assert spans["nvme"] and len(spans["host"]) > len(spans["nvme"])
+    for tier, held in spans.items():
+        use = found.slower[tier]
+        for node in step.calls():
+            at = order[node]
+            assert use.during[node] == sum(size for size, first, last in held if first <= at <= last)
+            assert use.after[node] == sum(size for size, first, last in held if first <= at < last)
+        assert found.peaks[tier] == use.peak_bytes == max(use.during.values())
+        assert list(use.after.values())[-1] == use.persistent_bytes == 0
+
+
+def test_what_waits_elsewhere_is_not_on_the_device() -> None:
+    kept, offloaded = (lowered(8, tiers=tiers).simulation.live for tiers in ((), ("host",)))
+    assert offloaded.peak_bytes < kept.peak_bytes
+    assert offloaded.persistent_bytes == kept.persistent_bytes
+    assert kept.slower == {} and kept.peaks.keys() == {"device"}
 
 
 @dataclass

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.graphs import Tied, TwoBlocks, calls, prepare, token_ids
+from tests.report.lowered import lowered
 from zerofx import ops
 from zerofx.graph import StepGraph
-from zerofx.scheduler.machine import Link, Machine, collective_seconds
-from zerofx.scheduler.simulate import Simulation, predict, simulate
+from zerofx.scheduler.machine import Link, Machine, collective_seconds, copy_seconds
+from zerofx.scheduler.simulate import Leg, Simulation, predict, simulate
 from zerofx.scheduler.storage import storage_bytes
+from zerofx.scheduler.streams import STREAMS, stream_of
 
 CASES = [(stage, ranks, prefetch) for stage in range(4) for ranks in (2, 4) for prefetch in (0, 1, 2)]
 CPU = Machine.named("cpu")
@@ -145,6 +148,54 @@ def test_the_prediction_is_the_simulations_sums() -> None:
 def test_equal_inputs_give_an_equal_simulation() -> None:
     first, second = (list(simulated()[1].timings.values()) for _ in range(2))
     assert first == second
+
+
+def offloaded(*tiers: str) -> tuple[StepGraph, Simulation]:
+    step = lowered(6, tiers=tiers)
+    return step.graph, step.simulation
+
+
+@pytest.mark.parametrize("tiers", [("host",), ("nvme",), ("host", "nvme")])
+def test_every_stream_does_one_thing_at_a_time(tiers: tuple[str, ...]) -> None:
+    step, simulation = offloaded(*tiers)
+    free = dict.fromkeys(STREAMS, 0.0)
+    for node in step.calls():
+        timing = simulation.timings[node]
+        legs = timing.legs or (Leg(stream_of(node), timing.start_seconds, timing.seconds, 0),)
+        for leg in legs:
+            assert leg.start_seconds >= free[leg.stream] - 1e-12
+            free[leg.stream] = leg.start_seconds + leg.seconds
+        for first, second in itertools.pairwise(legs):
+            assert second.start_seconds >= first.start_seconds + first.seconds - 1e-12
+    assert simulation.step_seconds == pytest.approx(max(free.values()))
+    assert simulation.busy_by_stream == pytest.approx(
+        {stream: seconds for stream in free if (seconds := _busy(step, simulation, stream))}
+    )
+    assert sum(simulation.exposed_by_stream.values()) == pytest.approx(simulation.exposed_seconds)
+
+
+def _busy(step: StepGraph, simulation: Simulation, stream: str) -> float:
+    timings = [simulation.timings[node] for node in step.calls() if stream_of(node) == stream]
+    legs = [leg for timing in simulation.timings.values() for leg in timing.legs if leg.stream == stream]
+    return sum(leg.seconds for leg in legs) + sum(timing.seconds for timing in timings if not timing.legs)
+
+
+def test_a_copy_takes_what_the_machine_says() -> None:
+    step, simulation = offloaded("nvme")
+    for node in calls(step, ops.offload):
+        size = storage_bytes(node.meta["val"])
+        legs = [leg.seconds for leg in simulation.timings[node].legs]
+        assert sum(legs) == pytest.approx(copy_seconds(size, "device", "nvme", CPU))
+        assert legs == [copy_seconds(size, "device", "host", CPU), copy_seconds(size, "host", "nvme", CPU)]
+
+
+def test_link_bytes_are_those_of_the_decisions() -> None:
+    plan = lowered(6, tiers=["host", "nvme"]).plan
+    every = sum(decision.num_bytes for decision in plan.offloads)
+    nvme = sum(decision.num_bytes for decision in plan.offloads if decision.tier == "nvme")
+    assert plan.link_bytes == {"to_host": every, "to_device": every, "nvme_read": nvme, "nvme_write": nvme}
+    assert plan.wire_bytes == lowered(6).plan.wire_bytes
+    assert lowered(6).plan.link_bytes == {}
 
 
 def test_bookkeeping_takes_no_time() -> None:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import Phase, Role, StepGraph, origin, placeholder
+from zerofx.graph import DEVICE, Phase, Role, StepGraph, origin, placeholder, tier_of
 from zerofx.scheduler.liveness import Liveness
 from zerofx.scheduler.storage import storage_bytes, tensors_of
 
@@ -23,7 +23,7 @@ class Category(StrEnum):
     OPTIMIZER = "optimizer states"
     BUFFERS = "buffers"  # the model's buffers and constants
     BATCH = "batch"
-    ACTIVATIONS = "activations"  # made in forward
+    ACTIVATIONS = "activations"  # made in forward, and what is reloaded of it
     TEMPORARIES = "temporaries"  # made in backward or update, or inside an operator
 
 
@@ -79,6 +79,8 @@ def peak_memory(step: StepGraph, live: Liveness) -> dict[Category, int]:
 def category_of(owner: fx.Node) -> Category:
     """The category of the storages that a call owns."""
     phase = origin(owner).phase
+    if owner.target is ops.reload and phase is not Phase.UPDATE:
+        return Category.ACTIVATIONS
     if owner.target is ops.all_gather:
         return Category.GATHERED if _gathers_parameters(owner) else Category.GRADIENTS
     if owner.target in (ops.empty_gradients, ops.reduce_scatter):
@@ -95,7 +97,7 @@ def _gathers_parameters(gather: fx.Node) -> bool:
 def _persistent(step: StepGraph) -> Counter[Category]:
     held: Counter[Category] = Counter()
     for node in step.placeholders():
-        if placeholder(node).alias_of is None:
+        if placeholder(node).alias_of is None and tier_of(node) == DEVICE:
             held[_OF_ROLE[placeholder(node).role]] += sum(storage_bytes(value) for value in tensors_of(node))
     return held
 

@@ -77,6 +77,8 @@ _ABOUT_KINDS: Mapping[str, str] = {
     "waits": "computation stands still",
     "gathers": "parameters are collected from all ranks",
     "reductions": "gradients are summed over all ranks",
+    "offloads": "copied out to a slower tier",
+    "reloads": "copied back to the device",
 }
 
 
@@ -154,6 +156,7 @@ def _numbers(schedule: Schedule) -> str:
         (format_seconds(totals.exposed_seconds), f"of it waits for communication ({waits:.1%})"),
         (format_bytes(totals.wire_bytes), "sent by each rank"),
         (format_count(totals.flops), "FLOPs on each rank"),
+        *((format_bytes(size), f"peak on {tier}") for tier, size in totals.slower_peak_bytes.items()),
     ]
     return "".join(f"<div><b>{value}</b><small>{escape(name)}</small></div>" for value, name in numbers)
 

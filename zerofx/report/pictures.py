@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from html import escape
 
 from zerofx.report.memory import Category
-from zerofx.report.rows import Row
+from zerofx.report.rows import Row, legs_of
 from zerofx.report.units import format_bytes, format_count, format_seconds
+from zerofx.scheduler.streams import STREAMS
 
 WIDTH = 1200  # units of the pictures' coordinates; a page shows them about one to one
 _LEFT, _RIGHT = 96, 1190  # of the plot: names of tracks and sizes stand to its left
@@ -39,6 +40,8 @@ KINDS: Mapping[str, str] = {
     "waits": "#d62728",
     "gathers": "#5fb3b0",
     "reductions": "#b0609f",
+    "offloads": "#9c755f",
+    "reloads": "#e0a53a",
     "other transfers": "#8a8f98",
 }
 
@@ -108,7 +111,9 @@ def memory_data(memory: Sequence[tuple[float, Mapping[str, int]]], names: Sequen
 
 def timeline_picture(instructions: Sequence[Row], seconds: float) -> tuple[str, list[str]]:
     """A track a stream, and the kinds of slices in them. Hovering names the slice; neighbours under a pixel are one."""
-    streams = dict.fromkeys([*_FIRST_TRACKS, *(row.stream for row in instructions)])
+    rows = [leg for row in instructions for leg in legs_of(row)]
+    used = {*_FIRST_TRACKS, *(row.stream for row in rows)}
+    streams = [stream for stream in STREAMS if stream in used]
     bottom = len(streams) * (_TRACK + _GAP)
     parts = [_svg_open(bottom + 26, "What each stream does when", "timeline")]
     kinds: set[str] = set()
@@ -116,7 +121,7 @@ def timeline_picture(instructions: Sequence[Row], seconds: float) -> tuple[str, 
         y = number * (_TRACK + _GAP) + _GAP / 2
         parts.append(f'<text x="{_LEFT - 8}" y="{y + _TRACK / 2 + 4:.0f}" text-anchor="end">{escape(stream)}</text>')
         parts.append(f'<rect x="{_LEFT}" y="{y:.0f}" width="{_RIGHT - _LEFT}" height="{_TRACK}" class="track"/>')
-        slices = [found for row in instructions if row.stream == stream for found in _slices(row)]
+        slices = [found for row in rows if row.stream == stream for found in _slices(row)]
         for drawn in _merged(slices, seconds / (_RIGHT - _LEFT)):
             kinds.add(drawn.kind)
             x, end = _x(drawn.start, seconds), _x(drawn.end, seconds)
@@ -185,7 +190,9 @@ def _kind(row: Row) -> str:
         return row.phase if row.phase in KINDS else "forward"
     if row.op.startswith("all_gather"):
         return "gathers"
-    return "reductions" if row.op.startswith(("reduce_scatter", "all_reduce")) else "other transfers"
+    if row.op.startswith(("reduce_scatter", "all_reduce")):
+        return "reductions"
+    return {"offload": "offloads", "reload": "reloads"}.get(row.op, "other transfers")
 
 
 def _merged(slices: Sequence[_Slice], pixel: float) -> list[_Slice]:

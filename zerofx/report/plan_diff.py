@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from zerofx.report.fold import fold, span
-from zerofx.report.plan_text import count_values, recomputes_by_unit
+from zerofx.report.plan_text import D, by_unit, count_values
 from zerofx.report.units import format_bytes, format_count, format_seconds
-from zerofx.scheduler.plan import GatherDecision, Plan
+from zerofx.scheduler.machine import TIERS
+from zerofx.scheduler.plan import GatherDecision, OffloadDecision, Plan
 
 SAME = "the plans are the same"
 
@@ -33,6 +34,7 @@ def diff_plans(one: Plan, other: Plan) -> str:
         "gathers": _folded(_gathers(one, other)),
         "reductions": _folded(_reductions(one, other)),
         "recomputed": [*_folded(_recomputes(one, other)), *_extra_keeps(one, other)],
+        **{f"offloaded to {tier}": _folded(_offloads(one, other, tier)) for tier in TIERS if tier != "device"},
         "predicted, per rank": list(_predictions(one, other)),
     }
     lines = [line for title, found in sections.items() if found for line in (title, *(f"  {text}" for text in found))]
@@ -146,7 +148,27 @@ def _reductions(one: Plan, other: Plan) -> list[_Change]:
 
 
 def _recomputes(one: Plan, other: Plan) -> list[_Change]:
-    before, after = recomputes_by_unit(one), recomputes_by_unit(other)
+    return _values(one, by_unit(one, one.recomputes), by_unit(other, other.recomputes))
+
+
+def _offloads(one: Plan, other: Plan, tier: str) -> list[_Change]:
+    before, after = (
+        by_unit(plan, (decision for decision in plan.offloads if decision.tier == tier)) for plan in (one, other)
+    )
+    found = _values(one, before, after)
+    changed = {change.name for change in found}
+    for unit in after:
+        if (unit or "(model)") not in changed and _copied(before[unit]) != _copied(after[unit]):
+            found.append(_Change(unit or "(model)", "the same values, copied at other nodes"))
+    return found
+
+
+def _copied(found: Sequence[OffloadDecision]) -> list[tuple[str, str]]:
+    return [(decision.free_after, decision.reload_before) for decision in found]
+
+
+def _values(one: Plan, before: Mapping[str, list[D]], after: Mapping[str, list[D]]) -> list[_Change]:
+    """What happens to values of each repeated layer before and after."""
     order = [bucket.name for bucket in one.buckets]
     units = sorted({*before, *after}, key=lambda unit: order.index(unit) if unit in order else len(order))
     changes = []
@@ -198,6 +220,8 @@ def _predictions(one: Plan, other: Plan) -> Iterator[str]:
     yield from seconds_change("time of a step", before.step_seconds, after.step_seconds)
     yield from seconds_change("waits for communication", before.exposed_seconds, after.exposed_seconds)
     yield from bytes_change("sent in a step", before.wire_bytes, after.wire_bytes)
+    for stream in dict.fromkeys([*before.link_bytes, *after.link_bytes]):
+        yield from bytes_change(f"moved by {stream}", before.link_bytes.get(stream, 0), after.link_bytes.get(stream, 0))
     yield from _change("FLOPs of a step", before.flops, after.flops, format_count)
 
 

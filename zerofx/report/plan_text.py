@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from tabulate import tabulate
@@ -12,8 +13,11 @@ from tabulate import tabulate
 from zerofx.graph import unit_of
 from zerofx.report.fold import fold, span
 from zerofx.report.reasons import reasons
-from zerofx.report.units import format_bytes, format_count, format_seconds
-from zerofx.scheduler.plan import BucketSummary, Plan, RecomputeDecision
+from zerofx.report.units import format_bytes, format_count, format_seconds, on_tiers
+from zerofx.scheduler.plan import BucketSummary, OffloadDecision, Plan, RecomputeDecision
+
+AboutValue = RecomputeDecision | OffloadDecision
+D = TypeVar("D", RecomputeDecision, OffloadDecision)
 
 _HEADERS = ("bucket", "parameters", "dtype", "slice", "whole", "group", "gathers")
 
@@ -23,16 +27,19 @@ def describe_plan(plan: Plan) -> str:
     lines = [f"plan {plan.decisions_hash()[:12]}: {heading(plan)}{_budget(plan)}"]
     if plan.prediction is not None:
         lines.append(
-            f"predicted, per rank: peak {format_bytes(plan.peak_bytes['device'])} at {plan.prediction.peak_node}, step "
-            f"{format_seconds(plan.step_seconds)} of which {format_seconds(plan.exposed_seconds)} waits for "
-            f"communication, {format_bytes(plan.wire_bytes)} sent, {format_count(plan.prediction.flops)} FLOPs"
+            f"predicted, per rank: peak {format_bytes(plan.peak_bytes['device'])} at {plan.prediction.peak_node}"
+            f"{on_tiers(plan.slower_peak_bytes)}, step {format_seconds(plan.step_seconds)} of which "
+            f"{format_seconds(plan.exposed_seconds)} waits for communication, {format_bytes(plan.wire_bytes)} sent, "
+            f"{format_count(plan.prediction.flops)} FLOPs"
         )
     lines += ["", bucket_table(plan)]
     for kind, found in reasons(plan).items():
-        if kind != "recomputed":
+        if kind not in ("recomputed", "offloaded"):
             lines += ["", kind, *(f"  {reason}" for reason in found)]
     if plan.recomputes:
         lines += ["", *_recomputed(plan)]
+    if plan.offloads:
+        lines += ["", *_offloaded(plan)]
     return "\n".join(lines)
 
 
@@ -46,11 +53,11 @@ def _budget(plan: Plan) -> str:
     return f"{text} of which the peak takes {format_bytes(peak)} ({peak / plan.memory_budget:.1%})"
 
 
-def recomputes_by_unit(plan: Plan) -> dict[str, list[RecomputeDecision]]:
-    """What is computed again in each repeated layer, in the order of the plan; ``""`` is outside all of them."""
+def by_unit(plan: Plan, decisions: Iterable[D]) -> dict[str, list[D]]:
+    """Decisions about values by the repeated layer that makes them, in their order; ``""`` is outside all of them."""
     units = {bucket.name for bucket in plan.buckets}
-    found: dict[str, list[RecomputeDecision]] = {}
-    for decision in plan.recomputes:
+    found: dict[str, list[D]] = {}
+    for decision in decisions:
         found.setdefault(unit_of(decision.layer, units), []).append(decision)
     return found
 
@@ -63,32 +70,48 @@ def count_values(number: int) -> str:
 def _recomputed(plan: Plan) -> Iterator[str]:
     """A line for all layers in a row of which the same is computed again for the same reason."""
     total = sum(decision.num_bytes for decision in plan.recomputes)
-    by_unit = list(recomputes_by_unit(plan).items())
-    shapes = [
-        (unit != "", tuple(decision.num_bytes for decision in found), _why(unit, found)) for unit, found in by_unit
-    ]
     yield f"recomputed: {count_values(len(plan.recomputes))}, {format_bytes(total)} freed between forward and backward"
-    for block in fold(shapes, [True] * len(shapes)):
-        members = [by_unit[i] for n in range(block.count) for i in block.repetition(n)]
-        # A repetition of several layers that differ: a line each.
-        for rows in [members[i :: block.length] for i in range(block.length)]:
-            units, (_, found) = [unit for unit, _ in rows], rows[0]
-            size = sum(decision.num_bytes for decision in found)
-            what = f"{count_values(len(found))}, {format_bytes(size)} freed"
-            if len(rows) > 1:
-                what = f"{what} in each, {format_bytes(size * len(rows))} in all"
-            why = _why(units[0], found) if len(rows) > 1 else "; ".join(_distinct(found))
-            count = f"  x{len(rows)}" if len(rows) > 1 else ""
-            yield f"  {span([unit or '(model)' for unit in units])}{count}: {what}; {why}"
+    yield from _layers(by_unit(plan, plan.recomputes))
     if plan.extra_keeps:
         yield f"  kept for it, though backward does not read it: {count_values(len(plan.extra_keeps))}"
 
 
-def _distinct(found: list[RecomputeDecision]) -> list[str]:
+def _offloaded(plan: Plan) -> Iterator[str]:
+    """As ``_recomputed``, for each tier."""
+    for tier in dict.fromkeys(decision.tier for decision in plan.offloads):
+        there = [decision for decision in plan.offloads if decision.tier == tier]
+        total = sum(decision.num_bytes for decision in there)
+        yield (
+            f"offloaded to {tier}: {count_values(len(there))}, {format_bytes(total)} freed between forward and backward"
+        )
+        yield from _layers(by_unit(plan, there))
+
+
+def _layers(units: Mapping[str, Sequence[AboutValue]]) -> Iterator[str]:
+    """A line for all layers in a row with equal decisions and reasons."""
+    listed = list(units.items())
+    shapes = [
+        (unit != "", tuple(decision.num_bytes for decision in found), _why(unit, found)) for unit, found in listed
+    ]
+    for block in fold(shapes, [True] * len(shapes)):
+        members = [listed[i] for n in range(block.count) for i in block.repetition(n)]
+        # A repetition of several layers that differ: a line each.
+        for rows in [members[i :: block.length] for i in range(block.length)]:
+            names, (_, found) = [unit for unit, _ in rows], rows[0]
+            size = sum(decision.num_bytes for decision in found)
+            what = f"{count_values(len(found))}, {format_bytes(size)} freed"
+            if len(rows) > 1:
+                what = f"{what} in each, {format_bytes(size * len(rows))} in all"
+            why = _why(names[0], found) if len(rows) > 1 else "; ".join(_distinct(found))
+            count = f"  x{len(rows)}" if len(rows) > 1 else ""
+            yield f"  {span([unit or '(model)' for unit in names])}{count}: {what}; {why}"
+
+
+def _distinct(found: Sequence[AboutValue]) -> list[str]:
     return list(dict.fromkeys(decision.reason for decision in found))
 
 
-def _why(unit: str, found: list[RecomputeDecision]) -> str:
+def _why(unit: str, found: Sequence[AboutValue]) -> str:
     """The reasons as they read for any one of several layers."""
     text = "; ".join(_distinct(found))
     return re.sub(rf"(?<![\w.]){re.escape(unit)}(?![\w.]*\w)", "each", text) if unit else text

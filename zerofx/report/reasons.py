@@ -10,9 +10,9 @@ from functools import partial
 
 from zerofx.report.fold import span
 from zerofx.report.units import format_bytes
-from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan import OffloadDecision, Plan, RecomputeDecision
 
-KINDS = ("gathers", "reductions", "recomputed")
+KINDS = ("gathers", "reductions", "recomputed", "offloaded")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ def reasons(plan: Plan) -> dict[str, list[Reason]]:
     names = [bucket.name for bucket in plan.buckets]
     gathers = [(names[decision.bucket], decision.reason) for decision in plan.gathers]
     reductions = [(names[decision.bucket], decision.reason) for decision in plan.reduces if plan.num_ranks > 1]
-    found = [gathers, reductions, list(_recomputed(plan, names))]
+    again, out = (list(_of_values(found, names)) for found in (plan.recomputes, plan.offloads))
+    found = [gathers, reductions, again, out]
     return {kind: _folded(entries, names) for kind, entries in zip(KINDS, found, strict=True) if entries}
 
 
@@ -48,10 +49,12 @@ def one_line(found: Sequence[Reason]) -> str:
     return f"{most} of {counts.total()} {text}"
 
 
-def _recomputed(plan: Plan, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """One entry for all values that are computed again for one reason: they are of one layer."""
+def _of_values(
+    decisions: Sequence[RecomputeDecision] | Sequence[OffloadDecision], names: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """One entry for all values that are treated so for one reason: they are of one layer."""
     values: dict[str, list[int]] = {}
-    for decision in plan.recomputes:
+    for decision in decisions:
         values.setdefault(decision.reason, []).append(decision.num_bytes)
     pattern = _any_of(names)
     for reason, sizes in values.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+from zerofx.scheduler.simulate import Leg
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,8 @@ class Row:
     file, ``layer`` the dotted module path, ``unit`` the repeated layer, ``bucket`` the bucket of an event; ``""`` is
     none.
 
-    ``bytes_in`` and ``bytes_out`` are read and written in device memory, ``wire_bytes`` what the rank sends.
+    ``stream`` is what it runs on, ``tier`` where its result lies; ``legs`` are those of a copy between tiers.
+    ``bytes_in`` and ``bytes_out`` are read and written, ``wire_bytes`` what the rank sends.
     ``live_bytes`` are on the device behind the row, ``peak_bytes`` while it runs. ``start_seconds`` counts from the
     step's begin, ``exposed_seconds`` is how long computation waited just before.
     """
@@ -38,14 +41,31 @@ class Row:
     start_seconds: float
     seconds: float
     exposed_seconds: float
+    tier: str = "device"
+    legs: tuple[Leg, ...] = ()
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The whole step: peak bytes on the device, seconds, bytes sent, floating-point operations."""
+    """The whole step: peak bytes on the device, seconds, bytes sent, floating-point operations.
+
+    ``slower_peak_bytes`` are those of the slower tiers that it uses, ``link_bytes`` what it moves between tiers, by
+    stream.
+    """
 
     peak_bytes: int
     step_seconds: float
     exposed_seconds: float
     wire_bytes: int
     flops: int
+    slower_peak_bytes: dict[str, int] = field(default_factory=dict)
+    link_bytes: dict[str, int] = field(default_factory=dict)
+
+
+def legs_of(row: Row) -> list[Row]:
+    """The row as often as it has legs, each on its own stream and in its own time; a row without legs is itself."""
+    legs = [
+        replace(row, stream=leg.stream, start_seconds=leg.start_seconds, seconds=leg.seconds, legs=())
+        for leg in row.legs
+    ]
+    return legs or [row]

@@ -15,16 +15,16 @@ from pathlib import Path
 from torch import fx
 
 from zerofx import ops
-from zerofx.codegen.emit import stream_of
 from zerofx.codegen.regions import Event, Instruction
 from zerofx.compiler import LoweredStep
-from zerofx.graph import origin, target_name
+from zerofx.graph import origin, target_name, tier_of
 from zerofx.report.memory import memory_curve
 from zerofx.report.page import write_html
 from zerofx.report.rows import Row, Totals
 from zerofx.report.table import schedule_table
 from zerofx.report.trace import chrome_trace
-from zerofx.scheduler.storage import is_view, storage_bytes, tensors_of
+from zerofx.scheduler.storage import is_view, storage_bytes, storage_source, tensors_of
+from zerofx.scheduler.streams import stream_of
 
 FORMAT = 1
 
@@ -95,6 +95,8 @@ def make_schedule(lowered: LoweredStep) -> Schedule:
         simulation.exposed_seconds,
         simulation.wire_bytes,
         simulation.flops,
+        {tier: use.peak_bytes for tier, use in simulation.live.slower.items()},
+        simulation.link_bytes,
     )
     instructions = tuple(_instruction(lowered, instruction, rows) for instruction in lowered.instructions)
     return Schedule(tuple(rows.values()), instructions, totals, _memory(lowered, rows))
@@ -128,6 +130,8 @@ def _row(lowered: LoweredStep, node: fx.Node, position: int, region: str) -> Row
         start_seconds=timing.start_seconds,
         seconds=timing.seconds,
         exposed_seconds=timing.exposed_seconds,
+        tier=tier_of(storage_source(node)[0]),
+        legs=timing.legs,
     )
 
 
@@ -136,11 +140,11 @@ def _short_name(node: fx.Node) -> str:
 
 
 def _bucket_of(node: fx.Node) -> int | None:
-    """The index of the bucket that an event is about; None for other nodes, and for broadcasts of buffers."""
+    """The index of the bucket that an event is about; None for other nodes, and where there is none."""
     if node.target in (ops.wait, ops.release):
         source = node.args[0]
         return _bucket_of(source) if isinstance(source, fx.Node) else None
-    if node.target not in ops.EVENTS or node.target is ops.broadcast:
+    if node.target not in ops.EVENTS or node.target in (ops.broadcast, *ops.TRANSFERS):
         return None
     index = node.args[2] if node.target is ops.all_gather_into else node.args[0]
     if node.target in (ops.all_gather, ops.reduce_scatter):

@@ -58,7 +58,7 @@ def _predictions(plan: Plan, measured: Measurement | None) -> str:
     prediction = plan.prediction
     assert prediction is not None
     lines = [
-        ["peak on the device", format_bytes(plan.peak_bytes["device"])],
+        *([f"peak on the {tier}", format_bytes(size)] for tier, size in plan.peak_bytes.items()),
         ["time of a step", format_seconds(plan.step_seconds)],
         ["waits for communication", format_seconds(plan.exposed_seconds)],
         ["sent in a step", format_bytes(plan.wire_bytes)],
@@ -68,7 +68,7 @@ def _predictions(plan: Plan, measured: Measurement | None) -> str:
     headers = ["per rank", "predicted"]
     if measured is not None:
         found = [
-            _beside(measured.peak_bytes["device"], plan.peak_bytes["device"]),
+            *(_beside(measured.peak_bytes.get(tier, 0), size) for tier, size in plan.peak_bytes.items()),
             format_seconds(measured.step_seconds),
             format_seconds(measured.exposed_seconds),
             _beside(measured.wire_bytes, plan.wire_bytes),

@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from zerofx.report.fold import Block, fold, span
 from zerofx.report.rows import Row, Totals
-from zerofx.report.units import format_bytes, format_count, format_seconds
+from zerofx.report.units import format_bytes, format_count, format_seconds, on_tiers
 
 _HEADERS = ("#", "what", "layer", "phase", "stream", "in", "out", "live", "peak", "wire", "FLOPs", "waits", "time")
 _ALIGN = ("right", *["left"] * 4, *["right"] * 8)
@@ -21,7 +21,7 @@ def schedule_table(instructions: Sequence[Row], totals: Totals, fold_layers: boo
     the sums over all of them. Instructions without bytes or time (hyperparameters) are left out.
     """
     shown = [row for row in instructions if row.op != "hyperparameters"]
-    shapes = [(row.region or row.op, row.phase, row.stream) for row in shown]
+    shapes = [(row.region or row.op, row.phase, row.stream, row.tier) for row in shown]
     anchors = [fold_layers and row.kind == "region" and row.unit != "" for row in shown]
     lines: list[list[str]] = []
     for block in fold(shapes, anchors):
@@ -39,9 +39,9 @@ def schedule_table(instructions: Sequence[Row], totals: Totals, fold_layers: boo
 def totals_line(totals: Totals) -> str:
     """The step in one line."""
     return (
-        f"predicted, per rank: peak {format_bytes(totals.peak_bytes)}, step {format_seconds(totals.step_seconds)} of "
-        f"which {format_seconds(totals.exposed_seconds)} waits for communication, {format_bytes(totals.wire_bytes)} "
-        f"sent, {format_count(totals.flops)} FLOPs"
+        f"predicted, per rank: peak {format_bytes(totals.peak_bytes)}{on_tiers(totals.slower_peak_bytes)}, step "
+        f"{format_seconds(totals.step_seconds)} of which {format_seconds(totals.exposed_seconds)} waits for "
+        f"communication, {format_bytes(totals.wire_bytes)} sent, {format_count(totals.flops)} FLOPs"
     )
 
 
@@ -80,7 +80,7 @@ def _line(row: Row, indent: str) -> list[str]:
         indent + (row.region or row.op),
         row.layer or row.bucket or "(model)",
         row.phase,
-        row.stream,
+        row.stream if row.tier == "device" else f"{row.stream}, on {row.tier}",
         _bytes(row.bytes_in),
         _bytes(row.bytes_out),
         _bytes(row.live_bytes),

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerofx.report.rows import Row
+from zerofx.report.rows import Row, legs_of
+from zerofx.scheduler.streams import STREAMS
 
 _PROCESS = 0
-_TRACKS = {"compute": 1, "collective": 2}
+_TRACKS = {stream: number for number, stream in enumerate(STREAMS, 1)}
 
 
 def chrome_trace(
@@ -24,9 +25,10 @@ def chrome_trace(
         memory: seconds from the step's begin, and bytes on the device by category, in order.
     """
     events: list[dict[str, Any]] = [_named("process_name", 0, "zerofx step (predicted, one rank)")]
-    events += [_named("thread_name", track, stream) for stream, track in _TRACKS.items()]
+    used = {"compute", "collective", *(leg.stream for row in rows for leg in row.legs)}
+    events += [_named("thread_name", track, stream) for stream, track in _TRACKS.items() if stream in used]
     events += [_slice(row, row.region) for row in instructions if row.kind == "region" and row.seconds]
-    events += [_slice(row, row.name) for row in rows if row.seconds]
+    events += [_slice(one, row.name) for row in rows for one in legs_of(row) if one.seconds]
     events += [_stall(row) for row in rows if row.exposed_seconds and row.stream == "compute"]
     categories = list(dict.fromkeys(category for _, held in memory for category in held))
     events += [
@@ -62,6 +64,7 @@ def _slice(row: Row, name: str) -> dict[str, Any]:
             "bytes out": row.bytes_out,
             "bytes sent": row.wire_bytes,
             "live bytes": row.live_bytes,
+            "tier": row.tier,
             "FLOPs": row.flops,
         },
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from zerofx.errors import UsageError
 
@@ -29,6 +30,11 @@ def format_bytes(num_bytes: float) -> str:
         size /= 1024
         units.pop(0)
     return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def on_tiers(sizes: Mapping[str, int]) -> str:
+    """``, 1.0 KiB on host, 2.0 KiB on nvme`` for bytes by slower tier; nothing for none."""
+    return "".join(f", {format_bytes(size)} on {tier}" for tier, size in sizes.items() if size)
 
 
 def format_seconds(seconds: float) -> str:

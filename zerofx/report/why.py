@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Iterator
 
 from zerofx.errors import PlanError
-from zerofx.report.plan_text import count_values, itemsize
+from zerofx.report.plan_text import AboutValue, count_values, itemsize
 from zerofx.report.units import format_bytes
-from zerofx.scheduler.plan import GatherDecision, Plan, RecomputeDecision, ReduceDecision
+from zerofx.scheduler.plan import GatherDecision, OffloadDecision, Plan, RecomputeDecision, ReduceDecision
 
 _NEAREST = 5  # names that an error suggests
 
@@ -47,6 +47,15 @@ def _of_node(plan: Plan, name: str) -> Iterator[str]:
     for recompute in plan.recomputes:
         if recompute.value == name:
             yield _recompute(recompute)
+    for offload in plan.offloads:
+        at = [
+            *(["freed on the device behind it"] if offload.free_after == name else []),
+            *(["its copy back is issued before it"] if offload.reload_before == name else []),
+        ]
+        if offload.value == name:
+            yield _offload(offload)
+        elif at:
+            yield f"offload of {offload.value}: {', '.join(at)}: {offload.reason}"
     if name in plan.extra_keeps:
         yield "kept for backward, which reads it only because other values are computed again from it"
     if plan.prediction is not None and plan.prediction.peak_node == name:
@@ -81,6 +90,11 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
         yield from (f"  {_recompute(decision)}" for decision in found)
     elif any(_related(bucket.name, name) for bucket in plan.buckets):
         yield "nothing is computed again in backward"
+    out = [decision for decision in plan.offloads if _within(decision.layer, name)]
+    if out:
+        total = sum(decision.num_bytes for decision in out)
+        yield f"offloaded between forward and backward: {count_values(len(out))}, {format_bytes(total)} freed"
+        yield from (f"  {_offload(decision)}" for decision in out)
 
 
 def _gather(gather: GatherDecision) -> str:
@@ -95,6 +109,14 @@ def _reduce(reduce: ReduceDecision) -> str:
 def _recompute(decision: RecomputeDecision) -> str:
     where = f" of {decision.layer}" if decision.layer else ""
     return f"{decision.value}{where}, {format_bytes(decision.num_bytes)}, is computed again: {decision.reason}"
+
+
+def _offload(decision: OffloadDecision) -> str:
+    where = f" of {decision.layer}" if decision.layer else ""
+    return (
+        f"{decision.value}{where}, {format_bytes(decision.num_bytes)}, waits in {decision.tier}, freed after "
+        f"{decision.free_after}, reloaded before {decision.reload_before}: {decision.reason}"
+    )
 
 
 def _parts(bucket: str) -> list[str]:
@@ -112,10 +134,11 @@ def _within(inner: str, outer: str) -> bool:
 
 
 def _nearest(plan: Plan, name: str) -> str:
+    about_values: list[AboutValue] = [*plan.recomputes, *plan.offloads]
     known = [
         *(bucket.name for bucket in plan.buckets),
-        *(decision.layer for decision in plan.recomputes),
-        *(decision.value for decision in plan.recomputes),
+        *(decision.layer for decision in about_values),
+        *(decision.value for decision in about_values),
         *plan.extra_keeps,
         *(node for gather in plan.gathers for node in (gather.first, gather.last, gather.issue)),
         *(reduce.wait_after for reduce in plan.reduces if reduce.wait_after is not None),

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+T = TypeVar("T")
+
 
 @dataclass
-class Pending:
-    """A started collective: its result (valid once awaited), and what finishes it."""
+class Pending(Generic[T]):
+    """Something started: its result (valid once awaited), and what finishes it, given the buffer that it reads."""
 
-    result: torch.Tensor
-    finish: Callable[[torch.Tensor | None], torch.Tensor]
+    result: T
+    finish: Callable[[Any], T]
 
 
 class Transport(Protocol):
@@ -30,9 +32,9 @@ class Transport(Protocol):
     num_ranks: int
     sent_bytes: int
 
-    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending: ...
+    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]: ...
 
-    def reduce_scatter(self, gradients: torch.Tensor) -> Pending: ...
+    def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]: ...
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None: ...
 
@@ -47,7 +49,7 @@ class PointToPoint:
         self._peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         self._next_tag = 0
 
-    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
         slices = full.chunk(self.num_ranks) if full.numel() else []
         works: list[dist.Work] = []
         if slices:
@@ -58,14 +60,14 @@ class PointToPoint:
             if own.data_ptr() != shard.data_ptr():
                 own.copy_(shard)
 
-        def finish(_source: torch.Tensor | None) -> torch.Tensor:
+        def finish(_source: object) -> torch.Tensor:
             for work in works:
                 work.wait()
             return full
 
         return Pending(full, finish)
 
-    def reduce_scatter(self, gradients: torch.Tensor) -> Pending:
+    def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]:
         num_shard = gradients.numel() // self.num_ranks
         received = [gradients.new_empty(num_shard) for _ in self._peers]
         works: list[dist.Work] = []
@@ -124,11 +126,11 @@ class Nccl:
         self._group = group
         self._stream = torch.cuda.Stream(device)
 
-    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
         self.sent_bytes += shard.nbytes * (self.num_ranks - 1)
         return self._start(full, lambda: dist.all_gather_into_tensor(full, shard, group=self._group), (full, shard))
 
-    def reduce_scatter(self, gradients: torch.Tensor) -> Pending:
+    def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]:
         shard = gradients.new_empty(gradients.numel() // self.num_ranks)
         self.sent_bytes += shard.nbytes * (self.num_ranks - 1)
         return self._start(
@@ -141,7 +143,9 @@ class Nccl:
             if self.rank == 0:
                 self.sent_bytes += tensor.nbytes * (self.num_ranks - 1)
 
-    def _start(self, result: torch.Tensor, launch: Callable[[], object], used: Sequence[torch.Tensor]) -> Pending:
+    def _start(
+        self, result: torch.Tensor, launch: Callable[[], object], used: Sequence[torch.Tensor]
+    ) -> Pending[torch.Tensor]:
         compute = torch.cuda.current_stream()
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
@@ -152,7 +156,7 @@ class Nccl:
         for tensor in used:
             tensor.record_stream(self._stream)
 
-        def finish(_source: torch.Tensor | None) -> torch.Tensor:
+        def finish(_source: object) -> torch.Tensor:
             torch.cuda.current_stream().wait_event(done)
             return result
 

@@ -166,11 +166,15 @@ class Control:
                 raise RankMismatchError(f"expected all ranks to {purpose}, found that rank {rank} could not: {failure}")
         return result
 
+    def ranks_of_host(self, purpose: str) -> list[int]:
+        """The ranks on this rank's host, itself among them, in order."""
+        hosts = self.gather(socket.gethostname(), purpose)
+        return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+
     def divide(self, items: list[str]) -> tuple[list[str], list[str]]:
         """This rank's share of ``items`` among the ranks of its host, and the rest: for work whose results the ranks of
         a host share through a cache."""
-        hosts = self.gather(socket.gethostname(), "divide work")
-        local = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+        local = self.ranks_of_host("divide work")
         share = local.index(self.rank)
         mine = items[share :: len(local)]
         return mine, [item for item in items if item not in mine]

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from zerofx.buckets import BucketLayout
 from zerofx.errors import PlanError
 from zerofx.runtime.collectives import Pending, Transport
+from zerofx.runtime.tiers import Stored, Tiers
+
+T = TypeVar("T")
 
 
 class Runtime:
     """One instance serves every step of a compiled model. Its methods are named like the operators they run."""
 
-    def __init__(self, layout: BucketLayout, transport: Transport | None, device: torch.device) -> None:
+    def __init__(self, layout: BucketLayout, transport: Transport | None, device: torch.device, tiers: Tiers) -> None:
+        self.tiers = tiers
         self._layout = layout
         self._transport = transport
         self._device = device
@@ -58,16 +62,22 @@ class Runtime:
             buffer[start:end].zero_()
         return buffer
 
-    def all_gather(self, shard: torch.Tensor, bucket: int, num_ranks: int) -> Pending:
+    def all_gather(self, shard: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
         return self._connected().all_gather_into(shard.new_empty(shard.numel() * num_ranks), shard)
 
-    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, bucket: int) -> Pending:
+    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, bucket: int) -> Pending[torch.Tensor]:
         return self._connected().all_gather_into(full, shard)
 
-    def reduce_scatter(self, gradients: torch.Tensor, bucket: int, num_ranks: int) -> Pending:
+    def reduce_scatter(self, gradients: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
         return self._connected().reduce_scatter(gradients)
 
-    def wait(self, pending: Pending, source: torch.Tensor | None = None) -> torch.Tensor:
+    def offload(self, value: torch.Tensor, tier: str) -> Pending[Stored]:
+        return self.tiers.offload(value, tier)
+
+    def reload(self, stored: Stored) -> Pending[torch.Tensor]:
+        return self.tiers.reload(stored)
+
+    def wait(self, pending: Pending[T], source: object = None) -> T:
         return pending.finish(source)
 
     def broadcast(self, buffers: Sequence[torch.Tensor]) -> None:

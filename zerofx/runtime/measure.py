@@ -13,8 +13,8 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,13 +24,15 @@ from zerofx.runtime.collectives import Pending
 from zerofx.runtime.executor import Runtime, StepFunction
 from zerofx.scheduler.storage import storage_bytes
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Measurement:
     """What ``num_steps`` steps took on this rank; fields as in ``Plan``. Seconds are medians over the steps.
 
-    ``exposed_seconds`` is the time in which computation waited for collectives. ``model_state_bytes`` counts the
-    tensors that are there, and gradients as ZeRO does (1910.02054, section 3).
+    ``exposed_seconds`` is the time in which computation waited for collectives and for copies between tiers.
+    ``model_state_bytes`` counts the tensors that are there, and gradients as ZeRO does (1910.02054, section 3).
     """
 
     peak_bytes: dict[str, int]
@@ -39,6 +41,7 @@ class Measurement:
     step_seconds: float
     exposed_seconds: float
     num_steps: int
+    link_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class _Run:
     sent_bytes: int
     peak_bytes: int
     profiled: bool
+    tier_peaks: dict[str, int]
+    link_bytes: dict[str, int]
 
 
 class Meter:
@@ -68,7 +73,8 @@ class Meter:
         self._state = state
         last = len(self._runs) == self._num_steps - 1
         timed = _TimedRuntime(runtime, self._device)
-        sent = runtime.sent_bytes
+        sent, moved = runtime.sent_bytes, dict(runtime.tiers.moved_bytes)
+        runtime.tiers.reset_peak()
         peak = CudaPeak(self._device) if self._device.type == "cuda" else CpuPeak() if last else None
         _synchronise(self._device)
         with peak or contextlib.nullcontext():
@@ -84,6 +90,12 @@ class Meter:
                 runtime.sent_bytes - sent,
                 held + peak.num_bytes if peak is not None else 0,
                 profiled=isinstance(peak, CpuPeak),
+                tier_peaks={tier: size for tier, size in runtime.tiers.peak_bytes.items() if size},
+                link_bytes={
+                    stream: size - moved[stream]
+                    for stream, size in runtime.tiers.moved_bytes.items()
+                    if size > moved[stream]
+                },
             )
         )
         return loss
@@ -92,12 +104,13 @@ class Meter:
         """What the runs have shown."""
         timed = [run for run in self._runs if not run.profiled] or self._runs
         return Measurement(
-            peak_bytes={"device": max(run.peak_bytes for run in self._runs)},
+            peak_bytes={"device": max(run.peak_bytes for run in self._runs), **self._runs[-1].tier_peaks},
             model_state_bytes=self._model_state_bytes(step, layout, stage),
             wire_bytes=self._runs[-1].sent_bytes,
             step_seconds=statistics.median(run.seconds for run in timed),
             exposed_seconds=statistics.median(run.exposed_seconds for run in timed),
             num_steps=len(self._runs),
+            link_bytes=self._runs[-1].link_bytes,
         )
 
     def _model_state_bytes(self, step: StepGraph, layout: BucketLayout, stage: int) -> int:
@@ -120,7 +133,7 @@ def persistent_bytes(values: Iterable[Any]) -> int:
 
 
 class _TimedRuntime:
-    """A runtime that also adds up how long computation waits for collectives."""
+    """A runtime that also adds up how long computation waits for what was started."""
 
     def __init__(self, runtime: Runtime, device: torch.device) -> None:
         self._runtime = runtime
@@ -131,7 +144,7 @@ class _TimedRuntime:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
 
-    def wait(self, pending: Pending, source: torch.Tensor | None = None) -> torch.Tensor:
+    def wait(self, pending: Pending[T], source: object = None) -> T:
         with self._waiting():
             return self._runtime.wait(pending, source)
 

@@ -1,0 +1,181 @@
+"""Let activations wait for backward in a slower tier.
+
+    forward                                 forward
+    a = relu(x)                             a = relu(x)
+    y = mm(a, w)                            y = mm(a, w)
+    ...                                     offload_a = offload(a, "host")      # behind the unit that reads a last
+    ...                                     ...
+    ...                                     stored_a = wait(offload_a, a)       # as the plan says; a dies here
+    backward                                backward
+    ...                                     reload_a = reload(stored_a)         # as the plan says
+    ...                                     ...
+    gw = mm(t(a), gy)                       a_again = wait(reload_a, stored_a)  # before the unit that reads a first
+                                            gw = mm(t(a_again), gy)
+
+A copy has the strides of the original, and the bits. Copies begin and end where no unit's run is cut in two. Views that
+backward reads are made again of what was reloaded, and values that are computed again read it too.
+
+Does not handle: views, which share the memory of what they view, values that are written in place, and results of the
+step. A plan that offloads one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx import ops
+from zerofx.errors import PlanError
+from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, origin, set_tier
+from zerofx.passes.base import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
+from zerofx.scheduler.machine import TIERS
+from zerofx.scheduler.plan import OffloadDecision, Plan
+from zerofx.scheduler.storage import mutated_inputs, storage_source, tensors_of
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Copy values out behind their last use in forward, and back before their first use in backward."""
+
+    name: str = "offload"
+
+    def run(self, step: StepGraph, plan: Plan) -> None:
+        if not plan.offloads:
+            return
+        places = _places(step, plan.offloads)
+        stored = _copy_out(step, places)
+        _copy_back(step, places, stored)
+        step.graph.eliminate_dead_code()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one decision is carried out: behind ``issue`` and ``free``, before ``reload`` and ``first``.
+
+    ``readers`` are the nodes of backward that read the value, in order.
+    """
+
+    decision: OffloadDecision
+    value: fx.Node
+    readers: tuple[fx.Node, ...]
+    issue: fx.Node
+    free: fx.Node
+    reload: fx.Node
+    first: fx.Node
+
+
+def _places(step: StepGraph, decisions: Sequence[OffloadDecision]) -> list[_Place]:
+    """Check every decision before anything is changed.
+
+    Raises:
+        PlanError: one cannot be carried out.
+    """
+    order = step.positions()
+    by_name = {node.name: node for node in step.graph.nodes}
+    found = [_place(step, decision, order, by_name) for decision in decisions]
+    twice = {place.value for place in found}
+    if len(twice) < len(found):
+        raise PlanError("expected a plan that offloads a value once, found one that is offloaded twice")
+    return found
+
+
+def _place(
+    step: StepGraph, decision: OffloadDecision, order: dict[fx.Node, int], by_name: dict[str, fx.Node]
+) -> _Place:
+    node = named(by_name, decision.value)
+    if decision.tier == DEVICE or decision.tier not in TIERS:
+        raise PlanError(
+            f"expected {decision.value} to be offloaded to host or nvme, found tier {decision.tier!r}: make the plan "
+            f"anew"
+        )
+    _check_value(node)
+    readers = sorted(consumers(node), key=order.__getitem__)
+    backward = [reader for reader in readers if origin(reader).phase is Phase.BACKWARD]
+    if not backward:
+        raise PlanError(f"expected to offload what backward reads, found that it does not read {node.name}")
+    last = readers[len(readers) - len(backward) - 1] if len(backward) < len(readers) else node
+    place = _Place(
+        decision,
+        node,
+        tuple(backward),
+        issue=end_of_unit(step, after(last)),
+        free=end_of_unit(step, after(named(by_name, decision.free_after))),
+        reload=start_of_unit(step, named(by_name, decision.reload_before)),
+        first=start_of_unit(step, backward[0]),
+    )
+    if not order[place.issue] <= order[place.free] < order[place.reload] <= order[place.first]:
+        raise PlanError(
+            f"expected {node.name} to be copied out behind {last.name}, freed behind {decision.free_after}, copied "
+            f"back before {decision.reload_before} and read by {backward[0].name}, in this order and with a unit's run "
+            f"between the two in the middle; found another order: make the plan anew"
+        )
+    return place
+
+
+def _check_value(node: fx.Node) -> None:
+    if node.op != "call_function" or origin(node).phase is not Phase.FORWARD or len(tensors_of(node)) != 1:
+        raise PlanError(f"expected to offload a tensor that forward computes, found {node.name}")
+    source, index = storage_source(node)
+    names_it = source is node or (node.args[:1] == (source,) and node.args[1:2] == (index,))
+    if not names_it:
+        raise PlanError(f"expected to offload a value with memory of its own, found {node.name}: a view of {source}")
+    for reader in consumers(node):
+        if reader.op == "output":
+            raise PlanError(f"expected to offload what backward alone still needs, found a result: {node.name}")
+        if any(is_view_of(written, node) for written in mutated_inputs(reader)):
+            raise PlanError(f"expected to offload a value that is not written in place, found {node.name}")
+
+
+def _copy_out(step: StepGraph, places: Sequence[_Place]) -> dict[fx.Node, fx.Node]:
+    """Insert copies out and their waits; returns what is stored, by value."""
+    tails: dict[fx.Node, fx.Node] = {}
+    pending = {}
+    # Copies start before others are awaited at the same place, so that they run meanwhile.
+    for place in places:
+        out = (place.value, place.decision.tier)
+        added = _behind(step, tails, place.issue, place.value, ops.offload, out, f"offload_{place.value.name}")
+        pending[place.value] = set_tier(added, place.decision.tier)
+    stored = {}
+    for place in places:
+        args = (pending[place.value], place.value)
+        added = _behind(step, tails, place.free, place.value, ops.wait, args, f"stored_{place.value.name}")
+        stored[place.value] = set_tier(added, place.decision.tier)
+    return stored
+
+
+def _behind(
+    step: StepGraph,
+    tails: dict[fx.Node, fx.Node],
+    anchor: fx.Node,
+    value: fx.Node,
+    target: object,
+    args: tuple[object, ...],
+    name: str,
+) -> fx.Node:
+    """A call behind ``anchor`` and behind all that was put there before."""
+    with step.graph.inserting_after(tails.get(anchor, anchor)):
+        tails[anchor] = insert_call(step.graph, target, args, Origin(origin(value).layer, Phase.FORWARD), name=name)
+    return tails[anchor]
+
+
+def _copy_back(step: StepGraph, places: Sequence[_Place], stored: dict[fx.Node, fx.Node]) -> None:
+    graph = step.graph
+    pending = {}
+    for place in places:
+        where = Origin(origin(place.value).layer, Phase.BACKWARD)
+        with graph.inserting_before(place.reload):
+            name = f"reload_{place.value.name}"
+            pending[place.value] = insert_call(graph, ops.reload, (stored[place.value],), where, name=name)
+    for place in places:
+        where = Origin(origin(place.value).layer, Phase.BACKWARD)
+        with graph.inserting_before(place.first):
+            args = (pending[place.value], stored[place.value])
+            again = insert_call(graph, ops.wait, args, where, name=f"{place.value.name}_again")
+        copies = {place.value: again}
+        for reader in place.readers:
+            for source in list(reader.all_input_nodes):
+                if is_view_of(source, place.value):
+                    with graph.inserting_before(reader):
+                        reader.replace_input_with(source, view_again(graph, source, copies, where))

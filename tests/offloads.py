@@ -1,0 +1,105 @@
+"""Plans that offload values picked by hand."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from tests.graphs import Prepared, prepare
+from tests.models import Case, batches
+from tests.training import build
+from zerofx.graph import Phase, StepGraph, is_random, origin, tensor
+from zerofx.passes.base import consumers
+from zerofx.passes.recompute import recompute
+from zerofx.scheduler.activations import crossing_values
+from zerofx.scheduler.plan import OffloadDecision, Plan, RecomputeDecision
+from zerofx.scheduler.policy import PolicyOptions, decide
+from zerofx.scheduler.storage import is_view, storage_bytes
+
+
+def prepare_case(case: Case, stage: int, num_ranks: int) -> Prepared:
+    """A case's captured graph and plan, as ``compile`` makes them for its first batch."""
+    model = build(case)
+    args, keywords = next(batches(case, 0, 1))
+    return prepare(
+        model, args, keywords=keywords, loss_fn=case.loss_fn, stage=stage, num_ranks=num_ranks,
+        optimizer=case.optimizer(model),
+    )  # fmt: skip
+
+
+def recomputing(prepared: Prepared) -> Plan:
+    """The plan of ``prepared``, with every third value of backward's computed again."""
+    values = [node for node in crossing_values(prepared.step) if not _is_drawn(node) and _lives(node)][::3]
+    return decide(
+        prepared.step, prepared.layout, stage=prepared.plan.stage, precision=prepared.plan.precision, machine="cpu",
+        options=PolicyOptions(),
+        recomputes=tuple(RecomputeDecision(n.name, storage_bytes(tensor(n)), "by hand") for n in values),
+    )  # fmt: skip
+
+
+def offloading(prepared: Prepared, plan: Plan, tiers: Sequence[str], *, near: bool = False) -> Plan:
+    """``plan`` with all values offloaded that wait for backward, to ``tiers`` in turn.
+
+    A value is freed behind the unit after that of its last use, and reloaded while the unit before its first use runs;
+    ``near``: freed, and reloaded, where it is used.
+    """
+    step = prepared.step.clone()
+    recompute(step, frozenset(d.value for d in plan.recomputes), frozenset(plan.extra_keeps))
+    order = step.positions()
+    runs = _runs(step)
+    home = {node: number for number, run in enumerate(runs) for node in run}
+    captured = {node.name for node in prepared.step.graph.nodes}
+    found: list[OffloadDecision] = []
+    for value in (node for node in step.calls() if _lives(node)):
+        readers = sorted(consumers(value), key=order.__getitem__)
+        backward = [reader for reader in readers if origin(reader).phase is Phase.BACKWARD]
+        if not backward or any(reader.op == "output" for reader in readers):
+            continue
+        made = value if value in home else value.all_input_nodes[0]
+        last = max([made, *(reader for reader in readers if reader not in backward)], key=order.__getitem__)
+        out, back = home[last], home[backward[0]]
+        before = [n for run in runs[out + 1 : back] for n in run if n.name in captured]
+        here = [n for n in runs[back] if n.name in captured and order[n] <= order[backward[0]]]
+        apart = not near and before and home[before[0]] < home[before[-1]]
+        free_after = before[0] if apart else last
+        reload_before = before[-1] if apart else (here or before)[-1]
+        found.append(
+            OffloadDecision(
+                value.name, tiers[len(found) % len(tiers)], storage_bytes(tensor(value)), free_after.name,
+                reload_before.name,
+                "picked by hand", origin(value).layer,
+            )
+        )  # fmt: skip
+    return replace(plan, offloads=tuple(found))
+
+
+def _runs(step: StepGraph) -> list[list[fx.Node]]:
+    """The nodes that compute, by unit and phase, in order."""
+    runs: list[list[fx.Node]] = []
+    before = None
+    for node in step.calls():
+        if is_view(node):
+            continue
+        here = (step.unit_of(node), origin(node).phase)
+        if here != before:
+            runs.append([])
+        runs[-1].append(node)
+        before = here
+    return runs
+
+
+def _is_drawn(node: fx.Node) -> bool:
+    return is_random(node) or any(is_random(source) for source in node.all_input_nodes)
+
+
+def _lives(node: fx.Node) -> bool:
+    """Whether a forward node names a tensor with memory of its own."""
+    if origin(node).phase is not Phase.FORWARD or not hasattr(node.meta.get("val"), "stride"):
+        return False
+    if node.target is not operator.getitem:
+        return not is_view(node)
+    source = node.args[0]
+    return isinstance(source, fx.Node) and not is_view(source)
