@@ -90,7 +90,8 @@ def _place(
             f"expected {decision.value} to be offloaded to host or nvme, found tier {decision.tier!r}: make the plan "
             f"anew"
         )
-    _check_value(node)
+    if why := refusal(node):
+        raise PlanError(why)
     readers = sorted(consumers(node), key=order.__getitem__)
     backward = [reader for reader in readers if origin(reader).phase is Phase.BACKWARD]
     if not backward:
@@ -114,18 +115,19 @@ def _place(
     return place
 
 
-def _check_value(node: fx.Node) -> None:
+def refusal(node: fx.Node) -> str | None:
+    """Why a node's value cannot be offloaded, or None if it can."""
     if node.op != "call_function" or origin(node).phase is not Phase.FORWARD or len(tensors_of(node)) != 1:
-        raise PlanError(f"expected to offload a tensor that forward computes, found {node.name}")
+        return f"expected to offload a tensor that forward computes, found {node.name}"
     source, index = storage_source(node)
-    names_it = source is node or (node.args[:1] == (source,) and node.args[1:2] == (index,))
-    if not names_it:
-        raise PlanError(f"expected to offload a value with memory of its own, found {node.name}: a view of {source}")
+    if not (source is node or (node.args[:1] == (source,) and node.args[1:2] == (index,))):
+        return f"expected to offload a value with memory of its own, found {node.name}: a view of {source}"
     for reader in consumers(node):
         if reader.op == "output":
-            raise PlanError(f"expected to offload what backward alone still needs, found a result: {node.name}")
+            return f"expected to offload what backward alone still needs, found a result: {node.name}"
         if any(is_view_of(written, node) for written in mutated_inputs(reader)):
-            raise PlanError(f"expected to offload a value that is not written in place, found {node.name}")
+            return f"expected to offload a value that is not written in place, found {node.name}"
+    return None
 
 
 def _copy_out(step: StepGraph, places: Sequence[_Place]) -> dict[fx.Node, fx.Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,18 +10,18 @@ from typing import Literal
 
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import Phase, StepGraph, origin
-from zerofx.passes.recompute import recompute
+from zerofx.passes.recompute import recompute as carry_out
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.activations import Level, Segment, crossing_storages, menu, segments, value_node
 from zerofx.scheduler.gathers import Gathering, keep_menus, prefetch_menu, why_kept
 from zerofx.scheduler.machine import Machine, Tier
 from zerofx.scheduler.moves import Move, reached
-from zerofx.scheduler.offload import Wish, joint_menu, place
+from zerofx.scheduler.offload import Wish, away_seconds, entries, joint_menu, place
 from zerofx.scheduler.plan import Plan, RecomputeDecision, StateDecision
 from zerofx.scheduler.policy import PolicyOptions, decide, residencies
 from zerofx.scheduler.states import Placement, state_menus
 from zerofx.scheduler.storage import storage_bytes, tensors_of
-from zerofx.scheduler.timeline import Place, seconds_by_place
+from zerofx.scheduler.timeline import Place, runs, seconds_by_place
 
 Leaning = Literal["recompute", "offload", "joint"]
 
@@ -116,17 +117,16 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
 def _activations(question: Question, leaning: Leaning) -> list[Activations]:
     if not question.recompute and not question.tiers:
         return []
-    known: dict[str, tuple[Level, ...]] = {}
-    found = []
-    for segment in segments(question.step):
-        if segment.key not in known:
-            known[segment.key] = (
-                menu(segment, question.machine)
-                if leaning == "recompute"
-                else joint_menu(segment, question.machine, question.tiers[0], recompute=leaning == "joint")
-            )
-        found.append(Activations(segment, known[segment.key]))
-    return found
+    parts = segments(question.step)
+    machine, first = question.machine, {part.key: part for part in reversed(parts)}
+    if leaning == "recompute":
+        menus = {key: menu(part, machine) for key, part in first.items()}
+        return [Activations(part, menus[part.key]) for part in parts]
+    tier, recompute = question.tiers[0], leaning == "joint"
+    alike = Counter(part.key for part in parts)
+    found = {key: entries(part, machine, tier, alike[key], recompute=recompute) for key, part in first.items()}
+    spans = runs(question.step, question.seconds)
+    return [Activations(part, joint_menu(found[part.key], away_seconds(part, spans))) for part in parts]
 
 
 def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) -> tuple[Plan, StepGraph]:
@@ -165,7 +165,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
                 if i in level.offloaded:
                     wishes[node.name] = Wish(node.name, reason)
     carried_out = question.step.clone()
-    recompute(carried_out, frozenset(decision.value for decision in recomputes), frozenset(extra))
+    carry_out(carried_out, frozenset(decision.value for decision in recomputes), frozenset(extra))
     offloads = place(carried_out, list(wishes.values()), seconds, question.machine, _room(question, states))
     plan = decide(
         question.step,

@@ -1,14 +1,15 @@
 """Activations on a slower tier: what it costs to have a value there, and when it is copied out and back.
 
 A copy hides behind computation as long as the link is free; what does not fit beside it is exposed. So a layer's menu
-(``joint_menu``) prices the link: at price 0 a copy is free, at price 1 every second of it is exposed. For each price of
+(``entries``) prices the link: at price 0 a copy is free, at price 1 every second of it is exposed. For each price of
 the link and of a byte a minimum cut says what to compute again; of the rest, as much is offloaded as some share of the
-layer's own computation hides. The entries on the lower convex hull of bytes against seconds are the menu. (The rule for
+layer's own computation hides. Those on the lower convex hull of bytes against seconds are the menu. (The rule for
 one tensor alone: offload it if the exposed part of its two copies is less than computing it again; compare POET,
 2207.07697, and Capuchin.)
 
 ``place`` puts the copies on the timeline: out behind the last reader in forward, first come first served; back as late
-as they can be without keeping backward waiting. What is needed again before it could be gone stays on the device.
+as they can be without keeping backward waiting, or as soon as they can be where that is no time at all. What is needed
+again before it could be gone stays on the device.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import fx
 
 from zerofx.graph import Phase, StepGraph, origin
 from zerofx.passes.base import consumers
+from zerofx.passes.offload import refusal
 from zerofx.report.units import format_seconds
 from zerofx.scheduler.activations import Level, Segment, cheapest, keep_all, storage_size
 from zerofx.scheduler.costs import node_cost
@@ -29,33 +31,58 @@ from zerofx.scheduler.plan import OffloadDecision
 from zerofx.scheduler.storage import storage_bytes, tensors_of
 from zerofx.scheduler.timeline import Place, Run, runs
 
-_LINK_PRICES = (0.0, 0.25, 0.5, 1.0)  # seconds that a second of copying costs
-_LINK_SHARES = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0)  # seconds of copying out for one of the layer's forward
+_LINK_PRICES = (0.0, 0.25, 0.5, 1.0, float("inf"))  # seconds that a second of copying costs
+_LINK_SHARES = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, float("inf"))  # seconds of copying out for one of the layer's forward
 _NUM_BYTE_PRICES = 24  # how many prices of a byte are tried, between the cheapest and the dearest value
 _BACKWARD = 2.0  # seconds of backward for one of forward: two matrix products for each
 
 
-def joint_menu(segment: Segment, machine: Machine, tier: Tier, *, recompute: bool) -> tuple[Level, ...]:
-    """The levels of a segment when its values may be offloaded to ``tier`` and, with ``recompute``, computed again.
+@dataclass(frozen=True)
+class Entry:
+    """A level, and the seconds that its values take to go out and come back."""
 
-    They go from keeping all to keeping least, each with fewer bytes than the one before; ``seconds`` are those of
-    computing again and the exposed part of copying, if the segment's own run is all there is to hide it.
+    level: Level
+    copy_seconds: float
+
+
+def entries(segment: Segment, machine: Machine, tier: Tier, num_layers: int, *, recompute: bool) -> list[Entry]:
+    """Levels of a segment whose values may be offloaded to ``tier`` and, with ``recompute``, computed again.
+
+    Their ``seconds`` are those of computing again and the exposed part of copying, if the segment's own run is all
+    there is to hide it. Of ``num_layers`` such layers, one has its values back at any time of backward: that part of
+    what is offloaded counts in ``num_bytes``. The first level keeps all.
     """
     seconds = {node: node_cost(node, machine).seconds for node in segment.operators}
-    links = _Links(segment, machine, tier, sum(seconds.values()))
+    links = _Links(segment, machine, tier, sum(seconds.values()), num_layers)
     levels = {keep_all(segment): None}
     if recompute:
         levels |= dict.fromkeys(_cuts(segment, links, seconds))
-    entries = [links.offload(level, share) for level in levels for share in _LINK_SHARES]
-    return _hull(entries)
+    return [links.offload(level, share) for level in levels for share in _LINK_SHARES]
+
+
+def joint_menu(found: Sequence[Entry], away_seconds: float) -> tuple[Level, ...]:
+    """A menu of the entries whose values can be gone and back in ``away_seconds``.
+
+    It goes from keeping all to keeping least, each level with fewer bytes than the one before, for more and more
+    seconds a byte.
+    """
+    return _hull([entry.level for entry in found if entry.copy_seconds <= away_seconds])
+
+
+def away_seconds(segment: Segment, spans: Sequence[Run]) -> float:
+    """Seconds between the last run of the segment's layer in forward and its next in backward: little for the last."""
+    mine = [run for run in spans if run.unit == segment.unit]
+    gone = next(run for run in mine if run.first <= segment.operators[-1] <= run.last)
+    back = next((run for run in mine if run.phase is Phase.BACKWARD and run.first > gone.last), gone)
+    return max(0.0, back.start_seconds - gone.end_seconds)
 
 
 class _Links:
     """What copying a segment's values takes; ``forward`` are the seconds of its own run in forward."""
 
-    def __init__(self, segment: Segment, machine: Machine, tier: Tier, forward: float) -> None:
+    def __init__(self, segment: Segment, machine: Machine, tier: Tier, forward: float, num_layers: int) -> None:
         made = set(segment.operators)
-        self.forward = forward
+        self.forward, self.num_layers = forward, num_layers
         self.sizes = [storage_size(storage) for storage in segment.values]
         self.down = [copy_seconds(size, "device", tier, machine) for size in self.sizes]
         self.up = [copy_seconds(size, tier, "device", machine) for size in self.sizes]
@@ -63,17 +90,19 @@ class _Links:
         shortest = copy_seconds(0, "device", tier, machine) + machine.device.launch_latency
         self.movable = [i for i, (node, _) in enumerate(segment.values) if node in made and self.down[i] > shortest]
 
-    def offload(self, level: Level, share: float) -> Level:
+    def offload(self, level: Level, share: float) -> Entry:
         """``level`` with its largest values offloaded, as long as copying them out takes ``share`` of the forward."""
         left, out = share * self.forward, []
         for i in sorted(level.kept.intersection(self.movable), key=lambda i: (-self.sizes[i], i)):
             if self.down[i] <= left:
                 left -= self.down[i]
                 out.append(i)
-        exposed = max(0.0, sum(self.down[i] for i in out) - self.forward)
-        exposed += max(0.0, sum(self.up[i] for i in out) - _BACKWARD * self.forward - level.seconds)
-        stays = sum(self.sizes[i] for i in level.kept.difference(out))
-        return Level(level.kept, stays, level.seconds + exposed, frozenset(out))
+        down, up = sum(self.down[i] for i in out), sum(self.up[i] for i in out)
+        exposed = max(0.0, down - self.forward) + max(0.0, up - _BACKWARD * self.forward - level.seconds)
+        stays = (
+            sum(self.sizes[i] for i in level.kept.difference(out)) + sum(self.sizes[i] for i in out) // self.num_layers
+        )
+        return Entry(Level(level.kept, stays, level.seconds + exposed, frozenset(out)), down + up)
 
 
 def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> Iterator[Level]:
@@ -147,6 +176,9 @@ def place(
     for copy in copies:
         freed, reload = gone[copy.wish], back[copy.wish]
         if freed + 1 >= reload:
+            # Beside the one run in between it would not be gone at all: backward waits for it.
+            reload = copy.needed
+        if freed + 1 >= reload:
             continue
         down = copy_seconds(copy.num_bytes, "device", copy.tier, machine)
         up = copy_seconds(copy.num_bytes, copy.tier, "device", machine)
@@ -176,7 +208,7 @@ def _copies(step: StepGraph, spans: Sequence[Run], wishes: Sequence[Wish], room:
         readers = [order[reader] for reader in consumers(node) if origin(reader).phase is Phase.FORWARD]
         again = [order[reader] for reader in consumers(node) if origin(reader).phase is not Phase.FORWARD]
         tier = next((tier for tier in left if left[tier] >= num_bytes), None)
-        if tier is None or not again:
+        if tier is None or not again or refusal(node) is not None:
             continue
         left[tier] -= num_bytes
         made = bisect_right(starts, max([order[node], *readers])) - 1

@@ -119,7 +119,9 @@ def tiers_for(offload: Offload, machine: Machine) -> tuple[Tier, ...]:
         raise UsageError(f"expected a machine with nvme for offload='nvme', found {machine.name}: give its row one")
     if offload in ("host", "nvme"):
         return (offload,)
-    return ()
+    if offload == "none" or machine.is_cpu:
+        return ()
+    return ("host", "nvme") if machine.nvme is not None else ("host",)
 
 
 def check_bucket_names(asked: Collection[str] | str, buckets: Collection[str]) -> None:

@@ -13,11 +13,11 @@ from zerofx.buckets import layout_of
 from zerofx.capture import Batch, capture
 from zerofx.passes.base import consumers
 from zerofx.passes.simplify import simplify
-from zerofx.scheduler.activations import Level, menu, segments, storage_size
+from zerofx.scheduler.activations import Level, Segment, menu, segments, storage_size
 from zerofx.scheduler.items import Activations, Question, items_of, plan_of
 from zerofx.scheduler.machine import Link, Machine, Nvme, copy_seconds
 from zerofx.scheduler.moves import order_moves
-from zerofx.scheduler.offload import joint_menu
+from zerofx.scheduler.offload import away_seconds, entries, joint_menu
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.timeline import runs
 
@@ -45,6 +45,11 @@ def everything_offloaded(asked: Question) -> Plan:
     return plan_of(asked, items, order_moves([item.levels for item in items]))[0]
 
 
+def offloading(segment: Segment, machine: Machine, *, recompute: bool = True) -> tuple[Level, ...]:
+    """The menu of one of endlessly many layers, away from the device for as long as it likes."""
+    return joint_menu(entries(segment, machine, "host", 10**9, recompute=recompute), float("inf"))
+
+
 def seconds_for(levels: tuple[Level, ...], num_bytes: int) -> float:
     """The least seconds at which a menu holds at most ``num_bytes``, its levels mixed over many layers."""
     points = [(level.num_bytes, level.seconds) for level in levels]
@@ -60,15 +65,15 @@ def seconds_for(levels: tuple[Level, ...], num_bytes: int) -> float:
 def test_choosing_per_tensor_is_never_slower_than_either_alone(bandwidth: float) -> None:
     machine = with_link(bandwidth)
     segment = segments(question(machine, 2).step)[0]
-    joint = joint_menu(segment, machine, "host", recompute=True)
-    for alone in (menu(segment, machine), joint_menu(segment, machine, "host", recompute=False)):
+    joint = offloading(segment, machine)
+    for alone in (menu(segment, machine), offloading(segment, machine, recompute=False)):
         for level in alone:
             assert seconds_for(joint, level.num_bytes) <= level.seconds * (1 + 1e-9)
 
 
 def test_each_level_holds_less_and_takes_longer_on_a_convex_line() -> None:
     machine = with_link(2e10)
-    levels = joint_menu(segments(question(machine, 2).step)[0], machine, "host", recompute=True)
+    levels = offloading(segments(question(machine, 2).step)[0], machine)
     assert len(levels) > 3
     assert not levels[0].offloaded
     priced = [pair for pair in itertools.pairwise(levels) if pair[1].seconds > pair[0].seconds]
@@ -80,11 +85,11 @@ def test_each_level_holds_less_and_takes_longer_on_a_convex_line() -> None:
 def test_with_a_slow_link_values_are_computed_again_and_with_a_fast_one_they_are_offloaded() -> None:
     slow, fast = with_link(1e8), with_link(1e13)
     segment = segments(question(slow, 2).step)[0]
-    again = joint_menu(segment, slow, "host", recompute=True)
-    moved = [sum(storage_size(segment.values[i]) for i in level.offloaded) for level in again]
+    again = offloading(segment, slow)
+    moved = [sum(storage_size(segment.values[i]) for i in level.offloaded) for level in again[:-1]]
     assert max(moved) < 0.01 * again[0].num_bytes
     assert again[-1].num_bytes < 0.2 * again[0].num_bytes
-    best = joint_menu(segment, fast, "host", recompute=True)[1]
+    best = offloading(segment, fast)[1]
     assert best.seconds == 0 and best.offloaded
 
 
@@ -109,9 +114,26 @@ def test_copies_fit_on_their_link_one_after_the_other_and_are_done_when_they_are
         assert start_of[decision.reload_before] > end_of[decision.free_after] or decision.free_after in end_of
 
 
-def test_the_last_layer_stays_on_the_device() -> None:
-    layers = {decision.layer.split(".")[1] for decision in everything_offloaded(question(with_link(2e10))).offloads}
-    assert "0" in layers and "5" not in layers
+def test_the_last_layer_is_the_last_to_leave_the_device() -> None:
+    asked = question(with_link(2e10))
+    items = [item for item in items_of(asked, "offload") if isinstance(item, Activations)]
+    moves = order_moves([item.levels for item in items])
+    seen: dict[str, None] = {}
+    for length in range(len(moves) + 1):
+        plan, _ = plan_of(asked, items, moves[:length])
+        seen |= dict.fromkeys(decision.layer.split(".")[1] for decision in plan.offloads)
+    assert list(seen) == sorted(seen) and len(seen) > 3
+
+
+def test_a_layer_is_away_from_its_forward_to_its_backward_and_may_offload_what_is_back_by_then() -> None:
+    asked = question(with_link(2e10))
+    spans = runs(asked.step, asked.seconds)
+    parts = segments(asked.step)
+    times = [away_seconds(part, spans) for part in parts]
+    assert times == sorted(times, reverse=True)
+    found = entries(parts[0], asked.machine, "host", 6, recompute=True)
+    assert any(level.offloaded for level in joint_menu(found, times[0]))
+    assert not any(level.offloaded for level in joint_menu(found, 0.0))
 
 
 def test_a_slower_link_gives_memory_back_later_and_asks_for_it_earlier() -> None:
