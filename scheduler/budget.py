@@ -52,22 +52,23 @@ def fit(question: Question, peak: Peak, evaluate: Evaluate, progress: Progress =
     """
     budget = question.memory_budget
     assert budget is not None
-    best: tuple[Plan, Prediction] | None = None
-    least: tuple[int, Plan] | None = None
+    searches: list[_Search] = []
+    fitting: list[Plan] = []
     for leaning in progress(question.leanings):
         search = _Search(question, items_of(question, leaning), peak)
+        searches.append(search)
         length = search.shortest(budget)
-        if length is None:
-            least = min([search.least(), *([least] if least else [])], key=lambda tried: tried[0])
-            continue
-        plan = search.at(length)[1]
-        prediction = evaluate(plan)
-        if best is None or prediction.step_seconds < best[1].step_seconds:
-            best = (plan, prediction)
-    if best is None:
-        assert least is not None
-        raise BudgetMissedError(_explain(question, evaluate(least[1])), least[0])
-    return best[0].with_prediction(best[1])
+        if length is not None:
+            fitting.append(search.at(length)[1])
+    if not fitting:
+        # What is computed again for few bytes at the end of an order can itself be the peak.
+        num_bytes, plan = min((search.lowest() for search in searches), key=lambda lowest: lowest[0])
+        if num_bytes > budget:
+            raise BudgetMissedError(_explain(question, evaluate(plan)), num_bytes)
+        fitting.append(plan)
+    predicted = [(evaluate(plan), plan) for plan in fitting]
+    prediction, plan = min(predicted, key=lambda one: one[0].step_seconds)
+    return plan.with_prediction(prediction)
 
 
 def least_memory(question: Question, evaluate: Evaluate) -> Plan:
@@ -93,12 +94,8 @@ class _Search:
             self._tried[length] = (self._peak(plan, carried_out), plan)
         return self._tried[length]
 
-    def least(self) -> tuple[int, Plan]:
-        """The plan of the least peak so far."""
-        return min(self._tried.values(), key=lambda tried: tried[0])
-
-    def _lowest(self) -> int:
-        """The length of the least peak among some of the whole order, and around the best of them."""
+    def lowest(self) -> tuple[int, Plan]:
+        """The least peak, and its plan, of some lengths of the whole order, and around the best of them."""
         last = len(self._moves)
         gap = max(1, last // _SCANNED)
         tried = {n: self.at(n)[0] for n in (last, *range(0, last, gap))}
@@ -106,7 +103,7 @@ class _Search:
         while gap := gap // 2:
             tried |= {n: self.at(n)[0] for n in (best - gap, best + gap) if 0 <= n <= last}
             best = min(tried, key=lambda n: (tried[n], n))
-        return int(best)
+        return min(self._tried.values(), key=lambda tried: tried[0])
 
     def shortest(self, budget: int) -> int | None:
         """The least length that fits, or None; looked for around the one at which enough bytes should be free."""
@@ -121,12 +118,7 @@ class _Search:
         low, high, reach = 0, guess, 1
         while not fits(high):
             if high == last:
-                # What is computed again for few bytes at the end of the order can itself be the peak.
-                if not fits(self._lowest()):
-                    return None
-                high = min(n for n in self._tried if fits(n))
-                low = max(n for n in self._tried if n < high)
-                break
+                return None
             low, high, reach = high, min(high + reach, last), 2 * reach
         reach = 1
         while high - reach > low and fits(high - reach):
