@@ -50,6 +50,11 @@ class Question:
         """Seconds of computation by unit and phase."""
         return seconds_by_place(self.step, self.machine)
 
+    @cached_property
+    def seconds_of_one(self) -> dict[Place, float]:
+        """Seconds of computation by unit and phase, of one micro-batch: what is beside a single transfer."""
+        return {place: total / self.step.num_micro_batches for place, total in self.seconds.items()}
+
     @property
     def leanings(self) -> tuple[Leaning, ...]:
         """The ways to hold fewer activations; the joint one chooses for each tensor."""
@@ -100,15 +105,18 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         gathered = residencies(question.step, question.layout, asked)
         found += [
             Keeping(bucket, levels)
-            for bucket, levels in keep_menus(gathered, asked, question.seconds, question.machine).items()
+            for bucket, levels in keep_menus(gathered, asked, question.seconds_of_one, question.machine).items()
         ]
         found.append(
-            Prefetching(prefetch_menu(gathered, question.layout, asked.prefetch, question.seconds, question.machine))
+            Prefetching(
+                prefetch_menu(gathered, question.layout, asked.prefetch, question.seconds_of_one, question.machine)
+            )
         )
     if leaning != "recompute":
         menus = state_menus(
-            question.layout, question.state_bytes, question.stage, question.seconds, question.machine, question.tiers
-        )
+            question.layout, question.state_bytes, question.stage, question.seconds_of_one, question.machine,
+            question.tiers,
+        )  # fmt: skip
         found += [States(bucket, levels) for bucket, levels in menus.items()]
     return found
 
@@ -118,7 +126,10 @@ def _activations(question: Question, leaning: Leaning) -> list[Activations]:
         return []
     known: dict[str, tuple[Level, ...]] = {}
     found = []
-    for segment in segments(question.step):
+    parts = segments(question.step)
+    num_layers = len(parts) // question.step.num_micro_batches
+    # The peak is that of the worst micro-batch: a layer makes the same move in each before another layer does.
+    for segment in [part for layer in range(num_layers) for part in parts[layer::num_layers]]:
         if segment.key not in known:
             known[segment.key] = (
                 menu(segment, question.machine)
