@@ -14,6 +14,7 @@ import zerofx
 from gpt import GPT
 from tests.distributed import run_ranks
 from tests.models import CASES, Convolutions, Stack, Swapped
+from tests.offloads import offloading, prepare_case, recomputing
 from tests.training import compare_runs, differences, train_compiled, train_plain
 from zerofx import MemoryBudgetError, Plan, UsageError
 from zerofx.planning import PlannedStep
@@ -121,6 +122,16 @@ def test_a_memory_budget_holds_and_trains_the_same_bits() -> None:
         if budget is not None:
             assert step.plan.recomputes and step.measure(*batch).peak_bytes["device"] <= budget
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_what_was_offloaded_comes_back_in_its_own_micro_batch(name: str) -> None:
+    case = CASES[name]
+    prepared = prepare_case(case, 0, 1, num_micro_batches=2)
+    plan = offloading(prepared, recomputing(prepared), ["host"])
+    later = [decision for decision in plan.offloads if decision.value.startswith("micro1_")]
+    assert 0 < len(later) < len(plan.offloads)
+    assert not differences(train_plain(case, 3, 2), train_compiled(case, 0, 3, plan=plan))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -54,7 +54,7 @@ def train_plain(case: Case, steps: int | None = None, accumulate: int = 1) -> Tr
     for args, kwargs in batches(case, rank, steps or case.steps):
         optimizer.zero_grad()
         total = torch.zeros(())
-        for number, (part, keywords) in enumerate(_parts(args, kwargs, accumulate)):
+        for number, (part, keywords) in enumerate(parts(args, kwargs, accumulate)):
             wait = isinstance(runner, DistributedDataParallel) and number < accumulate - 1
             with runner.no_sync() if wait else contextlib.nullcontext():  # type: ignore[operator]  # of DDP alone
                 if case.loss_fn is None:
@@ -69,7 +69,7 @@ def train_plain(case: Case, steps: int | None = None, accumulate: int = 1) -> Tr
     return Trained(losses, {name: tensor.clone() for name, tensor in model.state_dict().items()})
 
 
-def _parts(
+def parts(
     args: tuple[Any, ...], kwargs: dict[str, Any], count: int
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """The batch in `count` equal parts: tensors whose first size is that of the first tensor are divided along it."""
