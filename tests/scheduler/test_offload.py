@@ -55,7 +55,7 @@ def test_each_micro_batch_has_its_values_back_in_its_own_backward() -> None:
     asked = question(H100, 3, num_micro_batches=2)
     names = [node.name for node in asked.step.calls()]
     border = next(i for i, name in enumerate(names) if name.startswith("micro1_"))
-    found = []
+    found: list[bool] = []
     for decision in everything_offloaded(asked).offloads:
         places = (decision.value, decision.free_after, decision.reload_before)
         behind = {names.index(name) >= border for name in places}
@@ -68,7 +68,8 @@ def test_a_buffer_that_the_next_micro_batch_reads_stays() -> None:
     prepared = prepare_case(CASES["batchnorm"], 0, 1, num_micro_batches=2)
     step, seconds = prepared.step, seconds_by_place(prepared.step, H100)
     order = step.positions()
-    stays, goes = [], []
+    stays: list[str] = []
+    goes: list[str] = []
     for node in crossing_values(step):
         forward = [order[n] for n in consumers(node) if origin(n).phase is Phase.FORWARD]
         backward = [order[n] for n in consumers(node) if origin(n).phase is Phase.BACKWARD]
