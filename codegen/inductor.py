@@ -77,7 +77,7 @@ def compile_region(function: RegionFunction, inputs: Sequence[Any], name: str) -
         with mode:
             traced = make_fx(
                 lambda *args: function(list(args)), decomposition_table=select_decomp_table(), tracing_mode="real"
-            )(*inputs)
+            )(*map(_own_fake, inputs))
         views, inner = _hoist_views(traced)
         output = inner.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
@@ -90,6 +90,14 @@ def compile_region(function: RegionFunction, inputs: Sequence[Any], name: str) -
             f"ATen kernels"
         ) from error
     return CompiledRegion(_with_views(views, compiled), _memory(compiled, views))
+
+
+def _own_fake(given: Any) -> Any:
+    """A tensor like ``given`` that stands for one input only: a node and its copies share a fake value, and tracing
+    tells inputs apart by identity."""
+    if not isinstance(given, torch.Tensor):
+        return given
+    return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
 
 
 # Sizes are static and inputs are ours: checks at every call would only cost time. Reordering for memory is off because

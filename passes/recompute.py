@@ -76,7 +76,7 @@ def _again(
         copies[current] = _copy(step, current, copies, reader)
         # The names of an operator's outputs stay beside it: a tuple does not cross a region's border.
         for user in current.users:
-            if user.target is operator.getitem and not is_view(current):
+            if user.target is operator.getitem and user not in kept and not is_view(current):
                 copies[user] = _copy(step, user, copies, reader)
     return copies.get(node, node)
 

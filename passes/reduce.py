@@ -7,6 +7,9 @@
                                     ...                                        # where the plan says
                                     grad_0 = wait(reduce_0, grads_0); div_(grad_0, 2)
 
+With several micro-batches the first one's gradients are copied into the buffer and those of the others added to it, in
+order, so that gradients take no memory but the buffer's; it is reduced once, behind the last.
+
 The average over the ranks is the sum divided once. At stage 0 the reduced slices are gathered again, so that every
 rank updates the whole bucket: an all-reduce in its two halves. On one rank the flat buffer is the gradient.
 
@@ -38,12 +41,15 @@ class Reduce:
     name: str = "reduce"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
-        order, gradients = step.positions(), step.gradients
+        order, shares = step.positions(), step.gradients_by_micro_batch
         by_name = {node.name: node for node in step.graph.nodes}
         tails = _Tails()
         buffers = {}
         for bucket in filter(lambda b: b.trainable, self.layout.buckets):
-            members = sorted(((gradients[slot.name], slot) for slot in bucket.slots), key=lambda m: order[m[0]])
+            members = [
+                sorted(((gradients[slot.name], slot) for slot in bucket.slots), key=lambda m: order[m[0]])
+                for gradients in shares
+            ]
             buffers[bucket.index] = _fill_buffer(step, bucket, members, tails)
         step.set_outputs(step.loss, step.mutations, {})
         # Every reduction is issued before one is placed behind another's gradient, as decisions may ask.
@@ -80,22 +86,25 @@ class _Tails:
         self._last[anchor] = added
 
 
-def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[tuple[fx.Node, Slot]], tails: _Tails) -> fx.Node:
-    graph, first = step.graph, members[0][0]
+def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[list[tuple[fx.Node, Slot]]], tails: _Tails) -> fx.Node:
+    """The bucket's gradient buffer, filled with ``members``: each micro-batch's gradients in the order they arrive."""
+    graph, first = step.graph, members[0][0][0]
     with graph.inserting_before(start_of_unit(step, first)):
         buffer = insert_call(
             graph, ops.empty_gradients, (bucket.index, bucket.numel), Origin(bucket.name, Phase.BACKWARD),
             {"dtype": bucket.compute_dtype, "device": torch.device(step.device.type)},
             name=f"grads_{bucket.index}", fake=step.fake((bucket.numel,), bucket.compute_dtype),
         )  # fmt: skip
-    for gradient, slot in members:
+    copies = [(_aten.copy_.default, *member) for member in members[0]]
+    sums = [(_aten.add_.Tensor, *member) for later in members[1:] for member in later]
+    for write, gradient, slot in (*copies, *sums):
         where = Origin(origin(gradient).layer, Phase.BACKWARD)
         with graph.inserting_after(tails.behind(gradient)):
             place = (buffer, list(slot.shape), list(slot.stride), slot.offset)
             view = insert_call(graph, _aten.as_strided.default, place, where)
         with graph.inserting_after(view):
-            copy = insert_call(graph, _aten.copy_.default, (view, gradient), where)
-        tails.add(gradient, copy)
+            written = insert_call(graph, write, (view, gradient), where)
+        tails.add(gradient, written)
     return buffer
 
 

@@ -29,7 +29,7 @@ from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import Origin, Phase, Placeholder, Role, StepGraph, insert_call, placeholder, tensor
 from zerofx.optimizers import UpdateProgram
-from zerofx.passes.base import consumers
+from zerofx.passes.base import consumers, end_of_unit
 from zerofx.passes.shard import add_shard
 from zerofx.scheduler.plan import Plan
 
@@ -72,7 +72,8 @@ def _update_bucket(step: StepGraph, plan: Plan, bucket: Bucket, program: UpdateP
     # A gather reads the slice until it is done; its own readers, the release among them, come behind that.
     gathers = consumers(low) if full is None else []
     readers = consumers(full) if full is not None else [reader for gather in gathers for reader in consumers(gather)]
-    anchor = max([reduced, *consumers(reduced), *readers])  # nodes compare by their place in the graph
+    # Nodes compare by their place in the graph.
+    anchor = end_of_unit(step, max([reduced, *consumers(reduced), *readers]))
     with graph.inserting_before(anchor.next):
         grad = reduced
         if tensor(reduced).dtype != bucket.dtype:

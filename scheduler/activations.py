@@ -93,13 +93,16 @@ def segments(step: StepGraph) -> list[Segment]:
     """The forward runs of all repeated layers in order. Operators outside them are left as they are."""
     crossing = crossing_storages(step)
     runs: list[tuple[str, list[fx.Node]]] = []
+    ended = True
     for node in step.calls():
-        if not is_forward_call(node) or is_view(node):
-            continue
-        unit = step.unit_of(node)
-        if not runs or runs[-1][0] != unit:
-            runs.append((unit, []))
-        runs[-1][1].append(node)
+        if not is_forward_call(node):
+            ended = True  # what follows is another micro-batch's forward
+        elif not is_view(node):
+            unit = step.unit_of(node)
+            if ended or runs[-1][0] != unit:
+                runs.append((unit, []))
+            runs[-1][1].append(node)
+            ended = False
     home = {node: number for number, (_, nodes) in enumerate(runs) for node in nodes}
     leaving = _read_elsewhere(step, home)
     return [_segment(unit, nodes, crossing, leaving) for unit, nodes in runs if unit]

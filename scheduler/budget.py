@@ -132,7 +132,7 @@ class _Search:
 
 def _explain(question: Question, least: Prediction) -> str:
     live = ", ".join(f"{name} {format_bytes(size)}" for name, size in least.peak_live.items())
-    hints = ["a smaller micro-batch"]
+    hints = ["a smaller micro-batch (accumulate=)"]
     if not question.recompute:
         hints.append("recompute='auto'")
     if not question.tiers:

@@ -51,6 +51,11 @@ class Question:
         """Seconds of computation by unit and phase."""
         return seconds_by_place(self.step, self.machine)
 
+    @cached_property
+    def seconds_of_one(self) -> dict[Place, float]:
+        """Seconds of computation by unit and phase, of one micro-batch: what is beside a single transfer."""
+        return {place: total / self.step.num_micro_batches for place, total in self.seconds.items()}
+
     @property
     def leanings(self) -> tuple[Leaning, ...]:
         """The ways to hold fewer activations; the joint one chooses for each tensor."""
@@ -101,15 +106,18 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         gathered = residencies(question.step, question.layout, asked)
         found += [
             Keeping(bucket, levels)
-            for bucket, levels in keep_menus(gathered, asked, question.seconds, question.machine).items()
+            for bucket, levels in keep_menus(gathered, asked, question.seconds_of_one, question.machine).items()
         ]
         found.append(
-            Prefetching(prefetch_menu(gathered, question.layout, asked.prefetch, question.seconds, question.machine))
+            Prefetching(
+                prefetch_menu(gathered, question.layout, asked.prefetch, question.seconds_of_one, question.machine)
+            )
         )
     if leaning != "recompute":
         menus = state_menus(
-            question.layout, question.state_bytes, question.stage, question.seconds, question.machine, question.tiers
-        )
+            question.layout, question.state_bytes, question.stage, question.seconds_of_one, question.machine,
+            question.tiers,
+        )  # fmt: skip
         found += [States(bucket, levels) for bucket, levels in menus.items()]
     return found
 
@@ -118,6 +126,9 @@ def _activations(question: Question, leaning: Leaning) -> list[Activations]:
     if not question.recompute and not question.tiers:
         return []
     parts = segments(question.step)
+    num_layers = len(parts) // question.step.num_micro_batches
+    # The peak is that of the worst micro-batch: a layer makes the same move in each before another layer does.
+    parts = [part for layer in range(num_layers) for part in parts[layer::num_layers]]
     machine, first = question.machine, {part.key: part for part in reversed(parts)}
     if leaning == "recompute":
         menus = {key: menu(part, machine) for key, part in first.items()}

@@ -208,7 +208,9 @@ def _copies(step: StepGraph, spans: Sequence[Run], wishes: Sequence[Wish], room:
         readers = [order[reader] for reader in consumers(node) if origin(reader).phase is Phase.FORWARD]
         again = [order[reader] for reader in consumers(node) if origin(reader).phase is not Phase.FORWARD]
         tier = next((tier for tier in left if left[tier] >= num_bytes), None)
-        if tier is None or not again or refusal(node) is not None:
+        # A buffer is read by the next micro-batch's forward: behind its reload it would be needed twice.
+        needed_twice = bool(again) and max(readers, default=0) > min(again)
+        if tier is None or not again or needed_twice or refusal(node) is not None:
             continue
         left[tier] -= num_bytes
         made = bisect_right(starts, max([order[node], *readers])) - 1

@@ -10,7 +10,9 @@ from typing import Any
 from zerofx.errors import PlanError
 
 FORMAT = 1
-_PLAIN_FIELDS = ("stage", "num_ranks", "precision", "machine", "graph", "memory_budget")
+_PLAIN_FIELDS = (
+    "stage", "num_ranks", "precision", "machine", "graph", "memory_budget", "num_micro_batches", "micro_batches_reason",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ class Plan:
 
     ``graph`` is the fingerprint of the captured graph that the node names belong to. ``extra_keeps`` are forward values
     that backward reads only because others are computed again from them. ``memory_budget`` is what the plan was made to
-    fit, in bytes on the device.
+    fit, in bytes on the device. ``num_micro_batches`` is how many a batch is divided into, which run one after the
+    other before the update.
     """
 
     stage: int
@@ -138,6 +141,8 @@ class Plan:
     offloads: tuple[OffloadDecision, ...] = ()
     states: tuple[StateDecision, ...] = ()
     memory_budget: int | None = None
+    num_micro_batches: int = 1
+    micro_batches_reason: str = ""
     prediction: Prediction | None = field(default=None, compare=False)
 
     @property
@@ -228,8 +233,8 @@ class Plan:
         """Every decision that concerns ``name``, a line each, with bytes and reasons.
 
         Args:
-            name: a bucket (``"layers.3"``), a module in one or around some (``"layers.3.mlp"``, ``"layers"``), or a
-                node of the captured graph that a decision names.
+            name: a bucket (``"layers.3"``), a module in one or around some (``"layers.3.mlp"``, ``"layers"``), a node
+                of the captured graph that a decision names, or ``"accumulate"``: why so many micro-batches.
 
         Raises:
             PlanError: the plan knows no such name; lists the nearest that it knows.

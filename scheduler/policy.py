@@ -96,6 +96,7 @@ def decide(
         offloads=offloads,
         states=states,
         memory_budget=memory_budget,
+        num_micro_batches=step.num_micro_batches,
     )
 
 
@@ -148,8 +149,10 @@ def residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -
             run = nodes[start:i]
             phases = {origin(node).phase for node in run}
             if phases == {Phase.FORWARD, Phase.BACKWARD}:
+                begins_in_forward = origin(run[0]).phase is Phase.FORWARD
+                span = "forward to backward" if begins_in_forward else "backward to the next micro-batch's forward"
                 between = options.why_kept(bucket) if options.keeps(bucket) else ": nothing runs in between"
-                why = f"kept from forward to backward{between}"
+                why = f"kept from {span}{between}"
             else:
                 why = f"resident while {bucket.name} runs in {min(phases)}"
             found.append(Residency(bucket, run[0], run[-1], why))

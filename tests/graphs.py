@@ -15,6 +15,7 @@ from zerofx.buckets import BucketLayout, layout_of
 from zerofx.capture import Batch, capture
 from zerofx.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
+from zerofx.passes.accumulate import accumulate
 from zerofx.passes.base import Pass
 from zerofx.passes.simplify import simplify
 from zerofx.pipeline import Stage, passes, run_passes
@@ -213,13 +214,18 @@ def prepare(
     precision: str | None = None,
     keywords: Mapping[str, object] | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
+    num_micro_batches: int = 1,
 ) -> Prepared:
-    """Capture ``model`` (``TwoBlocks`` if none is given), lay it out and plan it, on no process group."""
+    """Capture ``model`` (``TwoBlocks`` if none is given), lay it out and plan it, on no process group.
+
+    ``batch`` is one micro-batch.
+    """
     model = TwoBlocks() if model is None else model
     dtype = torch.bfloat16 if precision == "bf16" else None
     taken = Batch.of(features() if batch is None else batch, dict(keywords or {}))
-    step = capture(model, taken, loss_fn=loss_fn, compute_dtype=dtype)
+    step = capture(model, taken, loss_fn=loss_fn, compute_dtype=dtype, num_micro_batches=num_micro_batches)
     simplify(step)
+    accumulate(step, num_micro_batches, taken.divided_names())
     optimizer = optimizer or sgd(model)
     layout = layout_of(step, group_of_parameters(model, optimizer, step.parameters, set(step.gradients)), num_ranks)
     programs = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False).programs(None)

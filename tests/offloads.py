@@ -10,7 +10,7 @@ from torch import fx
 
 from tests.graphs import Prepared, prepare
 from tests.models import Case, batches
-from tests.training import build
+from tests.training import build, parts
 from zerofx.graph import Phase, StepGraph, is_random, origin, tensor
 from zerofx.passes.base import consumers
 from zerofx.passes.recompute import recompute
@@ -20,13 +20,13 @@ from zerofx.scheduler.policy import PolicyOptions, decide
 from zerofx.scheduler.storage import is_view, storage_bytes
 
 
-def prepare_case(case: Case, stage: int, num_ranks: int) -> Prepared:
+def prepare_case(case: Case, stage: int, num_ranks: int, num_micro_batches: int = 1) -> Prepared:
     """A case's captured graph and plan, as ``compile`` makes them for its first batch."""
     model = build(case)
-    args, keywords = next(batches(case, 0, 1))
+    args, keywords = next(parts(*next(batches(case, 0, 1)), num_micro_batches))
     return prepare(
         model, args, keywords=keywords, loss_fn=case.loss_fn, stage=stage, num_ranks=num_ranks,
-        optimizer=case.optimizer(model),
+        optimizer=case.optimizer(model), num_micro_batches=num_micro_batches,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import BatchEncoding
 
 import zerofx
-from zerofx.batch import Batch
+from zerofx.batch import Batch, micro_batch
 
 
 class Named(NamedTuple):
@@ -36,6 +36,22 @@ def doubled(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 X = torch.arange(3.0)
+
+
+def test_the_first_tensor_with_a_dimension_says_how_many_samples_there_are() -> None:
+    batch = Batch.of(
+        (torch.tensor(0.5), {"ids": torch.zeros(4, 2)}), {"mask": torch.zeros(2, 4), "labels": torch.zeros(4)}
+    )
+    assert batch.size() == 4
+    assert batch.divided_names() == {"batch[1]['ids']", "labels"}
+
+
+def test_parts_are_views_in_order() -> None:
+    x = torch.arange(12).view(6, 2)
+    parts = [micro_batch(x, part, 3) for part in range(3)]
+    assert torch.equal(torch.cat(parts), x)
+    assert all(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in parts)
+
 
 CONTAINERS: dict[str, tuple[Any, str]] = {
     "tensor": (X, "batch[0]"),

@@ -125,6 +125,13 @@ def test_budgets(budget: str) -> None:
     assert "memory budget" in result.stdout
 
 
+@pytest.mark.parametrize(("number", "words"), [("2", "2 micro-batches"), ("auto", "stage 3 on 1 rank, precision")])
+def test_micro_batches(number: str, words: str) -> None:
+    result = plan("--accumulate", number)
+    assert result.exit_code == 0, result.output
+    assert words in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -141,6 +148,8 @@ def test_budgets(budget: str) -> None:
         (["tests.test_cli:make", "--memory-budget", "10B"], "10 B"),
         (["tests.test_cli:make", "--html", "no_such_folder/page.html"], "no_such_folder/page.html: No such file"),
         (["tests.test_cli:make", "--stage", "4"], "--stage"),
+        (["tests.test_cli:make", "--accumulate", "some"], "found 'some'"),
+        (["tests.test_cli:make", "--accumulate", "0"], "1 or more, or 'auto', found 0"),
     ],
 )
 def test_errors_are_one_message(arguments: list[str], message: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
 
 import zerofx
 from tests.models import CASES, Case, Layer, batches, rows
@@ -35,8 +37,12 @@ def build(case: Case) -> nn.Module:
     return case.model()
 
 
-def train_plain(case: Case, steps: int | None = None) -> Trained:
-    """Eager training under `DistributedDataParallel`, or by itself where there is one rank."""
+def train_plain(case: Case, steps: int | None = None, accumulate: int = 1) -> Trained:
+    """Eager training under `DistributedDataParallel`, or by itself where there is one rank.
+
+    With `accumulate` each batch is divided into as many micro-batches, whose gradients add up as in any loop that does
+    so; ranks reduce them once.
+    """
     rank, num_ranks = world()
     model = build(case)
     optimizer = case.optimizer(model)
@@ -47,14 +53,34 @@ def train_plain(case: Case, steps: int | None = None) -> Trained:
     losses = []
     for args, kwargs in batches(case, rank, steps or case.steps):
         optimizer.zero_grad()
-        if case.loss_fn is None:
-            loss = case.loss(runner(*args, **kwargs))
-        else:
-            loss = case.loss_fn(runner(args[0]), *args, **kwargs)
-        loss.backward()
+        total = torch.zeros(())
+        for number, (part, keywords) in enumerate(parts(args, kwargs, accumulate)):
+            wait = isinstance(runner, DistributedDataParallel) and number < accumulate - 1
+            with runner.no_sync() if wait else contextlib.nullcontext():  # type: ignore[operator]  # of DDP alone
+                if case.loss_fn is None:
+                    loss = case.loss(runner(*part, **keywords))
+                else:
+                    loss = case.loss_fn(runner(part[0]), *part, **keywords)
+                loss = loss / accumulate
+                loss.backward()
+            total = loss.detach().clone() if number == 0 else total + loss.detach()
         optimizer.step()
-        losses.append(loss.detach().clone())
+        losses.append(total)
     return Trained(losses, {name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+
+def parts(
+    args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The batch in `count` equal parts: tensors whose first size is that of the first tensor are divided along it."""
+    num_rows = next(leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    for number in range(count):
+
+        def part(leaf: Any, number: int = number) -> Any:
+            divided = isinstance(leaf, Tensor) and leaf.shape[:1] == (num_rows,)
+            return leaf.chunk(count)[number] if divided else leaf
+
+        yield tree_map(part, args), tree_map(part, kwargs)
 
 
 def train_compiled(case: Case, stage: int, steps: int | None = None, **options: Any) -> Trained:
@@ -94,19 +120,25 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def compare_runs(
-    names: Iterable[str], runs: Mapping[str, dict[str, Any]], tolerance: float = 0.0, steps: int | None = None
+    names: Iterable[str],
+    runs: Mapping[str, dict[str, Any]],
+    tolerance: float = 0.0,
+    steps: int | None = None,
+    accumulate: int = 1,
 ) -> dict[str, list[str]]:
     """Train each case plainly and in each of `runs` (label to options of `compile`); what went wrong, by case and run.
 
-    Runs on every rank; a failure is recorded, and the next case runs.
+    All of them take `accumulate` micro-batches before an update. Runs on every rank; a failure is recorded, and the
+    next case runs.
     """
     found: dict[str, list[str]] = {}
     for name in names:
         case = CASES[name]
-        expected = train_plain(case, steps)
+        expected = train_plain(case, steps, accumulate)
         for label, options in runs.items():
             try:
-                wrong = differences(expected, train_compiled(case, steps=steps, **options), tolerance)
+                found_here = train_compiled(case, steps=steps, accumulate=accumulate, **options)
+                wrong = differences(expected, found_here, tolerance)
             except zerofx.ZeroFXError as error:
                 wrong = [f"{type(error).__name__}: {error}"]
             if wrong:

@@ -12,7 +12,7 @@ from zerofx.checks import check_model, check_optimizer
 from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
 from zerofx.optimizers import check_supported
-from zerofx.options import Backend, Offload, Precision, Recompute, check_options
+from zerofx.options import Accumulate, Backend, Offload, Precision, Recompute, check_options
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.step import Step
@@ -35,6 +35,7 @@ def compile(
     prefetch: int = 1,
     keep_gathered: Collection[str] | Literal["all"] = (),
     max_shapes: int = 8,
+    accumulate: Accumulate = 1,
 ) -> Step:
     """Make one planned training step of a plain module and its optimizer.
 
@@ -64,6 +65,11 @@ def compile(
         prefetch: how many units ahead of their use to issue gathers.
         keep_gathered: names of buckets that stay gathered from forward to backward, or ``"all"``.
         max_shapes: how many batch shapes may be captured before another is an error.
+        accumulate: how many equal micro-batches each batch is divided into along the first dimension: they run one
+            after the other, their gradients are summed, and there is one reduction and one update. Their losses are
+            divided by the number, so that the step's loss and gradient are means. The first tensor of the batch says
+            its size; tensors of another leading size are used whole by every micro-batch. ``"auto"`` with a memory
+            budget takes the number whose plan is fastest among those that fit, and 1 without a budget.
 
     Returns:
         A ``Step``; ``loss = step(*batch, **kwargs)``. Ranks are those of the default process group, or this process
@@ -76,7 +82,7 @@ def compile(
     check_optimizer(model, optimizer)
     options = check_options(
         stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
-        memory_budget, recompute, offload,
+        memory_budget, recompute, offload, accumulate,
     )  # fmt: skip
     check_supported(optimizer)
     if not isinstance(example_batch, tuple | list | Mapping | None):

@@ -75,6 +75,24 @@ class Batch:
         found |= {name: repr(value) for name, value in self.constants}
         return {name: found[name] for name in sorted(found)} | {"structure": ", ".join(self.structure)}
 
+    def size(self) -> int:
+        """The number of samples: the leading size of the first tensor that has a dimension.
+
+        Raises:
+            UsageError: there is no such tensor.
+        """
+        for tensor in self.tensors:
+            if tensor.dim():
+                return tensor.shape[0]
+        raise UsageError(
+            "expected a batch to divide into micro-batches, found no tensor with a dimension in it: use accumulate=1"
+        )
+
+    def divided_names(self) -> frozenset[str]:
+        """The tensors that micro-batches divide: those whose leading size is the batch's. The others are used whole."""
+        size, named = self.size(), zip(self.names, self.tensors, strict=True)
+        return frozenset(name for name, tensor in named if tensor.dim() and tensor.shape[0] == size)
+
     def signature(self) -> str:
         """``described`` as one line."""
         return "; ".join(f"{name}: {text}" for name, text in self.described().items())
@@ -89,6 +107,12 @@ class Batch:
         args, kwargs = self.call
         built = [_map(name, value, visit, []) for name, value in _named(args, kwargs)]
         return tuple(built[: len(args)]), dict(zip(kwargs, built[len(args) :], strict=True))
+
+
+def micro_batch(tensor: torch.Tensor, part: int, num_parts: int) -> torch.Tensor:
+    """Part ``part`` of ``num_parts`` equal ones of ``tensor`` along its first dimension: a view."""
+    length = tensor.shape[0] // num_parts
+    return tensor.narrow(0, part * length, length)
 
 
 def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

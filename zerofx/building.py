@@ -13,35 +13,44 @@ from torch import nn
 
 from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout, layout_of
-from zerofx.capture import capture
 from zerofx.compiler import CompiledStep, budget_bytes, build, lower, make_plan
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError, ZeroFXError, warn
 from zerofx.graph import StepGraph
+from zerofx.micro_batches import MicroBatches
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions, check_bucket_names
-from zerofx.passes.simplify import simplify
 from zerofx.runtime.collectives import is_on_cpu
 from zerofx.runtime.control import WORK_SECONDS, Control, check_equal
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters, held_states
 from zerofx.runtime.state import TrainingState
+from zerofx.scheduler.accumulate import choose_micro_batches
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.machines import machine_of_device
 from zerofx.scheduler.plan import Plan
 from zerofx.settings import Settings
 
 # Options that every rank must have alike; others are rank 0's business, or cannot be compared.
-_SHARED = frozenset({"stage", "precision", "backend", "max_shapes", "memory_budget", "recompute", "offload"})
+_SHARED = frozenset(
+    {"stage", "precision", "backend", "max_shapes", "memory_budget", "recompute", "offload", "accumulate"}
+)
 _FIT_ROUNDS = 5  # plans to try until compiled regions are within the budget too
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A captured step with the buckets of its parameters and the update of each."""
+    """A captured step with the buckets of its parameters and the update of each.
 
-    captured: StepGraph
+    ``captured`` is the step in the least number of micro-batches that may be planned for.
+    """
+
+    captures: MicroBatches
     layout: BucketLayout
     binding: OptimizerBinding
     programs: dict[int, UpdateProgram]
+
+    @property
+    def captured(self) -> StepGraph:
+        return self.captures.first
 
     def agree(self, control: Control) -> None:
         """Compare with the other ranks.
@@ -49,9 +58,7 @@ class Prepared:
         Raises:
             RankMismatchError: another rank captured another graph, or has another optimizer.
         """
-        control.agree(
-            "compare captured graphs", self.captured.text(), "captured graph", "Build the same model on every rank."
-        )
+        _agree_on_graph(self.captured, control)
         control.agree(
             "compare optimizers", f"{self.layout}\n{self.binding.variant}", "buckets and optimizer update",
             "Give every rank the same param groups and options.",
@@ -76,9 +83,8 @@ def prepare(
     Raises:
         ZeroFXError: the model cannot be captured, or the optimizer does not belong to it.
     """
-    captured = capture(model, batch, loss_fn=options.loss_fn, compute_dtype=options.compute_dtype)
-    if "simplify" not in settings.disable:
-        simplify(captured)
+    captures = MicroBatches(model, batch, options, settings)
+    captured = captures.first
     groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
     layout = layout or layout_of(captured, groups, num_ranks)
     check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
@@ -87,7 +93,7 @@ def prepare(
         optimizer, layout, captured.device, prefer_fused=options.backend == "inductor"
     )
     held = held_states(optimizer, layout, dict(model.named_parameters())) if state is None else {}
-    return Prepared(captured, layout, binding, binding.programs(state, held))
+    return Prepared(captures, layout, binding, binding.programs(state, held))
 
 
 def build_within_budget(
@@ -104,17 +110,16 @@ def build_within_budget(
     budget = budget_bytes(options.memory_budget, machine)
     target = budget
     for _ in range(_FIT_ROUNDS):
-        plan = _agree_on_plan(prepared, machine, options, settings, control, target)
-        captured, talk = prepared.captured.clone(), control.rank == 0
+        captured, plan = _agree_on_plan(prepared, machine, options, settings, control, target)
         lowered = lower(
-            captured,
+            captured.clone(),
             plan,
             prepared.layout,
             prepared.programs,
             machine,
             settings,
             on_cpu=is_on_cpu(captured.device),
-            talk=talk,
+            talk=control.rank == 0,
         )
         compiled = build(lowered, prepared.layout, settings, control, options.backend)
         over = compiled.plan.peak_bytes["device"] - (budget or math.inf)
@@ -134,17 +139,22 @@ def _agree_on_plan(
     settings: Settings,
     control: Control,
     memory_budget: int | None,
-) -> Plan:
-    """Rank 0's plan, on all ranks; what fails there fails everywhere."""
-    captured, layout = prepared.captured, prepared.layout
+) -> tuple[StepGraph, Plan]:
+    """Rank 0's plan, on all ranks, and the captured graph that it is for; what fails on rank 0 fails everywhere."""
+    captures, layout = prepared.captures, prepared.layout
+
+    def plan_for(num_micro_batches: int) -> Plan:
+        captured = captures.graph(num_micro_batches)
+        return make_plan(
+            captured, layout, prepared.programs, machine, options, settings, memory_budget,
+            on_cpu=is_on_cpu(captured.device),
+        )  # fmt: skip
+
     plan: Plan | None = options.plan
     failure: ZeroFXError | None = None
     if plan is None and control.rank == 0:
         try:
-            plan = make_plan(
-                captured, layout, prepared.programs, machine, options, settings, memory_budget,
-                on_cpu=is_on_cpu(captured.device),
-            )  # fmt: skip
+            plan = choose_micro_batches(captures.candidates, memory_budget, plan_for)
         except ZeroFXError as error:
             failure = error
     text, kind, why = control.from_rank_0(
@@ -153,6 +163,10 @@ def _agree_on_plan(
     if why:
         raise failure or kind(why)
     shared = Plan.from_json(text)
+    captured = prepared.captured
+    if shared.num_micro_batches != captured.num_micro_batches:
+        captured = control.attempt("capture a step", lambda: captures.graph(shared.num_micro_batches), WORK_SECONDS)
+        _agree_on_graph(captured, control)
     if shared.graph != captured.fingerprint() or shared.num_ranks != layout.num_ranks:
         raise PlanError(
             f"expected a plan for this graph ({captured.fingerprint()[:12]}) on {layout.num_ranks} rank(s), found one "
@@ -160,7 +174,11 @@ def _agree_on_plan(
         )
     hashes = control.gather(shared.decisions_hash(), "compare plans")
     check_equal(hashes, "plan", "This is a defect of zerofx: a plan changed on its way between ranks.")
-    return shared
+    return captured, shared
+
+
+def _agree_on_graph(captured: StepGraph, control: Control) -> None:
+    control.agree("compare captured graphs", captured.text(), "captured graph", "Build the same model on every rank.")
 
 
 def _check_gradients(captured: StepGraph, layout: BucketLayout) -> None:

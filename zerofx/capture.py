@@ -58,6 +58,7 @@ def capture(
     *,
     loss_fn: LossFunction | None = None,
     compute_dtype: torch.dtype | None = None,
+    num_micro_batches: int = 1,
 ) -> StepGraph:
     """Trace ``loss = model(*batch)`` and its backward.
 
@@ -66,6 +67,7 @@ def capture(
         batch: the batch; only shapes, dtypes and constants are used.
         loss_fn: called as ``loss_fn(outputs, *batch)`` where the model does not return its loss.
         compute_dtype: the dtype in which the graph reads floating-point parameters and batch tensors; None as they are.
+        num_micro_batches: what the loss is divided by, where ``batch`` is one of several whose gradients are summed.
 
     Returns:
         A ``StepGraph`` whose placeholders are parameters, buffers and batch tensors, and whose outputs are the loss,
@@ -77,7 +79,7 @@ def capture(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     parameters = _parameter_infos(model, compute_dtype)
     device = _device_of(model, batch)
-    lossy = _LossModule(model, batch, loss_fn)
+    lossy = _LossModule(model, batch, loss_fn, num_micro_batches)
     watcher = _CallWatcher()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_fake_state(model, mode, compute_dtype, device))
@@ -99,14 +101,18 @@ def capture(
 class _LossModule(nn.Module):
     """The model followed by its loss, called with the batch's tensors alone."""
 
-    def __init__(self, model: nn.Module, batch: Batch, loss_fn: LossFunction | None) -> None:
+    def __init__(self, model: nn.Module, batch: Batch, loss_fn: LossFunction | None, num_micro_batches: int) -> None:
         super().__init__()
         self.model = model
         self._batch = batch
         self._loss_fn = loss_fn
+        self._num_micro_batches = num_micro_batches
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        args, kwargs = self._batch.rebuild(tensors)
+        loss = self._loss(*self._batch.rebuild(tensors))
+        return loss if self._num_micro_batches == 1 else loss / self._num_micro_batches
+
+    def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         if self._loss_fn is None:
             return find_loss(self.model(*args, **kwargs))
         model_args, model_kwargs = split_batch(self.model, args, kwargs)

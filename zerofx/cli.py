@@ -18,7 +18,7 @@ from torch import nn
 
 import zerofx
 from zerofx.errors import UsageError, ZeroFXError
-from zerofx.options import Precision, Recompute
+from zerofx.options import Accumulate, Precision, Recompute
 from zerofx.planning import PlannedStep
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.machine import Link, Machine
@@ -47,6 +47,7 @@ def main() -> None:
 @click.option("--precision", type=click.Choice(get_args(Precision)), help="What is computed in; else as the model is.")
 @click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Gathers issued ahead.")
 @click.option("--recompute", type=click.Choice(get_args(Recompute)), default="auto", show_default=True)
+@click.option("--accumulate", default="1", show_default=True, help="Micro-batches before each update, or 'auto'.")
 @click.option("--full", is_flag=True, help="Write out every layer of the schedule, not one of those that are alike.")
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan, for compile(plan=...).")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page for a browser.")
@@ -60,6 +61,7 @@ def plan_command(
     precision: Precision | None,
     prefetch: int,
     recompute: Recompute,
+    accumulate: str,
     full: bool,
     save: Path | None,
     html: Path | None,
@@ -85,6 +87,7 @@ def plan_command(
             loss_fn=loss_fn,
             precision=precision,
             prefetch=prefetch,
+            accumulate=_accumulate(accumulate),
         )
         schedule = planned.schedule()
         click.echo(f"{planned}\n\n{planned.plan}\n\n{schedule.table(fold=not full)}")
@@ -200,6 +203,14 @@ def _budget(text: str | None) -> str | float | None:
     except ValueError:
         return text
     return fraction if 0 < fraction <= 1 else text
+
+
+def _accumulate(text: str) -> Accumulate:
+    if text == "auto":
+        return "auto"
+    if not text.isdigit():
+        raise UsageError(f"expected --accumulate to be a number of micro-batches, or auto, found {text!r}")
+    return int(text)
 
 
 def _limits(planned: PlannedStep) -> dict[str, int]:

@@ -74,12 +74,14 @@ class Placeholder:
     """What the runtime must pass for a placeholder: its role, the name there, and the bucket it is of, if any.
 
     ``alias_of`` names the placeholder whose storage this one is a slice of; it then takes no memory of its own.
+    ``part`` is the micro-batch that a placeholder of a divided batch tensor stands for; None for the whole tensor.
     """
 
     role: Role
     name: str
     bucket: int | None = None
     alias_of: str | None = None
+    part: int | None = None
 
 
 @dataclass
@@ -87,8 +89,9 @@ class StepGraph:
     """An fx graph of a training step with its parameters, gradients and buffer updates by name.
 
     The output node is ``(loss, buffer updates..., gradients...)``; ``gradient_names`` and ``mutation_names`` say which
-    is which. Passes empty both as they turn gradients into reductions and updates into in-place writes; ``reduced``
-    then holds, by bucket, the node whose value is the bucket's gradient on this rank.
+    is which, and each micro-batch has gradients of its own. Passes empty both as they turn gradients into reductions
+    and updates into in-place writes; ``reduced`` then holds, by bucket, the node whose value is the bucket's gradient
+    on this rank.
     """
 
     graph: fx.Graph
@@ -99,6 +102,7 @@ class StepGraph:
     gradient_names: list[str] = field(default_factory=list)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     reduced: dict[int, fx.Node] = field(default_factory=dict)
+    num_micro_batches: int = 1
 
     @property
     def output(self) -> fx.Node:
@@ -117,13 +121,26 @@ class StepGraph:
 
     @property
     def gradients(self) -> dict[str, fx.Node]:
-        """Parameter name to the node that computes its gradient."""
-        return dict(zip(self.gradient_names, self._outputs()[1 + len(self.mutation_names) :], strict=True))
+        """Parameter name to the node that completes its gradient: that of the last micro-batch."""
+        return self.gradients_by_micro_batch[-1]
 
-    def set_outputs(self, loss: fx.Node, mutations: Mapping[str, fx.Node], gradients: Mapping[str, fx.Node]) -> None:
-        """Rewrite the output node."""
-        self.mutation_names, self.gradient_names = list(mutations), list(gradients)
-        self.output.args = ((loss, *mutations.values(), *gradients.values()),)
+    @property
+    def gradients_by_micro_batch(self) -> tuple[dict[str, fx.Node], ...]:
+        """For each micro-batch, parameter name to the node that computes its share of the gradient.
+
+        A gradient is the sum of its shares in this order.
+        """
+        found, length = self._outputs()[1 + len(self.mutation_names) :], len(self.gradient_names)
+        if not length:
+            return ({},)
+        starts = range(0, len(found), length)
+        return tuple(dict(zip(self.gradient_names, found[i : i + length], strict=True)) for i in starts)
+
+    def set_outputs(self, loss: fx.Node, mutations: Mapping[str, fx.Node], *gradients: Mapping[str, fx.Node]) -> None:
+        """Rewrite the output node; ``gradients`` are one mapping for each micro-batch, all with the same names."""
+        self.mutation_names, self.gradient_names = list(mutations), list(gradients[0]) if gradients else []
+        shares = [share[name] for share in gradients for name in self.gradient_names]
+        self.output.args = ((loss, *mutations.values(), *shares),)
 
     def placeholders(self, role: Role | None = None) -> Iterator[fx.Node]:
         for node in self.graph.find_nodes(op="placeholder"):
@@ -301,7 +318,9 @@ def _line(node: fx.Node) -> str:
     suffix = f"  # {where.layer or '(model)'} {where.phase}" if isinstance(where, Origin) else ""
     kind = _type(node.meta.get("val")) + ("" if tier_of(node) == DEVICE else f" on {tier_of(node)}")
     if node.op == "placeholder":
-        return f"{node.name}: {kind} = {placeholder(node).role} {placeholder(node).name}"
+        what = placeholder(node)
+        part = "" if what.part is None else f" of micro-batch {what.part}"
+        return f"{node.name}: {kind} = {what.role} {what.name}{part}"
     if node.op == "output":
         return f"return {node.args[0]}"
     kwargs = ", ".join(f"{k}={v}" for k, v in node.kwargs.items())

@@ -20,6 +20,7 @@ Backend = Literal["inductor", "eager"]
 Precision = Literal["bf16"]
 Recompute = Literal["auto", "none", "full"]
 Offload = Literal["auto", "none", "host", "nvme"]
+Accumulate = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class CompileOptions:
     memory_budget: int | float | None = None
     recompute: Recompute = "auto"
     offload: Offload = "auto"
+    accumulate: Accumulate = 1
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -56,6 +58,7 @@ def check_options(
     memory_budget: int | float | str | None = None,
     recompute: Recompute = "auto",
     offload: Offload = "auto",
+    accumulate: Accumulate = 1,
 ) -> CompileOptions:
     """The options as one object.
 
@@ -90,6 +93,7 @@ def check_options(
         raise UsageError(f"expected recompute 'auto' (as the budget asks), 'none' or 'full', found {recompute!r}")
     if offload not in get_args(Offload):
         raise UsageError(f"expected offload 'auto' (as the budget asks), 'none', 'host' or 'nvme', found {offload!r}")
+    _check_accumulate(accumulate, plan)
     budget = parse_bytes(memory_budget) if isinstance(memory_budget, str) else memory_budget
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or budget <= 0):
         raise UsageError(
@@ -103,7 +107,7 @@ def check_options(
     found = Machine.named(machine) if isinstance(machine, str) else machine
     policy = PolicyOptions(prefetch, keep_gathered)
     return CompileOptions(
-        stage, loss_fn, precision, backend, found, plan, policy, max_shapes, budget, recompute, offload
+        stage, loss_fn, precision, backend, found, plan, policy, max_shapes, budget, recompute, offload, accumulate
     )
 
 
@@ -122,6 +126,18 @@ def tiers_for(offload: Offload, machine: Machine) -> tuple[Tier, ...]:
     if offload == "none" or machine.is_cpu:
         return ()
     return ("host", "nvme") if machine.nvme is not None else ("host",)
+
+
+def _check_accumulate(accumulate: Accumulate, plan: Plan | None) -> None:
+    if accumulate != "auto" and (isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1):
+        raise UsageError(
+            f"expected accumulate to be a number of micro-batches, 1 or more, or 'auto', found {accumulate!r}"
+        )
+    if plan is not None and accumulate not in (1, "auto", plan.num_micro_batches):
+        raise UsageError(
+            f"expected accumulate={plan.num_micro_batches}, which the plan was made for, found {accumulate}: leave it "
+            f"out, or make the plan anew"
+        )
 
 
 def check_bucket_names(asked: Collection[str] | str, buckets: Collection[str]) -> None:

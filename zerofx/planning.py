@@ -9,18 +9,18 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import nn
 
+from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout, layout_of
-from zerofx.capture import Batch, capture
 from zerofx.compiler import LoweredStep, budget_bytes, lower, make_plan
 from zerofx.errors import UsageError
-from zerofx.graph import StepGraph
 from zerofx.loss import LossFunction
-from zerofx.options import Backend, CompileOptions, Offload, Precision, Recompute, check_options
-from zerofx.passes.simplify import simplify
+from zerofx.micro_batches import MicroBatches
+from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, check_options
 from zerofx.pipeline import check_disabled
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
+from zerofx.scheduler.accumulate import choose_micro_batches
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.settings import Settings, read_settings
@@ -91,14 +91,16 @@ def plan(
     backend: Backend = "inductor",
     prefetch: int = 1,
     keep_gathered: Collection[str] | Literal["all"] = (),
+    accumulate: Accumulate = 1,
 ) -> PlannedStep:
     """Plan a training step without hardware.
 
     Args:
         model: any module; it may be on ``meta``, since only shapes are used.
         optimizer: the optimizer over its parameters.
-        batch: one rank's micro-batch: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors will do.
-        stage, loss_fn, precision, memory_budget, recompute, offload, prefetch, keep_gathered: as for
+        batch: one rank's batch of one step: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors
+            will do.
+        stage, loss_fn, precision, memory_budget, recompute, offload, prefetch, keep_gathered, accumulate: as for
             ``zerofx.compile``.
         backend: decides only whether updates use torch's fused kernels, as in ``zerofx.compile``; regions are simulated
             node by node, as the eager backend runs them.
@@ -111,7 +113,7 @@ def plan(
     check_world_size(world_size)
     options = check_options(
         stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
-        memory_budget, recompute, offload,
+        memory_budget, recompute, offload, accumulate,
     )  # fmt: skip
     return plan_captured(capture_for_plans(model, optimizer, batch, options), world_size)
 
@@ -128,6 +130,7 @@ class RankOptions(TypedDict, total=False):
     backend: Backend
     prefetch: int
     keep_gathered: Collection[str] | Literal["all"]
+    accumulate: Accumulate
 
 
 class PlanOptions(RankOptions, total=False):
@@ -140,10 +143,10 @@ class PlanOptions(RankOptions, total=False):
 class CapturedStep:
     """A captured step with what it takes to plan it, for any number of ranks.
 
-    ``groups`` is the index of the param group of each trained parameter, by name. ``graph`` is never edited.
+    ``groups`` is the index of the param group of each trained parameter, by name.
     """
 
-    graph: StepGraph
+    captures: MicroBatches
     optimizer: torch.optim.Optimizer
     groups: Mapping[str, int]
     options: CompileOptions
@@ -180,11 +183,10 @@ def capture_for_plans(
     settings = read_settings()
     check_disabled(settings)
     taken = Batch.of((), batch) if isinstance(batch, Mapping) else Batch.of(tuple(batch), {})
-    captured = capture(model, taken, loss_fn=options.loss_fn, compute_dtype=options.compute_dtype)
-    if "simplify" not in settings.disable:
-        simplify(captured)
+    captures = MicroBatches(model, taken, options, settings)
+    captured = captures.first
     groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
-    return CapturedStep(captured, optimizer, groups, options, settings)
+    return CapturedStep(captures, optimizer, groups, options, settings)
 
 
 def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True) -> PlannedStep:
@@ -195,11 +197,19 @@ def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True)
         OptimizerError: the optimizer cannot be run on flat shards.
     """
     machine, options, settings = captured.machine, captured.options, captured.settings
-    step = captured.graph.clone()
-    layout = layout_of(step, captured.groups, world_size)
-    prefer_fused = options.backend == "inductor"
-    programs = OptimizerBinding(captured.optimizer, layout, step.device, prefer_fused=prefer_fused).programs(None)
+    captures = captured.captures
+    layout = layout_of(captures.first, captured.groups, world_size)
+    binding = OptimizerBinding(
+        captured.optimizer, layout, captures.first.device, prefer_fused=options.backend == "inductor"
+    )
+    programs = binding.programs(None)
     budget = budget_bytes(options.memory_budget, machine)
-    decided = make_plan(step, layout, programs, machine, options, settings, budget, on_cpu=machine.is_cpu)
+
+    def plan_for(num_micro_batches: int) -> Plan:
+        graph = captures.graph(num_micro_batches)
+        return make_plan(graph, layout, programs, machine, options, settings, budget, on_cpu=machine.is_cpu)
+
+    decided = choose_micro_batches(captures.candidates, budget, plan_for)
+    step = captures.graph(decided.num_micro_batches).clone()
     lowered = lower(step, decided, layout, programs, machine, settings, on_cpu=machine.is_cpu, talk=talk)
     return PlannedStep(lowered, layout, machine)

@@ -100,6 +100,8 @@ def largest_micro_batch(
         ZeroFXError: as ``zerofx.plan`` would.
     """
     world_size = plan_options.pop("world_size", 1)
+    if plan_options.get("accumulate", 1) != 1:
+        raise UsageError("expected no accumulate for largest_micro_batch, which looks for the size of one micro-batch")
     check_world_size(world_size)
     _check_limit(limit)
     options = _options(stage, plan_options)
@@ -259,6 +261,8 @@ def _options(stage: int, given: RankOptions) -> CompileOptions:
         1,
         1.0 if budget is None else budget,
         given.get("recompute", "auto"),
+        given.get("offload", "auto"),
+        given.get("accumulate", 1),
     )
 
 

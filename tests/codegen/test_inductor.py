@@ -51,6 +51,21 @@ def test_a_compiled_region_gives_what_eager_gives_and_frees_what_it_takes(phase:
     assert sorted(freed) == sorted(set(freed)) and set(freed) <= set(range(len(region.inputs)))
 
 
+def test_inputs_that_share_a_fake_value_stay_apart() -> None:
+    from zerofx.codegen.inductor import compile_region
+
+    def weighted(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
+        x, y = inputs
+        inputs.clear()
+        return (x + 10 * y,)
+
+    region, _ = _first(prepare().run(), Phase.FORWARD)
+    fake = value(region.inputs[0])  # a node and its copies have one
+    x, y = torch.randn(tensor(region.inputs[0]).shape), torch.randn(tensor(region.inputs[0]).shape)
+    (found,) = compile_region(weighted, [fake, fake], "weighted").call([x, y])
+    torch.testing.assert_close(found, x + 10 * y)
+
+
 def test_a_compiled_region_empties_its_list() -> None:
     from zerofx.codegen.inductor import compile_region
 

@@ -9,17 +9,21 @@ import pytest
 import torch
 
 from gpt import GPT
+from tests.models import CASES
+from tests.offloads import prepare_case
 from zerofx.buckets import layout_of
 from zerofx.capture import Batch, capture
+from zerofx.graph import Phase, origin
+from zerofx.passes.accumulate import accumulate
 from zerofx.passes.base import consumers
 from zerofx.passes.simplify import simplify
-from zerofx.scheduler.activations import Level, Segment, menu, segments, storage_size
+from zerofx.scheduler.activations import Level, Segment, crossing_values, menu, segments, storage_size
 from zerofx.scheduler.items import Activations, Question, items_of, plan_of
 from zerofx.scheduler.machine import Link, Machine, Nvme, copy_seconds
 from zerofx.scheduler.moves import order_moves
-from zerofx.scheduler.offload import away_seconds, entries, joint_menu
+from zerofx.scheduler.offload import Wish, away_seconds, entries, joint_menu, place
 from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.timeline import runs
+from zerofx.scheduler.timeline import runs, seconds_by_place
 
 H100 = Machine.named("h100-sxm")
 
@@ -30,12 +34,14 @@ def with_link(bandwidth: float, host_bytes: int = H100.host.memory_bytes) -> Mac
     return replace(H100, name="h100-other-link", host=host)
 
 
-def question(machine: Machine, layers: int = 6) -> Question:
+def question(machine: Machine, layers: int = 6, num_micro_batches: int = 1) -> Question:
     with torch.device("meta"):
         model = GPT(512, 512, layers, 8, 512)
         ids = torch.zeros(8, 512, dtype=torch.long)
-    step = capture(model, Batch.of((ids, ids), {}), compute_dtype=torch.bfloat16)
+    batch = Batch.of((ids, ids), {})
+    step = capture(model, batch, compute_dtype=torch.bfloat16, num_micro_batches=num_micro_batches)
     simplify(step)
+    accumulate(step, num_micro_batches, batch.divided_names())
     layout = layout_of(step, {p.name: 0 for p in step.parameters}, 1)
     return Question(step, layout, machine, 0, "bf16", 1, recompute=True, tiers=("host",))
 
@@ -48,6 +54,35 @@ def everything_offloaded(asked: Question) -> Plan:
 def offloading(segment: Segment, machine: Machine, *, recompute: bool = True) -> tuple[Level, ...]:
     """The menu of one of endlessly many layers, away from the device for as long as it likes."""
     return joint_menu(entries(segment, machine, "host", 10**9, recompute=recompute), float("inf"))
+
+
+def test_each_micro_batch_has_its_values_back_in_its_own_backward() -> None:
+    asked = question(H100, 3, num_micro_batches=2)
+    names = [node.name for node in asked.step.calls()]
+    border = next(i for i, name in enumerate(names) if name.startswith("micro1_"))
+    found: list[bool] = []
+    for decision in everything_offloaded(asked).offloads:
+        places = (decision.value, decision.free_after, decision.reload_before)
+        behind = {names.index(name) >= border for name in places}
+        assert len(behind) == 1
+        found += behind
+    assert set(found) == {False, True}
+
+
+def test_a_buffer_that_the_next_micro_batch_reads_stays() -> None:
+    prepared = prepare_case(CASES["batchnorm"], 0, 1, num_micro_batches=2)
+    step, seconds = prepared.step, seconds_by_place(prepared.step, H100)
+    order = step.positions()
+    stays: list[str] = []
+    goes: list[str] = []
+    for node in crossing_values(step):
+        forward = [order[n] for n in consumers(node) if origin(n).phase is Phase.FORWARD]
+        backward = [order[n] for n in consumers(node) if origin(n).phase is Phase.BACKWARD]
+        (stays if max(forward, default=0) > min(backward) else goes).append(node.name)
+    assert stays and goes
+    wishes = [Wish(name, "by hand") for name in (*stays, *goes)]
+    placed = {decision.value for decision in place(step, wishes, seconds, H100, {"host": 1 << 30})}
+    assert placed and not placed.intersection(stays)
 
 
 def seconds_for(levels: tuple[Level, ...], num_bytes: int) -> float:

@@ -47,6 +47,7 @@ def _settings(one: Plan, other: Plan) -> Iterator[str]:
     fields: dict[str, Callable[[Plan], str]] = {
         "stage": lambda plan: str(plan.stage),
         "ranks": lambda plan: str(plan.num_ranks),
+        "micro-batches": lambda plan: str(plan.num_micro_batches),
         "precision": lambda plan: plan.precision or "of the model",
         "machine": lambda plan: plan.machine,
         "memory budget": lambda plan: "none" if plan.memory_budget is None else format_bytes(plan.memory_budget),

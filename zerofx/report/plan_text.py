@@ -32,6 +32,8 @@ def describe_plan(plan: Plan) -> str:
             f"{format_seconds(plan.exposed_seconds)} waits for communication, {format_bytes(plan.wire_bytes)} sent, "
             f"{format_count(plan.prediction.flops)} FLOPs"
         )
+    if plan.num_micro_batches > 1:
+        lines.append(f"{plan.num_micro_batches} micro-batches before each update: {plan.micro_batches_reason}")
     lines += ["", bucket_table(plan)]
     for kind, found in reasons(plan).items():
         if kind not in ("recomputed", "offloaded"):
@@ -118,9 +120,12 @@ def _why(unit: str, found: Sequence[AboutValue]) -> str:
 
 
 def heading(plan: Plan) -> str:
-    """Stage, ranks, precision and machine in a few words."""
+    """Stage, ranks, micro-batches, precision and machine in a few words."""
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
-    return f"stage {plan.stage} on {ranks}, {plan.precision or 'precision of the model'}, times for {plan.machine}"
+    parts = f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
+    return (
+        f"stage {plan.stage} on {ranks}{parts}, {plan.precision or 'precision of the model'}, times for {plan.machine}"
+    )
 
 
 def bucket_table(plan: Plan) -> str:

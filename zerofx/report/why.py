@@ -21,13 +21,19 @@ def why(plan: Plan, name: str) -> str:
     Raises:
         PlanError: the plan knows no such name.
     """
-    lines = [*_of_node(plan, name), *_of_module(plan, name)]
+    lines = [*_of_step(plan, name), *_of_node(plan, name), *_of_module(plan, name)]
     if not lines:
         raise PlanError(
             f"expected the name of a layer, a bucket or a node that the plan decides about, found {name!r}: "
             f"{_nearest(plan, name)}"
         )
     return "\n".join([f"{name}:", *(f"  {line}" for line in lines)])
+
+
+def _of_step(plan: Plan, name: str) -> Iterator[str]:
+    """Decisions about the step as a whole."""
+    if name == "accumulate":
+        yield f"{plan.num_micro_batches} micro-batch(es) before each update: {plan.micro_batches_reason}"
 
 
 def _of_node(plan: Plan, name: str) -> Iterator[str]:

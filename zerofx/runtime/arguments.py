@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.batch import Batch
+from zerofx.batch import Batch, micro_batch
 from zerofx.graph import Role, StepGraph, placeholder
 from zerofx.runtime.state import TrainingState
 
@@ -28,11 +28,15 @@ def state_tensors(step: StepGraph, model: nn.Module, state: TrainingState) -> di
 
 
 def batch_tensors(step: StepGraph, batch: Batch, compute_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """The batch's tensors, floating-point ones cast to ``compute_dtype`` if there is one."""
+    """The batch's tensors, or the parts of them that are micro-batches; floating-point ones cast to ``compute_dtype``
+    if there is one."""
     by_name = dict(zip(batch.names, batch.tensors, strict=True))
     found = {}
     for node in step.placeholders(Role.INPUT):
-        given = by_name[placeholder(node).name].detach()
+        what = placeholder(node)
+        given = by_name[what.name].detach()
+        if what.part is not None:
+            given = micro_batch(given, what.part, step.num_micro_batches)
         cast = compute_dtype is not None and given.is_floating_point()
         found[node.name] = given.to(compute_dtype) if cast else given
     return found

@@ -1,0 +1,79 @@
+"""A batch in micro-batches: which of its tensors are divided, and the step that runs them one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from zerofx.batch import Batch, micro_batch
+from zerofx.capture import capture
+from zerofx.errors import UsageError
+from zerofx.graph import StepGraph
+from zerofx.options import CompileOptions
+from zerofx.passes.accumulate import accumulate
+from zerofx.passes.simplify import simplify
+from zerofx.settings import Settings
+
+
+class MicroBatches:
+    """The step of one batch in any number of micro-batches, each captured when it is asked for first.
+
+    ``candidates`` are the numbers that may be planned for, the least first: the divisors of the batch size where the
+    number is left to the plan and a memory budget gives it a reason to take more than one.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch, options: CompileOptions, settings: Settings) -> None:
+        self._model, self._batch, self._options, self._settings = model, batch, options, settings
+        self._captured: dict[int, StepGraph] = {}
+        self.candidates: Sequence[int] = _candidates(batch, options)
+
+    @property
+    def first(self) -> StepGraph:
+        """The captured step for the least number."""
+        return self.graph(self.candidates[0])
+
+    def graph(self, num_micro_batches: int) -> StepGraph:
+        """The captured step, which is not to be edited.
+
+        Raises:
+            UsageError: the batch cannot be divided so.
+            CaptureError: the model cannot be captured.
+        """
+        if num_micro_batches not in self._captured:
+            self._captured[num_micro_batches] = self._capture(num_micro_batches)
+        return self._captured[num_micro_batches]
+
+    def _capture(self, num: int) -> StepGraph:
+        batch = self._batch
+        divided = batch.divided_names() if num > 1 else frozenset()
+        if num > 1:
+            size = batch.size()
+            if size % num:
+                raise UsageError(
+                    f"expected a batch size that accumulate={num} divides, found {size}: give batches of a multiple "
+                    f"of {num} samples, or another accumulate"
+                )
+            named = zip(batch.names, batch.tensors, strict=True)
+            first = tuple(micro_batch(tensor, 0, num) if name in divided else tensor for name, tensor in named)
+            batch = replace(batch, tensors=first)
+        step = capture(
+            self._model, batch, loss_fn=self._options.loss_fn, compute_dtype=self._options.compute_dtype,
+            num_micro_batches=num,
+        )  # fmt: skip
+        if "simplify" not in self._settings.disable:
+            simplify(step)
+        accumulate(step, num, divided)
+        return step
+
+
+def _candidates(batch: Batch, options: CompileOptions) -> tuple[int, ...]:
+    if options.plan is not None:
+        return (options.plan.num_micro_batches,)
+    if options.accumulate != "auto":
+        return (options.accumulate,)
+    if options.memory_budget is None:
+        return (1,)
+    size = batch.size()
+    return tuple(num for num in range(1, size + 1) if size % num == 0)
