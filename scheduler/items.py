@@ -162,9 +162,10 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
             segment, level = item.segment, item.levels[move.level]
             place_ = (segment.unit, Phase.BACKWARD)
             seconds[place_] = seconds.get(place_, 0.0) + level.seconds
+            reached_level = f"level {move.level} of {len(item.levels) - 1} for {segment.unit}"
             reason = (
-                f"level {move.level} of {len(item.levels) - 1} for {segment.unit}: the last move frees "
-                f"{format_bytes(move.freed_bytes)} for {format_seconds(move.extra_seconds)} of computation"
+                f"{reached_level}: the last move frees {format_bytes(move.freed_bytes)} for "
+                f"{format_seconds(move.extra_seconds)} of computation"
             )
             for i, storage in enumerate(segment.values):
                 node = value_node(storage)
@@ -174,7 +175,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
                 elif i in level.kept and storage not in crossing:
                     extra[node.name] = None
                 if i in level.offloaded:
-                    wishes[node.name] = Wish(node.name, reason)
+                    wishes[node.name] = Wish(node.name, reached_level)
     carried_out = question.step.clone()
     carry_out(carried_out, frozenset(decision.value for decision in recomputes), frozenset(extra))
     offloads = place(carried_out, list(wishes.values()), seconds, question.machine, _room(question, states))
