@@ -28,6 +28,7 @@ from zerofx.errors import CompilerError
 from zerofx.scheduler.liveness import MemoryEvent
 from zerofx.scheduler.storage import storage_bytes
 
+aten = torch.ops.aten
 RegionFunction = Callable[[list[Any]], tuple[torch.Tensor, ...]]
 
 
@@ -76,7 +77,9 @@ def compile_region(function: RegionFunction, inputs: Sequence[Any], name: str) -
     try:
         with mode:
             traced = make_fx(
-                lambda *args: function(list(args)), decomposition_table=select_decomp_table(), tracing_mode="real"
+                lambda *args: function(list(args)),
+                decomposition_table={**select_decomp_table(), aten.nll_loss_backward.default: _nll_loss_backward},
+                tracing_mode="real",
             )(*map(_own_fake, inputs))
         views, inner = _hoist_views(traced)
         output = inner.graph.output_node()
@@ -103,6 +106,27 @@ def _own_fake(given: Any) -> Any:
 # Sizes are static and inputs are ours: checks at every call would only cost time. Reordering for memory is off because
 # the plan has been made for this order.
 _OPTIONS = {"size_asserts": False, "alignment_asserts": False, "nan_asserts": False}
+
+
+def _nll_loss_backward(
+    grad: torch.Tensor,
+    log_probabilities: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of the usual loss without a scatter, so that it is fused into the softmax's.
+
+    A scatter is a buffer of its own, as large as the logits. Values are those of torch's decomposition, to the bit.
+    """
+    if log_probabilities.dim() != 2 or weight is not None or reduction == 0:
+        return NotImplemented  # type: ignore[no-any-return]  # what says so to make_fx
+    scale = -(grad / total_weight) if reduction == 1 else -grad
+    classes = torch.arange(log_probabilities.shape[1], device=target.device)
+    picked = (classes == target.unsqueeze(1)) & (target != ignore_index).unsqueeze(1)
+    return torch.where(picked, scale, 0.0).to(log_probabilities.dtype)
 
 
 def _hoist_views(traced: fx.GraphModule) -> tuple[list[tuple[int, tuple[Any, ...]]], fx.GraphModule]:

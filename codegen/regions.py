@@ -1,5 +1,8 @@
 """Cut a step graph into regions: maximal runs of nodes between scheduled events, inside one unit and one phase.
 
+Where forward turns into backward without leaving its unit, as it does around the loss, both are one region: what only
+they share, such as the logits' softmax, then need not be held between them.
+
 A region is what is compiled as one piece. Only tensors that own their storage cross a border: a view that a later
 region needs is made again there from its base, so that a name held is memory held, and a gathered bucket has no other
 name. Regions with equal structure, shapes, strides and dtypes have equal keys, and are compiled once.
@@ -70,10 +73,10 @@ def cut(step: StepGraph) -> tuple[Instruction, ...]:
 
 def _runs(step: StepGraph) -> Iterator[list[fx.Node]]:
     run: list[fx.Node] = []
-    group: tuple[str, Phase] | None = None
+    group: tuple[str, bool] | None = None
     for node in step.calls():
         is_event = node.target in ops.EVENTS
-        here = (step.unit_of(node), origin(node).phase)
+        here = (step.unit_of(node), origin(node).phase is Phase.UPDATE)
         # A view can be made anywhere, and an output of an operator stays with it: neither ends a run.
         stays = node.target is operator.getitem or is_free_view(node)
         if run and (is_event or (here != group and not stays)):

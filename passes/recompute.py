@@ -12,6 +12,8 @@
 
 The plan says which forward values are *kept*; whatever else backward reads is computed again from kept values and
 placeholders, just before its first reader, once. The operators are the same on the same inputs, so the bits are too.
+What backward has computed already by then, and needs only behind that reader, is put off until it is needed: it would
+lie beside all that is computed again.
 
 Does not handle: random operators. Their outputs are never computed again: the plan keeps them, and the pass refuses a
 plan that does not.
@@ -20,15 +22,18 @@ plan that does not.
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from zerofx.errors import PlanError
 from zerofx.graph import Origin, Phase, StepGraph, is_random, mark_copy, origin, set_origin, set_value, value
-from zerofx.scheduler.activations import crossing_values
+from zerofx.passes.base import consumers
+from zerofx.scheduler.activations import crossing_values, value_node
 from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.storage import is_view
+from zerofx.scheduler.storage import is_view, storage_bytes, storage_source, tensors_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ def recompute(step: StepGraph, dropped: frozenset[str], extra: frozenset[str]) -
                 if replacement is not source:
                     reader.replace_input_with(source, replacement)
     step.graph.eliminate_dead_code()
+    _put_off(step, set(copies.values()))
 
 
 def _again(
@@ -79,6 +85,47 @@ def _again(
             if user.target is operator.getitem and user not in kept and not is_view(current):
                 copies[user] = _copy(step, user, copies, reader)
     return copies.get(node, node)
+
+
+def _put_off(step: StepGraph, copies: set[fx.Node]) -> None:
+    """Move backward's operators behind the copies that stand before their first readers, where that frees memory."""
+    order = step.positions()
+    places = sorted(order[node] for node in copies if node in order)
+    for node in reversed([n for n in step.calls() if origin(n).phase is Phase.BACKWARD and n not in copies]):
+        if is_view(node) or node.target is operator.getitem or is_random(node):
+            continue
+        readers = consumers(node)
+        first = min(readers, key=order.__getitem__, default=node)
+        nearest = bisect_right(places, order[node])
+        if nearest == len(places) or places[nearest] > order[first] or step.unit_of(node) != step.unit_of(first):
+            continue
+        if step.output in readers or _freed_bytes(node, order) >= sum(map(storage_bytes, tensors_of(node))):
+            continue
+        for moved in (node, *_names_of(node, order)):
+            first.prepend(moved)
+        order = step.positions()
+        places = sorted(order[copy] for copy in copies if copy in order)
+
+
+def _freed_bytes(node: fx.Node, order: Mapping[fx.Node, int]) -> int:
+    """Bytes of the values that ``node`` is the last to read."""
+    owners = {storage_source(source) for source in node.all_input_nodes}
+    return sum(
+        storage_bytes(tensors_of(value_node(storage))[0])
+        for storage in owners
+        if storage[0].op == "call_function" and not any(order[r] > order[node] for r in consumers(storage[0]))
+    )
+
+
+def _names_of(node: fx.Node, order: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """The views and outputs that are named from ``node`` on, in order."""
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        views = [user for user in pending.pop().users if is_view(user) or user.target is operator.getitem]
+        pending.extend(views)
+        found.update(views)
+    return sorted(found, key=order.__getitem__)
 
 
 def _available(node: fx.Node, kept: set[fx.Node]) -> bool:

@@ -26,9 +26,10 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout, Slot
-from zerofx.graph import Origin, Phase, StepGraph, insert_call, origin
+from zerofx.graph import Origin, Phase, StepGraph, insert_call, is_random, origin
 from zerofx.passes.base import after, consumers, end_of_unit, start_of_unit
 from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.storage import storage_source
 
 _aten = torch.ops.aten
 
@@ -89,12 +90,17 @@ class _Tails:
 def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[list[tuple[fx.Node, Slot]]], tails: _Tails) -> fx.Node:
     """The bucket's gradient buffer, filled with ``members``: each micro-batch's gradients in the order they arrive."""
     graph, first = step.graph, members[0][0][0]
-    with graph.inserting_before(start_of_unit(step, first)):
+    turns = _turns_in_unit(step, bucket, first)
+    if turns:
+        _put_behind_other_readers(step, first)
+    with graph.inserting_before(tails.behind(first).next if turns else start_of_unit(step, first)):
         buffer = insert_call(
             graph, ops.empty_gradients, (bucket.index, bucket.numel), Origin(bucket.name, Phase.BACKWARD),
             {"dtype": bucket.compute_dtype, "device": torch.device(step.device.type)},
             name=f"grads_{bucket.index}", fake=step.fake((bucket.numel,), bucket.compute_dtype),
         )  # fmt: skip
+    if turns:
+        tails.add(first, buffer)
     copies = [(_aten.copy_.default, *member) for member in members[0]]
     sums = [(_aten.add_.Tensor, *member) for later in members[1:] for member in later]
     for write, gradient, slot in (*copies, *sums):
@@ -106,6 +112,31 @@ def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[list[tuple[fx.No
             written = insert_call(graph, write, (view, gradient), where)
         tails.add(gradient, written)
     return buffer
+
+
+def _turns_in_unit(step: StepGraph, bucket: Bucket, first: fx.Node) -> bool:
+    """Whether forward turns into backward inside the unit of a bucket, with nothing between it and the first gradient.
+
+    The buffer is then made when there is a gradient to write, so that the run around the loss is not cut.
+    """
+    before = start_of_unit(step, first).prev
+    if before.op != "call_function" or before.target in ops.EVENTS:
+        return False
+    unit = bucket.unit if bucket.unit in step.units else ""
+    return origin(before).phase is Phase.FORWARD and step.unit_of(before) == step.unit_of(first) == unit
+
+
+def _put_behind_other_readers(step: StepGraph, gradient: fx.Node) -> None:
+    """Compute a weight's gradient last of what reads the same values: they die before its buffer is made."""
+    order = step.positions()
+    if gradient.target is operator.getitem or is_random(gradient):
+        return
+    read = {storage_source(source) for source in gradient.all_input_nodes}
+    made = [storage for storage in read if origin(storage[0]).phase is Phase.BACKWARD]
+    readers = [r for s in made for r in consumers(s[0]) if any(storage_source(n) == s for n in r.all_input_nodes)]
+    last = max(readers, key=order.__getitem__, default=gradient)
+    if order[last] > order[gradient] and all(order[user] > order[last] for user in gradient.users):
+        after(last).append(gradient)
 
 
 def _issue(step: StepGraph, bucket: Bucket, buffer: fx.Node) -> fx.Node:

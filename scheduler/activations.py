@@ -167,7 +167,7 @@ def menu(segment: Segment, machine: Machine) -> tuple[Level, ...]:
         price = high * (low / high) ** (step / (_PRICES - 1))
         level = cheapest(segment, sizes, seconds, price)
         if level.num_bytes < found[-1].num_bytes:
-            found.append(level)
+            found += [*_between(segment, sizes, seconds, found[-1], level), level]
     return tuple(found)
 
 
@@ -175,6 +175,54 @@ def keep_all(segment: Segment) -> Level:
     """The level at which nothing is computed again."""
     kept = segment.needed | segment.fixed
     return Level(kept, sum(storage_size(segment.values[i]) for i in kept), 0.0)
+
+
+def _between(
+    segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], before: Level, after: Level
+) -> Iterator[Level]:
+    """Steps on the way from one level to the next, a value at a time, the best first: a budget may lie between.
+
+    Where operators cost about as much for each byte that they make, as matrix products do, one price takes them all.
+    """
+    current = before
+    while True:
+        tried = [_keeping(segment, sizes, seconds, current.kept - {i}) for i in current.kept - after.kept]
+        steps = [
+            level
+            for level in tried
+            if level is not None
+            and after.num_bytes < level.num_bytes < current.num_bytes
+            and current.seconds < level.seconds < after.seconds
+        ]
+        if not steps:
+            return
+        rates = {level: (current.num_bytes - level.num_bytes) / (level.seconds - current.seconds) for level in steps}
+        current = max(steps, key=lambda level: (rates[level], sorted(level.kept)))
+        yield current
+
+
+def _keeping(
+    segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], kept: frozenset[int]
+) -> Level | None:
+    """The level that computes again what ``kept`` lacks; None where that would run a random operator again."""
+    position = {storage: i for i, storage in enumerate(segment.values)}
+    made, again = set(segment.operators), set[fx.Node]()
+    read = {*segment.fixed, *(segment.needed & kept)}
+    pending = [segment.values[i][0] for i in segment.needed - kept]
+    while pending:
+        node = pending.pop()
+        if is_random(node):
+            return None
+        if node in again:
+            continue
+        again.add(node)
+        for source in node.all_input_nodes:
+            i = position.get(storage_source(source))
+            if i is not None and (i in kept or i in segment.fixed or segment.values[i][0] not in made):
+                read.add(i)
+            elif i is not None:
+                pending.append(segment.values[i][0])
+    return Level(frozenset(read), sum(sizes[i] for i in read), sum(seconds[node] for node in again))
 
 
 def cheapest(segment: Segment, sizes: Sequence[float], seconds: Mapping[fx.Node, float], price: float) -> Level:

@@ -9,19 +9,24 @@ Where values may be both computed again and offloaded there are three orders: ei
 better of both. For each order the shortest length that fits is taken, and the fastest of these plans wins: so the joint
 plan is never slower, as simulated, than the better of the other two. A smaller budget never gives a larger peak: where
 it changes the plan, the plan before it did not fit.
+
+Where no plan fits, and the user allows it, logits are tiled (``scheduler.heads``) and all is tried again. That comes
+last because it alone does not train the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from zerofx.errors import MemoryBudgetError
-from zerofx.graph import StepGraph
+from zerofx.graph import StepGraph, origin
 from zerofx.report.units import format_bytes
+from zerofx.scheduler.heads import LossHead, find_heads
 from zerofx.scheduler.items import Activations, Item, Leaning, Question, items_of, plan_of
 from zerofx.scheduler.moves import order_moves
-from zerofx.scheduler.plan import Plan, Prediction
+from zerofx.scheduler.plan import Plan, Prediction, TileDecision
 
 _SCANNED = 32  # lengths of an order that are tried, at least, before a budget is said to be out of reach
 
@@ -52,23 +57,35 @@ def fit(question: Question, peak: Peak, evaluate: Evaluate, progress: Progress =
     """
     budget = question.memory_budget
     assert budget is not None
-    searches: list[_Search] = []
-    fitting: list[Plan] = []
-    for leaning in progress(question.leanings):
-        search = _Search(question, items_of(question, leaning), peak)
-        searches.append(search)
-        length = search.shortest(budget)
-        if length is not None:
-            fitting.append(search.at(length)[1])
-    if not fitting:
-        # What is computed again for few bytes at the end of an order can itself be the peak.
-        num_bytes, plan = min((search.lowest() for search in searches), key=lambda lowest: lowest[0])
-        if num_bytes > budget:
-            raise BudgetMissedError(_explain(question, evaluate(plan)), num_bytes)
-        fitting.append(plan)
-    predicted = [(evaluate(plan), plan) for plan in fitting]
-    prediction, plan = min(predicted, key=lambda one: one[0].step_seconds)
-    return plan.with_prediction(prediction)
+    exact, *tiled = [replace(question, tiles=tiles) for tiles in tilings(question.step, question.tile)]
+    lowest: list[tuple[int, Plan]] = []
+    for questions in ([exact], tiled):
+        searches = [_Search(one, items_of(one, way), peak) for one in questions for way in progress(one.leanings)]
+        lengths = [(search, search.shortest(budget)) for search in searches]
+        fitting = [search.at(length)[1] for search, length in lengths if length is not None]
+        if not fitting and searches:
+            # What is computed again for few bytes at the end of an order can itself be the peak.
+            lowest.append(min((search.lowest() for search in searches), key=lambda one: one[0]))
+            fitting = [plan for num_bytes, plan in lowest if num_bytes <= budget]
+        if fitting:
+            predicted = [(evaluate(plan), plan) for plan in fitting]
+            prediction, plan = min(predicted, key=lambda one: one[0].step_seconds)
+            return plan.with_prediction(prediction)
+    num_bytes, plan = min(lowest, key=lambda one: one[0])
+    raise BudgetMissedError(_explain(question, evaluate(plan)), num_bytes)
+
+
+def tilings(step: StepGraph, allowed: bool) -> list[tuple[TileDecision, ...]]:
+    """The ways to tile what can be tiled: not at all, then into more and more tiles."""
+    heads = find_heads(step) if allowed else []
+    counts = sorted({count for head in heads for count in head.tile_counts()})
+    return [(), *(tuple(_decision(head, n) for head in heads if n in head.tile_counts()) for n in counts)]
+
+
+def _decision(head: LossHead, num_tiles: int) -> TileDecision:
+    whole, each = format_bytes(head.logits_bytes), format_bytes(head.logits_bytes // num_tiles)
+    reason = f"no plan with whole logits ({whole}) fits; each of {num_tiles} tiles has {each}"
+    return TileDecision(head.product.name, num_tiles, head.logits_bytes, reason, origin(head.product).layer)
 
 
 def least_memory(question: Question, evaluate: Evaluate) -> Plan:
@@ -137,6 +154,8 @@ def _explain(question: Question, least: Prediction) -> str:
         hints.append("recompute='auto'")
     if not question.tiers:
         hints.append("offload='host' or 'nvme'")
+    if not question.tile:
+        hints.append("tile='auto'")
     if question.layout.num_ranks > 1 and question.stage < 3:
         hints.append("stage=3")
     if question.precision is None:

@@ -11,13 +11,14 @@ from typing import Literal
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import Phase, StepGraph, origin
 from zerofx.passes.recompute import recompute as carry_out
+from zerofx.passes.tile import tile
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.activations import Level, Segment, crossing_storages, menu, segments, value_node
 from zerofx.scheduler.gathers import Gathering, keep_menus, prefetch_menu, why_kept
 from zerofx.scheduler.machine import Machine, Tier
 from zerofx.scheduler.moves import Move, reached
 from zerofx.scheduler.offload import Wish, away_seconds, entries, joint_menu, place
-from zerofx.scheduler.plan import Plan, RecomputeDecision, StateDecision
+from zerofx.scheduler.plan import Plan, RecomputeDecision, StateDecision, TileDecision
 from zerofx.scheduler.policy import PolicyOptions, decide, residencies
 from zerofx.scheduler.states import Placement, state_menus
 from zerofx.scheduler.storage import storage_bytes, tensors_of
@@ -32,7 +33,8 @@ class Question:
 
     ``recompute``: whether activations may be computed again. ``tiers``: where they may be offloaded to, the first being
     filled first; none if empty. ``asked``: how buckets are gathered as long as memory allows. ``state_bytes``: bytes of
-    one rank's optimizer states and masters, by bucket index.
+    one rank's optimizer states and masters, by bucket index. ``tile``: whether logits may be tiled; ``tiles``: how they
+    are.
     """
 
     step: StepGraph
@@ -45,6 +47,8 @@ class Question:
     tiers: tuple[Tier, ...] = ()
     asked: PolicyOptions = field(default_factory=PolicyOptions)
     state_bytes: Mapping[int, int] = field(default_factory=dict)
+    tile: bool = False
+    tiles: tuple[TileDecision, ...] = ()
 
     @cached_property
     def seconds(self) -> dict[Place, float]:
@@ -141,7 +145,7 @@ def _activations(question: Question, leaning: Leaning) -> list[Activations]:
 
 
 def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) -> tuple[Plan, StepGraph]:
-    """The plan that some moves lead to, and a copy of the captured graph with its recomputation carried out."""
+    """The plan that some moves lead to, and a copy of the captured graph with tiles and recomputation carried out."""
     crossing = crossing_storages(question.step)
     prefetch, keep = question.asked.prefetch, dict.fromkeys(_named(question.asked), "as asked")
     seconds = dict(question.seconds)
@@ -177,6 +181,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
                 if i in level.offloaded:
                     wishes[node.name] = Wish(node.name, reached_level)
     carried_out = question.step.clone()
+    tile(carried_out, question.tiles)
     carry_out(carried_out, frozenset(decision.value for decision in recomputes), frozenset(extra))
     offloads = place(carried_out, list(wishes.values()), seconds, question.machine, _room(question, states))
     plan = decide(
@@ -188,6 +193,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         options=PolicyOptions(prefetch, "all" if question.asked.keep == "all" else keep),
         recomputes=tuple(recomputes),
         extra_keeps=tuple(extra),
+        tiles=question.tiles,
         offloads=offloads,
         states=tuple(states),
         memory_budget=question.memory_budget,

@@ -171,7 +171,7 @@ def with_profiles(
         # Where ATen's kernel runs, what it holds inside is not in the events: the count without fusion has it.
         peak = max([peak, *(live.during[node] for node in region.own if is_left_to_aten(node))])
         for node in region.own:
-            during[node] = live.after[node]
+            during[node] = min(live.after[node], peak)
         during[region.own[-1]] = max(peak, live.after[region.own[-1]])
     return replace(live, during=during)
 

@@ -54,6 +54,21 @@ class RecomputeDecision:
 
 
 @dataclass(frozen=True)
+class TileDecision:
+    """Logits that are made, and turned into their loss and its gradients, in ``num_tiles`` runs of rows.
+
+    ``value`` is the node of the captured graph that gives the logits, ``num_bytes`` what they take whole, ``layer`` as
+    in ``RecomputeDecision``.
+    """
+
+    value: str
+    num_tiles: int
+    num_bytes: int
+    reason: str
+    layer: str = ""
+
+
+@dataclass(frozen=True)
 class OffloadDecision:
     """A forward value that waits for backward in a slower tier: ``"host"`` or ``"nvme"``.
 
@@ -138,6 +153,7 @@ class Plan:
     reduces: tuple[ReduceDecision, ...]
     recomputes: tuple[RecomputeDecision, ...] = ()
     extra_keeps: tuple[str, ...] = ()
+    tiles: tuple[TileDecision, ...] = ()
     offloads: tuple[OffloadDecision, ...] = ()
     states: tuple[StateDecision, ...] = ()
     memory_budget: int | None = None
@@ -222,6 +238,7 @@ class Plan:
                 reduces=tuple(ReduceDecision(**r) for r in data["reduces"]),
                 recomputes=tuple(RecomputeDecision(**r) for r in data["recomputes"]),
                 extra_keeps=tuple(data["extra_keeps"]),
+                tiles=tuple(TileDecision(**t) for t in data["tiles"]),
                 offloads=tuple(OffloadDecision(**o) for o in data["offloads"]),
                 states=tuple(StateDecision(**s) for s in data["states"]),
                 prediction=Prediction(**prediction) if prediction else None,

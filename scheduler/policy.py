@@ -18,6 +18,7 @@ from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import Phase, Role, StepGraph, origin, placeholder
 from zerofx.passes.base import consumers
 from zerofx.passes.recompute import recompute
+from zerofx.passes.tile import tile
 from zerofx.scheduler.plan import (
     BucketSummary,
     GatherDecision,
@@ -26,6 +27,7 @@ from zerofx.scheduler.plan import (
     RecomputeDecision,
     ReduceDecision,
     StateDecision,
+    TileDecision,
 )
 
 
@@ -66,21 +68,23 @@ def decide(
     recomputes: tuple[RecomputeDecision, ...] = (),
     extra_keeps: tuple[str, ...] = (),
     states: tuple[StateDecision, ...] = (),
+    tiles: tuple[TileDecision, ...] = (),
     memory_budget: int | None = None,
     offloads: tuple[OffloadDecision, ...] = (),
     carried_out: StepGraph | None = None,
 ) -> Plan:
     """Make the plan for a captured graph. Equal inputs give an equal plan, on any machine and rank.
 
-    Residencies are decided for the graph as it is once ``recomputes`` are carried out: ``carried_out``, or else a copy
-    that is made here.
+    Residencies are decided for the graph as it is once ``tiles`` and ``recomputes`` are carried out: ``carried_out``,
+    or else a copy that is made here.
     """
     sharded = stage == 3 and layout.num_ranks > 1
     graph = step.fingerprint()
     if carried_out is not None:
         step = carried_out
-    elif recomputes:
+    elif recomputes or tiles:
         step = step.clone()
+        tile(step, tiles)
         recompute(step, frozenset(decision.value for decision in recomputes), frozenset(extra_keeps))
     return Plan(
         stage=stage,
@@ -95,6 +99,7 @@ def decide(
         extra_keeps=extra_keeps,
         offloads=offloads,
         states=states,
+        tiles=tiles,
         memory_budget=memory_budget,
         num_micro_batches=step.num_micro_batches,
     )

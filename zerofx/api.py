@@ -12,7 +12,7 @@ from zerofx.checks import check_model, check_optimizer
 from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
 from zerofx.optimizers import check_supported
-from zerofx.options import Accumulate, Backend, Offload, Precision, Recompute, check_options
+from zerofx.options import Accumulate, Backend, Offload, Precision, Recompute, Tiling, check_options
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.step import Step
@@ -28,6 +28,7 @@ def compile(
     memory_budget: int | float | str | None = None,
     recompute: Recompute = "auto",
     offload: Offload = "auto",
+    tile: Tiling = "auto",
     precision: Precision | None = None,
     backend: Backend = "inductor",
     machine: Machine | str | None = None,
@@ -55,6 +56,9 @@ def compile(
         offload: whether activations and optimizer states may leave the device: ``"auto"`` as the budget asks, to host
             memory and then to NVMe (not on a CPU, whose memory is the host's), ``"none"``, or only ``"host"`` or
             ``"nvme"``.
+        tile: whether an output layer and its loss may run a few rows at a time, so that the logits never exist whole:
+            ``"auto"`` where no other plan fits the budget, or ``"none"``. Sums over the rows are then taken in another
+            order: of all that a plan can do, this alone does not give the same bits.
         precision: None keeps the model's dtypes; ``"bf16"`` computes, gathers and reduces in bfloat16 with fp32
             masters.
         backend: ``"inductor"`` compiles each distinct region once; ``"eager"`` runs the same file on ATen kernels, bit
@@ -82,7 +86,7 @@ def compile(
     check_optimizer(model, optimizer)
     options = check_options(
         stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
-        memory_budget, recompute, offload, accumulate,
+        memory_budget, recompute, offload, accumulate, tile,
     )  # fmt: skip
     check_supported(optimizer)
     if not isinstance(example_batch, tuple | list | Mapping | None):

@@ -24,6 +24,7 @@ from zerofx.runtime.control import WORK_SECONDS, Control, check_equal
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters, held_states
 from zerofx.runtime.state import TrainingState
 from zerofx.scheduler.accumulate import choose_micro_batches
+from zerofx.scheduler.budget import BudgetMissedError
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.machines import machine_of_device
 from zerofx.scheduler.plan import Plan
@@ -31,7 +32,7 @@ from zerofx.settings import Settings
 
 # Options that every rank must have alike; others are rank 0's business, or cannot be compared.
 _SHARED = frozenset(
-    {"stage", "precision", "backend", "max_shapes", "memory_budget", "recompute", "offload", "accumulate"}
+    {"stage", "precision", "backend", "max_shapes", "memory_budget", "recompute", "offload", "accumulate", "tile"}
 )
 _FIT_ROUNDS = 5  # plans to try until compiled regions are within the budget too
 
@@ -109,8 +110,14 @@ def build_within_budget(
     """
     budget = budget_bytes(options.memory_budget, machine)
     target = budget
+    compiled: CompiledStep | None = None
     for _ in range(_FIT_ROUNDS):
-        captured, plan = _agree_on_plan(prepared, machine, options, settings, control, target)
+        try:
+            captured, plan = _agree_on_plan(prepared, machine, options, settings, control, target)
+        except MemoryBudgetError:
+            if compiled is None:
+                raise
+            break
         lowered = lower(
             captured.clone(),
             plan,
@@ -120,15 +127,19 @@ def build_within_budget(
             settings,
             on_cpu=is_on_cpu(captured.device),
             talk=control.rank == 0,
+            fused=options.backend == "inductor",
         )
         compiled = build(lowered, prepared.layout, settings, control, options.backend)
         over = compiled.plan.peak_bytes["device"] - (budget or math.inf)
         if over <= 0 or target is None or options.plan is not None:
             return compiled
         target = min(target, lowered.plan.peak_bytes["device"]) - int(over)
-    raise MemoryBudgetError(
-        f"memory_budget={budget} bytes cannot be met with compiled regions: the last plan needs "
-        f"{compiled.plan.peak_bytes['device']} bytes; allow as much, or use backend='eager'"
+    assert compiled is not None
+    needed = compiled.plan.peak_bytes["device"]
+    raise BudgetMissedError(
+        f"memory_budget={budget} bytes cannot be met with compiled regions: the last plan needs {needed} bytes; allow "
+        f"as much, or use backend='eager'",
+        needed,
     )
 
 

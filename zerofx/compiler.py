@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,8 +25,9 @@ from zerofx.report.units import format_bytes, format_seconds, on_tiers
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.executor import StepFunction, load_source
 from zerofx.scheduler.budget import fit, least_memory
+from zerofx.scheduler.fusion import estimated_memory
 from zerofx.scheduler.items import Question
-from zerofx.scheduler.liveness import liveness, with_profiles
+from zerofx.scheduler.liveness import Liveness, liveness, with_profiles
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan, Prediction
 from zerofx.scheduler.policy import decide
@@ -77,14 +78,18 @@ def lower(
     *,
     on_cpu: bool,
     talk: bool,
+    fused: bool = False,
 ) -> LoweredStep:
     """Carry out ``plan`` on a captured graph, which is edited in place, and predict the outcome on ``machine``.
 
-    ``on_cpu``: whether kernels and collectives are those of a CPU, which hold memory of their own.
+    ``on_cpu``: whether kernels and collectives are those of a CPU, which hold memory of their own. ``fused``: whether
+    regions will be compiled, and so hold less inside.
     """
     stages = run_passes(step, plan, layout, programs, settings, on_cpu=on_cpu, talk=talk)
     instructions = cut(step)
     simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu)
+    if fused:
+        simulation = replace(simulation, live=_live_when_fused(simulation.live, step, instructions))
     plan = plan.with_prediction(predict(step, plan, layout, simulation))
     sources = [program.host_source for program in programs.values()]
     emitted = emit(step, instructions, simulation.live, _header(plan, machine), sources)
@@ -131,14 +136,18 @@ def make_plan(
             options=options.policy,
         )  # fmt: skip
 
+    def as_it_runs(live: Liveness, step: StepGraph) -> Liveness:
+        return _live_when_fused(live, step, cut(step)) if options.backend == "inductor" else live
+
     def peak(plan: Plan, carried_out: StepGraph) -> int:
-        run_quietly(carried_out, plan, layout, programs, settings, done=("recompute",))
-        return liveness(carried_out, on_cpu).peak_bytes
+        run_quietly(carried_out, plan, layout, programs, settings, done=("tile", "recompute"))
+        return as_it_runs(liveness(carried_out, on_cpu), carried_out).peak_bytes
 
     def evaluate(plan: Plan) -> Prediction:
         step = captured.clone()
         run_quietly(step, plan, layout, programs, settings)
-        return predict(step, plan, layout, simulate(step, machine, layout.num_ranks, on_cpu=on_cpu))
+        simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu)
+        return predict(step, plan, layout, replace(simulation, live=as_it_runs(simulation.live, step)))
 
     question = Question(
         step=captured,
@@ -150,10 +159,17 @@ def make_plan(
         recompute=options.recompute != "none",
         tiers=tiers_for(options.offload, machine),
         asked=options.policy,
+        tile=options.tile == "auto",
     )
     if memory_budget is None:
         return least_memory(question, evaluate)
     return fit(question, peak, evaluate)
+
+
+def _live_when_fused(live: Liveness, step: StepGraph, instructions: tuple[Instruction, ...]) -> Liveness:
+    """``live`` as it will be with compiled regions, by an estimate; updates run on kernels of their own."""
+    compiled = [region for region in _regions(instructions) if not region.is_update]
+    return with_profiles(live, step, [(region, estimated_memory(region)) for region in compiled])
 
 
 def build(

@@ -21,6 +21,7 @@ Precision = Literal["bf16"]
 Recompute = Literal["auto", "none", "full"]
 Offload = Literal["auto", "none", "host", "nvme"]
 Accumulate = int | Literal["auto"]
+Tiling = Literal["auto", "none"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class CompileOptions:
     recompute: Recompute = "auto"
     offload: Offload = "auto"
     accumulate: Accumulate = 1
+    tile: Tiling = "auto"
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -59,6 +61,7 @@ def check_options(
     recompute: Recompute = "auto",
     offload: Offload = "auto",
     accumulate: Accumulate = 1,
+    tile: Tiling = "auto",
 ) -> CompileOptions:
     """The options as one object.
 
@@ -94,6 +97,8 @@ def check_options(
     if offload not in get_args(Offload):
         raise UsageError(f"expected offload 'auto' (as the budget asks), 'none', 'host' or 'nvme', found {offload!r}")
     _check_accumulate(accumulate, plan)
+    if tile not in get_args(Tiling):
+        raise UsageError(f"expected tile 'auto' (where no other plan fits the budget) or 'none', found {tile!r}")
     budget = parse_bytes(memory_budget) if isinstance(memory_budget, str) else memory_budget
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or budget <= 0):
         raise UsageError(
@@ -107,7 +112,19 @@ def check_options(
     found = Machine.named(machine) if isinstance(machine, str) else machine
     policy = PolicyOptions(prefetch, keep_gathered)
     return CompileOptions(
-        stage, loss_fn, precision, backend, found, plan, policy, max_shapes, budget, recompute, offload, accumulate
+        stage,
+        loss_fn,
+        precision,
+        backend,
+        found,
+        plan,
+        policy,
+        max_shapes,
+        budget,
+        recompute,
+        offload,
+        accumulate,
+        tile,
     )
 
 

@@ -19,6 +19,7 @@ from zerofx.passes.prefetch import Prefetch
 from zerofx.passes.recompute import Recompute
 from zerofx.passes.reduce import Reduce
 from zerofx.passes.shard import Shard
+from zerofx.passes.tile import Tile
 from zerofx.passes.update import Update
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.liveness import liveness
@@ -32,6 +33,7 @@ _OPTIONAL = frozenset({"prefetch"})
 def passes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Plan) -> tuple[Pass, ...]:
     """Every pass, in order."""
     return (
+        Tile(),  # output layer and loss a few rows at a time
         Recompute(),  # activations that are not kept, computed again in backward
         Offload(),  # activations that wait for backward in a slower tier
         Shard(layout),  # parameters become views of flat buckets

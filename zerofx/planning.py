@@ -15,7 +15,7 @@ from zerofx.compiler import LoweredStep, budget_bytes, lower, make_plan
 from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
 from zerofx.micro_batches import MicroBatches
-from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, check_options
+from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, Tiling, check_options
 from zerofx.pipeline import check_disabled
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.report.units import format_bytes, format_seconds
@@ -86,6 +86,7 @@ def plan(
     memory_budget: int | float | str | None = None,
     recompute: Recompute = "auto",
     offload: Offload = "auto",
+    tile: Tiling = "auto",
     loss_fn: LossFunction | None = None,
     precision: Precision | None = None,
     backend: Backend = "inductor",
@@ -100,10 +101,10 @@ def plan(
         optimizer: the optimizer over its parameters.
         batch: one rank's batch of one step: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors
             will do.
-        stage, loss_fn, precision, memory_budget, recompute, offload, prefetch, keep_gathered, accumulate: as for
+        stage, loss_fn, precision, memory_budget, recompute, offload, tile, prefetch, keep_gathered, accumulate: as for
             ``zerofx.compile``.
-        backend: decides only whether updates use torch's fused kernels, as in ``zerofx.compile``; regions are simulated
-            node by node, as the eager backend runs them.
+        backend: as for ``zerofx.compile``: what a compiled region holds inside is estimated (``scheduler/fusion.py``),
+            an eager one is simulated node by node, to the byte. Times are those of single operators either way.
         world_size: number of ranks.
         machine: a ``Machine`` or the name of a built-in one.
 
@@ -113,7 +114,7 @@ def plan(
     check_world_size(world_size)
     options = check_options(
         stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
-        memory_budget, recompute, offload, accumulate,
+        memory_budget, recompute, offload, accumulate, tile,
     )  # fmt: skip
     return plan_captured(capture_for_plans(model, optimizer, batch, options), world_size)
 
@@ -125,6 +126,7 @@ class RankOptions(TypedDict, total=False):
     memory_budget: int | float | str | None
     recompute: Recompute
     offload: Offload
+    tile: Tiling
     loss_fn: LossFunction | None
     precision: Precision | None
     backend: Backend
@@ -211,5 +213,8 @@ def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True)
 
     decided = choose_micro_batches(captures.candidates, budget, plan_for)
     step = captures.graph(decided.num_micro_batches).clone()
-    lowered = lower(step, decided, layout, programs, machine, settings, on_cpu=machine.is_cpu, talk=talk)
+    lowered = lower(
+        step, decided, layout, programs, machine, settings, on_cpu=machine.is_cpu, talk=talk,
+        fused=options.backend == "inductor",
+    )  # fmt: skip
     return PlannedStep(lowered, layout, machine)

@@ -39,13 +39,21 @@ def test_views_never_cross_a_border(model: type[nn.Module], batch: object) -> No
 
 
 @pytest.mark.parametrize(("model", "batch"), _MODELS)
-def test_a_region_is_in_one_unit_and_one_phase_and_holds_no_event(model: type[nn.Module], batch: object) -> None:
+def test_a_region_is_in_one_unit_and_holds_no_event(model: type[nn.Module], batch: object) -> None:
     prepared = prepare(model(), token_ids() if batch is token_ids else None).run()
     for region in _regions(prepared):
         work = [node for node in region.own if not is_free_view(node)]
         assert {prepared.step.unit_of(node) for node in work} == {region.unit}
-        assert {origin(node).phase for node in work} == {region.origin.phase}
+        assert len({origin(node).phase is Phase.UPDATE for node in work}) == 1
         assert not {node.target for node in region.nodes} & ops.EVENTS
+
+
+def test_only_the_region_around_the_loss_is_in_two_phases() -> None:
+    prepared = prepare(Deep(4)).run()
+    phases = [{origin(node).phase for node in region.own if not is_free_view(node)} for region in _regions(prepared)]
+    assert [len(found) for found in phases].count(2) == 1
+    turn = next(region for region, found in zip(_regions(prepared), phases, strict=True) if len(found) == 2)
+    assert prepared.step.loss in turn.own
 
 
 def test_equal_layers_share_a_region_and_depth_adds_none() -> None:
@@ -57,7 +65,7 @@ def test_equal_layers_share_a_region_and_depth_adds_none() -> None:
 
 def test_layers_of_other_shapes_have_regions_of_their_own() -> None:
     narrow, wide = (
-        {region.key for region in _regions(prepare(TwoBlocks(), (batch,)).run())}
+        {region.key for region in _regions(prepare(TwoBlocks(), (batch,)).run()) if region.unit or region.is_update}
         for batch in (features()[0], features()[0].repeat(2, 1))
     )
     updates = {region.key for region in _regions(prepare().run()) if region.is_update}

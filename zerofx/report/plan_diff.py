@@ -33,6 +33,7 @@ def diff_plans(one: Plan, other: Plan) -> str:
         "buckets": list(_buckets(one, other)),
         "gathers": _folded(_gathers(one, other)),
         "reductions": _folded(_reductions(one, other)),
+        "tiled": list(_tiles(one, other)),
         "recomputed": [*_folded(_recomputes(one, other)), *_extra_keeps(one, other)],
         **{f"offloaded to {tier}": _folded(_offloads(one, other, tier)) for tier in TIERS if tier != "device"},
         "predicted, per rank": list(_predictions(one, other)),
@@ -146,6 +147,14 @@ def _reductions(one: Plan, other: Plan) -> list[_Change]:
         elif before[name] != after[name]:
             changes.append(_Change(name, f"awaited after {before[name]} -> {after[name]}"))
     return changes
+
+
+def _tiles(one: Plan, other: Plan) -> Iterator[str]:
+    before, after = ({tiled.value: f"{tiled.num_tiles} tiles" for tiled in plan.tiles} for plan in (one, other))
+    for name in dict.fromkeys([*before, *after]):
+        old, new = before.get(name, "whole"), after.get(name, "whole")
+        if old != new:
+            yield f"{name}: {old} -> {new}"
 
 
 def _recomputes(one: Plan, other: Plan) -> list[_Change]:

@@ -38,6 +38,8 @@ def describe_plan(plan: Plan) -> str:
     for kind, found in reasons(plan).items():
         if kind not in ("recomputed", "offloaded"):
             lines += ["", kind, *(f"  {reason}" for reason in found)]
+    for tiled in plan.tiles:
+        lines += ["", f"tiled: {tiled.value} of {tiled.layer or '(model)'} and its loss: {tiled.reason}"]
     if plan.recomputes:
         lines += ["", *_recomputed(plan)]
     if plan.offloads:

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from zerofx.errors import PlanError
 from zerofx.report.plan_text import AboutValue, count_values, itemsize
 from zerofx.report.units import format_bytes
-from zerofx.scheduler.plan import GatherDecision, OffloadDecision, Plan, RecomputeDecision, ReduceDecision
+from zerofx.scheduler.plan import (
+    GatherDecision,
+    OffloadDecision,
+    Plan,
+    RecomputeDecision,
+    ReduceDecision,
+    TileDecision,
+)
 
 _NEAREST = 5  # names that an error suggests
 
@@ -62,6 +69,9 @@ def _of_node(plan: Plan, name: str) -> Iterator[str]:
             yield _offload(offload)
         elif at:
             yield f"offload of {offload.value}: {', '.join(at)}: {offload.reason}"
+    for tiled in plan.tiles:
+        if tiled.value == name:
+            yield _tile(tiled)
     if name in plan.extra_keeps:
         yield "kept for backward, which reads it only because other values are computed again from it"
     if plan.prediction is not None and plan.prediction.peak_node == name:
@@ -89,6 +99,7 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
             yield "never reduced: there is one rank"
         else:
             yield from (_reduce(reduce) for reduce in plan.reduces if reduce.bucket == index)
+    yield from (_tile(tiled) for tiled in plan.tiles if _within(tiled.layer, name))
     found = [decision for decision in plan.recomputes if _within(decision.layer, name)]
     if found:
         total = sum(decision.num_bytes for decision in found)
@@ -125,6 +136,11 @@ def _offload(decision: OffloadDecision) -> str:
     )
 
 
+def _tile(decision: TileDecision) -> str:
+    where = f" of {decision.layer}" if decision.layer else ""
+    return f"{decision.value}{where} and its loss run in {decision.num_tiles} tiles: {decision.reason}"
+
+
 def _parts(bucket: str) -> list[str]:
     """The modules that a bucket's name is made of: loose parameters have the names of several."""
     return bucket.split("+")
@@ -145,6 +161,7 @@ def _nearest(plan: Plan, name: str) -> str:
         *(bucket.name for bucket in plan.buckets),
         *(decision.layer for decision in about_values),
         *(decision.value for decision in about_values),
+        *(tiled.value for tiled in plan.tiles),
         *plan.extra_keeps,
         *(node for gather in plan.gathers for node in (gather.first, gather.last, gather.issue)),
         *(reduce.wait_after for reduce in plan.reduces if reduce.wait_after is not None),

@@ -1,0 +1,136 @@
+"""One contender of ``benchmarks/memory_frontier.py`` in a process of its own.
+
+    python benchmarks/frontier_worker.py '{"shape": {...}, "contender": {...}}'
+
+Builds its training step, prints what it took as a line of JSON, and then runs as many steps as each line on stdin says,
+answering with the seconds and the CPU seconds of each. Every contender is measured by the same code: memory by the
+profiler's record of allocations, from a moment at which only parameters, optimizer states and the batch are there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zerofx
+from gpt import GPT
+from zerofx.errors import MemoryBudgetError
+from zerofx.runtime.measure import CpuPeak
+from zerofx.scheduler.budget import BudgetMissedError
+
+TrainStep = Callable[[], Any]
+
+
+class Checkpointed(nn.Module):
+    """A block of which only the input is kept for backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return result
+
+
+def make_model(shape: dict[str, int]) -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """The GPT with an output layer of its own, and a batch."""
+    torch.manual_seed(0)
+    model = GPT(shape["vocab"], shape["dim"], shape["depth"], shape["heads"], shape["sequence"])
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    ids = torch.randint(shape["vocab"], (shape["batch"], shape["sequence"] + 1))
+    return model, (ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+
+
+def build_peer(model: GPT, batch: tuple[Tensor, Tensor], contender: dict[str, Any]) -> tuple[TrainStep, TrainStep]:
+    """``torch.compile`` with the memory option asked for: its whole step, and its forward and backward alone."""
+    if contender.get("checkpoint"):
+        model.layers = nn.ModuleList(Checkpointed(layer) for layer in model.layers)
+    if "budget" in contender:
+        torch._functorch.config.activation_memory_budget = contender["budget"]
+        torch._functorch.config.activation_memory_budget_solver = contender["solver"]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    compiled = torch.compile(model)
+
+    def passes() -> None:
+        compiled(*batch).backward()
+
+    def step() -> None:
+        passes()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def forward_and_backward() -> None:
+        passes()
+
+    return step, forward_and_backward
+
+
+def build_ours(
+    model: GPT, batch: tuple[Tensor, Tensor], contender: dict[str, Any]
+) -> tuple[TrainStep, dict[str, float]]:
+    """A zerofx step within a budget above what is persistent; ``"least"`` is the least budget that can be met."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    free = zerofx.plan(model, optimizer, batch, machine="cpu").lowered.simulation.live
+    asked = contender.get("budget")
+    budget = None if asked is None else 1 if asked == "least" else free.persistent_bytes + int(asked * 1e6)
+    while True:
+        try:
+            step = zerofx.compile(model, optimizer, example_batch=batch, machine="cpu", memory_budget=budget)
+            break
+        except BudgetMissedError as error:
+            if asked != "least" or error.least_bytes <= (budget or 0):
+                raise
+            budget = error.least_bytes
+    predicted = step.plan.peak_bytes["device"] - step.compiled.simulation.live.persistent_bytes
+    return lambda: step(*batch), {"predicted_bytes": predicted, "recomputed": len(step.plan.recomputes)}
+
+
+def measure_peak(function: TrainStep) -> int:
+    with CpuPeak() as peak:
+        function()
+    return peak.num_bytes
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    contender = request["contender"]
+    model, batch = make_model(request["shape"])
+    began = time.perf_counter()
+    facts: dict[str, Any] = {}
+    if contender["family"] == "zerofx":
+        try:
+            step, facts = build_ours(model, batch, contender)
+        except MemoryBudgetError as error:
+            print(json.dumps({"refused": str(error)}), flush=True)
+            return
+        step()
+        step()
+        facts["peak_bytes"] = measure_peak(step)
+    else:
+        step, passes = build_peer(model, batch, contender)
+        step()
+        step()
+        facts["peak_bytes"] = measure_peak(passes)
+        for parameter in model.parameters():
+            parameter.grad = None
+    facts["compile_seconds"] = time.perf_counter() - began
+    print(json.dumps(facts), flush=True)
+    for line in sys.stdin:
+        taken = []
+        for _ in range(int(line)):
+            began, began_cpu = time.perf_counter(), time.process_time()
+            step()
+            taken.append((time.perf_counter() - began, time.process_time() - began_cpu))
+        print(json.dumps(taken), flush=True)
+
+
+if __name__ == "__main__":
+    main()

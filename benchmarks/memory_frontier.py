@@ -1,0 +1,246 @@
+"""Memory against time of one process: zerofx under memory budgets, and what PyTorch has for the same.
+
+    python benchmarks/memory_frontier.py --rounds 5
+
+Contenders are processes that live side by side, each with its step compiled, as many as memory has room for and plain
+``torch.compile`` among them; rounds go through all of them in turn, so that what else the machine does meets them
+alike. Ratios are to that ``torch.compile``: of the least seconds of a step, and of the least CPU seconds of all its
+threads, which hold also where other programs keep the cores busy (threads sleep while they wait).
+
+Memory is the most that is allocated at a moment above parameters and optimizer states: for PyTorch in forward and
+backward, gradients included; for zerofx in the whole step, update included.
+
+Writes ``benchmarks/results/memory_frontier.json``, a Markdown table and a plot (``pip install zerofx[benchmarks]``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+BASELINE = "torch.compile"
+PEERS = ["dp:0.6", "dp:0.4", "dp:0.2", "dp:0.0", "greedy:0.6", "greedy:0.2", "ilp:0.6", "ilp:0.2"]
+SHAPES = {
+    "27m": {"vocab": 8192, "dim": 512, "depth": 6, "heads": 8, "sequence": 256, "batch": 8},
+    "tiny": {"vocab": 512, "dim": 32, "depth": 2, "heads": 2, "sequence": 64, "batch": 8},
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``family`` is what stands in the plot as one line; ``request`` is what the worker is told."""
+
+    name: str
+    family: str
+    request: dict[str, Any]
+
+
+@dataclass
+class Result:
+    """What was measured of one contender; ``rounds`` has the seconds and the CPU seconds of each step of each round."""
+
+    contender: Contender
+    facts: dict[str, Any]
+    group: int
+    rounds: list[list[tuple[float, float]]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> list[float]:
+        return [wall for steps in self.rounds for wall, _ in steps]
+
+    @property
+    def cpu_seconds(self) -> list[float]:
+        return [cpu for steps in self.rounds for _, cpu in steps]
+
+
+def contenders(options: argparse.Namespace) -> list[Contender]:
+    """All that was asked for but the baseline."""
+    found = []
+    for peer in options.peers:
+        solver, _, budget = peer.partition(":")
+        request = {"family": "torch", "budget": float(budget), "solver": solver}
+        found.append(Contender(f"activation_memory_budget {budget} ({solver})", f"{solver} budget", request))
+    found.append(Contender("checkpoint per block", "checkpoint per block", {"family": "torch", "checkpoint": True}))
+    found.append(Contender("zerofx", "zerofx", {"family": "zerofx"}))
+    for megabytes in options.budgets:
+        request = {"family": "zerofx", "budget": float(megabytes)}
+        found += [Contender(f"zerofx, {megabytes} MB", "zerofx", request)]
+    found.append(Contender("zerofx, least", "zerofx", {"family": "zerofx", "budget": "least"}))
+    return found
+
+
+class Worker:
+    """The process of one contender."""
+
+    def __init__(self, contender: Contender, shape: dict[str, int], threads: int) -> None:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "passive",
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples"))),
+        }
+        command = [sys.executable, str(Path(__file__).with_name("frontier_worker.py"))]
+        command.append(json.dumps({"shape": shape, "contender": contender.request}))
+        self.contender = contender
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def read(self) -> Any:
+        """The next line of JSON from the worker."""
+        assert self._process.stdout is not None and self._process.stderr is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.contender.name} ended early:\n{self._process.stderr.read()[-2000:]}")
+        return json.loads(line)
+
+    def run(self, num_steps: int) -> list[tuple[float, float]]:
+        """Seconds and CPU seconds of each of ``num_steps`` steps."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{num_steps}\n")
+        self._process.stdin.flush()
+        found: list[tuple[float, float]] = self.read()
+        return found
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def measure(options: argparse.Namespace) -> list[Result]:
+    """The results of all contenders, group by group, and in each group those of the baseline."""
+    asked, results = contenders(options), []
+    # Neighbours on the frontier go into one group.
+    for group, start in enumerate(range(0, len(asked), options.together)):
+        together = [Contender(BASELINE, BASELINE, {"family": "torch"}), *asked[start : start + options.together]]
+        results += measure_group(options, together, group)
+    return results
+
+
+def measure_group(options: argparse.Namespace, group: list[Contender], number: int) -> list[Result]:
+    """Compile one contender after the other, then measure all in rounds."""
+    workers: list[Worker] = []
+    results: dict[str, Result] = {}
+    try:
+        for contender in group:
+            worker = Worker(contender, SHAPES[options.shape], options.threads)
+            workers.append(worker)
+            results[contender.name] = Result(contender, worker.read(), number)
+            print(contender.name, results[contender.name].facts, flush=True)
+        ready = [worker for worker in workers if "refused" not in results[worker.contender.name].facts]
+        for _ in range(options.rounds):
+            for worker in ready:
+                # The first step of a turn finds cold caches.
+                results[worker.contender.name].rounds.append(worker.run(options.steps + 1)[1:])
+    finally:
+        for worker in workers:
+            worker.close()
+    return list(results.values())
+
+
+def rows(results: list[Result]) -> list[dict[str, Any]]:
+    """A row for each contender that ran, for the table and the plot."""
+    bases = {result.group: result for result in results if result.contender.name == BASELINE}
+    found = []
+    for result in results:
+        if not result.rounds:
+            continue
+        base = bases[result.group]
+        found.append(
+            {
+                "contender": result.contender.name,
+                "family": result.contender.family,
+                "peak_mb": result.facts["peak_bytes"] / 1e6,
+                "predicted_mb": result.facts.get("predicted_bytes", float("nan")) / 1e6,
+                "min_seconds": min(result.seconds),
+                "median_seconds": statistics.median(result.seconds),
+                "min_cpu_seconds": min(result.cpu_seconds),
+                "ratio": min(result.seconds) / min(base.seconds),
+                "cpu_ratio": min(result.cpu_seconds) / min(base.cpu_seconds),
+                "compile_seconds": result.facts["compile_seconds"],
+            }
+        )
+    return found
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    listed = [
+        [
+            row["contender"],
+            f"{row['peak_mb']:.0f}",
+            "" if row["predicted_mb"] != row["predicted_mb"] else f"{row['predicted_mb']:.0f}",
+            f"{row['min_seconds']:.3f}",
+            f"{row['median_seconds']:.3f}",
+            f"{row['ratio']:.2f}",
+            f"{row['min_cpu_seconds']:.3f}",
+            f"{row['cpu_ratio']:.2f}",
+        ]
+        for row in found
+    ]
+    headers = ["", "peak MB", "predicted MB", "min s", "median s", "ratio", "min CPU s", "CPU ratio"]
+    return tabulate(listed, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def plot(found: list[dict[str, Any]], path: Path) -> None:
+    """Peak against time, a line for each family."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for family in dict.fromkeys(row["family"] for row in found):
+        points = [(row["peak_mb"], row["cpu_ratio"]) for row in found if row["family"] == family]
+        axes.plot(*zip(*points, strict=True), marker="o", label=family, linewidth=2 if family == "zerofx" else 1)
+    axes.set_xlabel("peak above parameters and optimizer states, MB")
+    axes.set_ylabel(f"CPU seconds of a step, ratio to {BASELINE}")
+    axes.legend()
+    axes.grid(visible=True, alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="27m")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each contender in a round")
+    parser.add_argument("--together", type=int, default=8, help="contenders in memory at a time, beside the baseline")
+    parser.add_argument("--budgets", type=int, nargs="*", default=[420, 340, 270, 220, 186, 150], help="MB, for zerofx")
+    parser.add_argument("--peers", nargs="*", default=PEERS, metavar="SOLVER:BUDGET", help="activation_memory_budget")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    results = measure(options)
+    found = rows(results)
+    options.out.mkdir(parents=True, exist_ok=True)
+    shown = table(found)
+    print(shown)
+    refused = {r.contender.name: r.facts["refused"] for r in results if "refused" in r.facts}
+    data = {
+        "shape": SHAPES[options.shape],
+        "threads": options.threads,
+        "rows": found,
+        "refused": refused,
+        "raw": [asdict(result) for result in results],
+    }
+    (options.out / "memory_frontier.json").write_text(json.dumps(data, indent=1))
+    (options.out / "memory_frontier.md").write_text(shown + "\n")
+    plot(found, options.out / "memory_frontier.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Run a model's output layer and its loss a few rows at a time, so that the logits never exist whole.
+
+    logits = mm(x, w)                           for each tile of rows i:
+    p = log_softmax(logits)                         logits = mm(x[i], w);  p = log_softmax(logits)
+    loss = nll_loss(p, target)                      loss_i = nll_loss(p, target[i])
+    ...                                             g = the gradient of logits
+    g = the gradient of logits                      gw = addmm(gw, t(g), x[i])
+    gw = mm(t(g), x)                                gx_i = mm(g, t(w))
+    gx = mm(g, t(w))                            gx = cat(gx_0, ...);  loss = (loss_0 + ...) / number of targets
+
+Forward and backward of a tile run together, where backward begins: nothing is computed twice. A row's gradient is what
+it was; what is summed over the rows (the loss, the weight's gradient) is summed tile by tile, so that it is equal only
+within rounding. That is why a plan tiles only where the user allows it.
+
+Does not handle: a loss with class weights or without a reduction, label smoothing, logits that anything else reads, and
+a loss that forward goes on computing with (``scheduler/heads.py`` does not find those).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.errors import PlanError
+from zerofx.graph import Origin, Phase, StepGraph, insert_call, origin, tensor
+from zerofx.scheduler.heads import LossHead, find_heads
+from zerofx.scheduler.plan import Plan, TileDecision
+
+_aten = torch.ops.aten
+_MEAN, _SUM = 1, 2  # torch's numbers of the reductions of a loss
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile every loss that the plan tiles."""
+
+    name: str = "tile"
+
+    def run(self, step: StepGraph, plan: Plan) -> None:
+        tile(step, plan.tiles)
+
+
+def tile(step: StepGraph, decisions: Sequence[TileDecision]) -> None:
+    """Carry out ``decisions``.
+
+    Raises:
+        PlanError: a decision is about no loss of this graph.
+    """
+    if not decisions:
+        return
+    heads = {head.product.name: head for head in find_heads(step)}
+    for decision in decisions:
+        head = heads.get(decision.value)
+        if head is None or not 2 <= decision.num_tiles <= head.num_rows:
+            raise PlanError(
+                f"expected a plan to tile logits of this graph ({', '.join(heads) or 'there are none'}) into 2 tiles "
+                f"up to one for each row, found {decision.value} into {decision.num_tiles}"
+            )
+        _Tiler(step, head).run(decision.num_tiles)
+    step.graph.eliminate_dead_code()
+
+
+class _Tiler:
+    """Writes the tiles of one head in front of its backward, and takes the head away."""
+
+    def __init__(self, step: StepGraph, head: LossHead) -> None:
+        self._step, self._head = step, head
+        self._layer = origin(head.product).layer
+
+    def run(self, num_tiles: int) -> None:
+        head = self._head
+        with self._step.graph.inserting_before(head.grad_loss):
+            total = self._num_targets()
+            losses: list[fx.Node] = []
+            rows: dict[fx.Node, list[fx.Node]] = {node: [] for node in head.by_row}
+            sums: dict[fx.Node, fx.Node] = {}
+            for number in range(num_tiles):
+                start, end = (head.num_rows * n // num_tiles for n in (number, number + 1))
+                loss, grad = self._tile(start, end, total)
+                losses = [self._call(_aten.add.Tensor, losses[0], loss) if losses else loss]
+                for node in head.by_row:
+                    rows[node].append(self._call(node.target, grad, *node.args[1:]))
+                for node in head.over_rows:
+                    sums[node] = self._add(node, sums.get(node), grad, start, end)
+            loss = self._call(_aten.div.Tensor, losses[0], total) if head.loss.args[3] == _MEAN else losses[0]
+            joined = {node: self._call(_aten.cat.default, parts) for node, parts in rows.items()}
+        for user in head.loss.users:
+            if user.args[1] == 0:
+                user.replace_all_uses_with(loss)
+        for old, new in (*joined.items(), *sums.items()):
+            old.replace_all_uses_with(new)
+
+    def _num_targets(self) -> fx.Node:
+        """How many targets are not ignored, as the loss's own second output has it."""
+        _, target, _, _, ignored = self._head.loss.args
+        dtype = tensor(self._head.softmax).dtype
+        counted = self._call(_aten.ne.Scalar, target, ignored)
+        return self._call(_aten.sum.dim_IntList, counted, [0], dtype=dtype)
+
+    def _tile(self, start: int, end: int, total: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """The sum of the loss of rows ``start`` to ``end``, and the gradient of their logits."""
+        head = self._head
+        *before, values, weight = head.product.args
+        logits = self._call(head.product.target, *before, self._rows(values, start, end), weight)
+        if head.cast is not None:
+            logits = self._call(head.cast.target, logits, **head.cast.kwargs)
+        softmax = self._call(head.softmax.target, logits, *head.softmax.args[1:])
+        _, target, weights, reduction, ignored = head.loss.args
+        given = (softmax, self._rows(target, start, end), weights)
+        summed = self._call(head.loss.target, *given, _SUM, ignored)
+        loss = self._call(operator.getitem, summed, 0)
+        grad = self._call(head.grad_loss.target, head.grad_loss.args[0], *given, reduction, ignored, total)
+        grad = self._call(head.grad_softmax.target, grad, softmax, *head.grad_softmax.args[2:])
+        if head.grad_cast is not None:
+            grad = self._call(head.grad_cast.target, grad, **head.grad_cast.kwargs)
+        return loss, grad
+
+    def _add(self, node: fx.Node, total: fx.Node | None, grad: fx.Node, start: int, end: int) -> fx.Node:
+        """What ``node`` sums over the rows, up to row ``end``."""
+        if node.target is _aten.mm.default:
+            factors = self._call(_aten.t.default, grad), self._rows(node.args[1], start, end)
+            if total is None:
+                return self._call(_aten.mm.default, *factors)
+            return self._call(_aten.addmm.default, total, *factors)
+        part = self._call(node.target, grad, *node.args[1:])
+        return part if total is None else self._call(_aten.add.Tensor, total, part)
+
+    def _rows(self, matrix: Any, start: int, end: int) -> fx.Node:
+        return self._call(_aten.slice.Tensor, matrix, 0, start, end)
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return insert_call(self._step.graph, target, args, Origin(self._layer, Phase.BACKWARD), kwargs)
