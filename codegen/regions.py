@@ -74,18 +74,22 @@ def cut(step: StepGraph) -> tuple[Instruction, ...]:
 def _runs(step: StepGraph) -> Iterator[list[fx.Node]]:
     run: list[fx.Node] = []
     group: tuple[str, bool] | None = None
+    phase: Phase | None = None
     for node in step.calls():
         is_event = node.target in ops.EVENTS
         here = (step.unit_of(node), origin(node).phase is Phase.UPDATE)
         # A view can be made anywhere, and an output of an operator stays with it: neither ends a run.
         stays = node.target is operator.getitem or is_free_view(node)
-        if run and (is_event or (here != group and not stays)):
+        # A forward behind a backward is the next micro-batch's.
+        again = not stays and origin(node).phase is Phase.FORWARD and phase is Phase.BACKWARD
+        if run and (is_event or again or (here != group and not stays)):
             yield run
             run, group = [], None
         if is_event:
             yield [node]
         else:
             group = here if group is None or not stays else group
+            phase = phase if stays else origin(node).phase
             run.append(node)
     if run:
         yield run
