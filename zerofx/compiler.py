@@ -24,6 +24,7 @@ from zerofx.pipeline import Stage, run_passes, run_quietly
 from zerofx.report.units import format_bytes, format_seconds, on_tiers
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.executor import StepFunction, load_source
+from zerofx.scheduler.bound import with_least_seconds
 from zerofx.scheduler.budget import fit, least_memory
 from zerofx.scheduler.items import Question
 from zerofx.scheduler.liveness import liveness, with_profiles
@@ -153,7 +154,7 @@ def make_plan(
     )
     if memory_budget is None:
         return least_memory(question, evaluate)
-    return fit(question, peak, evaluate)
+    return with_least_seconds(fit(question, peak, evaluate), captured, layout, machine, on_cpu=on_cpu)
 
 
 def build(
