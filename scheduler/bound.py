@@ -9,6 +9,8 @@ relaxations make the fastest such plan easy to bound from below:
    layer that is *waiting* (its forward is over, its backward not begun), all that the layer keeps. What a layer
    computes again, and gathers that are held longer than their readers, are left out. So a plan within the budget keeps,
    at every operator, at most ``budget - floor`` bytes in the waiting layers.
+   Compiled regions keep their own values where they like; what passes from one run of a layer to the next lives
+   nevertheless, so that for them the same is said of the borders between runs instead of the operators.
 2. *One operator at a time.* Each operator gives a bound; the largest holds.
 3. *Prices.* For each price, bytes plus price times seconds of a layer is least for a minimum cut
    (``scheduler.activations.cheapest``); by these cuts, layers that keep at most so many bytes compute at least so many
@@ -64,25 +66,42 @@ class Exchange:
     seconds: float
 
 
-def with_least_seconds(plan: Plan, step: StepGraph, layout: BucketLayout, machine: Machine, *, on_cpu: bool) -> Plan:
+def with_least_seconds(
+    plan: Plan,
+    step: StepGraph,
+    layout: BucketLayout,
+    machine: Machine,
+    *,
+    on_cpu: bool,
+    by_region: bool = False,
+) -> Plan:
     """``plan`` with ``Prediction.least_seconds``, where it has a budget and only keeps and recomputes."""
     if plan.memory_budget is None or plan.prediction is None or plan.offloads or plan.states:
         return plan
-    found = bound(plan, step, layout, machine, on_cpu=on_cpu)
+    found = bound(plan, step, layout, machine, on_cpu=on_cpu, by_region=by_region)
     busy = plan.step_seconds - plan.exposed_seconds
     least = busy - found.extra_seconds_planned + found.extra_seconds_at_least
     return plan.with_prediction(replace(plan.prediction, least_seconds=least))
 
 
-def bound(plan: Plan, step: StepGraph, layout: BucketLayout, machine: Machine, *, on_cpu: bool) -> Bound:
+def bound(
+    plan: Plan,
+    step: StepGraph,
+    layout: BucketLayout,
+    machine: Machine,
+    *,
+    on_cpu: bool,
+    by_region: bool = False,
+) -> Bound:
     """The bound for ``plan``, which has a prediction and a budget, on the captured graph ``step`` that it was made for.
 
-    ``on_cpu`` as for ``scheduler.liveness``.
+    ``on_cpu`` as for ``scheduler.liveness``. ``by_region``: whether the budget was compared with the memory of compiled
+    regions, rather than with that of operators one by one.
     """
     assert plan.memory_budget is not None
     parts = segments(step)
     facts = _Facts(step, parts)
-    floors = _floors(facts, plan, layout, on_cpu)
+    floors = _border_floors(facts, plan, layout) if by_region else _floors(facts, plan, layout, on_cpu)
     hulls = _hulls(facts, machine)
     least, at = 0.0, ""
     for waiting, position in _tightest(facts, floors):
@@ -160,6 +179,12 @@ class _Facts:
                 self.readers.setdefault(storage, []).append(node)
         self.optional = {part.values[i] for part in parts for i in part.needed - part.fixed}
 
+    def always_runs(self, node: fx.Node) -> bool:
+        """Whether the node computes at its place in every plan."""
+        if node.op != "call_function" or is_view(node):
+            return False
+        return origin(node).phase is Phase.BACKWARD or node in self.stays
+
     def positions(self, storage: Storage, phase: Phase, *, views: bool) -> list[int]:
         """Where ``storage`` is read in a phase by operators that no plan leaves out; by views too if asked."""
         return [
@@ -202,22 +227,46 @@ def _stays(step: StepGraph) -> set[fx.Node]:
 def _floors(facts: _Facts, plan: Plan, layout: BucketLayout, on_cpu: bool) -> dict[int, int]:
     """Bytes that live while an operator runs, whatever is kept, by the operator's position."""
     changes: Counter[int] = Counter()
-    for storage, size in facts.sizes.items():
-        for first, last in _always_live(facts, storage):
-            changes[first] += size
-            changes[last + 1] -= size
-    for first, last, size in _gradient_buffers(facts, layout):
+    for first, last, size in _stretches(facts, layout):
         changes[first] += size
         changes[last + 1] -= size
     live, floors = _persistent_bytes(facts.step, plan, layout), {}
     gathered = _gathered_bytes(facts.step, layout) if plan.gathers_parameters else {}
     for position, node in enumerate(facts.nodes):
         live += changes[position]
-        if node.op != "call_function" or is_view(node):
-            continue
-        if origin(node).phase is Phase.BACKWARD or node in facts.stays:
+        if facts.always_runs(node):
             floors[position] = live + gathered.get(node, 0) + (workspace_bytes(node) if on_cpu else 0)
     return floors
+
+
+def _border_floors(facts: _Facts, plan: Plan, layout: BucketLayout) -> dict[int, int]:
+    """Bytes that live, whatever is kept, between two runs of nodes of one layer and phase; by the first's last node."""
+    changes: Counter[int] = Counter()
+    for first, last, size in _stretches(facts, layout):
+        changes[first] += size
+        changes[last] -= size
+    live, floors = _persistent_bytes(facts.step, plan, layout), {}
+    computing = [node for node in facts.nodes if facts.always_runs(node)]
+    homes = {node: (facts.step.unit_of(node), origin(node).phase) for node in computing}
+    borders = {one for one, other in itertools.pairwise(computing) if homes[one] != homes[other]}
+    for position, node in enumerate(facts.nodes):
+        live += changes[position]
+        if node in borders:
+            floors[position] = live
+    return floors
+
+
+def _stretches(facts: _Facts, layout: BucketLayout) -> Iterator[tuple[int, int, int]]:
+    """First and last position, and bytes, of all that is live in every plan."""
+    for storage, size in facts.sizes.items():
+        for first, last in _always_live(facts, storage):
+            yield first, last, size
+    gradients = facts.step.gradients
+    for bucket in layout.buckets:
+        if bucket.trainable:
+            # The flat buffer of a bucket's gradients, while it is being filled.
+            filled = [facts.order[gradients[slot.name]] for slot in bucket.slots]
+            yield min(filled), max(filled), bucket.full_bytes
 
 
 def _always_live(facts: _Facts, storage: Storage) -> Iterator[tuple[int, int]]:
@@ -236,15 +285,6 @@ def _always_live(facts: _Facts, storage: Storage) -> Iterator[tuple[int, int]]:
             yield min(backward), max(backward)
     else:
         yield made, max(backward)
-
-
-def _gradient_buffers(facts: _Facts, layout: BucketLayout) -> Iterator[tuple[int, int, int]]:
-    """First and last position, and bytes, of each flat buffer of gradients that is being filled."""
-    gradients = facts.step.gradients
-    for bucket in layout.buckets:
-        if bucket.trainable:
-            filled = [facts.order[gradients[slot.name]] for slot in bucket.slots]
-            yield min(filled), max(filled), bucket.full_bytes
 
 
 def _persistent_bytes(step: StepGraph, plan: Plan, layout: BucketLayout) -> int:

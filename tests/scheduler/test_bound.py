@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from gpt import GPT
 from zerofx.buckets import BucketLayout, layout_of
 from zerofx.capture import Batch, capture
+from zerofx.codegen.regions import Region, cut
 from zerofx.errors import MemoryBudgetError
 from zerofx.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
@@ -27,6 +28,7 @@ from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.scheduler.activations import Segment, crossing_storages, segments, value_node
 from zerofx.scheduler.bound import Exchange, bound, convex_hull, least_seconds_to_free, with_least_seconds
 from zerofx.scheduler.costs import node_cost
+from zerofx.scheduler.liveness import liveness, with_profiles
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import OffloadDecision, Plan, RecomputeDecision
 from zerofx.scheduler.policy import PolicyOptions, decide
@@ -111,6 +113,12 @@ class Case:
         run_quietly(done, made, self.layout, self.programs, read_settings())
         return done
 
+    def peak_outside_regions(self, made: Plan) -> int:
+        """The peak when regions hold nothing but what they read and return: below that of any compiler."""
+        done = self.carry_out(made)
+        regions = [i for i in cut(done) if isinstance(i, Region)]
+        return with_profiles(liveness(done, on_cpu=False), done, [(region, ()) for region in regions]).peak_bytes
+
     def every_plan(self, prefetch: int = 1) -> Iterator[Plan]:
         """All choices of values to keep in all repeated layers; what a random operator gives is always kept."""
         crossing = crossing_storages(self.step)
@@ -129,6 +137,20 @@ class Case:
             for kept in itertools.combinations(free, size):
                 if random & part.needed <= set(kept):
                     yield frozenset(kept) | (random - part.fixed)
+
+
+def check_bounds(case: Case, peaks: dict[Plan, int], *, by_region: bool) -> None:
+    """At every budget that is a peak, the bound is below the fastest plan that fits, whichever plan it is asked for."""
+    for budget in sorted(set(peaks.values())):
+        fitting = [made for made, peak in peaks.items() if peak <= budget]
+        best = min(made.step_seconds for made in fitting)
+        for made in (fitting[0], fitting[-1]):
+            asked = replace(made, memory_budget=budget)
+            found = with_least_seconds(
+                asked, case.step, case.layout, MACHINE, on_cpu=not by_region, by_region=by_region
+            ).prediction
+            assert found is not None and found.least_seconds is not None
+            assert found.least_seconds <= best * (1 + 1e-9)
 
 
 class Ranks(TypedDict):
@@ -150,15 +172,9 @@ def check_against_every_plan(case: Case, model: nn.Module, batch: tuple[Tensor, 
     """At every budget at which the answer can change: bound <= best plan <= plan of the planner."""
     prefetches = (1, 0) if case.layout.num_ranks > 1 else (1,)
     plans = [made for prefetch in prefetches for made in case.every_plan(prefetch)]
+    check_bounds(case, {made: made.peak_bytes["device"] for made in plans}, by_region=False)
+    check_bounds(case, {made: case.peak_outside_regions(made) for made in plans}, by_region=True)
     peaks = sorted({made.peak_bytes["device"] for made in plans})
-    for budget in peaks:
-        fitting = [made for made in plans if made.peak_bytes["device"] <= budget]
-        best = min(made.step_seconds for made in fitting)
-        for made in (fitting[0], fitting[-1]):
-            asked = replace(made, memory_budget=budget)
-            least = with_least_seconds(asked, case.step, case.layout, MACHINE, on_cpu=True).prediction
-            assert least is not None and least.least_seconds is not None
-            assert least.least_seconds <= best * (1 + 1e-9)
     for budget in (peaks[0], peaks[len(peaks) // 2], peaks[-1]):
         best = min(made.step_seconds for made in plans if made.peak_bytes["device"] <= budget)
         found = planned_seconds(model, batch, budget, world_size=case.layout.num_ranks, stage=case.stage)
