@@ -74,7 +74,8 @@ class Chain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        return self.head(x).square().mean()
+        loss: Tensor = self.head(x).square().mean()
+        return loss
 
 
 @dataclass(frozen=True)
@@ -264,7 +265,8 @@ def test_the_hull_is_that_of_all_choices() -> None:
                 points.append((num_bytes, sum(seconds[node] for node in again)))
         hull = convex_hull(part, sizes, seconds)
         assert len(hull) > 2
-        assert all((level.num_bytes, pytest.approx(level.seconds)) in points for level in hull)
+        for level in hull:
+            assert any(size == level.num_bytes and time == pytest.approx(level.seconds) for size, time in points)
         for level, following in itertools.pairwise(hull):
             price = (level.num_bytes - following.num_bytes) / (following.seconds - level.seconds)
             on_line = level.num_bytes + price * level.seconds

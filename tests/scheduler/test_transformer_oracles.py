@@ -49,7 +49,8 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).view(s, b * self.heads, 3 * width).split(width, dim=2)
         scores = torch.bmm(q.transpose(0, 1), k.permute(1, 2, 0)) * width**-0.5
         shares = F.dropout(F.softmax(scores.masked_fill(self.future, -1e4), dim=-1), 0.1, training=True)
-        return self.out(torch.bmm(shares, v.transpose(0, 1)).transpose(0, 1).reshape(s, b, h))
+        mixed: Tensor = self.out(torch.bmm(shares, v.transpose(0, 1)).transpose(0, 1).reshape(s, b, h))
+        return mixed
 
 
 class Layer(nn.Module):
