@@ -3,29 +3,29 @@
 A plan keeps, in each repeated layer, a set of forward values and computes the rest of what backward reads again. Three
 relaxations make the fastest such plan easy to bound from below:
 
-1. *Memory is counted where all plans are alike.* Every operator of the captured graph runs in every plan, in the same
-   order. While one runs, some storages live whatever is kept: parameters and states, values that forward or backward
-   reads around it in any case, the parameters that it reads itself. That is its floor. To the floor comes, for each
-   layer that is *waiting* (its forward is over, its backward not begun), all that the layer keeps. What a layer
-   computes again, and gathers that are held longer than their readers, are left out. So a plan within the budget keeps,
-   at every operator, at most ``budget - floor`` bytes in the waiting layers.
-   Compiled regions keep their own values where they like; what passes from one run of a layer to the next lives
-   nevertheless, so that for them the same is said of the borders between runs instead of the operators.
-2. *One operator at a time.* Each operator gives a bound; the largest holds.
+1. *Memory is counted where all plans are alike.* The captured graph consists of *runs*, stretches of operators of one
+   layer and one phase. Plans add operators, and may put one off inside its run, or out of it if nothing there needs it;
+   all else runs where it did. So there are moments, between two runs or while some operator computes, in which certain
+   storages live whatever is kept: parameters and states, forward values that are read later in any case, what the
+   operator itself reads and makes. That is the moment's floor. To it comes, for each layer that is *waiting* (its
+   forward is over, its backward not begun), all that the layer keeps. A plan within the budget therefore keeps, at
+   every moment, at most ``budget - floor`` bytes in the waiting layers.
+2. *One moment at a time.* Each moment gives a bound; the largest holds.
 3. *Prices.* For each price, bytes plus price times seconds of a layer is least for a minimum cut
    (``scheduler.activations.cheapest``); by these cuts, layers that keep at most so many bytes compute at least so many
    seconds again. Over all prices the best such bound is the fractional knapsack over the convex hulls of the layers'
    (bytes, seconds), found here exactly: free what has to be freed at the best rates, the last part in proportion.
 
-Not counted: integrality, the memory of what is being computed again, exposed communication. The bound is valid for
-plans that keep or recompute; a plan that offloads may beat it.
+Not counted: integrality, the memory of what is being computed again, backward's own values, gathers and gradients
+around a moment, exposed communication. The bound is for plans that keep or recompute; one that offloads may beat it.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -101,16 +101,16 @@ def bound(
     assert plan.memory_budget is not None
     parts = segments(step)
     facts = _Facts(step, parts)
-    floors = _border_floors(facts, plan, layout) if by_region else _floors(facts, plan, layout, on_cpu)
+    persistent = _persistent_bytes(step, plan, layout)
     hulls = _hulls(facts, machine)
     least, at = 0.0, ""
-    for waiting, position in _tightest(facts, floors):
+    for waiting, moment in _tightest(facts, _moments(facts, plan, layout, on_cpu=on_cpu, by_region=by_region)):
         start = sum(hulls[number][0].num_bytes for number in waiting)
-        missing = floors[position] + start - plan.memory_budget
+        missing = persistent + moment.floor + start - plan.memory_budget
         exchanges = [e for number in waiting for e in _exchanges(hulls[number])]
         seconds = least_seconds_to_free(missing, exchanges)
         if seconds > least:
-            least, at = seconds, facts.nodes[position].name
+            least, at = seconds, moment.at
     planned = step.clone()
     recompute(planned, frozenset(d.value for d in plan.recomputes), frozenset(plan.extra_keeps))
     extra = _compute_seconds(planned, machine) - _compute_seconds(step, machine)
@@ -164,49 +164,83 @@ def _exchanges(hull: Sequence[Level]) -> Iterator[Exchange]:
         yield Exchange(before.num_bytes - after.num_bytes, after.seconds - before.seconds)
 
 
+@dataclass(frozen=True)
+class _Moment:
+    """A time in every plan: after all before position ``first``, and before all behind ``last``.
+
+    ``floor`` are bytes that live then in any case, beside what lives throughout the step.
+    """
+
+    first: int
+    last: int
+    floor: int
+    at: str
+
+
 class _Facts:
     """Where storages of the captured graph are made and read, as positions in the order of execution."""
 
     def __init__(self, step: StepGraph, parts: Sequence[Segment]) -> None:
         self.step, self.parts = step, parts
-        self.nodes = list(step.graph.nodes)
         self.order = step.positions()
         self.sizes = liveness(step, on_cpu=False).sizes
         self.stays = _stays(step)
-        self.readers: dict[Storage, list[fx.Node]] = {}
+        self.optional = {part.values[i] for part in parts for i in part.needed - part.fixed}
+        self._readers: dict[Storage, list[fx.Node]] = {}
         for node in step.calls():
             for storage in dict.fromkeys(storage_source(source) for source in node.all_input_nodes):
-                self.readers.setdefault(storage, []).append(node)
-        self.optional = {part.values[i] for part in parts for i in part.needed - part.fixed}
+                self._readers.setdefault(storage, []).append(node)
+        self.runs = self._find_runs()
 
-    def always_runs(self, node: fx.Node) -> bool:
-        """Whether the node computes at its place in every plan."""
-        if node.op != "call_function" or is_view(node):
-            return False
-        return origin(node).phase is Phase.BACKWARD or node in self.stays
-
-    def positions(self, storage: Storage, phase: Phase, *, views: bool) -> list[int]:
-        """Where ``storage`` is read in a phase by operators that no plan leaves out; by views too if asked."""
-        return [
-            self.order[node]
-            for node in self.readers.get(storage, ())
-            if origin(node).phase is phase
-            and (phase is Phase.BACKWARD or node in self.stays)
-            and (views or not is_view(node))
-        ]
+    def readers(self, storage: Storage, phase: Phase, *, views: bool = False) -> list[fx.Node]:
+        """What reads ``storage`` in a phase and is in every plan; views too if asked."""
+        found = self._readers.get(storage, ())
+        return [n for n in found if origin(n).phase is phase and self._in_every_plan(n) and (views or not is_view(n))]
 
     def waits(self, part: Segment) -> tuple[int, int]:
-        """The positions, both left out, between which all that a segment keeps is live."""
+        """The last position before, and the first behind, the stretch in which all that a segment keeps is live."""
         begin = max(self.order[node] for node in part.operators)
         for i, storage in enumerate(part.values):
             if i not in part.fixed:
-                begin = max([begin, *self.positions(storage, Phase.FORWARD, views=False)])
-        ends = [
-            position
-            for i in part.needed - part.fixed
-            for position in self.positions(part.values[i], Phase.BACKWARD, views=True)
-        ]
-        return begin, min(ends, default=begin)
+                begin = max([begin, *(self.order[node] for node in self.readers(storage, Phase.FORWARD))])
+        read = [n for i in part.needed - part.fixed for n in self.readers(part.values[i], Phase.BACKWARD, views=True)]
+        return begin, min((self.order[node] for node in read), default=begin)
+
+    def always_live(self, storage: Storage) -> tuple[int, int] | None:
+        """The stretch of positions, ends included, in which a forward storage lives in every plan."""
+        maker = storage[0]
+        if not is_forward_call(maker):
+            return None
+        backward = [] if storage in self.optional else self.readers(storage, Phase.BACKWARD)
+        if not backward and maker not in self.stays:
+            return None
+        readers = backward or self.readers(storage, Phase.FORWARD)
+        return self.order[maker], max((self.order[node] for node in readers), default=self.order[maker])
+
+    def stay_in_run(self) -> set[fx.Node]:
+        """Operators that no plan puts off to a later run: something needs them in their own, or another layer does."""
+        home = {node: number for number, run in enumerate(self.runs) for node in run}
+        found = set(self.stays)
+        for node in reversed(list(home)):
+            storages = _outputs_of(node, self.sizes)
+            readers = [reader for storage in storages for reader in self.readers(storage, Phase.BACKWARD)]
+            needed = any(home[reader] == home[node] and reader in found for reader in readers)
+            elsewhere = all(self.step.unit_of(reader) != self.step.unit_of(node) for reader in readers)
+            if needed or (readers and elsewhere):
+                found.add(node)
+        return found
+
+    def _in_every_plan(self, node: fx.Node) -> bool:
+        return origin(node).phase is Phase.BACKWARD or node in self.stays
+
+    def _find_runs(self) -> list[list[fx.Node]]:
+        """Stretches of operators of one layer and phase, without those that a plan may leave out."""
+        computing = (n for n in self.step.calls() if not is_view(n) and self._in_every_plan(n))
+        return [list(run) for _, run in itertools.groupby(computing, lambda n: (self.step.unit_of(n), origin(n).phase))]
+
+
+def _outputs_of(node: fx.Node, sizes: Mapping[Storage, int]) -> list[Storage]:
+    return [(node, index) for index in range(len(tensors_of(node))) if (node, index) in sizes]
 
 
 def _stays(step: StepGraph) -> set[fx.Node]:
@@ -224,67 +258,37 @@ def _stays(step: StepGraph) -> set[fx.Node]:
     return found
 
 
-def _floors(facts: _Facts, plan: Plan, layout: BucketLayout, on_cpu: bool) -> dict[int, int]:
-    """Bytes that live while an operator runs, whatever is kept, by the operator's position."""
-    changes: Counter[int] = Counter()
-    for first, last, size in _stretches(facts, layout):
-        changes[first] += size
-        changes[last + 1] -= size
-    live, floors = _persistent_bytes(facts.step, plan, layout), {}
+def _moments(facts: _Facts, plan: Plan, layout: BucketLayout, *, on_cpu: bool, by_region: bool) -> Iterator[_Moment]:
+    """The moments between two runs, and unless regions are compiled those in which an operator computes."""
+    begins = [facts.order[run[0]] for run in facts.runs]
+    ends = [facts.order[run[-1]] for run in facts.runs]
+    across: Counter[int] = Counter()  # by run: live from before its begin until behind its end
+    behind: Counter[int] = Counter()  # by run: live behind its end
+    stretches = {storage: stretch for storage in facts.sizes if (stretch := facts.always_live(storage)) is not None}
+    for storage, (first, last) in stretches.items():
+        size, stop = facts.sizes[storage], bisect_left(ends, last)
+        for counts, start in ((across, bisect_right(begins, first)), (behind, bisect_left(ends, first))):
+            if start < stop:
+                counts[start] += size
+                counts[stop] -= size
     gathered = _gathered_bytes(facts.step, layout) if plan.gathers_parameters else {}
-    for position, node in enumerate(facts.nodes):
-        live += changes[position]
-        if facts.always_runs(node):
-            floors[position] = live + gathered.get(node, 0) + (workspace_bytes(node) if on_cpu else 0)
-    return floors
+    stay = facts.stay_in_run()
+    inside = outside = 0
+    for number, run in enumerate(facts.runs):
+        begin, end = begins[number], ends[number]
+        inside, outside = inside + across[number], outside + behind[number]
+        yield _Moment(end + 1, end, outside, run[-1].name)
+        for node in () if by_region else run:
+            if node in stay:
+                own = {storage_source(source) for source in node.all_input_nodes}
+                own.update(_outputs_of(node, facts.sizes))
+                apart = [s for s in own if s in facts.sizes and not _covers(stretches.get(s), begin, end)]
+                size = sum(facts.sizes[storage] for storage in apart) + gathered.get(node, 0)
+                yield _Moment(begin, end, inside + size + (workspace_bytes(node) if on_cpu else 0), node.name)
 
 
-def _border_floors(facts: _Facts, plan: Plan, layout: BucketLayout) -> dict[int, int]:
-    """Bytes that live, whatever is kept, between two runs of nodes of one layer and phase; by the first's last node."""
-    changes: Counter[int] = Counter()
-    for first, last, size in _stretches(facts, layout):
-        changes[first] += size
-        changes[last] -= size
-    live, floors = _persistent_bytes(facts.step, plan, layout), {}
-    computing = [node for node in facts.nodes if facts.always_runs(node)]
-    homes = {node: (facts.step.unit_of(node), origin(node).phase) for node in computing}
-    borders = {one for one, other in itertools.pairwise(computing) if homes[one] != homes[other]}
-    for position, node in enumerate(facts.nodes):
-        live += changes[position]
-        if node in borders:
-            floors[position] = live
-    return floors
-
-
-def _stretches(facts: _Facts, layout: BucketLayout) -> Iterator[tuple[int, int, int]]:
-    """First and last position, and bytes, of all that is live in every plan."""
-    for storage, size in facts.sizes.items():
-        for first, last in _always_live(facts, storage):
-            yield first, last, size
-    gradients = facts.step.gradients
-    for bucket in layout.buckets:
-        if bucket.trainable:
-            # The flat buffer of a bucket's gradients, while it is being filled.
-            filled = [facts.order[gradients[slot.name]] for slot in bucket.slots]
-            yield min(filled), max(filled), bucket.full_bytes
-
-
-def _always_live(facts: _Facts, storage: Storage) -> Iterator[tuple[int, int]]:
-    """The stretches of positions, ends included, in which a storage lives in every plan."""
-    maker = storage[0]
-    made = facts.order[maker]
-    forward = facts.positions(storage, Phase.FORWARD, views=False)
-    backward = facts.positions(storage, Phase.BACKWARD, views=False)
-    if origin(maker).phase is Phase.BACKWARD:
-        yield made, max([made, *backward])
-    elif storage in facts.optional or not backward:
-        if maker in facts.stays:
-            yield made, max([made, *forward])
-        if backward:
-            # Kept or computed again, once, before its first reader: it is there until its last.
-            yield min(backward), max(backward)
-    else:
-        yield made, max(backward)
+def _covers(stretch: tuple[int, int] | None, begin: int, end: int) -> bool:
+    return stretch is not None and stretch[0] < begin and stretch[1] > end
 
 
 def _persistent_bytes(step: StepGraph, plan: Plan, layout: BucketLayout) -> int:
@@ -311,14 +315,15 @@ def _gathered_bytes(step: StepGraph, layout: BucketLayout) -> dict[fx.Node, int]
     return found
 
 
-def _tightest(facts: _Facts, floors: Mapping[int, int]) -> list[tuple[tuple[int, ...], int]]:
-    """For each set of waiting segments that occurs, the position of the highest floor."""
+def _tightest(facts: _Facts, moments: Iterable[_Moment]) -> list[tuple[tuple[int, ...], _Moment]]:
+    """For each set of waiting segments that occurs, the moment of the highest floor."""
     spans = [facts.waits(part) for part in facts.parts]
-    best: dict[tuple[int, ...], int] = {}
-    for position, floor in floors.items():
-        waiting = tuple(n for n, (begin, end) in enumerate(spans) if begin < position < end)
-        if waiting and (waiting not in best or floor > floors[best[waiting]]):
-            best[waiting] = position
+    best: dict[tuple[int, ...], _Moment] = {}
+    for (first, last), group in itertools.groupby(moments, lambda moment: (moment.first, moment.last)):
+        waiting = tuple(n for n, (begin, end) in enumerate(spans) if begin < first and end > last)
+        highest = max(group, key=lambda moment: moment.floor)
+        if waiting and (waiting not in best or highest.floor > best[waiting].floor):
+            best[waiting] = highest
     return list(best.items())
 
 
