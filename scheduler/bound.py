@@ -277,7 +277,10 @@ def _moments(facts: _Facts, plan: Plan, layout: BucketLayout, *, on_cpu: bool, b
     for number, run in enumerate(facts.runs):
         begin, end = begins[number], ends[number]
         inside, outside = inside + across[number], outside + behind[number]
-        yield _Moment(end + 1, end, outside, run[-1].name)
+        # Where forward turns into backward inside one layer, a region may reach from the one into the other.
+        following = facts.runs[number + 1][0] if number + 1 < len(facts.runs) else run[-1]
+        if not by_region or facts.step.unit_of(following) != facts.step.unit_of(run[-1]):
+            yield _Moment(end + 1, end, outside, run[-1].name)
         for node in () if by_region else run:
             if node in stay:
                 own = {storage_source(source) for source in node.all_input_nodes}
