@@ -33,7 +33,7 @@ from torch import fx
 from zerofx.buckets import BucketLayout
 from zerofx.graph import Phase, Role, StepGraph, origin, placeholder
 from zerofx.passes.recompute import recompute
-from zerofx.scheduler.activations import Level, Segment, Storage, bytes_of, cheapest, is_forward_call, segments
+from zerofx.scheduler.activations import Level, Segment, Storage, cheapest, is_forward_call, segments, storage_size
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.liveness import liveness
 from zerofx.scheduler.machine import Machine
@@ -342,7 +342,7 @@ def _hulls(facts: _Facts, machine: Machine) -> list[list[Level]]:
         key = part.key, tuple(node in facts.stays for node in part.operators)
         if key not in known:
             made = set(part.operators)
-            sizes = [bytes_of(s) if s[0] in made and i not in part.fixed else 0 for i, s in enumerate(part.values)]
+            sizes = [storage_size(s) if s[0] in made and i not in part.fixed else 0 for i, s in enumerate(part.values)]
             seconds = {n: node_cost(n, machine).seconds if n in facts.stays else 0.0 for n in part.operators}
             known[key] = convex_hull(part, sizes, seconds)
         found.append(known[key])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,6 +86,8 @@ def lower(
     stages = run_passes(step, plan, layout, programs, settings, on_cpu=on_cpu, talk=talk)
     instructions = cut(step)
     simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu)
+    if plan.machine != machine.name:
+        plan = replace(plan, prediction=None)  # what was predicted for another machine bounds nothing here
     plan = plan.with_prediction(predict(step, plan, layout, simulation))
     sources = [program.host_source for program in programs.values()]
     emitted = emit(step, instructions, simulation.live, _header(plan, machine), sources)

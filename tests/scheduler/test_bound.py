@@ -144,7 +144,7 @@ def check_bounds(case: Case, peaks: dict[Plan, int], *, by_region: bool) -> None
     """At every budget that is a peak, the bound is below the fastest plan that fits, whichever plan it is asked for."""
     for budget in sorted(set(peaks.values())):
         fitting = [made for made, peak in peaks.items() if peak <= budget]
-        best = min(made.step_seconds for made in fitting)
+        best = min(busy_seconds(made) for made in fitting)
         for made in (fitting[0], fitting[-1]):
             asked = replace(made, memory_budget=budget)
             found = with_least_seconds(
@@ -154,19 +154,24 @@ def check_bounds(case: Case, peaks: dict[Plan, int], *, by_region: bool) -> None
             assert found.least_seconds <= best * (1 + 1e-9)
 
 
+def busy_seconds(made: Plan) -> float:
+    """Seconds of computation: the planner may wait less than others do, as it may keep buckets gathered."""
+    return made.step_seconds - made.exposed_seconds
+
+
 class Ranks(TypedDict):
     world_size: int
     stage: int
 
 
 def planned_seconds(model: nn.Module, batch: tuple[Tensor, ...], budget: int, **options: Unpack[Ranks]) -> float | None:
-    """What the planner's own plan takes, or None where it finds none that fits."""
+    """What the planner's own plan computes for, or None where it finds none that fits."""
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     try:
         found = plan(model, optimizer, batch, machine="cpu", memory_budget=budget, backend="eager", **options)
     except MemoryBudgetError:
         return None
-    return found.plan.step_seconds
+    return busy_seconds(found.plan)
 
 
 def check_against_every_plan(case: Case, model: nn.Module, batch: tuple[Tensor, ...]) -> None:
@@ -177,7 +182,7 @@ def check_against_every_plan(case: Case, model: nn.Module, batch: tuple[Tensor, 
     check_bounds(case, {made: case.peak_outside_regions(made) for made in plans}, by_region=True)
     peaks = sorted({made.peak_bytes["device"] for made in plans})
     for budget in (peaks[0], peaks[len(peaks) // 2], peaks[-1]):
-        best = min(made.step_seconds for made in plans if made.peak_bytes["device"] <= budget)
+        best = min(busy_seconds(made) for made in plans if made.peak_bytes["device"] <= budget)
         found = planned_seconds(model, batch, budget, world_size=case.layout.num_ranks, stage=case.stage)
         assert found is None or found >= best * (1 - 1e-9)
 
@@ -219,8 +224,7 @@ def test_a_gpt_is_planned_near_the_bound(machine: str, world_size: int, shares: 
     for share in shares:
         made = at(least + int(share * (most - least)))
         assert made.prediction is not None and made.prediction.least_seconds is not None
-        busy = made.step_seconds - made.exposed_seconds
-        assert made.prediction.least_seconds <= busy <= 1.05 * made.prediction.least_seconds
+        assert made.prediction.least_seconds <= busy_seconds(made) <= 1.05 * made.prediction.least_seconds
         bounds.append(made.prediction.least_seconds)
     assert bounds == sorted(bounds)
 

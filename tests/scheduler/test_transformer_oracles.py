@@ -13,7 +13,7 @@ from zerofx.capture import Batch, capture
 from zerofx.graph import StepGraph, target_name
 from zerofx.passes.recompute import recompute
 from zerofx.passes.simplify import simplify
-from zerofx.scheduler.activations import bytes_of, crossing_storages, menu, segments, value_node
+from zerofx.scheduler.activations import crossing_storages, menu, segments, storage_size, value_node
 from zerofx.scheduler.costs import node_flops
 from zerofx.scheduler.formulas import Transformer
 from zerofx.scheduler.machine import Machine
@@ -98,7 +98,7 @@ def kept(step: StepGraph, unit: str = "layers.1") -> dict[fx.Node, int]:
 
     The layer's own input is counted with the layer that made it, and its output with it: as many bytes.
     """
-    return {value_node(s): bytes_of(s) for s in crossing_storages(step) if step.unit_of(s[0]) == unit}
+    return {value_node(s): storage_size(s) for s in crossing_storages(step) if step.unit_of(s[0]) == unit}
 
 
 def statistics_bytes(batch: int) -> int:
