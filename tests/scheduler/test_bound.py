@@ -88,8 +88,14 @@ class Case:
     stage: int
 
     @staticmethod
-    def of(model: nn.Module, batch: tuple[Tensor, ...], num_ranks: int = 1, stage: int = 3) -> Case:
-        step = capture(model, Batch.of(batch, {}))
+    def of(
+        model: nn.Module,
+        batch: tuple[Tensor, ...],
+        num_ranks: int = 1,
+        stage: int = 3,
+        num_micro_batches: int = 1,
+    ) -> Case:
+        step = capture(model, Batch.of(batch, {}), num_micro_batches=num_micro_batches)
         simplify(step)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
@@ -201,6 +207,11 @@ def test_no_plan_is_faster_than_the_bound(names: list[str], depth: int) -> None:
 def test_no_plan_of_a_sharded_step_is_faster_than_the_bound(stage: int) -> None:
     model, batch = Chain(("linear", "tanh"), 2), (torch.randn(ROWS, DIM),)
     check_against_every_plan(Case.of(model, batch, num_ranks=2, stage=stage), model, batch)
+
+
+def test_no_plan_of_two_micro_batches_is_faster_than_the_bound() -> None:
+    case = Case.of(Chain(("linear", "tanh"), 1), (torch.randn(ROWS, DIM),), num_micro_batches=2)
+    check_bounds(case, {made: made.peak_bytes["device"] for made in case.every_plan()}, by_region=False)
 
 
 def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
