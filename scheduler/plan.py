@@ -93,6 +93,8 @@ class Prediction:
     ``peak_bytes`` has the device and the slower tiers that the plan uses, ``peak_node`` is where the device's peak is
     reached, and ``peak_live`` what is live there, by category. ``link_bytes`` are moved between tiers in one step, by
     stream: ``to_host``, ``to_device``, ``nvme_read`` and ``nvme_write``.
+    ``least_seconds`` bounds the step from below: within the same budget, no choice of values to keep and to compute
+    again takes less (``scheduler.bound``); None where nobody asked.
     """
 
     peak_bytes: dict[str, int]
@@ -104,6 +106,7 @@ class Prediction:
     exposed_seconds: float
     flops: int
     link_bytes: dict[str, int] = field(default_factory=dict)
+    least_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def _awaited_stream(node: fx.Node) -> str:
 
 
 def predict(step: StepGraph, plan: Plan, layout: BucketLayout, simulation: Simulation) -> Prediction:
-    """The simulation's totals as a plan carries them."""
+    """The simulation's totals as a plan carries them; the bound on its seconds is kept from its earlier prediction."""
     peak_node = simulation.live.peak_node
     return Prediction(
         peak_bytes=simulation.live.peaks,
@@ -181,6 +181,7 @@ def predict(step: StepGraph, plan: Plan, layout: BucketLayout, simulation: Simul
         exposed_seconds=simulation.exposed_seconds,
         flops=simulation.flops,
         link_bytes=simulation.link_bytes,
+        least_seconds=plan.prediction.least_seconds if plan.prediction is not None else None,
     )
 
 
@@ -195,13 +196,14 @@ def model_state_bytes(step: StepGraph, plan: Plan, layout: BucketLayout) -> int:
     for bucket in layout.buckets:
         total += bucket.shard_bytes if plan.gathers_parameters else bucket.full_bytes
         if bucket.trainable:
-            total += _gradient_bytes(bucket, plan)
+            total += gradient_bytes(bucket, plan)
     for role in (Role.MASTER, Role.STATE):
         total += sum(storage_bytes(tensor(node)) for node in step.placeholders(role))
     return total
 
 
-def _gradient_bytes(bucket: Bucket, plan: Plan) -> int:
+def gradient_bytes(bucket: Bucket, plan: Plan) -> int:
+    """Bytes of a trained bucket's gradients on one rank as ``model_state_bytes`` counts them."""
     return bucket.shard_bytes if plan.stage >= 2 else bucket.full_bytes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from zerofx.pipeline import Stage, run_passes, run_quietly
 from zerofx.report.units import format_bytes, format_seconds, on_tiers
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.executor import StepFunction, load_source
+from zerofx.scheduler.bound import with_least_seconds
 from zerofx.scheduler.budget import fit, least_memory
 from zerofx.scheduler.items import Question
 from zerofx.scheduler.liveness import liveness, with_profiles
@@ -85,6 +86,8 @@ def lower(
     stages = run_passes(step, plan, layout, programs, settings, on_cpu=on_cpu, talk=talk)
     instructions = cut(step)
     simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu)
+    if plan.machine != machine.name:
+        plan = replace(plan, prediction=None)  # what was predicted for another machine bounds nothing here
     plan = plan.with_prediction(predict(step, plan, layout, simulation))
     sources = [program.host_source for program in programs.values()]
     emitted = emit(step, instructions, simulation.live, _header(plan, machine), sources)
@@ -153,7 +156,7 @@ def make_plan(
     )
     if memory_budget is None:
         return least_memory(question, evaluate)
-    return fit(question, peak, evaluate)
+    return with_least_seconds(fit(question, peak, evaluate), captured, layout, machine, on_cpu=on_cpu)
 
 
 def build(
