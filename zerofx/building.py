@@ -19,6 +19,7 @@ from zerofx.graph import StepGraph
 from zerofx.micro_batches import MicroBatches
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions, check_bucket_names
+from zerofx.progress import watched
 from zerofx.runtime.collectives import is_on_cpu
 from zerofx.runtime.control import WORK_SECONDS, Control, check_equal
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters, held_states
@@ -75,16 +76,20 @@ def prepare(
     layout: BucketLayout | None,
     binding: OptimizerBinding | None,
     state: TrainingState | None,
+    *,
+    talk: bool,
 ) -> Prepared:
     """Do all that can fail because of what the user gave.
 
-    ``layout``, ``binding`` and ``state`` are those of an earlier batch, if there was one.
+    ``layout``, ``binding`` and ``state`` are those of an earlier batch, if there was one. ``talk``: whether this rank
+    shows how long it takes.
 
     Raises:
         ZeroFXError: the model cannot be captured, or the optimizer does not belong to it.
     """
-    captures = MicroBatches(model, batch, options, settings)
-    captured = captures.first
+    with watched("capturing the model", show=talk):
+        captures = MicroBatches(model, batch, options, settings)
+        captured = captures.first
     groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
     layout = layout or layout_of(captured, groups, num_ranks)
     check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])

@@ -103,7 +103,10 @@ class Step(LatestStep):
             with torch.no_grad():
                 state = state_tensors(compiled.graph, self.model, self._state)
                 given = (self._runtime, state, batch_tensors(compiled.graph, batch, self.options.compute_dtype))
-                loss = self._meter(compiled.function, *given) if self._meter else compiled.function(*given)
+                if self._meter is None:
+                    loss = compiled.function(*given)
+                else:
+                    loss = self._meter(compiled.function, compiled.emitted.functions, *given)
             self._runtime.end()
         except BaseException as error:
             self._undo(advance, versions, error)
@@ -293,7 +296,7 @@ class Step(LatestStep):
     def _prepare(self, batch: Batch) -> Prepared:
         return prepare(
             self.model, self.optimizer, batch, self.options, self.settings, self._control.num_ranks,
-            self._layout, self._binding, self._state,
+            self._layout, self._binding, self._state, talk=self._control.rank == 0,
         )  # fmt: skip
 
     def _announce_shape(self, described: Mapping[str, str]) -> None:
