@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -31,7 +32,7 @@ def compile(
     precision: Precision | None = None,
     backend: Backend = "inductor",
     machine: Machine | str | None = None,
-    plan: Plan | None = None,
+    plan: Plan | str | Path | None = None,
     prefetch: int = 1,
     keep_gathered: Collection[str] | Literal["all"] = (),
     max_shapes: int = 8,
@@ -61,7 +62,9 @@ def compile(
             for bit like DistributedDataParallel with the same optimizer.
         machine: what the predictions are for: a ``Machine``, the name of a built-in one, or None for the machine at
             hand.
-        plan: a plan made earlier for this graph, in place of a fresh one.
+        plan: a plan made earlier, in place of a fresh one, or the path of a file with one (``plan.save``,
+            ``zerofx.tune``, ``zerofx plan --save``), which rank 0 reads. It is refused where graph, ranks, stage,
+            precision or machine are not those that it was made for.
         prefetch: how many units ahead of their use to issue gathers.
         keep_gathered: names of buckets that stay gathered from forward to backward, or ``"all"``.
         max_shapes: how many batch shapes may be captured before another is an error.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,7 +15,8 @@ from torch import nn
 from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout, layout_of
 from zerofx.compiler import CompiledStep, budget_bytes, build, lower, make_plan
-from zerofx.errors import MemoryBudgetError, PlanError, UsageError, ZeroFXError, warn
+from zerofx.errors import MemoryBudgetError, UsageError, ZeroFXError, warn
+from zerofx.given_plan import check_budget, check_graph
 from zerofx.graph import StepGraph
 from zerofx.micro_batches import MicroBatches
 from zerofx.optimizers import UpdateProgram
@@ -127,8 +129,10 @@ def build_within_budget(
             talk=control.rank == 0,
         )
         compiled = build(lowered, prepared.layout, settings, control, options.backend)
+        if options.plan is not None:
+            check_budget(compiled.plan, options, machine)
         over = compiled.plan.peak_bytes["device"] - (budget or math.inf)
-        if over <= 0 or target is None or options.plan is not None:
+        if over <= 0 or target is None:
             return compiled
         target = min(target, lowered.plan.peak_bytes["device"]) - int(over)
     raise MemoryBudgetError(
@@ -155,7 +159,8 @@ def _agree_on_plan(
             on_cpu=is_on_cpu(captured.device),
         )  # fmt: skip
 
-    plan: Plan | None = options.plan
+    assert not isinstance(options.plan, Path), "a file has been read"
+    plan = options.plan
     failure: ZeroFXError | None = None
     if plan is None and control.rank == 0:
         try:
@@ -172,11 +177,7 @@ def _agree_on_plan(
     if shared.num_micro_batches != captured.num_micro_batches:
         captured = control.attempt("capture a step", lambda: captures.graph(shared.num_micro_batches), WORK_SECONDS)
         _agree_on_graph(captured, control)
-    if shared.graph != captured.fingerprint() or shared.num_ranks != layout.num_ranks:
-        raise PlanError(
-            f"expected a plan for this graph ({captured.fingerprint()[:12]}) on {layout.num_ranks} rank(s), found one "
-            f"for graph {shared.graph[:12]} on {shared.num_ranks}: make the plan anew"
-        )
+    check_graph(shared, captured, layout)
     hashes = control.gather(shared.decisions_hash(), "compare plans")
     check_equal(hashes, "plan", "This is a defect of zerofx: a plan changed on its way between ranks.")
     return captured, shared
@@ -213,7 +214,8 @@ def describe_request(
 ) -> str:
     """What must be the same on every rank, a line each."""
     lines = [f"{field.name}: {getattr(options, field.name)}" for field in fields(options) if field.name in _SHARED]
-    lines.append(f"plan: {options.plan.decisions_hash() if options.plan is not None else None}")
+    plan = options.plan
+    lines.append(f"plan: {plan.decisions_hash() if isinstance(plan, Plan) else 'from a file' if plan else None}")
     lines.append(f"ZEROFX_DISABLE: {','.join(sorted(settings.disable))}")
     lines.append(f"optimizer: {type(optimizer).__name__} with {len(optimizer.param_groups)} param group(s)")
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):

@@ -17,6 +17,7 @@ from zerofx.building import Prepared, build_within_budget, describe_request, mac
 from zerofx.checks import check_batch, names
 from zerofx.compiler import CompiledStep, load_step, read_edited
 from zerofx.errors import RankMismatchError, UsageError, ZeroFXError, warn
+from zerofx.given_plan import take_plan
 from zerofx.guards import LossWatch, ModeWatch, ParameterWatch, claim, guard_model, release
 from zerofx.latest import LatestStep
 from zerofx.optimizers import UpdateProgram
@@ -85,6 +86,9 @@ class Step(LatestStep):
                 "model, optimizer and options",
                 "Compile the same on every rank.",
             )
+            if options.plan is not None:
+                self._machine = options.machine or machine_at_hand(next(iter(model.parameters())).device)
+                self.options = take_plan(options, self._machine, self._control)
         except BaseException:
             release(model, self._owner)
             raise
