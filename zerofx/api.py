@@ -13,7 +13,7 @@ from zerofx.checks import check_model, check_optimizer
 from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
 from zerofx.optimizers import check_supported
-from zerofx.options import Accumulate, Backend, Offload, Precision, Recompute, check_options
+from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, check_options
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.step import Step
@@ -81,23 +81,15 @@ def compile(
     Raises:
         ZeroFXError: see its subclasses; nothing has been changed then.
     """
-    check_model(model)
-    check_optimizer(model, optimizer)
-    options = check_options(
-        stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
+    options = check_arguments(
+        model, optimizer, stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
         memory_budget, recompute, offload, accumulate,
     )  # fmt: skip
-    check_supported(optimizer)
     if not isinstance(example_batch, tuple | list | Mapping | None):
         raise UsageError(
             f"expected example_batch to be a tuple of what step() is called with, or a dict of its keywords, found "
             f"{type(example_batch).__name__}: give (batch,) for a single argument"
         )
-    if options.backend == "inductor":
-        # Inductor takes seconds to import: only who needs it pays.
-        from zerofx.codegen.inductor import check_compiler
-
-        check_compiler(next(iter(model.parameters())).device)
     step = Step(model, optimizer, options)
     if example_batch is None:
         return step
@@ -110,3 +102,21 @@ def compile(
         step.abandon()
         raise
     return step
+
+
+def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, *options: Any) -> CompileOptions:
+    """Check all that can be checked before anything is captured; ``options`` as for ``check_options``.
+
+    Raises:
+        ZeroFXError: the model, the optimizer or an option cannot be; or the backend's compiler is missing.
+    """
+    check_model(model)
+    check_optimizer(model, optimizer)
+    checked = check_options(*options)
+    check_supported(optimizer)
+    if checked.backend == "inductor":
+        # Inductor takes seconds to import: only who needs it pays.
+        from zerofx.codegen.inductor import check_compiler
+
+        check_compiler(next(iter(model.parameters())).device)
+    return checked

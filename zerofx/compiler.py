@@ -77,15 +77,18 @@ def lower(
     *,
     on_cpu: bool,
     talk: bool,
+    costs: MeasuredCosts | None = None,
 ) -> LoweredStep:
     """Carry out ``plan`` on a captured graph, which is edited in place, and predict the outcome on ``machine``.
 
-    ``on_cpu``: whether kernels and collectives are those of a CPU, which hold memory of their own.
+    ``on_cpu``: whether kernels and collectives are those of a CPU, which hold memory of their own. ``costs`` are
+    measured costs to go by.
     """
     with watched("carrying out the plan", show=talk):
         stages = run_passes(step, plan, layout, programs, settings, on_cpu=on_cpu, talk=talk)
         instructions = cut(step)
-        simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu)
+        measured = costs.of_nodes(regions_of(instructions), machine) if costs is not None else None
+        simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu, measured=measured)
         plan = plan.with_prediction(predict(step, plan, layout, simulation))
         sources = [program.host_source for program in programs.values()]
         emitted = emit(step, instructions, simulation.live, _header(plan, machine), sources)
