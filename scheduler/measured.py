@@ -96,7 +96,9 @@ class MeasuredCosts:
                 raise PlanError(f"expected measured costs of format {FORMAT}, found {data['format']!r}: measure anew")
             seconds = {str(key): float(value) for key, value in data["seconds"].items()}
             return MeasuredCosts(seconds, float(data["scale"]))
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except PlanError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanError(f"expected the JSON of measured costs, found something else: {error!r}") from error
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from zerofx.compiler import CompiledStep
 from zerofx.errors import UsageError
 from zerofx.pipeline import Stage
-from zerofx.report.saved import SavedPlan, limits_of, title_of
+from zerofx.report.saved import SavedPlan
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
@@ -79,5 +79,4 @@ class LatestStep:
         """
         assert self._machine is not None, "a captured step has one"
         what = f"{type(self.model).__name__} with {type(self.optimizer).__name__}"
-        limits = limits_of(self.plan, self._machine)
-        SavedPlan(self.plan, self.schedule(), title_of(self.plan, what), limits).save(path)
+        SavedPlan.of(self.compiled, self._machine, what).save(path)

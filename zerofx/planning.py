@@ -19,7 +19,7 @@ from zerofx.micro_batches import MicroBatches
 from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, check_options
 from zerofx.pipeline import check_disabled
 from zerofx.progress import watched
-from zerofx.report.saved import SavedPlan, limits_of, title_of
+from zerofx.report.saved import SavedPlan
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
@@ -66,13 +66,13 @@ class PlannedStep:
         """The per-node table of the planned step."""
         return make_schedule(self.lowered)
 
-    def save(self, path: str | Path, what: str = "") -> None:
-        """Write the plan with its schedule, for ``compile(plan=path)`` and ``zerofx report path``.
+    def report(self, what: str = "") -> SavedPlan:
+        """The plan with its schedule; ``what`` is for the heading: the names of model and optimizer, say."""
+        return SavedPlan.of(self.lowered, self.machine, what)
 
-        ``what`` is to stand in the report's heading: the model's name, say.
-        """
-        saved = SavedPlan(self.plan, self.schedule(), title_of(self.plan, what), limits_of(self.plan, self.machine))
-        saved.save(path)
+    def save(self, path: str | Path, what: str = "") -> None:
+        """Write the plan with its schedule, for ``compile(plan=path)`` and ``zerofx report``; ``what`` as there."""
+        self.report(what).save(path)
 
     def __str__(self) -> str:
         plan, memory = self.plan, self.machine.device.memory_bytes

@@ -30,8 +30,7 @@ from zerofx.guards import claim, release
 from zerofx.loss import LossFunction
 from zerofx.options import Backend, CompileOptions, Precision, Recompute
 from zerofx.progress import watched
-from zerofx.report.saved import SavedPlan, limits_of, title_of
-from zerofx.report.schedule import make_schedule
+from zerofx.report.saved import SavedPlan
 from zerofx.report.units import format_bytes
 from zerofx.runtime.collectives import is_on_cpu
 from zerofx.runtime.control import WORK_SECONDS, Control
@@ -115,7 +114,6 @@ class _Tuner:
         self._training, self._options = training, options
         self._num_steps, self._num_candidates = num_steps, num_candidates
         self._settings = read_settings()
-        self._control = Control(process_group(), self._settings.timeout_seconds)
         self._machine = options.machine or machine_at_hand(training.device)
         self._budget = budget_bytes(options.memory_budget, self._machine)
         self._candidates: list[Candidate] = []
@@ -125,14 +123,15 @@ class _Tuner:
 
     def run(self, save: Path | None) -> TuneResult:
         """Plan, run, correct, plan anew; the same on every rank."""
-        control = self._control
-        control.agree(
+        Control(process_group(), self._settings.timeout_seconds, "call zerofx.tune").agree(
             "call zerofx.tune",
             describe_request(self._training.model, self._training.optimizer, self._options, self._settings)
             + f"\nnum_steps: {self._num_steps}\nnum_candidates: {self._num_candidates}",
             "model, optimizer and options",
             "Tune the same on every rank.",
         )
+        # From here on a rank may wait for another's whole candidate, and for the end of that one's patience with it.
+        control = self._control = Control(process_group(), self._settings.timeout_seconds + WORK_SECONDS, "tune")
         control.attempt("save the plan", lambda: self._check_folder(save))
         self._prepared = control.attempt("capture a step", self._capture, WORK_SECONDS)
         self._prepared.agree(control)
@@ -317,11 +316,8 @@ class _Tuner:
                     f"found none:\n{table}\nAllow more, or use a smaller batch"
                 )
             raise PlanError(f"expected a plan that runs, found that every candidate failed:\n{table}")
-        words = {one.name: "best" if one is best else "not run: predicted to be slower" for one in self._candidates}
-        candidates = tuple(
-            replace(one, outcome=words[one.name]) if one is best or one.is_open else one for one in self._candidates
-        )
-        chosen = next(one for one in candidates if one.outcome == "best")
+        candidates = tuple(replace(one, outcome=_words(one, best)) for one in self._candidates)
+        chosen = candidates[self._candidates.index(best)]
         result = TuneResult(candidates, chosen, costs, self._budget)
         if save is not None:
             self._control.attempt("save the plan", lambda: self._save(result, save), WORK_SECONDS)
@@ -337,12 +333,23 @@ class _Tuner:
             on_cpu=is_on_cpu(prepared.captured.device), talk=False, costs=result.costs,
         )  # fmt: skip
         training = self._training
-        what = f"{type(training.model).__name__} with {type(training.optimizer).__name__}"
-        limits = limits_of(lowered.plan, self._machine)
+        what = f"{type(training.model).__name__} with {type(training.optimizer).__name__}, times from measured costs"
+        saved = SavedPlan.of(lowered, self._machine, what)
         try:
-            SavedPlan(lowered.plan, make_schedule(lowered), title_of(lowered.plan, what), limits).save(path)
+            saved.save(path)
         except OSError as error:
             raise UsageError(f"expected to write the plan to {path}, found that it cannot be: {error}") from error
+
+
+def _words(candidate: Candidate, best: Candidate) -> str:
+    """What became of a candidate, once the best is known."""
+    if candidate.outcome:
+        return candidate.outcome
+    if candidate is best:
+        return "best"
+    if candidate.measured is None or best.measured is None:
+        return "not run: predicted to be slower"
+    return f"{candidate.measured.step_seconds / best.measured.step_seconds - 1:.0%} slower"
 
 
 def _seconds(plan: Plan | None) -> float:

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from zerofx.compiler import LoweredStep
 from zerofx.errors import PlanError
-from zerofx.report.schedule import Schedule
+from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 
@@ -27,6 +28,16 @@ class SavedPlan:
     schedule: Schedule
     title: str
     limits: Mapping[str, int]
+
+    @staticmethod
+    def of(lowered: LoweredStep, machine: Machine, what: str = "") -> SavedPlan:
+        """The plan of a step; ``what`` is for the heading: the names of model and optimizer, say."""
+        plan = lowered.plan
+        precision = f", {plan.precision}" if plan.precision else ""
+        title = f"{what}{': ' if what else ''}stage {plan.stage} on {plan.num_ranks} x {plan.machine}{precision}"
+        budget = {} if plan.memory_budget is None else {"memory budget": plan.memory_budget}
+        limits = {**budget, "memory of the device": machine.device.memory_bytes}
+        return SavedPlan(plan, make_schedule(lowered), title, limits)
 
     def save(self, path: str | Path) -> None:
         """Write the file; one that exists is replaced."""
@@ -58,15 +69,3 @@ class SavedPlan:
     def to_html(self, path: str | Path) -> None:
         """Write the page of the schedule (``Schedule.to_html``), with the plan at its end."""
         self.schedule.to_html(path, self.title, limits=self.limits, notes=str(self.plan))
-
-
-def title_of(plan: Plan, what: str = "") -> str:
-    """A heading for a plan; ``what`` names the model and the optimizer, if they are known."""
-    precision = f", {plan.precision}" if plan.precision else ""
-    return f"{what}{': ' if what else ''}stage {plan.stage} on {plan.num_ranks} x {plan.machine}{precision}"
-
-
-def limits_of(plan: Plan, machine: Machine) -> dict[str, int]:
-    """The bytes that the peak is to stay below, by what they are."""
-    budget = {} if plan.memory_budget is None else {"memory budget": plan.memory_budget}
-    return {**budget, "memory of the device": machine.device.memory_bytes}

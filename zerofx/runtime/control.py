@@ -34,11 +34,15 @@ WORK_SECONDS = 3600.0  # how long ranks wait for one another's share of capturin
 class Control:
     """The side channel on which ranks compare and share plans. For a world of one it does nothing.
 
+    ``purpose`` completes "expected all ranks to ..." where a rank does not come to open it.
+
     Raises:
         RankMismatchError: from every method, where a rank does not come in time or does something else; names it.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_seconds: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, timeout_seconds: float, purpose: str = "call zerofx.compile"
+    ) -> None:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
         self._timeout = timedelta(seconds=timeout_seconds)
@@ -46,11 +50,10 @@ class Control:
         self._num_meetings = 0
         if self.num_ranks > 1:
             assert group is not None
-            self._group = self._connect(group)
+            self._group = self._connect(group, purpose)
 
-    def _connect(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    def _connect(self, group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
         """A gloo group over the same ranks, once all of them want one."""
-        purpose = "call zerofx.compile"
         default = _get_default_store()
         # How many channels this rank has made before: the same number on all ranks that do the same.
         count = f"zerofx/channels/{self.rank}"
