@@ -123,8 +123,8 @@ class BucketSummary:
 class GraphSummary:
     """What a plan must know of the captured graph to say how another one differs.
 
-    ``placeholders`` are types by role and name (``"parameter head.weight"``: ``"float32[8, 4]"``), ``operators`` numbers
-    of calls by operator.
+    ``placeholders`` are types by role and name (``"parameter head.weight"``: ``"float32[8, 4]"``), ``operators``
+    numbers of calls by operator.
     """
 
     placeholders: dict[str, str]

@@ -105,7 +105,9 @@ def decide(
 
 def summarise_graph(step: StepGraph) -> GraphSummary:
     """The part of a captured graph that a plan records, to tell it from others."""
-    placeholders = {f"{placeholder(node).role} {placeholder(node).name}": type_name(node) for node in step.placeholders()}
+    placeholders = {
+        f"{placeholder(node).role} {placeholder(node).name}": type_name(node) for node in step.placeholders()
+    }
     operators = Counter(target_name(node) for node in step.calls())
     return GraphSummary(placeholders, dict(sorted(operators.items())))
 

@@ -51,7 +51,8 @@ def test_a_plan_is_read_from_a_file_and_used_again(tmp_path: Path) -> None:
         assert again.plan == first.plan and again.source == first.source
     one, other = first(**batch()), again(**batch())
     assert torch.equal(one, other)
-    first.close(), again.close()
+    first.close()
+    again.close()
     assert same_parameters(first.model, again.model)
 
 
@@ -195,16 +196,17 @@ def use_files(folder: str) -> dict[str, str]:
         replace(good.plan, num_ranks=1).save(paths["one"])
     found = {"hash": good.plan.decisions_hash()}
     good.close()
-    for name, options in {
+    wrong: dict[str, dict[str, Any]] = {
         "missing": {"plan": Path(folder, "missing")},
         "ranks": {"plan": paths["one"]},
         "stage": {"plan": paths["good"], "stage": 1},
         "batch": {"plan": paths["good"], "example_batch": batch(rows=5)},
         "one file": {"plan": paths["good"] if rank == 0 else None},
-    }.items():
+    }
+    for name, options in wrong.items():
         optimizer = adamw(model)
         with untouched(model, optimizer), pytest.raises(ZeroFXError) as caught:
-            zerofx.compile(model, optimizer, backend="eager", **{"example_batch": batch(), **options})  # type: ignore[arg-type]
+            zerofx.compile(model, optimizer, backend="eager", **{"example_batch": batch(), **options})
         found[name] = f"{type(caught.value).__name__}: {caught.value}"
     assert compile_eager(model, plan=paths["good"]).plan.decisions_hash() == found["hash"]
     return found

@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 
 
 def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """A terminal in the place of stderr, and little patience. Called in the test: pytest sets stderr behind fixtures."""
+    """A terminal in the place of stderr, and little patience. No fixture: pytest sets stderr anew behind those."""
     made = Terminal()
     monkeypatch.setattr("sys.stderr", made)
     monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.2)

@@ -84,13 +84,13 @@ def test_nothing_is_trained() -> None:
     for one, own in ((model, optimizer), (other, theirs)):
         torch.manual_seed(1)
         eager_step(one, own, *rows())
-    states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]  # type: ignore[union-attr]
+    bits, states = torch.get_rng_state(), [random.getstate(), np.random.get_state(legacy=False)]
     momenta = copy.deepcopy(optimizer.state_dict())
     with untouched(model, optimizer):
         result = tune(model, optimizer)
     check(result)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert [random.getstate(), np.random.get_state()[1].tolist()] == states[1:]  # type: ignore[union-attr]
+    assert torch.equal(torch.get_rng_state(), bits)
+    assert str([random.getstate(), np.random.get_state(legacy=False)]) == str(states)
     torch.testing.assert_close(optimizer.state_dict(), momenta, rtol=0, atol=0)
     # Neither does what comes after see a difference: the other model was never near tune.
     torch.manual_seed(2)
@@ -125,7 +125,10 @@ def test_a_budget_that_nothing_meets_runs_nothing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tuning, "run_trial", None)
     model = noisy()
     optimizer = adamw(model)
-    with untouched(model, optimizer), pytest.raises(MemoryBudgetError, match="as asked .*does not fit: takes at least"):
+    with (
+        untouched(model, optimizer),
+        pytest.raises(MemoryBudgetError, match=r"as asked .*does not fit: takes at least"),
+    ):
         tune(model, optimizer, memory_budget=1000)
 
 
@@ -206,7 +209,7 @@ class FailingStep(zerofx.Step):
 def test_when_all_fail_the_error_says_how_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "Step", FailingStep)
     model = noisy()
-    with pytest.raises(PlanError, match="every candidate failed:(?s:.)*as asked .*RuntimeError: no luck"):
+    with pytest.raises(PlanError, match=r"every candidate failed:(?s:.)*as asked .*RuntimeError: no luck"):
         tune(model, adamw(model))
 
 
@@ -241,7 +244,7 @@ def test_a_loss_function_of_the_model_is_that_of_the_copy() -> None:
 def test_what_cannot_be_copied_is_refused() -> None:
     model = noisy()
     model.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(UsageError, match="copy.deepcopy can copy.*TypeError: cannot pickle '_thread.lock'"):
+    with pytest.raises(UsageError, match=r"copy\.deepcopy can copy.*TypeError: cannot pickle '_thread.lock'"):
         tune(model, adamw(model))
 
 
@@ -294,20 +297,20 @@ def tune_on_ranks(folder: str) -> tuple[TuneResult, list[float], bool, dict[str,
         own.append(found.measured.step_seconds)
         return found, regions
 
-    tuning.run_trial = noted
-    with untouched(model, optimizer):
+    with pytest.MonkeyPatch.context() as patch, untouched(model, optimizer):
+        patch.setattr(tuning, "run_trial", noted)
         result = tune(model, optimizer, batch, save=Path(folder, "plan.json"))
-    tuning.run_trial = run
     before = copy.deepcopy(model.state_dict())
     step = zerofx.compile(model, optimizer, backend="eager", plan=Path(folder, "plan.json"), example_batch=batch)
     assert step.plan == result.plan
     step.close()
     errors = {}
-    for name, options in {
+    wrong: dict[str, dict[str, Any]] = {
         "number": {"num_steps": 2 + rank},
         "budget": {"memory_budget": 1000},
         "folder": {"save": Path(folder, "none", "plan.json")},
-    }.items():
+    }
+    for name, options in wrong.items():
         with pytest.raises(ZeroFXError) as caught:
             tune(model, optimizer, batch, **options)
         errors[name] = f"{type(caught.value).__name__}: {caught.value}"
@@ -346,9 +349,10 @@ class FailingOnOne(zerofx.Step):
 
 def fail_on_one_rank() -> list[Candidate]:
     os.environ["ZEROFX_TIMEOUT"] = "5"
-    trial.Step = FailingOnOne  # type: ignore[misc]
     model = tiny()
-    return list(tune(model, adamw(model), {"ids": ids(), "labels": ids(9)}).candidates)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "Step", FailingOnOne)
+        return list(tune(model, adamw(model), {"ids": ids(), "labels": ids(9)}).candidates)
 
 
 def test_after_one_rank_failed_amid_a_step_nothing_more_is_run() -> None:
@@ -361,6 +365,7 @@ def test_after_one_rank_failed_amid_a_step_nothing_more_is_run() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_regions_are_timed() -> None:
     model = noisy()
     optimizer = adamw(model)

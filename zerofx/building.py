@@ -15,7 +15,7 @@ from torch import nn
 from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout, layout_of
 from zerofx.compiler import CompiledStep, budget_bytes, build, lower, make_plan
-from zerofx.errors import MemoryBudgetError, UsageError, ZeroFXError, warn
+from zerofx.errors import MemoryBudgetError, UsageError, warn
 from zerofx.given_plan import check_budget, check_graph
 from zerofx.graph import StepGraph
 from zerofx.micro_batches import MicroBatches
@@ -159,20 +159,12 @@ def _agree_on_plan(
             on_cpu=is_on_cpu(captured.device),
         )  # fmt: skip
 
-    assert not isinstance(options.plan, Path), "a file has been read"
-    plan = options.plan
-    failure: ZeroFXError | None = None
-    if plan is None and control.rank == 0:
-        try:
-            plan = choose_micro_batches(captures.candidates, memory_budget, plan_for)
-        except ZeroFXError as error:
-            failure = error
-    text, kind, why = control.from_rank_0(
-        (plan.to_json() if plan else "", type(failure), str(failure or "")), "share the plan", WORK_SECONDS
-    )
-    if why:
-        raise failure or kind(why)
-    shared = Plan.from_json(text)
+    def make() -> str:
+        assert not isinstance(options.plan, Path), "a file has been read"
+        plan = options.plan or choose_micro_batches(captures.candidates, memory_budget, plan_for)
+        return plan.to_json()
+
+    shared = Plan.from_json(control.share("share the plan", make, WORK_SECONDS))
     captured = prepared.captured
     if shared.num_micro_batches != captured.num_micro_batches:
         captured = control.attempt("capture a step", lambda: captures.graph(shared.num_micro_batches), WORK_SECONDS)

@@ -1,4 +1,4 @@
-"""The command line: ``zerofx plan``, ``report`` and ``machines`` need no device; ``zerofx tune`` runs on the one at hand."""
+"""The command line: ``zerofx plan``, ``report`` and ``machines`` need no device, ``zerofx tune`` runs on one."""
 
 from __future__ import annotations
 

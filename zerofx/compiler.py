@@ -237,6 +237,7 @@ def load_step(
         # A region without inputs only makes constants.
         first = {r.key: r for r in reversed(regions_of(instructions)) if not r.is_update and r.inputs}
         mine, others = control.divide(list(first))
+
         def compile_all(keys: list[str]) -> None:
             for key in keys:
                 name, region = functions[key], first[key]

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from zerofx.buckets import BucketLayout
 from zerofx.compiler import budget_bytes
-from zerofx.errors import MemoryBudgetError, PlanError, UsageError, ZeroFXError, warn
+from zerofx.errors import MemoryBudgetError, PlanError, UsageError, warn
 from zerofx.graph import StepGraph
 from zerofx.options import CompileOptions
 from zerofx.report.units import format_bytes, format_count
@@ -33,7 +33,8 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
     """
     if options.plan is None:
         return options
-    plan = _read(options.plan, control) if isinstance(options.plan, Path) else options.plan
+    given = options.plan
+    plan = control.share("read the plan", lambda: Plan.load(given)) if isinstance(given, Path) else given
     settings = {
         "stage": (str(plan.stage), str(options.stage)),
         "precision": (_precision(plan.precision), _precision(options.precision)),
@@ -82,21 +83,6 @@ def check_graph(plan: Plan, captured: StepGraph, layout: BucketLayout) -> None:
     _refuse(differences, "Make the plan anew for this model, batch and optimizer.")
 
 
-def _read(path: Path, control: Control) -> Plan:
-    """The plan in rank 0's file, on all ranks; what fails there fails everywhere."""
-    text, kind, why = "", PlanError, ""
-    failure: ZeroFXError | None = None
-    if control.rank == 0:
-        try:
-            text = Plan.load(path).to_json()
-        except PlanError as error:
-            failure, why = error, str(error)
-    text, kind, why = control.from_rank_0((text, kind, why), "share the plan that was given")
-    if why:
-        raise failure or kind(why)
-    return Plan.from_json(text)
-
-
 @dataclass(frozen=True)
 class _Difference:
     what: str
@@ -129,9 +115,7 @@ def _graph_differences(plan: Plan, captured: StepGraph) -> Iterator[_Difference]
         yield _Difference("nodes", "these operators with their arguments", "the same ones with others, or elsewhere")
 
 
-def _bucket_differences(
-    before: tuple[BucketSummary, ...], after: tuple[BucketSummary, ...]
-) -> Iterator[_Difference]:
+def _bucket_differences(before: tuple[BucketSummary, ...], after: tuple[BucketSummary, ...]) -> Iterator[_Difference]:
     known = [{f"bucket {b.name}{_of(b)}": _describe(b) for b in buckets} for buckets in (before, after)]
     yield from _few(_by_name(known[0], known[1], str), "buckets")
 

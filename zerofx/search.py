@@ -106,7 +106,9 @@ def largest_micro_batch(
     options = _options(stage, plan_options)
 
     def attempt(samples: int) -> PlannedStep:
-        return plan_captured(capture_for_plans(model, optimizer, make_batch(samples), options, talk=False), world_size, talk=False)
+        return plan_captured(
+            capture_for_plans(model, optimizer, make_batch(samples), options, talk=False), world_size, talk=False
+        )
 
     with _Trials("micro-batch", attempt).watched() as trials:
         if not trials.fits(1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tabulate import tabulate
@@ -70,7 +71,7 @@ class TuneResult:
         )
 
 
-def candidate_table(candidates: tuple[Candidate, ...]) -> str:
+def candidate_table(candidates: Sequence[Candidate]) -> str:
     """A line each: peak on the device and time of a step, predicted and measured, and what became of it."""
     lines = []
     for candidate in candidates:

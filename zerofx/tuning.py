@@ -8,12 +8,10 @@ the same result.
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,10 +20,11 @@ from tqdm import tqdm
 from zerofx.api import check_arguments
 from zerofx.batch import Batch
 from zerofx.building import Prepared, describe_request, machine_at_hand, prepare
+from zerofx.candidates import Planner, best_of, concluded, most_promising, promises_more
 from zerofx.checks import check_batch
 from zerofx.codegen.regions import Region
-from zerofx.compiler import budget_bytes, lower, make_plan, predict_plan
-from zerofx.errors import MemoryBudgetError, PlanError, UsageError, ZeroFXError
+from zerofx.compiler import budget_bytes, lower
+from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.guards import claim, release
 from zerofx.loss import LossFunction
 from zerofx.options import Backend, CompileOptions, Precision, Recompute
@@ -35,16 +34,11 @@ from zerofx.report.units import format_bytes
 from zerofx.runtime.collectives import is_on_cpu
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.state import process_group
-from zerofx.scheduler.budget import BudgetMissedError
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.measured import MeasuredCosts
-from zerofx.scheduler.plan import Plan
 from zerofx.settings import read_settings
 from zerofx.trial import Training, Trial, free_copies, run_trial, slowest
 from zerofx.tune_result import Candidate, TuneResult, candidate_table
-from zerofx.variations import Variation, variations
-
-T = TypeVar("T")
 
 _ROUNDS = 2  # plans to make anew from corrected costs, and run, at most
 
@@ -135,22 +129,22 @@ class _Tuner:
         control.attempt("save the plan", lambda: self._check_folder(save))
         self._prepared = control.attempt("capture a step", self._capture, WORK_SECONDS)
         self._prepared.agree(control)
-        self._candidates = self._shared(self._plan, "share the plans to try")
-        self._check_any()
-        costs = MeasuredCosts()
+        # Rank 0 alone decides: what it shares, all have.
+        planner = Planner(self._prepared, self._options, self._settings, self._machine, control.num_ranks)
+        self._candidates = control.share("share the plans to try", planner.plan, WORK_SECONDS)
         with watched("tuning", "candidates", show=control.rank == 0) as bar:
-            chosen = self._most_promising()
+            chosen = most_promising(self._candidates, self._num_candidates)
             bar.total = len(chosen)
             for index in chosen:
                 self._measure(index, bar)
-            costs = self._correct()
+            costs = self._correct(planner)
             for _ in range(_ROUNDS):
-                better = self._promises_more()
+                better = promises_more(self._candidates)
                 if better is None:
                     break
                 bar.total += 1
                 self._measure(better, bar)
-                costs = self._correct()
+                costs = self._correct(planner)
         return self._conclude(costs, save)
 
     # ------------------------------------------------------------------------------------------------ planning
@@ -167,67 +161,6 @@ class _Tuner:
             training.model, training.optimizer, batch, self._options, self._settings, self._control.num_ranks,
             None, None, None, talk=self._control.rank == 0,
         )  # fmt: skip
-
-    def _shared(self, make: Callable[[], T], purpose: str) -> T:
-        """What rank 0 makes, on all ranks; what fails there fails everywhere."""
-        made: T | None = None
-        failure: ZeroFXError | None = None
-        if self._control.rank == 0:
-            try:
-                made = make()
-            except ZeroFXError as error:
-                failure = error
-        found, kind, why = self._control.from_rank_0((made, type(failure), str(failure or "")), purpose, WORK_SECONDS)
-        if why:
-            raise failure or kind(why)
-        return cast(T, found)
-
-    def _plan(self) -> list[Candidate]:
-        """A candidate for each variation; those that fail, do not fit, or repeat another say so."""
-        found: list[Candidate] = []
-        for variation in variations(self._options, self._control.num_ranks):
-            found.append(self._judged(self._candidate(variation, None), found))
-        return found
-
-    def _candidate(self, variation: Variation, costs: MeasuredCosts | None) -> Candidate:
-        """The plan of a variation, going by ``costs`` if there are any; predicted as without them."""
-        prepared, budget = self._prepared, self._budget
-        given = (prepared.captured, prepared.layout, prepared.programs, self._machine)
-        on_cpu = is_on_cpu(prepared.captured.device)
-        try:
-            plan = make_plan(
-                *given, variation.options, self._settings, budget if variation.searched else None,
-                on_cpu=on_cpu, costs=costs,
-            )  # fmt: skip
-        except BudgetMissedError as error:
-            return Candidate(variation.name, None, f"does not fit: takes at least {format_bytes(error.least_bytes)}")
-        plan = replace(plan, memory_budget=budget)
-        prepared_plan = predict_plan(prepared.captured, plan, *given[1:], self._settings, on_cpu=on_cpu)
-        return Candidate(variation.name, prepared_plan)
-
-    def _judged(self, candidate: Candidate, before: Sequence[Candidate]) -> Candidate:
-        """``candidate``, unless there is a reason not to run it."""
-        plan, budget = candidate.plan, self._budget
-        if plan is None:
-            return candidate
-        same = [other.name for other in before if other.plan == plan]
-        if same:
-            return replace(candidate, outcome=f"the same plan as: {same[0]}")
-        over = plan.peak_bytes["device"] - budget if budget is not None else 0
-        return replace(candidate, outcome=f"does not fit: {format_bytes(over)} too much") if over > 0 else candidate
-
-    def _check_any(self) -> None:
-        if not any(candidate.is_open for candidate in self._candidates):
-            raise MemoryBudgetError(
-                f"expected a plan within memory_budget={format_bytes(self._budget or 0)}, found none:\n"
-                f"{candidate_table(tuple(self._candidates))}\nAllow more, or a smaller batch, or let recompute='auto'"
-            )
-
-    def _most_promising(self) -> list[int]:
-        """What to run at first: the plan that was asked for, and the fastest of the others as predicted."""
-        open_ones = [index for index, candidate in enumerate(self._candidates) if candidate.is_open]
-        open_ones.sort(key=lambda index: (index > 0, _seconds(self._candidates[index].plan)))
-        return open_ones[: self._num_candidates]
 
     # ------------------------------------------------------------------------------------------------ running
 
@@ -248,7 +181,8 @@ class _Tuner:
         trials = control.gather(trial, "compare what was measured")
         self._in_step = control.num_ranks == 1 or all(one.in_step for one in trials)
         self._candidates[index] = self._outcome(candidate, trials)
-        for key, seconds in _region_seconds(self._candidates[index]).items():
+        measured = self._candidates[index].measured
+        for key, seconds in measured.region_seconds.items() if measured else ():
             self._region_seconds.setdefault(key, []).append(seconds)
         self._regions += regions
         bar.update()
@@ -263,60 +197,26 @@ class _Tuner:
         outcome = f"does not fit: measured {format_bytes(over)} too much" if over > 0 else ""
         return replace(candidate, measured=measured, outcome=outcome)
 
-    # ------------------------------------------------------------------------------------------------ correcting
-
-    def _correct(self) -> MeasuredCosts:
+    def _correct(self, planner: Planner) -> MeasuredCosts:
         """Costs from all that was measured; predictions, and plans within a budget, are made anew from them."""
-        costs, self._candidates = self._shared(self._corrected, "share corrected costs")
+        costs, self._candidates = self._control.share(
+            "share corrected costs",
+            lambda: planner.corrected(self._candidates, self._region_seconds, self._regions),
+            WORK_SECONDS,
+        )
         return costs
 
-    def _corrected(self) -> tuple[MeasuredCosts, list[Candidate]]:
-        seconds = {key: statistics.median(spans) for key, spans in self._region_seconds.items()}
-        costs = MeasuredCosts.of(seconds, self._regions, self._machine)
-        found = list(self._candidates)
-        if self._budget is not None:  # without one, nothing of a plan depends on costs
-            for variation in variations(self._options, self._control.num_ranks):
-                made = self._candidate(variation, costs)
-                if made.plan is not None and not self._judged(made, found).outcome:
-                    found.append(replace(made, name=f"{made.name}, corrected"))
-        prepared, on_cpu = self._prepared, is_on_cpu(self._prepared.captured.device)
-        for index, candidate in enumerate(found):
-            if candidate.plan is not None:
-                plan = predict_plan(
-                    prepared.captured, candidate.plan, prepared.layout, prepared.programs, self._machine,
-                    self._settings, on_cpu=on_cpu, costs=costs,
-                )  # fmt: skip
-                found[index] = replace(candidate, corrected=plan.prediction)
-        return costs, found
-
-    def _best(self) -> Candidate | None:
-        """The fastest that was measured and fits."""
-        fitting = [one for one in self._candidates if one.measured is not None and not one.outcome]
-        return min(fitting, key=lambda one: one.measured.step_seconds if one.measured else 0.0, default=None)
-
-    def _promises_more(self) -> int | None:
-        """A candidate that has not been run, and that corrected costs put before the best; or that takes the least
-        memory, where none that was run fits."""
-        open_ones = [index for index, candidate in enumerate(self._candidates) if candidate.is_open]
-        best = self._best()
-        if best is None:
-            return min(open_ones, key=lambda index: _peak(self._candidates[index].plan), default=None)
-        first = min(open_ones, key=lambda index: _corrected_seconds(self._candidates[index]), default=None)
-        if first is None or _corrected_seconds(self._candidates[first]) >= _corrected_seconds(best):
-            return None
-        return first
-
     def _conclude(self, costs: MeasuredCosts, save: Path | None) -> TuneResult:
-        best = self._best()
+        best = best_of(self._candidates)
         if best is None:
-            table = candidate_table(tuple(self._candidates))
+            table = candidate_table(self._candidates)
             if any(one.measured is not None for one in self._candidates):
                 raise MemoryBudgetError(
                     f"expected a plan whose measured peak is within memory_budget={format_bytes(self._budget or 0)}, "
                     f"found none:\n{table}\nAllow more, or use a smaller batch"
                 )
             raise PlanError(f"expected a plan that runs, found that every candidate failed:\n{table}")
-        candidates = tuple(replace(one, outcome=_words(one, best)) for one in self._candidates)
+        candidates = tuple(concluded(one, best) for one in self._candidates)
         chosen = candidates[self._candidates.index(best)]
         result = TuneResult(candidates, chosen, costs, self._budget)
         if save is not None:
@@ -339,31 +239,3 @@ class _Tuner:
             saved.save(path)
         except OSError as error:
             raise UsageError(f"expected to write the plan to {path}, found that it cannot be: {error}") from error
-
-
-def _words(candidate: Candidate, best: Candidate) -> str:
-    """What became of a candidate, once the best is known."""
-    if candidate.outcome:
-        return candidate.outcome
-    if candidate is best:
-        return "best"
-    if candidate.measured is None or best.measured is None:
-        return "not run: predicted to be slower"
-    return f"{candidate.measured.step_seconds / best.measured.step_seconds - 1:.0%} slower"
-
-
-def _seconds(plan: Plan | None) -> float:
-    return plan.step_seconds if plan is not None else math.inf
-
-
-def _peak(plan: Plan | None) -> int:
-    assert plan is not None
-    return plan.peak_bytes["device"]
-
-
-def _corrected_seconds(candidate: Candidate) -> float:
-    return candidate.corrected.step_seconds if candidate.corrected is not None else math.inf
-
-
-def _region_seconds(candidate: Candidate) -> Mapping[str, float]:
-    return candidate.measured.region_seconds if candidate.measured is not None else {}

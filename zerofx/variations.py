@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zerofx.options import CompileOptions
@@ -20,19 +21,28 @@ class Variation:
 
 
 def variations(options: CompileOptions, num_ranks: int) -> tuple[Variation, ...]:
-    """All variations for what was asked, that first. Several may lead to one plan. A leaning is a line here."""
-    policy = options.policy
-    found = [Variation("as asked", options)]
+    """All variations for what was asked, that first. Several may lead to one plan."""
+    gathers = options.stage == 3 and num_ranks > 1
+    return (
+        Variation("as asked", options),
+        *_recomputing(options),
+        *(_gathering(options) if gathers else ()),
+    )
+
+
+def _recomputing(options: CompileOptions) -> Iterator[Variation]:
     if options.recompute == "auto":
-        found.append(Variation("recompute nothing", replace(options, recompute="none")))
+        yield Variation("recompute nothing", replace(options, recompute="none"))
     if options.recompute != "none":
-        found.append(Variation("recompute all", replace(options, recompute="full"), searched=False))
-    if options.stage == 3 and num_ranks > 1:
-        for ahead in _PREFETCHES:
-            if ahead != policy.prefetch:
-                found.append(Variation(f"prefetch {ahead}", replace(options, policy=replace(policy, prefetch=ahead))))
-        if policy.keep != "all":
-            found.append(Variation("keep all gathered", replace(options, policy=replace(policy, keep="all"))))
-        if policy.keep:
-            found.append(Variation("keep none gathered", replace(options, policy=replace(policy, keep=()))))
-    return tuple(found)
+        yield Variation("recompute all", replace(options, recompute="full"), searched=False)
+
+
+def _gathering(options: CompileOptions) -> Iterator[Variation]:
+    asked = options.policy
+    for ahead in _PREFETCHES:
+        if ahead != asked.prefetch:
+            yield Variation(f"prefetch {ahead}", replace(options, policy=replace(asked, prefetch=ahead)))
+    if asked.keep != "all":
+        yield Variation("keep all gathered", replace(options, policy=replace(asked, keep="all")))
+    if asked.keep:
+        yield Variation("keep none gathered", replace(options, policy=replace(asked, keep=())))

@@ -56,8 +56,8 @@ class SavedPlan:
         entry = json.loads(Path(path).read_text(encoding="utf-8")).get(_ENTRY)
         if entry is None:
             raise PlanError(
-                f"expected a plan with its schedule in {path}, found the plan alone: save it with step.save_plan(path), "
-                f"planned.save(path), or `zerofx plan ... --save`"
+                f"expected a plan with its schedule in {path}, found the plan alone: save it with "
+                f"step.save_plan(path), planned.save(path), or `zerofx plan ... --save`"
             )
         try:
             return SavedPlan(plan, Schedule.from_dict(entry), str(entry["title"]), dict(entry["limits"]))

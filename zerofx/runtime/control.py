@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, but not listed as public
 from torch.distributed.distributed_c10d import _get_default_store
 
-from zerofx.errors import RankMismatchError
+from zerofx.errors import RankMismatchError, ZeroFXError
 
 T = TypeVar("T")
 
@@ -150,6 +150,24 @@ class Control:
         except RuntimeError as error:
             raise self._absence(purpose, error, self._timeout) from error
         return box[0]
+
+    def share(self, purpose: str, make: Callable[[], T], timeout_seconds: float | None = None) -> T:
+        """What ``make()`` gives on rank 0, on every rank; only there is it called.
+
+        Raises:
+            ZeroFXError: what it raised there, on every rank.
+        """
+        made: T | None = None
+        failure: ZeroFXError | None = None
+        if self.rank == 0:
+            try:
+                made = make()
+            except ZeroFXError as error:
+                failure = error
+        made, failure = self.from_rank_0((made, failure), purpose, timeout_seconds)
+        if failure is not None:
+            raise failure
+        return cast(T, made)
 
     def attempt(self, purpose: str, function: Callable[[], T], timeout_seconds: float | None = None) -> T:
         """``function()`` on every rank; where it fails on any rank, every rank raises.
