@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.distributed import run_ranks
 from tests.users import adamw, eager_step, ids, same_parameters, tiny, untouched
-from zerofx import Candidate, MemoryBudgetError, Plan, PlanError, TuneResult, UsageError, ZeroFXError, trial, tuning
+from zerofx import Candidate, MemoryBudgetError, Plan, PlanError, TuneResult, UsageError, ZeroFXError, ZeroFXWarning, trial, tuning
 from zerofx.options import check_options
 from zerofx.runtime.measure import Measurement
 from zerofx.variations import variations
@@ -267,10 +267,10 @@ def test_arguments_are_checked(options: Mapping[str, Any], message: str) -> None
 
 def test_variations_change_what_may_be_changed() -> None:
     def names(stage: int = 3, num_ranks: int = 2, **changed: Any) -> list[str]:
-        given = {"prefetch": 1, "keep_gathered": (), "recompute": "auto", **changed}
+        given = {"prefetch": 1, "keep_gathered": (), "recompute": "auto", "offload": "auto", **changed}
         options = check_options(
             stage, None, None, "eager", None, None, given["prefetch"], given["keep_gathered"], 1, None,
-            given["recompute"],
+            given["recompute"], given["offload"],
         )  # fmt: skip
         return [variation.name for variation in variations(options, num_ranks)]
 
@@ -279,6 +279,8 @@ def test_variations_change_what_may_be_changed() -> None:
     assert names() == [*leanings, "prefetch 0", "prefetch 2", "prefetch 4", "keep all gathered"]
     assert names(prefetch=2, recompute="none") == ["as asked", "prefetch 0", "prefetch 4", "keep all gathered"]
     assert names(keep_gathered="all")[-1] == "keep none gathered"
+    with pytest.warns(ZeroFXWarning, match="offload='host' is ignored without a memory_budget"):
+        assert names(num_ranks=1, offload="host") == [*leanings, "offload nothing"]
 
 
 def tune_on_ranks(folder: str) -> tuple[TuneResult, list[float], bool, dict[str, str]]:

@@ -81,10 +81,11 @@ def compile(
     Raises:
         ZeroFXError: see its subclasses; nothing has been changed then.
     """
-    options = check_arguments(
-        model, optimizer, stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
+    options = check_options(
+        stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
         memory_budget, recompute, offload, accumulate,
     )  # fmt: skip
+    check_training(model, optimizer, options)
     if not isinstance(example_batch, tuple | list | Mapping | None):
         raise UsageError(
             f"expected example_batch to be a tuple of what step() is called with, or a dict of its keywords, found "
@@ -104,19 +105,17 @@ def compile(
     return step
 
 
-def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, *options: Any) -> CompileOptions:
-    """Check all that can be checked before anything is captured; ``options`` as for ``check_options``.
+def check_training(model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions) -> None:
+    """Check what is to be trained, as far as that can be before anything is captured.
 
     Raises:
-        ZeroFXError: the model, the optimizer or an option cannot be; or the backend's compiler is missing.
+        ZeroFXError: the model or the optimizer cannot be, or the backend's compiler is missing.
     """
     check_model(model)
     check_optimizer(model, optimizer)
-    checked = check_options(*options)
     check_supported(optimizer)
-    if checked.backend == "inductor":
+    if options.backend == "inductor":
         # Inductor takes seconds to import: only who needs it pays.
         from zerofx.codegen.inductor import check_compiler
 
         check_compiler(next(iter(model.parameters())).device)
-    return checked

@@ -13,7 +13,7 @@ from tabulate import tabulate
 import zerofx
 from zerofx.cli_arguments import make_training, parse_accumulate, parse_budget, read_machine, world
 from zerofx.errors import ZeroFXError
-from zerofx.options import Backend, Precision, Recompute
+from zerofx.options import Backend, Offload, Precision, Recompute
 from zerofx.report.saved import SavedPlan
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.machine import Link, Machine
@@ -104,6 +104,7 @@ def plan_command(
 @click.option("--precision", type=click.Choice(get_args(Precision)), help="What is computed in; else as the model is.")
 @click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Gathers issued ahead.")
 @click.option("--recompute", type=click.Choice(get_args(Recompute)), default="auto", show_default=True)
+@click.option("--offload", type=click.Choice(get_args(Offload)), default="auto", show_default=True)
 @click.option("--backend", type=click.Choice(get_args(Backend)), default="inductor", show_default=True)
 @click.option("--num-steps", type=click.IntRange(min=2), default=5, show_default=True, help="Steps of each candidate.")
 @click.option("--num-candidates", type=click.IntRange(min=1), default=4, show_default=True, help="Plans run at first.")
@@ -116,6 +117,7 @@ def tune_command(
     precision: Precision | None,
     prefetch: int,
     recompute: Recompute,
+    offload: Offload,
     backend: Backend,
     num_steps: int,
     num_candidates: int,
@@ -139,6 +141,7 @@ def tune_command(
             save=save,
             loss_fn=loss_fn,
             recompute=recompute,
+            offload=offload,
             precision=precision,
             backend=backend,
             prefetch=prefetch,

@@ -139,7 +139,6 @@ def make_plan(
             options=options.policy,
         )  # fmt: skip
 
-
     question = Question(
         step=captured,
         layout=layout,

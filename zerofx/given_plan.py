@@ -49,6 +49,12 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
             f"expected recompute='auto' beside a plan that computes {len(plan.recomputes)} values again, found "
             f"recompute='none': leave it out, or leave plan out to have another made"
         )
+    if options.offload == "none" and (plan.offloads or plan.states):
+        raise UsageError(
+            f"expected offload='auto' beside a plan that has {len(plan.offloads)} values and the states of "
+            f"{len(plan.states)} buckets off the device, found offload='none': leave it out, or leave plan out to have "
+            f"another made"
+        )
     default = PolicyOptions()
     if control.rank == 0 and (options.policy.prefetch, tuple(options.policy.keep)) != (default.prefetch, default.keep):
         warn("prefetch and keep_gathered have no effect beside a plan: it says when every bucket is gathered")

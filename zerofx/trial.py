@@ -99,7 +99,9 @@ def run_trial(training: Training, plan: Plan, options: CompileOptions, num_steps
             found = step.measure(*args, num_steps=num_steps, **keywords)
         except (ZeroFXError, RuntimeError, MemoryError) as error:
             return Trial(None, _described(error), in_step=False), []
-        return Trial(found), regions_of(step.compiled.instructions)
+        regions = regions_of(step.compiled.instructions)
+        step.close()
+        return Trial(found), regions
 
 
 def free_copies(device: torch.device) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from zerofx.api import check_arguments
+from zerofx.api import check_training
 from zerofx.batch import Batch
 from zerofx.building import Prepared, describe_request, machine_at_hand, prepare
 from zerofx.candidates import Planner, best_of, concluded, most_promising, promises_more
@@ -27,7 +27,7 @@ from zerofx.compiler import budget_bytes, lower
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.guards import claim, release
 from zerofx.loss import LossFunction
-from zerofx.options import Backend, CompileOptions, Precision, Recompute
+from zerofx.options import Backend, CompileOptions, Offload, Precision, Recompute, check_options
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
 from zerofx.report.units import format_bytes
@@ -56,6 +56,7 @@ def tune(
     save: str | Path | None = None,
     loss_fn: LossFunction | None = None,
     recompute: Recompute = "auto",
+    offload: Offload = "auto",
     precision: Precision | None = None,
     backend: Backend = "inductor",
     prefetch: int = 1,
@@ -67,7 +68,7 @@ def tune(
     generators are set back. Ranks call it together, and all return the same.
 
     Args:
-        model, optimizer, stage, loss_fn, recompute, precision, backend, prefetch, keep_gathered: as for
+        model, optimizer, stage, loss_fn, recompute, offload, precision, backend, prefetch, keep_gathered: as for
             ``zerofx.compile``; they say what the first candidate is, and what the others may change.
         batch: a batch to run: a tuple of positional arguments, or a dict of keywords.
         memory_budget: the most bytes on the device, as for ``zerofx.compile``; the copy's alone.
@@ -83,10 +84,11 @@ def tune(
         PlanError: every candidate failed; says how.
         ZeroFXError: as ``zerofx.compile`` would.
     """
-    options = check_arguments(
-        model, optimizer, stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
-        memory_budget, recompute,
+    options = check_options(
+        stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
+        memory_budget, recompute, offload,
     )  # fmt: skip
+    check_training(model, optimizer, options)
     for name, number, least in (("num_steps", num_steps, 2), ("num_candidates", num_candidates, 1)):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise UsageError(f"expected {name} to be at least {least}, found {number!r}")

@@ -26,6 +26,7 @@ def variations(options: CompileOptions, num_ranks: int) -> tuple[Variation, ...]
     return (
         Variation("as asked", options),
         *_recomputing(options),
+        *_offloading(options),
         *(_gathering(options) if gathers else ()),
     )
 
@@ -35,6 +36,11 @@ def _recomputing(options: CompileOptions) -> Iterator[Variation]:
         yield Variation("recompute nothing", replace(options, recompute="none"))
     if options.recompute != "none":
         yield Variation("recompute all", replace(options, recompute="full"), searched=False)
+
+
+def _offloading(options: CompileOptions) -> Iterator[Variation]:
+    if options.offload in ("host", "nvme"):
+        yield Variation("offload nothing", replace(options, offload="none"))
 
 
 def _gathering(options: CompileOptions) -> Iterator[Variation]:
