@@ -186,8 +186,9 @@ def test_tune_on_two_processes(tmp_path: Path) -> None:
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zerofx",
             "tune", "tests.test_cli:make_on_device", "--backend", "eager", "--num-steps", "2", "--save", str(saved),
         ],
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}, cwd=root, capture_output=True, text=True,
-        timeout=300, check=False,
+        # As for pytest, what the tests import from the examples is found.
+        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root}/examples", "OMP_NUM_THREADS": "1"}, cwd=root,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("candidate ") == 1 and "keep all gathered" in done.stdout

@@ -14,6 +14,7 @@ from typing import Any
 from tests.hashes import planned_alone
 
 ROOT = Path(__file__).parent.parent
+PATHS = f"{ROOT}{os.pathsep}{ROOT / 'examples'}"
 ONE = {"PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C", "TZ": "UTC", "UNRELATED": "one"}
 OTHER = {"PYTHONHASHSEED": "2", "OMP_NUM_THREADS": "2", "LC_ALL": "tr_TR.UTF-8", "TZ": "Asia/Tokyo", "UNRELATED": "2"}
 
@@ -30,7 +31,7 @@ def run_with(environments: Sequence[Mapping[str, str]], folder: Path) -> list[di
                 str(rank), "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port),
                 "-m", "tests.hashes", str(folder),
             ],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **environment},
+            env={**os.environ, "PYTHONPATH": PATHS, "GLOO_SOCKET_IFNAME": "lo", **environment},
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank, environment in enumerate(environments)

@@ -23,7 +23,18 @@ from torch import Tensor, nn
 import zerofx
 from tests.distributed import run_ranks
 from tests.users import adamw, eager_step, ids, same_parameters, tiny, untouched
-from zerofx import Candidate, MemoryBudgetError, Plan, PlanError, TuneResult, UsageError, ZeroFXError, ZeroFXWarning, trial, tuning
+from zerofx import (
+    Candidate,
+    MemoryBudgetError,
+    Plan,
+    PlanError,
+    TuneResult,
+    UsageError,
+    ZeroFXError,
+    ZeroFXWarning,
+    trial,
+    tuning,
+)
 from zerofx.options import check_options
 from zerofx.runtime.measure import Measurement
 from zerofx.variations import variations
