@@ -94,32 +94,39 @@ def test_updates_are_regions_like_others() -> None:
     assert grown >= same and before.step_seconds < after.step_seconds
 
 
-def choose(prepared: Prepared, budget: int, costs: MeasuredCosts | None) -> Plan:
-    options = check_options(3, None, None, "eager", CPU, None, 1, (), 1, budget, "auto", "host")
+def made(prepared: Prepared, costs: MeasuredCosts | None, budget: int | None, prefetch: int, recompute: str) -> Plan:
+    options = check_options(3, None, None, "eager", CPU, None, prefetch, (), 1, budget, recompute)  # type: ignore[arg-type]
     return make_plan(
         prepared.step, prepared.layout, prepared.programs, CPU, options, graphs.settings(), budget,
         on_cpu=True, costs=costs, talk=False,
     )  # fmt: skip
 
 
-def test_corrected_costs_change_the_plan() -> None:
-    """A budget below the peak: something must be computed again, or copied away and back. Copies take what they take;
-    the faster computation turns out to be, the less of it they hide behind, and the more computing again is worth."""
-    prepared = prepare(Waves(), (torch.randn(64, WIDTH),), num_ranks=1)
-    fast = MeasuredCosts(scale=1e-3)
-    budget = choose(prepared, 10**9, None).peak_bytes["device"] - 64
-    predicted, corrected = choose(prepared, budget, None), choose(prepared, budget, fast)
-    assert predicted.offloads and not predicted.recomputes
-    assert corrected.recomputes and not corrected.offloads
+def predicted_seconds(prepared: Prepared, plan: Plan, costs: MeasuredCosts) -> float:
+    return predict_plan(
+        prepared.step, plan, prepared.layout, prepared.programs, CPU, graphs.settings(), on_cpu=True, costs=costs
+    ).step_seconds
 
-    def seconds(plan: Plan, costs: MeasuredCosts) -> float:
-        found = predict_plan(
-            prepared.step, plan, prepared.layout, prepared.programs, CPU, graphs.settings(), on_cpu=True, costs=costs
-        )
-        return found.step_seconds
 
-    assert seconds(corrected, fast) < seconds(predicted, fast)
-    assert seconds(predicted, MeasuredCosts()) < seconds(corrected, MeasuredCosts())
+def test_corrected_costs_change_which_plan_is_the_fastest() -> None:
+    """One plan computes again and hides its gathers, the other computes once and waits for them: the slower computation
+    turns out to be, the more the second is worth."""
+    prepared = prepare(Waves(), (torch.randn(64, WIDTH),), num_ranks=2)
+    again = made(prepared, None, None, prefetch=1, recompute="full")
+    once = made(prepared, None, None, prefetch=0, recompute="none")
+    assert again.recomputes and not once.recomputes
+    as_predicted, slower = MeasuredCosts(), MeasuredCosts(scale=100.0)
+    for costs, faster, other in ((as_predicted, again, once), (slower, once, again)):
+        assert predicted_seconds(prepared, faster, costs) < predicted_seconds(prepared, other, costs)
+
+
+def test_plans_that_are_sought_within_a_budget_go_by_measured_costs() -> None:
+    prepared = prepare(Waves(), (torch.randn(64, WIDTH),), num_ranks=2)
+    costs = MeasuredCosts(scale=100.0)
+    budget = made(prepared, None, 10**9, prefetch=1, recompute="auto").peak_bytes["device"] - 64
+    plan = made(prepared, costs, budget, prefetch=1, recompute="auto")
+    assert plan.peak_bytes["device"] <= budget
+    assert plan.step_seconds == predicted_seconds(prepared, plan, costs)
 
 
 @given(
