@@ -19,6 +19,7 @@ import zerofx
 from tests.distributed import run_ranks
 from tests.users import Tiny, adamw, ids, same_parameters, tiny, untouched
 from zerofx import MemoryBudgetError, Plan, PlanError, UsageError, ZeroFXError, ZeroFXWarning
+from zerofx.scheduler.plan import OffloadDecision
 
 
 def batch(rows: int = 2) -> dict[str, torch.Tensor]:
@@ -172,6 +173,8 @@ def test_options_that_contradict_the_plan() -> None:
     plan = compile_eager(Wavy(), recompute="full").plan
     assert plan.recomputes
     assert "expected recompute='auto' beside a plan" in refusal(UsageError, Wavy, plan=plan, recompute="none")
+    away = replace(plan, recomputes=(), offloads=(OffloadDecision("tanh", "host", 4, "tanh", "tanh", "why"),))
+    assert "has 1 values and the states of 0 buckets off" in refusal(UsageError, Wavy, plan=away, offload="none")
     with pytest.warns(ZeroFXWarning, match="prefetch and keep_gathered have no effect beside a plan"):
         assert compile_eager(Wavy(), plan=plan, prefetch=3).plan == plan
 
