@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import Phase, Role, StepGraph, origin, placeholder
+from zerofx.graph import Phase, Role, StepGraph, origin, placeholder, target_name, type_name
 from zerofx.passes.base import consumers
 from zerofx.passes.recompute import recompute
 from zerofx.scheduler.plan import (
     BucketSummary,
     GatherDecision,
+    GraphSummary,
     OffloadDecision,
     Plan,
     RecomputeDecision,
@@ -76,7 +78,7 @@ def decide(
     that is made here.
     """
     sharded = stage == 3 and layout.num_ranks > 1
-    graph = step.fingerprint()
+    graph, summary = step.fingerprint(), summarise_graph(step)
     if carried_out is not None:
         step = carried_out
     elif recomputes:
@@ -97,7 +99,17 @@ def decide(
         states=states,
         memory_budget=memory_budget,
         num_micro_batches=step.num_micro_batches,
+        summary=summary,
     )
+
+
+def summarise_graph(step: StepGraph) -> GraphSummary:
+    """The part of a captured graph that a plan records, to tell it from others."""
+    placeholders = {
+        f"{placeholder(node).role} {placeholder(node).name}": type_name(node) for node in step.placeholders()
+    }
+    operators = Counter(target_name(node) for node in step.calls())
+    return GraphSummary(placeholders, dict(sorted(operators.items())))
 
 
 def summarise(bucket: Bucket) -> BucketSummary:

@@ -8,6 +8,7 @@ step behaves so; see ``zerofx/runtime/collectives.py`` and ``zerofx/runtime/tier
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -106,8 +107,13 @@ class Simulation:
         return sum(t.flops for t in self.timings.values())
 
 
-def simulate(step: StepGraph, machine: Machine, num_ranks: int, *, on_cpu: bool) -> Simulation:
-    """Simulate one step of one rank; see the module for the rules and ``liveness`` for ``on_cpu``."""
+def simulate(
+    step: StepGraph, machine: Machine, num_ranks: int, *, on_cpu: bool, measured: Mapping[str, float] | None = None
+) -> Simulation:
+    """Simulate one step of one rank; see the module for the rules and ``liveness`` for ``on_cpu``.
+
+    ``measured``: seconds by node name that replace what ``machine`` predicts (``MeasuredCosts.of_nodes``).
+    """
     timings: dict[fx.Node, NodeTiming] = {}
     compute_free = collective_free = 0.0
     link_free = dict.fromkeys(LINKS, 0.0)
@@ -138,7 +144,7 @@ def simulate(step: StepGraph, machine: Machine, num_ranks: int, *, on_cpu: bool)
         elif node.target in ops.EVENTS:
             timings[node] = NodeTiming(compute_free, 0.0, 0.0, 0, 0, 0, 0)  # bookkeeping on the host
         else:
-            cost = node_cost(node, machine)
+            cost = node_cost(node, machine, overrides=measured)
             timings[node] = NodeTiming(
                 compute_free, cost.seconds, 0.0, cost.bytes_read, cost.bytes_written, 0, cost.flops
             )

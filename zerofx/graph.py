@@ -328,6 +328,11 @@ def _line(node: fx.Node) -> str:
     return f"{node.name}: {kind} = {target_name(node)}({args}){suffix}"
 
 
+def type_name(node: fx.Node) -> str:
+    """Dtype and shape of a node's value in short: ``float32[8, 4]``."""
+    return _type(value(node))
+
+
 def target_name(node: fx.Node) -> str:
     """A short stable name of what a call node calls: ``aten.mm.default``, ``zerofx.wait.default``, ``getitem``."""
     if isinstance(node.target, torch._ops.OpOverload):

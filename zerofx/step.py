@@ -17,6 +17,7 @@ from zerofx.building import Prepared, build_within_budget, describe_request, mac
 from zerofx.checks import check_batch, names
 from zerofx.compiler import CompiledStep, load_step, read_edited
 from zerofx.errors import RankMismatchError, UsageError, ZeroFXError, warn
+from zerofx.given_plan import take_plan
 from zerofx.guards import LossWatch, ModeWatch, ParameterWatch, claim, guard_model, release
 from zerofx.latest import LatestStep
 from zerofx.optimizers import UpdateProgram
@@ -85,6 +86,9 @@ class Step(LatestStep):
                 "model, optimizer and options",
                 "Compile the same on every rank.",
             )
+            if options.plan is not None:
+                self._machine = options.machine or machine_at_hand(next(iter(model.parameters())).device)
+                self.options = take_plan(options, self._machine, self._control)
         except BaseException:
             release(model, self._owner)
             raise
@@ -103,7 +107,10 @@ class Step(LatestStep):
             with torch.no_grad():
                 state = state_tensors(compiled.graph, self.model, self._state)
                 given = (self._runtime, state, batch_tensors(compiled.graph, batch, self.options.compute_dtype))
-                loss = self._meter(compiled.function, *given) if self._meter else compiled.function(*given)
+                if self._meter is None:
+                    loss = compiled.function(*given)
+                else:
+                    loss = self._meter(compiled.function, compiled.emitted.functions, *given)
             self._runtime.end()
         except BaseException as error:
             self._undo(advance, versions, error)
@@ -293,7 +300,7 @@ class Step(LatestStep):
     def _prepare(self, batch: Batch) -> Prepared:
         return prepare(
             self.model, self.optimizer, batch, self.options, self.settings, self._control.num_ranks,
-            self._layout, self._binding, self._state,
+            self._layout, self._binding, self._state, talk=self._control.rank == 0,
         )  # fmt: skip
 
     def _announce_shape(self, described: Mapping[str, str]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -112,3 +113,15 @@ def load_source(source: str, filename: str) -> dict[str, Any]:
         raise PlanError(f"expected a function step(runtime, state, batch) in {filename}, found none")
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     return namespace
+
+
+def functions_of(function: StepFunction, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """The functions that a step function calls by these names."""
+    assert isinstance(function, FunctionType)
+    return {name: function.__globals__[name] for name in names}
+
+
+def with_functions(function: StepFunction, replaced: Mapping[str, Callable[..., Any]]) -> StepFunction:
+    """A step function like ``function``, but with others in the place of functions that it calls by name."""
+    assert isinstance(function, FunctionType)
+    return FunctionType(function.__code__, {**function.__globals__, **replaced}, function.__name__)
