@@ -1,4 +1,5 @@
-"""Cut a step graph into regions: maximal runs of nodes between scheduled events, inside one unit and one phase.
+"""Cut a step graph into regions: maximal runs of nodes between scheduled events, inside one unit and one phase, and on
+the device or on the host.
 
 A region is what is compiled as one piece. Only tensors that own their storage cross a border: a view that a later
 region needs is made again there from its base, so that a name held is memory held, and a gathered bucket has no other
@@ -19,6 +20,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.graph import Origin, Phase, StepGraph, origin, target_name, value
 from zerofx.scheduler.storage import is_view
+from zerofx.scheduler.streams import runs_on_host
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,10 @@ def cut(step: StepGraph) -> tuple[Instruction, ...]:
 
 def _runs(step: StepGraph) -> Iterator[list[fx.Node]]:
     run: list[fx.Node] = []
-    group: tuple[str, Phase] | None = None
+    group: tuple[str, Phase, bool] | None = None
     for node in step.calls():
         is_event = node.target in ops.EVENTS
-        here = (step.unit_of(node), origin(node).phase)
+        here = (step.unit_of(node), origin(node).phase, runs_on_host(node))
         # A view can be made anywhere, and an output of an operator stays with it: neither ends a run.
         stays = node.target is operator.getitem or is_free_view(node)
         if run and (is_event or (here != group and not stays)):

@@ -2,8 +2,9 @@
 
 Computation runs in the graph's order on one stream, collectives in theirs on another, and the copies between tiers on
 one for each link and direction. What is started begins when its stream is free and computation has reached it, a second
-leg when the first is done; a wait holds computation until then. What computation waits for is *exposed*. (The emitted
-step behaves so; see ``zerofx/runtime/collectives.py`` and ``zerofx/runtime/tiers.py``.)
+leg when the first is done; a wait holds computation until then, and so does an update on the host. What computation
+waits for is *exposed*. (The emitted step behaves so; see ``zerofx/runtime/collectives.py`` and
+``zerofx/runtime/tiers.py``.)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from zerofx.scheduler.liveness import Liveness, liveness
 from zerofx.scheduler.machine import CollectiveKind, Machine, collective_seconds, copy_seconds, wire_bytes
 from zerofx.scheduler.plan import Plan, Prediction
 from zerofx.scheduler.storage import storage_bytes, tensors_of
-from zerofx.scheduler.streams import LINKS, hops_of, stream_of
+from zerofx.scheduler.streams import LINKS, hops_of, runs_on_host, stream_of
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,13 @@ def simulate(
             compute_free += exposed + added
         elif node.target in ops.EVENTS:
             timings[node] = NodeTiming(compute_free, 0.0, 0.0, 0, 0, 0, 0)  # bookkeeping on the host
+        elif runs_on_host(node):
+            cost = node_cost(node, machine)
+            seconds = machine.host_seconds(cost.flops, cost.bytes_read + cost.bytes_written)
+            timings[node] = NodeTiming(
+                compute_free, seconds, seconds, cost.bytes_read, cost.bytes_written, 0, cost.flops
+            )
+            compute_free += seconds
         else:
             cost = node_cost(node, machine, overrides=measured)
             timings[node] = NodeTiming(

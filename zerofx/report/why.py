@@ -89,6 +89,9 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
             yield "never reduced: there is one rank"
         else:
             yield from (_reduce(reduce) for reduce in plan.reduces if reduce.bucket == index)
+        for state in plan.states:
+            if state.bucket == index:
+                yield f"optimizer states on {state.tier}, updated on the {state.update}: {state.reason}"
     found = [decision for decision in plan.recomputes if _within(decision.layer, name)]
     if found:
         total = sum(decision.num_bytes for decision in found)

@@ -75,8 +75,17 @@ class Runtime:
     def offload(self, value: torch.Tensor, tier: str) -> Pending[Stored]:
         return self.tiers.offload(value, tier)
 
-    def reload(self, stored: Stored) -> Pending[torch.Tensor]:
-        return self.tiers.reload(stored)
+    def reload(self, stored: Stored, tier: str = "device") -> Pending[Any]:
+        return self.tiers.reload(stored, tier)
+
+    def copy_into(self, into: torch.Tensor | Stored, source: torch.Tensor | Stored) -> Pending[Any]:
+        return self.tiers.copy_into(into, source)
+
+    def empty_stored(self, numel: int, dtype: torch.dtype, tier: str) -> Stored:
+        return self.tiers.empty_stored(numel, dtype, tier)
+
+    def host(self, function: Callable[[list[Any]], object], inputs: list[Any]) -> Any:
+        return self.tiers.on_host(function, inputs)
 
     def wait(self, pending: Pending[T], source: object = None) -> T:
         return pending.finish(source)

@@ -22,6 +22,7 @@ from zerofx.buckets import BucketLayout
 from zerofx.graph import Role, StepGraph, placeholder
 from zerofx.runtime.collectives import Pending
 from zerofx.runtime.executor import Runtime, StepFunction, functions_of, with_functions
+from zerofx.runtime.tiers import Stored
 from zerofx.scheduler.storage import storage_bytes
 
 T = TypeVar("T")
@@ -137,11 +138,15 @@ class Meter:
         gradients = sum(
             bucket.shard_bytes if stage >= 2 else bucket.full_bytes for bucket in layout.buckets if bucket.trainable
         )
-        return persistent_bytes(held) + gradients
+        slower = sum(one.lease.num_bytes for one in held if isinstance(one, Stored))
+        return persistent_bytes(held) + slower + gradients
 
 
 def persistent_bytes(values: Iterable[Any]) -> int:
-    """Bytes of distinct memory that tensors address; a view of another adds nothing, and numbers have none."""
+    """Bytes of distinct memory on the device that tensors address; a view of another adds nothing.
+
+    Numbers have none, nor has what is stored in a slower tier.
+    """
     spans = sorted((v.data_ptr(), v.data_ptr() + storage_bytes(v)) for v in values if isinstance(v, torch.Tensor))
     total = reached = 0
     for start, end in spans:
