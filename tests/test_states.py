@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,18 @@ def test_wrong_decisions_are_refused(wrong: dict[str, str]) -> None:
     step, args = _step(replace(plan, states=(*plan.states, plan.states[0])))
     with pytest.raises(zerofx.PlanError, match="expected one decision about the states of"):
         step(*args)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_compiled_regions_and_fused_kernels() -> None:
+    case = CASES["gpt"]
+    prepared = prepare_case(case, 0, 1)
+    expected = train_compiled(case, 0, 3, backend="inductor")
+    for tier, update in (("host", "device"), ("host", "host")):
+        found = train_compiled(case, 0, 3, backend="inductor", plan=placing(prepared, tier, update))
+        assert not differences(expected, found)
 
 
 def test_an_optimizer_without_states() -> None:

@@ -121,6 +121,8 @@ class TrainingState:
             del master
             for name in state.flat:
                 state.flat[name] = self._put(state, self.load(state.flat[name]))
+            device = _device_of_update(state)
+            state.scalars = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in state.scalars.items()}
 
     def set_flat(self, bucket: Bucket, name: str, values: torch.Tensor) -> None:
         """Give a bucket the values of one flat state."""
@@ -141,7 +143,7 @@ class TrainingState:
             if spec.name not in state.flat:
                 initial = torch.full(state.low.shape, spec.initial, dtype=spec.dtype, device=device)
                 state.flat[spec.name] = self._put(state, initial)
-        for name, scalar in program.new_scalar_states(device).items():
+        for name, scalar in program.new_scalar_states(_device_of_update(state)).items():
             state.scalars.setdefault(name, scalar)
         state.present |= program.state_before
 
@@ -238,6 +240,11 @@ class TrainingState:
 def _home(decision: StateDecision | None) -> tuple[str, str]:
     """The tier of a bucket's states, and where its update runs."""
     return ("device", "device") if decision is None else (decision.tier, decision.update)
+
+
+def _device_of_update(state: BucketState) -> torch.device:
+    """Where a bucket's update finds its scalar states."""
+    return torch.device("cpu") if _home(state.decision)[1] == "host" else state.low.device
 
 
 def _distinct_parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:
