@@ -52,13 +52,13 @@ def test_other_models_and_optimizers(name: str) -> None:
         assert not differences(expected, train_compiled(case, 0, 3, plan=placing(prepared, tier, update)))
 
 
-def _on_ranks(drive: str, stage: int) -> list[str]:
+def _on_ranks(drive: str, stage: int, places: list[tuple[str, str]]) -> list[str]:
     os.environ["ZEROFX_NVME_DIR"] = drive
     case = CASES["gpt"]
     prepared = prepare_case(case, stage, 2)
     expected = train_plain(case, 3)
     wrong = []
-    for tier, update in PLACES:
+    for tier, update in places:
         plan = placing(prepared, tier, update)
         wrong += differences(expected, train_compiled(case, stage, 3, plan=plan))
         step, args = _step(plan, stage)
@@ -71,11 +71,15 @@ def _on_ranks(drive: str, stage: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2, 3]
-)
-def test_two_ranks(drive: Path, stage: int) -> None:
-    assert run_ranks(_on_ranks, 2, str(drive), stage) == [[], []]
+def test_two_ranks(drive: Path) -> None:
+    assert run_ranks(_on_ranks, 2, str(drive), 3, [("host", "host"), ("nvme", "device")]) == [[], []]
+    assert not list(drive.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+def test_all_stages_on_two_ranks(drive: Path, stage: int) -> None:
+    assert run_ranks(_on_ranks, 2, str(drive), stage, PLACES) == [[], []]
     assert not list(drive.iterdir())
 
 

@@ -21,7 +21,7 @@ from zerofx.pipeline import check_disabled
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
 from zerofx.report.schedule import Schedule, make_schedule
-from zerofx.report.units import format_bytes, format_seconds
+from zerofx.report.units import format_bytes, format_seconds, on_tiers
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.scheduler.accumulate import choose_micro_batches
 from zerofx.scheduler.machine import Machine
@@ -44,8 +44,13 @@ class PlannedStep:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak is within the device's memory."""
-        return self.plan.peak_bytes["device"] <= self.machine.device.memory_bytes
+        """Whether the predicted peaks are within the device's memory and one rank's share of the host's and NVMe."""
+        room = {
+            "device": self.machine.device.memory_bytes,
+            "host": self.machine.host_bytes_per_rank,
+            "nvme": self.machine.nvme_bytes_per_rank,
+        }
+        return all(size <= room[tier] for tier, size in self.plan.peak_bytes.items())
 
     @property
     def flops_utilisation(self) -> float:
@@ -79,9 +84,9 @@ class PlannedStep:
         verdict = "fits" if self.fits else "does NOT fit"
         return (
             f"stage {plan.stage} on {plan.num_ranks} x {self.machine.name}: peak "
-            f"{format_bytes(plan.peak_bytes['device'])} of {format_bytes(memory)} ({verdict}), step "
-            f"{format_seconds(plan.step_seconds)}, of which {format_seconds(plan.exposed_seconds)} exposed "
-            f"communication, {format_bytes(plan.wire_bytes)} sent per rank, "
+            f"{format_bytes(plan.peak_bytes['device'])} of {format_bytes(memory)}{on_tiers(plan.slower_peak_bytes)} "
+            f"({verdict}), step {format_seconds(plan.step_seconds)}, of which {format_seconds(plan.exposed_seconds)} "
+            f"exposed communication, {format_bytes(plan.wire_bytes)} sent per rank, "
             f"{100 * self.flops_utilisation:.1f} % of peak FLOP/s"
         )
 
