@@ -27,6 +27,7 @@ from zerofx import ops
 from zerofx.buckets import Bucket
 from zerofx.errors import PlanError
 from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, set_tier, tensor
+from zerofx.passes.base import consumers, start_of_unit
 from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.plan import Plan, StateDecision
 
@@ -66,7 +67,7 @@ class PlacedStates:
     """A bucket's tensors in a slower tier, by the name that the update has for them.
 
     What the update does not work on where it lives is copied to it from where the bucket's reduction starts, or on one
-    rank its gradients do.
+    rank from where the unit's run starts that completes its gradients.
     """
 
     def __init__(self, step: StepGraph, bucket: Bucket, kept: Mapping[str, fx.Node], decision: StateDecision) -> None:
@@ -78,12 +79,11 @@ class PlacedStates:
             set_tier(node, decision.tier)
         if decision.tier == decision.update:
             return
-        place = _start_of_reduction(step, bucket)
-        for name, node in kept.items():
-            with step.graph.inserting_after(place):
+        with step.graph.inserting_before(_start_of_reduction(step, bucket)):
+            for name, node in kept.items():
                 args = (node,) if self._target == DEVICE else (node, self._target)
-                place = insert_call(step.graph, ops.reload, args, self._where, name=f"{node.name}_reload")
-            self._pending[name] = set_tier(place, self._target)
+                pending = insert_call(step.graph, ops.reload, args, self._where, name=f"{node.name}_reload")
+                self._pending[name] = set_tier(pending, self._target)
 
     def await_reloads(self) -> dict[str, fx.Node]:
         """What the update works on, awaited at the insertion point."""
@@ -100,8 +100,12 @@ class PlacedStates:
 
 
 def _start_of_reduction(step: StepGraph, bucket: Bucket) -> fx.Node:
-    argument = {ops.reduce_scatter: 1, ops.empty_gradients: 0}  # that is the bucket
-    return max(n for n in step.calls() if n.target in argument and n.args[argument[n.target]] == bucket.index)
+    """The node before which copies start: behind the start of the reduction, or on one rank before the unit's run that
+    completes the gradients."""
+    for node in step.calls():
+        if node.target is ops.reduce_scatter and node.args[1] == bucket.index:
+            return node.next
+    return start_of_unit(step, max(consumers(step.reduced[bucket.index])))
 
 
 def gradient_on_host(step: StepGraph, bucket: Bucket, grad: fx.Node) -> fx.Node:
