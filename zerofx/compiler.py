@@ -152,6 +152,7 @@ def make_plan(
         recompute=options.recompute != "none",
         tiers=tiers_for(options.offload, machine),
         asked=options.policy,
+        state_bytes=_state_bytes(layout, programs, options.stage),
     )
     with watched("planning", "plans tried", show=talk) as bar:
 
@@ -175,6 +176,17 @@ def make_plan(
         found = fit(question, peak, evaluate, progress)
         # The bound is on times by rule, and says nothing of measured ones.
         return found if costs is not None else with_least_seconds(found, captured, layout, machine, on_cpu=on_cpu)
+
+
+def _state_bytes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], stage: int) -> dict[int, int]:
+    """Bytes of one rank's optimizer states and masters, by bucket."""
+    found = {}
+    for index, program in programs.items():
+        bucket = layout.buckets[index]
+        local = bucket.shard_numel if stage >= 1 else bucket.numel
+        master = bucket.dtype.itemsize if bucket.has_master else 0
+        found[index] = local * (master + sum(state.dtype.itemsize for state in program.states))
+    return found
 
 
 def predict_plan(
