@@ -25,7 +25,7 @@ from zerofx.codegen.regions import Event, Instruction, Region, is_free_view
 from zerofx.graph import Role, StepGraph, origin, placeholder, value
 from zerofx.report.units import format_bytes, on_tiers
 from zerofx.scheduler.liveness import Liveness
-from zerofx.scheduler.streams import stream_of
+from zerofx.scheduler.streams import runs_on_host, stream_of
 
 _WIDTH = 100
 
@@ -188,7 +188,8 @@ def _step_body(
             given = f"x = [{', '.join(names[n] for n in instruction.inputs)}]"
             text = given + (f"; del {', '.join(dead)}" if dead else "")
             lines += _wrapped(f"    {text}")
-            text = f"{left}{functions[instruction.key]}(x)"
+            function = functions[instruction.key]
+            text = left + (f"runtime.host({function}, x)" if runs_on_host(node) else f"{function}(x)")
         lines += _wrapped(f"    {text}  {note}")
     lines += ["", f"    return {names[step.loss]}"]
     return lines

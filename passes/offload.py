@@ -96,7 +96,8 @@ def _place(
     backward = [reader for reader in readers if origin(reader).phase is Phase.BACKWARD]
     if not backward:
         raise PlanError(f"expected to offload what backward reads, found that it does not read {node.name}")
-    last = readers[len(readers) - len(backward) - 1] if len(backward) < len(readers) else node
+    forward = [reader for reader in readers if origin(reader).phase is not Phase.BACKWARD]
+    last = forward[-1] if forward else node
     place = _Place(
         decision,
         node,

@@ -45,8 +45,7 @@ class Shard:
                 )  # fmt: skip
             if bucket.has_master:
                 local = bucket.shard_numel if plan.shards_optimizer else bucket.numel
-                master = Placeholder(Role.MASTER, bucket.name, bucket.index)
-                step.add_placeholder(f"master_{bucket.index}", master, (local,), bucket.dtype)
+                add_master(step, bucket, local)
             for slot in reversed(used):
                 with step.graph.inserting_after(full if full.op == "call_function" else step.last_placeholder()):
                     view = insert_call(
@@ -65,6 +64,12 @@ def add_shard(step: StepGraph, bucket: Bucket, alias_of: str | None = None) -> f
         f"shard_{bucket.index}", Placeholder(Role.SHARD, bucket.name, bucket.index, alias_of),
         (bucket.shard_numel,), bucket.compute_dtype,
     )  # fmt: skip
+
+
+def add_master(step: StepGraph, bucket: Bucket, local: int) -> fx.Node:
+    """The placeholder of the values that the optimizer updates, shape ``[local]``, in the stored dtype."""
+    what = Placeholder(Role.MASTER, bucket.name, bucket.index)
+    return step.add_placeholder(f"master_{bucket.index}", what, (local,), bucket.dtype)
 
 
 def _gather_at_start(step: StepGraph, bucket: Bucket, shard: fx.Node) -> fx.Node:

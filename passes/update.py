@@ -13,13 +13,13 @@ to its dtype, and the new values are cast into the slice that the graph computes
 on the device nor a slice that is gathered is touched before its last reader of this step has run.
 
 Does not handle: optimizers that need whole tensors (refused when the optimizer is traced), and clipping by the norm of
-all gradients.
+all gradients. States in a slower tier are brought to their update as ``passes/states.py`` says.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,14 +27,24 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import Origin, Phase, Placeholder, Role, StepGraph, insert_call, placeholder, tensor
+from zerofx.graph import DEVICE, Origin, Phase, Placeholder, Role, StepGraph, insert_call, placeholder, set_tier, tensor
 from zerofx.optimizers import UpdateProgram
 from zerofx.passes.base import consumers, end_of_unit
-from zerofx.passes.shard import add_shard
+from zerofx.passes.shard import add_master, add_shard
+from zerofx.passes.states import (
+    HOST,
+    PlacedStates,
+    Started,
+    await_copies,
+    gradient_on_host,
+    parameters_up,
+    state_decision,
+)
 from zerofx.scheduler.plan import Plan
 
 _aten = torch.ops.aten
 _getitem = operator.getitem
+_HYPER = "hyperparameters"
 
 
 @dataclass(frozen=True)
@@ -46,20 +56,32 @@ class Update:
     name: str = "update"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
-        pending = []
+        gathers: list[tuple[Bucket, fx.Node]] = []
+        copies: list[Started] = []
         for decision in plan.reduces:
             bucket = self.layout.buckets[decision.bucket]
-            started = _update_bucket(step, plan, bucket, self.programs[bucket.index])
-            if started is not None:
-                pending.append((bucket, started))
-        for bucket, started in pending:
-            with step.graph.inserting_before(step.output):
-                insert_call(step.graph, ops.wait, (started,), Origin(bucket.name, Phase.UPDATE))
+            copies = _update_bucket(step, plan, bucket, self.programs[bucket.index], copies, gathers)
+        with step.graph.inserting_before(step.output):
+            await_copies(step, copies)
+            for bucket, gather in gathers:
+                insert_call(step.graph, ops.wait, (gather,), Origin(bucket.name, Phase.UPDATE))
 
 
-def _update_bucket(step: StepGraph, plan: Plan, bucket: Bucket, program: UpdateProgram) -> fx.Node | None:
-    """Insert the update; returns the started gather of the new values at stages 1 and 2."""
+def _update_bucket(
+    step: StepGraph,
+    plan: Plan,
+    bucket: Bucket,
+    program: UpdateProgram,
+    earlier: Sequence[Started],
+    gathers: list[tuple[Bucket, fx.Node]],
+) -> list[Started]:
+    """Insert the update behind the waits of ``earlier`` copies; returns the copies that are still to be awaited.
+
+    At stages 1 and 2 the started gather of the new values is added to ``gathers``.
+    """
     graph, where = step.graph, Origin(bucket.name, Phase.UPDATE)
+    decision = state_decision(plan, bucket)
+    on_host = decision is not None and decision.update == HOST
     local = bucket.shard_numel if plan.shards_optimizer else bucket.numel
     full = _placeholder_of(step, Role.FULL, bucket)
     shard = _placeholder_of(step, Role.SHARD, bucket)
@@ -67,59 +89,85 @@ def _update_bucket(step: StepGraph, plan: Plan, bucket: Bucket, program: UpdateP
         shard = add_shard(step, bucket, alias_of=full.name)
     low = shard if shard is not None else full
     assert low is not None
-    stored = _placeholder_of(step, Role.MASTER, bucket) or low
+    master = _placeholder_of(step, Role.MASTER, bucket)
+    if master is None and on_host:
+        master = add_master(step, bucket, local)
+    kept = _add_states(step, bucket, program, local) | ({} if master is None else {"param": master})
+    scalars = _add_scalars(step, bucket, program)
     reduced = step.reduced[bucket.index]
     # A gather reads the slice until it is done; its own readers, the release among them, come behind that.
-    gathers = consumers(low) if full is None else []
-    readers = consumers(full) if full is not None else [reader for gather in gathers for reader in consumers(gather)]
+    reads = consumers(low) if full is None else []
+    readers = consumers(full) if full is not None else [reader for gather in reads for reader in consumers(gather)]
     # Nodes compare by their place in the graph.
-    anchor = end_of_unit(step, max([reduced, *consumers(reduced), *readers]))
-    with graph.inserting_before(anchor.next):
-        grad = reduced
-        if tensor(reduced).dtype != bucket.dtype:
-            grad = insert_call(graph, _aten._to_copy.default, (reduced,), where, {"dtype": bucket.dtype})
-        _inline(step, bucket, program, stored, grad, local, where)
-        if bucket.has_master:
-            insert_call(graph, _aten.copy_.default, (low, stored), where)
-        if full is None or not plan.shards_optimizer:
-            return None
-        return insert_call(
-            graph, ops.all_gather_into, (full, low, bucket.index), where, name=f"gather_into_{bucket.index}"
-        )
+    end = end_of_unit(step, max([reduced, *consumers(reduced), *readers])).next
+    placed = None if decision is None else PlacedStates(step, bucket, kept, decision)
+    with graph.inserting_before(end):
+        await_copies(step, [one for one in earlier if one.node < end])
+        left = [one for one in earlier if not one.node < end]
+        tensors = kept if placed is None else placed.await_reloads()
+        grad = gradient_on_host(step, bucket, reduced) if on_host else reduced
+        tier = HOST if on_host else DEVICE
+        if tensor(grad).dtype != bucket.dtype:
+            grad = set_tier(insert_call(graph, _aten._to_copy.default, (grad,), where, {"dtype": bucket.dtype}), tier)
+        _inline(step, program, {"param": low, **tensors, **scalars, "grad": grad}, where, tier)
+        if on_host:
+            up = parameters_up(step, bucket, low, tensors["param"])
+            if full is not None and plan.shards_optimizer:
+                await_copies(step, [up])  # the gather below reads it
+            else:
+                left.append(up)
+        elif bucket.has_master:
+            insert_call(graph, _aten.copy_.default, (low, tensors["param"]), where)
+        if placed is not None:
+            left += placed.write_back(tensors)
+        if full is not None and plan.shards_optimizer:
+            gather = insert_call(
+                graph, ops.all_gather_into, (full, low, bucket.index), where, name=f"gather_into_{bucket.index}"
+            )
+            gathers.append((bucket, gather))
+    return left
 
 
-def _inline(
-    step: StepGraph, bucket: Bucket, program: UpdateProgram, stored: fx.Node, grad: fx.Node, local: int, where: Origin
-) -> None:
-    """Copy the program's operators into the step at the insertion point, on this bucket's tensors."""
-    graph = step.graph
-    known: dict[str, fx.Node] = {"param": stored, "grad": grad}
-    for state in program.states:
-        known[state.name] = step.add_placeholder(
+def _add_states(step: StepGraph, bucket: Bucket, program: UpdateProgram, local: int) -> dict[str, fx.Node]:
+    return {
+        state.name: step.add_placeholder(
             f"{state.name}_{bucket.index}", Placeholder(Role.STATE, state.name, bucket.index), (local,), state.dtype
         )
+        for state in program.states
+    }
+
+
+def _add_scalars(step: StepGraph, bucket: Bucket, program: UpdateProgram) -> dict[str, fx.Node]:
+    """The scalar states that a kernel reads on the device, and this step's scalars by the name of the operator."""
+    found = {}
     for scalar in program.scalar_states:
         if scalar.name in program.tensor_scalars:
             assert scalar.dtype is not None, "what a kernel reads on the device is a tensor"
-            known[scalar.name] = step.add_placeholder(
+            found[scalar.name] = step.add_placeholder(
                 f"{scalar.name}_{bucket.index}", Placeholder(Role.SCALAR_STATE, scalar.name, bucket.index), (),
                 scalar.dtype,
             )  # fmt: skip
-    with graph.inserting_after(step.last_placeholder()):
-        hyper = insert_call(
-            graph, ops.hyperparameters, (bucket.index, program.num_scalars), where, name=f"hyper_{bucket.index}"
-        )
+    with step.graph.inserting_after(step.last_placeholder()):
+        found[_HYPER] = insert_call(
+            step.graph, ops.hyperparameters, (bucket.index, program.num_scalars), Origin(bucket.name, Phase.UPDATE),
+            name=f"hyper_{bucket.index}",
+        )  # fmt: skip
+    return found
+
+
+def _inline(step: StepGraph, program: UpdateProgram, known: Mapping[str, fx.Node], where: Origin, tier: str) -> None:
+    """Copy the program's operators into the step at the insertion point, to run where ``tier`` is."""
     env: dict[fx.Node, fx.Node] = {}
     num_scalars = 0
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.target in known:
             env[node] = known[node.target]
         elif node.op == "placeholder":
-            env[node] = insert_call(graph, _getitem, (hyper, num_scalars), where)
+            env[node] = insert_call(step.graph, _getitem, (known[_HYPER], num_scalars), where)
             num_scalars += 1
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = insert_call(graph, node.target, tuple(args), where, dict(kwargs))
+            env[node] = set_tier(insert_call(step.graph, node.target, tuple(args), where, dict(kwargs)), tier)
 
 
 def _placeholder_of(step: StepGraph, role: Role, bucket: Bucket) -> fx.Node | None:

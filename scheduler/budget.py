@@ -39,8 +39,11 @@ class BudgetMissedError(MemoryBudgetError):
     """No plan fits; ``least_bytes`` is the least peak on the device of all plans that were tried."""
 
     def __init__(self, message: str, least_bytes: int) -> None:
-        super().__init__(message)
+        super().__init__(message, least_bytes)  # both, so that it can be pickled: rank 0's errors are raised everywhere
         self.least_bytes = least_bytes
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def fit(question: Question, peak: Peak, evaluate: Evaluate, progress: Progress = iter) -> Plan:

@@ -21,7 +21,7 @@ from zerofx import ops
 from zerofx.graph import DEVICE, StepGraph, placeholder, tier_of
 from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.storage import aliased_input, storage_bytes, storage_source, tensors_of
-from zerofx.scheduler.streams import slower_tier
+from zerofx.scheduler.streams import passes_through_host, runs_on_host
 from zerofx.scheduler.workspace import is_left_to_aten, workspace_bytes
 
 Storage = tuple[fx.Node, int]
@@ -97,7 +97,7 @@ def liveness(step: StepGraph, on_cpu: bool) -> Liveness:
     live, during, behind = persistent, {}, {}
     for node in step.calls():
         live += sum(size for _, size in here.get(node, ()))
-        during[node] = live + (workspace_bytes(node) if on_cpu else 0)
+        during[node] = live + (workspace_bytes(node) if on_cpu and not runs_on_host(node) else 0)
         for source, index in dying.get(node, ()):
             live -= next(size for i, size in here[source] if i == index)
         live += _held_by_pending(node) if on_cpu else 0
@@ -115,12 +115,13 @@ def _tier_use(
     last_use: Mapping[Storage, fx.Node],
     owned: Mapping[fx.Node, list[tuple[int, int]]],
 ) -> TierUse:
-    """Bytes on a slower tier, where copies alone take memory."""
-    dying = _by_reader({storage: reader for storage, reader in last_use.items() if tier_of(storage[0]) == tier})
+    """Bytes on a slower tier: what is kept and copied there, without what operators on the host hold inside."""
+    held = {node for node in owned if node.target in ops.EVENTS and tier_of(node) == tier}
+    dying = _by_reader({storage: reader for storage, reader in last_use.items() if storage[0] in held})
     persistent = _persistent_bytes(step, tier)
     live, during, behind = persistent, {}, {}
     for node in step.calls():
-        if tier_of(node) == tier:
+        if node in held:
             live += sum(size for _, size in owned.get(node, ()))
         passing = _passing_through(node) if tier == "host" else 0
         live += max(passing, 0)
@@ -214,7 +215,7 @@ def _output_bytes(node: fx.Node) -> list[tuple[int, int]]:
 
 def _passing_through(node: fx.Node) -> int:
     """Bytes that a started copy to or from nvme holds on the host (+), and its wait gives back (-)."""
-    if node.target in ops.TRANSFERS and slower_tier(node) == "nvme":
+    if passes_through_host(node):
         return storage_bytes(tensors_of(node)[0])
     if node.target is ops.wait and isinstance(node.args[0], fx.Node) and node.args[0].target in ops.TRANSFERS:
         return -_passing_through(node.args[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from zerofx.errors import PlanError
@@ -108,6 +109,8 @@ class Prediction:
     ``peak_bytes`` has the device and the slower tiers that the plan uses, ``peak_node`` is where the device's peak is
     reached, and ``peak_live`` what is live there, by category. ``link_bytes`` are moved between tiers in one step, by
     stream: ``to_host``, ``to_device``, ``nvme_read`` and ``nvme_write``.
+    ``least_seconds`` bounds the step from below: within the same budget, no choice of values to keep and to compute
+    again takes less (``scheduler.bound``); None where nobody asked.
     """
 
     peak_bytes: dict[str, int]
@@ -119,6 +122,7 @@ class Prediction:
     exposed_seconds: float
     flops: int
     link_bytes: dict[str, int] = field(default_factory=dict)
+    least_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -134,10 +138,23 @@ class BucketSummary:
 
 
 @dataclass(frozen=True)
+class GraphSummary:
+    """What a plan must know of the captured graph to say how another one differs.
+
+    ``placeholders`` are types by role and name (``"parameter head.weight"``: ``"float32[8, 4]"``), ``operators``
+    numbers of calls by operator.
+    """
+
+    placeholders: dict[str, str]
+    operators: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Plan:
     """All decisions for one captured step.
 
-    ``graph`` is the fingerprint of the captured graph that the node names belong to. ``extra_keeps`` are forward values
+    ``graph`` is the fingerprint of the captured graph that the node names belong to, ``summary`` what is in it.
+    ``extra_keeps`` are forward values
     that backward reads only because others are computed again from them. ``memory_budget`` is what the plan was made to
     fit, in bytes on the device. ``num_micro_batches`` is how many a batch is divided into, which run one after the
     other before the update.
@@ -160,6 +177,7 @@ class Plan:
     num_micro_batches: int = 1
     micro_batches_reason: str = ""
     prediction: Prediction | None = field(default=None, compare=False)
+    summary: GraphSummary | None = field(default=None, compare=False)
 
     @property
     def gathers_parameters(self) -> bool:
@@ -212,7 +230,7 @@ class Plan:
     def decisions_hash(self) -> str:
         """SHA-256 of all decisions without the prediction: what ranks compare before the first step."""
         data = self._as_dict()
-        data.pop("prediction")
+        del data["prediction"], data["summary"]  # the fingerprint stands for the graph
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> str:
@@ -230,7 +248,7 @@ class Plan:
             data = json.loads(text)
             if data.pop("format") != FORMAT:
                 raise PlanError(f"expected a plan of format {FORMAT}; make the plan anew with this version of zerofx")
-            prediction = data.pop("prediction")
+            prediction, summary = data["prediction"], data["summary"]
             return Plan(
                 **{name: data[name] for name in _PLAIN_FIELDS},
                 buckets=tuple(BucketSummary(**b) for b in data["buckets"]),
@@ -242,9 +260,27 @@ class Plan:
                 offloads=tuple(OffloadDecision(**o) for o in data["offloads"]),
                 states=tuple(StateDecision(**s) for s in data["states"]),
                 prediction=Prediction(**prediction) if prediction else None,
+                summary=GraphSummary(**summary) if summary else None,
             )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise PlanError(f"expected the JSON of a zerofx plan, found something else: {error!r}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file, for ``zerofx.compile(plan=path)``; a file that exists is replaced."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan that ``save``, ``zerofx.tune`` or the command line has written.
+
+        Raises:
+            PlanError: there is no such file, or it holds no plan of this format.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"expected a plan in the file {path}, found none: {error}") from error
+        return Plan.from_json(text)
 
     def why(self, name: str) -> str:
         """Every decision that concerns ``name``, a line each, with bytes and reasons.

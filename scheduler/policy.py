@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import Phase, Role, StepGraph, origin, placeholder
+from zerofx.graph import Phase, Role, StepGraph, origin, placeholder, target_name, type_name
 from zerofx.passes.base import consumers
 from zerofx.passes.recompute import recompute
 from zerofx.passes.tile import tile
 from zerofx.scheduler.plan import (
     BucketSummary,
     GatherDecision,
+    GraphSummary,
     OffloadDecision,
     Plan,
     RecomputeDecision,
@@ -79,7 +81,7 @@ def decide(
     or else a copy that is made here.
     """
     sharded = stage == 3 and layout.num_ranks > 1
-    graph = step.fingerprint()
+    graph, summary = step.fingerprint(), summarise_graph(step)
     if carried_out is not None:
         step = carried_out
     elif recomputes or tiles:
@@ -102,7 +104,17 @@ def decide(
         tiles=tiles,
         memory_budget=memory_budget,
         num_micro_batches=step.num_micro_batches,
+        summary=summary,
     )
+
+
+def summarise_graph(step: StepGraph) -> GraphSummary:
+    """The part of a captured graph that a plan records, to tell it from others."""
+    placeholders = {
+        f"{placeholder(node).role} {placeholder(node).name}": type_name(node) for node in step.placeholders()
+    }
+    operators = Counter(target_name(node) for node in step.calls())
+    return GraphSummary(placeholders, dict(sorted(operators.items())))
 
 
 def summarise(bucket: Bucket) -> BucketSummary:

@@ -2,12 +2,14 @@
 
 Computation runs in the graph's order on one stream, collectives in theirs on another, and the copies between tiers on
 one for each link and direction. What is started begins when its stream is free and computation has reached it, a second
-leg when the first is done; a wait holds computation until then. What computation waits for is *exposed*. (The emitted
-step behaves so; see ``zerofx/runtime/collectives.py`` and ``zerofx/runtime/tiers.py``.)
+leg when the first is done; a wait holds computation until then, and so does an update on the host. What computation
+waits for is *exposed*. (The emitted step behaves so; see ``zerofx/runtime/collectives.py`` and
+``zerofx/runtime/tiers.py``.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -21,7 +23,7 @@ from zerofx.scheduler.liveness import Liveness, liveness
 from zerofx.scheduler.machine import CollectiveKind, Machine, collective_seconds, copy_seconds, wire_bytes
 from zerofx.scheduler.plan import Plan, Prediction
 from zerofx.scheduler.storage import storage_bytes, tensors_of
-from zerofx.scheduler.streams import LINKS, hops_of, stream_of
+from zerofx.scheduler.streams import LINKS, hops_of, runs_on_host, stream_of
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,13 @@ class Simulation:
         return sum(t.flops for t in self.timings.values())
 
 
-def simulate(step: StepGraph, machine: Machine, num_ranks: int, *, on_cpu: bool) -> Simulation:
-    """Simulate one step of one rank; see the module for the rules and ``liveness`` for ``on_cpu``."""
+def simulate(
+    step: StepGraph, machine: Machine, num_ranks: int, *, on_cpu: bool, measured: Mapping[str, float] | None = None
+) -> Simulation:
+    """Simulate one step of one rank; see the module for the rules and ``liveness`` for ``on_cpu``.
+
+    ``measured``: seconds by node name that replace what ``machine`` predicts (``MeasuredCosts.of_nodes``).
+    """
     timings: dict[fx.Node, NodeTiming] = {}
     compute_free = collective_free = 0.0
     link_free = dict.fromkeys(LINKS, 0.0)
@@ -137,8 +144,15 @@ def simulate(step: StepGraph, machine: Machine, num_ranks: int, *, on_cpu: bool)
             compute_free += exposed + added
         elif node.target in ops.EVENTS:
             timings[node] = NodeTiming(compute_free, 0.0, 0.0, 0, 0, 0, 0)  # bookkeeping on the host
-        else:
+        elif runs_on_host(node):
             cost = node_cost(node, machine)
+            seconds = machine.host_seconds(cost.flops, cost.bytes_read + cost.bytes_written)
+            timings[node] = NodeTiming(
+                compute_free, seconds, seconds, cost.bytes_read, cost.bytes_written, 0, cost.flops
+            )
+            compute_free += seconds
+        else:
+            cost = node_cost(node, machine, overrides=measured)
             timings[node] = NodeTiming(
                 compute_free, cost.seconds, 0.0, cost.bytes_read, cost.bytes_written, 0, cost.flops
             )
@@ -169,7 +183,7 @@ def _awaited_stream(node: fx.Node) -> str:
 
 
 def predict(step: StepGraph, plan: Plan, layout: BucketLayout, simulation: Simulation) -> Prediction:
-    """The simulation's totals as a plan carries them."""
+    """The simulation's totals as a plan carries them; the bound on its seconds is kept from its earlier prediction."""
     peak_node = simulation.live.peak_node
     return Prediction(
         peak_bytes=simulation.live.peaks,
@@ -181,6 +195,7 @@ def predict(step: StepGraph, plan: Plan, layout: BucketLayout, simulation: Simul
         exposed_seconds=simulation.exposed_seconds,
         flops=simulation.flops,
         link_bytes=simulation.link_bytes,
+        least_seconds=plan.prediction.least_seconds if plan.prediction is not None else None,
     )
 
 
@@ -195,13 +210,14 @@ def model_state_bytes(step: StepGraph, plan: Plan, layout: BucketLayout) -> int:
     for bucket in layout.buckets:
         total += bucket.shard_bytes if plan.gathers_parameters else bucket.full_bytes
         if bucket.trainable:
-            total += _gradient_bytes(bucket, plan)
+            total += gradient_bytes(bucket, plan)
     for role in (Role.MASTER, Role.STATE):
         total += sum(storage_bytes(tensor(node)) for node in step.placeholders(role))
     return total
 
 
-def _gradient_bytes(bucket: Bucket, plan: Plan) -> int:
+def gradient_bytes(bucket: Bucket, plan: Plan) -> int:
+    """Bytes of a trained bucket's gradients on one rank as ``model_state_bytes`` counts them."""
     return bucket.shard_bytes if plan.stage >= 2 else bucket.full_bytes
 
 

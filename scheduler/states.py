@@ -1,9 +1,9 @@
 """Optimizer states off the device: what it frees, what it costs, and on which side the update is cheaper.
 
-A bucket's states and fp32 masters come up for its update and go down again (``update="device"``), or the update runs on
-the host: then the gradient goes down and the updated parameters come up (ZeRO-Offload, 2101.06840). Either way the
-copies and the host's work are stages of a pipe that runs beside the backward computation of the bucket's layer; what
-the longest of them takes beyond that is exposed.
+A bucket's states and fp32 masters come up for its update and go down again (``update="device"``): copies that run
+beside the backward computation of the bucket's layer, of which the longer is exposed as far as it takes longer. Or the
+update runs on the host (``update="host"``; ZeRO-Offload, 2101.06840): the gradient goes down, the host computes, and
+computation on the device waits for both; the updated parameters come up beside what follows.
 """
 
 from __future__ import annotations
@@ -65,23 +65,20 @@ def state_menus(
         room[tier] -= num_bytes
         local = bucket.shard_numel if stage >= 1 else bucket.numel
         beside = seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
-        through = max(_through_device(num_bytes, tier, machine))
-        on_host = max(_on_host(num_bytes, local * bucket.compute_dtype.itemsize, local, tier, machine))
-        off = Placement(0, max(0.0, min(through, on_host) - beside), tier, "host" if on_host < through else "device")
+        through = max(0.0, _through_device(num_bytes, tier, machine) - beside)
+        on_host = _on_host(num_bytes, local * bucket.compute_dtype.itemsize, local, tier, machine)
+        off = Placement(0, min(through, on_host), tier, "host" if on_host < through else "device")
         menus[bucket] = (Placement(num_bytes, 0.0), off)
     return menus
 
 
-def _through_device(num_bytes: int, tier: Tier, machine: Machine) -> list[float]:
-    return [copy_seconds(num_bytes, tier, "device", machine), copy_seconds(num_bytes, "device", tier, machine)]
+def _through_device(num_bytes: int, tier: Tier, machine: Machine) -> float:
+    return max(copy_seconds(num_bytes, tier, "device", machine), copy_seconds(num_bytes, "device", tier, machine))
 
 
-def _on_host(num_bytes: int, gradient_bytes: int, numel: int, tier: Tier, machine: Machine) -> list[float]:
-    stages = [
-        copy_seconds(gradient_bytes, "device", "host", machine),
-        machine.host_seconds(_FLOPS * numel, 2 * num_bytes + gradient_bytes),
-        copy_seconds(gradient_bytes, "host", "device", machine),
-    ]
+def _on_host(num_bytes: int, gradient_bytes: int, numel: int, tier: Tier, machine: Machine) -> float:
+    waits = copy_seconds(gradient_bytes, "device", "host", machine)
+    waits += machine.host_seconds(_FLOPS * numel, 2 * num_bytes + gradient_bytes)
     if tier == "nvme":
-        stages += [copy_seconds(num_bytes, "nvme", "host", machine), copy_seconds(num_bytes, "host", "nvme", machine)]
-    return stages
+        waits += copy_seconds(num_bytes, "nvme", "host", machine)
+    return waits

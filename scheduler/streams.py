@@ -1,4 +1,4 @@
-"""The streams that a step's nodes run on: computation, collectives, and the copies between tiers."""
+"""The streams that a step's nodes run on: computation, collectives, the host's, and the copies between tiers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import fx
 from zerofx import ops
 from zerofx.graph import DEVICE, tier_of
 from zerofx.scheduler.machine import Tier
+from zerofx.scheduler.storage import storage_source
 
-COMPUTE, COLLECTIVE = "compute", "collective"
+COMPUTE, COLLECTIVE, HOST = "compute", "collective", "host"
 TO_HOST, TO_DEVICE, NVME_READ, NVME_WRITE = "to_host", "to_device", "nvme_read", "nvme_write"
 LINKS = (TO_HOST, TO_DEVICE, NVME_READ, NVME_WRITE)
-STREAMS = (COMPUTE, COLLECTIVE, *LINKS)
+STREAMS = (COMPUTE, COLLECTIVE, HOST, *LINKS)
 
 
 @dataclass(frozen=True)
@@ -25,31 +26,49 @@ class Hop:
     destination: Tier
 
 
-_OUT = (Hop(TO_HOST, "device", "host"), Hop(NVME_WRITE, "host", "nvme"))
-_BACK = (Hop(NVME_READ, "nvme", "host"), Hop(TO_DEVICE, "host", "device"))
+_OUT: dict[Tier, tuple[str, Tier]] = {
+    "device": (TO_HOST, "host"),
+    "host": (NVME_WRITE, "nvme"),
+}  # from a tier: the stream, and where it leads
+_BACK: dict[Tier, tuple[str, Tier]] = {"nvme": (NVME_READ, "host"), "host": (TO_DEVICE, "device")}
+
+
+def ends_of(node: fx.Node) -> tuple[Tier, Tier]:
+    """The tiers that a copy leads from and to; the device twice for any other node."""
+    if node.target not in ops.TRANSFERS:
+        return DEVICE, DEVICE
+    source = node.args[1] if node.target is ops.copy_into else node.args[0]
+    assert isinstance(source, fx.Node)
+    return tier_of(storage_source(source)[0]), tier_of(storage_source(node)[0])
 
 
 def hops_of(node: fx.Node) -> tuple[Hop, ...]:
     """The legs of a copy between tiers, in order: nvme is reached through the host. Empty for any other node."""
-    if node.target is ops.offload:
-        return _OUT if tier_of(node) == "nvme" else _OUT[:1]
-    if node.target is ops.reload:
-        return _BACK if slower_tier(node) == "nvme" else _BACK[1:]
-    return ()
+    here, end = ends_of(node)
+    way = _OUT if here == DEVICE or end == "nvme" else _BACK
+    found = []
+    while here != end:
+        stream, there = way[here]
+        found.append(Hop(stream, here, there))
+        here = there
+    return tuple(found)
 
 
-def slower_tier(node: fx.Node) -> str:
-    """The tier beyond the device that a copy leads to or comes from; ``"device"`` for any other node."""
-    if node.target is ops.reload:
-        stored = node.args[0]
-        assert isinstance(stored, fx.Node)
-        return tier_of(stored)
-    return tier_of(node) if node.target is ops.offload else DEVICE
+def passes_through_host(node: fx.Node) -> bool:
+    """Whether a copy between the device and nvme needs a block on the host on its way."""
+    return len(hops_of(node)) > 1
+
+
+def runs_on_host(node: fx.Node) -> bool:
+    """Whether a node computes on the host: an update whose states live there."""
+    return tier_of(node) == "host" and node.op == "call_function" and node.target not in ops.EVENTS
 
 
 def stream_of(node: fx.Node) -> str:
     """The stream that a node runs on; of a copy of two legs, that of the one beyond the host."""
     if node.target in ops.COLLECTIVES:
         return COLLECTIVE
+    if runs_on_host(node):
+        return HOST
     legs = [hop.stream for hop in hops_of(node)]
     return next((stream for stream in legs if stream in (NVME_READ, NVME_WRITE)), legs[0]) if legs else COMPUTE

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from torch import Tensor, nn
 
-from tests.graphs import DIM
+import zerofx
+from tests.graphs import DIM, prepare
 from tests.report.lowered import Deep
 from zerofx.cli import main
 from zerofx.scheduler.machine import Machine
@@ -92,6 +95,104 @@ def test_files(tmp_path: Path) -> None:
     assert [line for line in result.stderr.splitlines() if line.startswith("wrote ")] == [
         f"wrote {path}" for path in (saved, page, trace)
     ]
+
+
+def test_a_saved_plan_makes_the_page_that_planning_makes(tmp_path: Path) -> None:
+    saved, page, again = tmp_path / "plan.json", tmp_path / "page.html", tmp_path / "again.html"
+    made = plan("--world-size", "4", "--memory-budget", "1MiB", "--save", str(saved), "--html", str(page))
+    assert made.exit_code == 0, made.output
+    result = run("report", str(saved), "--html", str(again))
+    assert result.exit_code == 0, result.output
+    assert again.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
+    # What is printed is the same, too, but for the line on the machine.
+    assert result.stdout.partition("\n\n")[2] == made.stdout.partition("\n\n")[2]
+    assert result.stdout.startswith("Deep with AdamW: stage 3 on 4 x h100-sxm\n")
+    assert result.stderr == f"wrote {again}\n"
+    full = run("report", str(saved), "--full").stdout
+    assert len(full.splitlines()) > len(result.stdout.splitlines())
+
+
+def test_a_page_holds_memory_streams_and_table(tmp_path: Path) -> None:
+    saved, page = tmp_path / "plan.json", tmp_path / "page.html"
+    plan("--world-size", "4", "--save", str(saved))
+    run("report", str(saved), "--html", str(page))
+    text = page.read_text(encoding="utf-8")
+    pictures = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert [ElementTree.fromstring(picture).get("id") for picture in pictures] == ["memory", "timeline"]
+    for what in ("optimizer states", "gathered", "activations", "all_gather", "reduce_scatter", "layers.0 … layers.3"):
+        assert what in text
+    points = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])["points"]  # type: ignore[index]
+    assert len(points) > 20
+
+
+def test_files_that_make_no_report(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for text, message in (
+        (None, f"expected a plan in the file {path}, found none"),
+        ("{}", "expected the JSON of a zerofx plan"),
+        (prepare().plan.to_json(), "found the plan alone: save it with step.save_plan(path)"),
+        (json.dumps({**json.loads(prepare().plan.to_json()), "report": {"title": "x"}}), "found another: KeyError"),
+    ):
+        if text is not None:
+            path.write_text(text)
+        result = run("report", str(path))
+        assert result.exit_code == 2 and "Traceback" not in result.output
+        assert message in result.stderr
+
+
+def test_a_step_saves_what_a_report_shows(tmp_path: Path) -> None:
+    model, path = Deep(4), tmp_path / "plan.json"
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = zerofx.compile(model, optimizer, backend="eager", example_batch=(torch.zeros(4, DIM),))
+    step.save_plan(path)
+    assert Plan.load(path) == step.plan
+    result = run("report", str(path))
+    assert result.stdout.startswith("Deep with AdamW: stage 3 on 1 x cpu\n")
+    assert step.schedule().table() in result.stdout
+
+
+def make_on_device() -> Made:
+    """Each process makes the same model and batch."""
+    torch.manual_seed(0)
+    model = Deep(3)
+    assert not next(model.parameters()).is_meta
+    return model, torch.optim.AdamW(model.parameters()), (torch.zeros(4, DIM),)
+
+
+def test_tune_prints_the_candidates_and_saves_the_best(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    arguments = ("--backend", "eager", "--num-steps", "2", "--memory-budget", "0.5", "--save", str(saved))
+    result = run("tune", "tests.test_cli:make_on_device", *arguments)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert re.match(r"as asked: the fastest within 4.0 GiB, .* a step, peak ", lines[0])
+    assert lines[2].split() == ["candidate", "peak", "measured", "time", "corrected", "measured"]
+    assert lines[4].startswith("as asked ") and lines[4].endswith(" best")
+    report = run("report", str(saved))
+    assert report.stdout.startswith("Deep with AdamW, times from measured costs: stage 3 on 1 x cpu\n")
+
+
+def test_tune_refuses_models_without_values() -> None:
+    result = run("tune", "tests.test_cli:make", "--device", "meta", "--backend", "eager")
+    assert result.exit_code == 2
+    assert "on the meta device" in result.stderr
+
+
+def test_tune_on_two_processes(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    root = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zerofx",
+            "tune", "tests.test_cli:make_on_device", "--backend", "eager", "--num-steps", "2", "--save", str(saved),
+        ],
+        # As for pytest, what the tests import from the examples is found.
+        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root}/examples", "OMP_NUM_THREADS": "1"}, cwd=root,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("candidate ") == 1 and "keep all gathered" in done.stdout
+    assert Plan.load(saved).num_ranks == 2
 
 
 def test_a_loss_function_is_the_fourth_value() -> None:

@@ -56,6 +56,8 @@ def disagree() -> dict[str, str]:
     wider = nn.Linear(2 + rank, 2)
     found["model"] = error_of(lambda: compile_eager(model=wider))
     found["backend"] = error_of(lambda: zerofx.compile(model, adamw(model), backend="eager", max_shapes=8 - rank))
+    batch = {"ids": ids(), "labels": ids(9)}
+    found["budget"] = error_of(lambda: compile_eager(model=model, memory_budget=100, example_batch=batch))
     step = compile_eager(model=model)
     found["first batch"] = error_of(lambda: run(step, rows=2 + rank))
     labels = ids(9).float() if rank == 1 else ids(9)
@@ -111,6 +113,8 @@ def test_ranks_that_differ_are_named_at_once() -> None:
         assert zero[name] == one[name]
         assert re.match("RankMismatchError", zero[name])
         assert re.search(pattern, zero[name]), zero[name]
+    assert zero["budget"] == one["budget"], "what only rank 0 has found out is raised everywhere"
+    assert zero["budget"].startswith("BudgetMissedError: memory_budget=100 B cannot be met")
     assert re.search(r"found another on rank 1.*(?s:.)*labels: int64\[2, 3\]", zero["capture"])
     assert one["bad batch"].startswith("UsageError: expected the batch on cpu")
     assert re.search("rank 1: raise UsageError: expected the batch on cpu", zero["bad batch"])

@@ -64,7 +64,9 @@ def _count(stage: int, options: dict[str, Any], name: str = "") -> Count:
 
 
 def _held(bucket: BucketState) -> int:
-    tensors = [t for t in (bucket.full, bucket.shard, bucket.master, *bucket.flat.values()) if t is not None]
+    tensors = [
+        t for t in (bucket.full, bucket.shard, bucket.master, *bucket.flat.values()) if isinstance(t, torch.Tensor)
+    ]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

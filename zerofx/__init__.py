@@ -16,15 +16,20 @@ from zerofx.errors import (
 )
 from zerofx.planning import PlannedStep, plan
 from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.measured import MeasuredCosts
 from zerofx.scheduler.plan import Plan
 from zerofx.search import SearchResult, largest_micro_batch, smallest_world
 from zerofx.step import Step
+from zerofx.tune_result import Candidate, TuneResult
+from zerofx.tuning import tune
 
 __all__ = [
+    "Candidate",
     "CaptureError",
     "CompilerError",
     "InvalidGraphError",
     "Machine",
+    "MeasuredCosts",
     "MemoryBudgetError",
     "OptimizerError",
     "Plan",
@@ -34,6 +39,7 @@ __all__ = [
     "SearchResult",
     "ShardedParametersError",
     "Step",
+    "TuneResult",
     "UsageError",
     "ZeroFXError",
     "ZeroFXWarning",
@@ -41,4 +47,5 @@ __all__ = [
     "largest_micro_batch",
     "plan",
     "smallest_world",
+    "tune",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,16 @@ from zerofx.checks import check_model, check_optimizer
 from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
 from zerofx.optimizers import check_supported
-from zerofx.options import Accumulate, Backend, Offload, Precision, Recompute, Tiling, check_options
+from zerofx.options import (
+    Accumulate,
+    Backend,
+    CompileOptions,
+    Offload,
+    Precision,
+    Recompute,
+    Tiling,
+    check_options,
+)
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.step import Step
@@ -32,7 +42,7 @@ def compile(
     precision: Precision | None = None,
     backend: Backend = "inductor",
     machine: Machine | str | None = None,
-    plan: Plan | None = None,
+    plan: Plan | str | Path | None = None,
     prefetch: int = 1,
     keep_gathered: Collection[str] | Literal["all"] = (),
     max_shapes: int = 8,
@@ -65,7 +75,9 @@ def compile(
             for bit like DistributedDataParallel with the same optimizer.
         machine: what the predictions are for: a ``Machine``, the name of a built-in one, or None for the machine at
             hand.
-        plan: a plan made earlier for this graph, in place of a fresh one.
+        plan: a plan made earlier, in place of a fresh one, or the path of a file with one (``plan.save``,
+            ``zerofx.tune``, ``zerofx plan --save``), which rank 0 reads. It is refused where graph, ranks, stage,
+            precision or machine are not those that it was made for.
         prefetch: how many units ahead of their use to issue gathers.
         keep_gathered: names of buckets that stay gathered from forward to backward, or ``"all"``.
         max_shapes: how many batch shapes may be captured before another is an error.
@@ -82,23 +94,16 @@ def compile(
     Raises:
         ZeroFXError: see its subclasses; nothing has been changed then.
     """
-    check_model(model)
-    check_optimizer(model, optimizer)
     options = check_options(
         stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
         memory_budget, recompute, offload, accumulate, tile,
     )  # fmt: skip
-    check_supported(optimizer)
+    check_training(model, optimizer, options)
     if not isinstance(example_batch, tuple | list | Mapping | None):
         raise UsageError(
             f"expected example_batch to be a tuple of what step() is called with, or a dict of its keywords, found "
             f"{type(example_batch).__name__}: give (batch,) for a single argument"
         )
-    if options.backend == "inductor":
-        # Inductor takes seconds to import: only who needs it pays.
-        from zerofx.codegen.inductor import check_compiler
-
-        check_compiler(next(iter(model.parameters())).device)
     step = Step(model, optimizer, options)
     if example_batch is None:
         return step
@@ -111,3 +116,19 @@ def compile(
         step.abandon()
         raise
     return step
+
+
+def check_training(model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions) -> None:
+    """Check what is to be trained, as far as that can be before anything is captured.
+
+    Raises:
+        ZeroFXError: the model or the optimizer cannot be, or the backend's compiler is missing.
+    """
+    check_model(model)
+    check_optimizer(model, optimizer)
+    check_supported(optimizer)
+    if options.backend == "inductor":
+        # Inductor takes seconds to import: only who needs it pays.
+        from zerofx.codegen.inductor import check_compiler
+
+        check_compiler(next(iter(model.parameters())).device)

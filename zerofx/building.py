@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,11 +15,13 @@ from torch import nn
 from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout, layout_of
 from zerofx.compiler import CompiledStep, budget_bytes, build, lower, make_plan
-from zerofx.errors import MemoryBudgetError, PlanError, UsageError, ZeroFXError, warn
+from zerofx.errors import MemoryBudgetError, UsageError, warn
+from zerofx.given_plan import check_budget, check_graph
 from zerofx.graph import StepGraph
 from zerofx.micro_batches import MicroBatches
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions, check_bucket_names
+from zerofx.progress import watched
 from zerofx.runtime.collectives import is_on_cpu
 from zerofx.runtime.control import WORK_SECONDS, Control, check_equal
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters, held_states
@@ -76,16 +79,20 @@ def prepare(
     layout: BucketLayout | None,
     binding: OptimizerBinding | None,
     state: TrainingState | None,
+    *,
+    talk: bool,
 ) -> Prepared:
     """Do all that can fail because of what the user gave.
 
-    ``layout``, ``binding`` and ``state`` are those of an earlier batch, if there was one.
+    ``layout``, ``binding`` and ``state`` are those of an earlier batch, if there was one. ``talk``: whether this rank
+    shows how long it takes.
 
     Raises:
         ZeroFXError: the model cannot be captured, or the optimizer does not belong to it.
     """
-    captures = MicroBatches(model, batch, options, settings)
-    captured = captures.first
+    with watched("capturing the model", show=talk):
+        captures = MicroBatches(model, batch, options, settings)
+        captured = captures.first
     groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
     layout = layout or layout_of(captured, groups, num_ranks)
     check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
@@ -130,8 +137,10 @@ def build_within_budget(
             fused=options.backend == "inductor",
         )
         compiled = build(lowered, prepared.layout, settings, control, options.backend)
+        if options.plan is not None:
+            check_budget(compiled.plan, options, machine)
         over = compiled.plan.peak_bytes["device"] - (budget or math.inf)
-        if over <= 0 or target is None or options.plan is not None:
+        if over <= 0 or target is None:
             return compiled
         target = min(target, lowered.plan.peak_bytes["device"]) - int(over)
     assert compiled is not None
@@ -161,28 +170,17 @@ def _agree_on_plan(
             on_cpu=is_on_cpu(captured.device),
         )  # fmt: skip
 
-    plan: Plan | None = options.plan
-    failure: ZeroFXError | None = None
-    if plan is None and control.rank == 0:
-        try:
-            plan = choose_micro_batches(captures.candidates, memory_budget, plan_for)
-        except ZeroFXError as error:
-            failure = error
-    text, kind, why = control.from_rank_0(
-        (plan.to_json() if plan else "", type(failure), str(failure or "")), "share the plan", WORK_SECONDS
-    )
-    if why:
-        raise failure or kind(why)
-    shared = Plan.from_json(text)
+    def make() -> str:
+        assert not isinstance(options.plan, Path), "a file has been read"
+        plan = options.plan or choose_micro_batches(captures.candidates, memory_budget, plan_for)
+        return plan.to_json()
+
+    shared = Plan.from_json(control.share("share the plan", make, WORK_SECONDS))
     captured = prepared.captured
     if shared.num_micro_batches != captured.num_micro_batches:
         captured = control.attempt("capture a step", lambda: captures.graph(shared.num_micro_batches), WORK_SECONDS)
         _agree_on_graph(captured, control)
-    if shared.graph != captured.fingerprint() or shared.num_ranks != layout.num_ranks:
-        raise PlanError(
-            f"expected a plan for this graph ({captured.fingerprint()[:12]}) on {layout.num_ranks} rank(s), found one "
-            f"for graph {shared.graph[:12]} on {shared.num_ranks}: make the plan anew"
-        )
+    check_graph(shared, captured, layout)
     hashes = control.gather(shared.decisions_hash(), "compare plans")
     check_equal(hashes, "plan", "This is a defect of zerofx: a plan changed on its way between ranks.")
     return captured, shared
@@ -219,7 +217,8 @@ def describe_request(
 ) -> str:
     """What must be the same on every rank, a line each."""
     lines = [f"{field.name}: {getattr(options, field.name)}" for field in fields(options) if field.name in _SHARED]
-    lines.append(f"plan: {options.plan.decisions_hash() if options.plan is not None else None}")
+    plan = options.plan
+    lines.append(f"plan: {plan.decisions_hash() if isinstance(plan, Plan) else 'from a file' if plan else None}")
     lines.append(f"ZEROFX_DISABLE: {','.join(sorted(settings.disable))}")
     lines.append(f"optimizer: {type(optimizer).__name__} with {len(optimizer.param_groups)} param group(s)")
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):

@@ -1,25 +1,20 @@
-"""The command line: ``zerofx plan`` and ``zerofx machines``. Neither needs a device or a process group."""
+"""The command line: ``zerofx plan``, ``report`` and ``machines`` need no device, ``zerofx tune`` runs on one."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
-from typing import Any, get_args
+from typing import get_args
 
 import click
-import torch
 from tabulate import tabulate
-from torch import nn
 
 import zerofx
-from zerofx.errors import UsageError, ZeroFXError
-from zerofx.options import Accumulate, Precision, Recompute
-from zerofx.planning import PlannedStep
+from zerofx.cli_arguments import make_training, parse_accumulate, parse_budget, read_machine, world
+from zerofx.errors import ZeroFXError
+from zerofx.options import Backend, Offload, Precision, Recompute
+from zerofx.report.saved import SavedPlan
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.machine import Link, Machine
 from zerofx.scheduler.machines import built_in_machines
@@ -74,32 +69,100 @@ def plan_command(
     keywords. It is called with torch's default device set to "meta": shapes are all a plan needs.
     """
     with _clean_errors():
-        model, optimizer, batch, loss_fn = _call(_find(where), where)
+        model, optimizer, batch, loss_fn = make_training(where, "meta")
         planned = zerofx.plan(
             model,
             optimizer,
             batch,
             stage,
             world_size=world_size,
-            machine=_machine(machine),
-            memory_budget=_budget(memory_budget),
+            machine=read_machine(machine),
+            memory_budget=parse_budget(memory_budget),
             recompute=recompute,
             loss_fn=loss_fn,
             precision=precision,
             prefetch=prefetch,
-            accumulate=_accumulate(accumulate),
+            accumulate=parse_accumulate(accumulate),
         )
         schedule = planned.schedule()
         click.echo(f"{planned}\n\n{planned.plan}\n\n{schedule.table(fold=not full)}")
+        report = planned.report(f"{type(model).__name__} with {type(optimizer).__name__}")
         if save is not None:
-            save.write_text(planned.plan.to_json(), encoding="utf-8")
+            report.save(save)
         if html is not None:
-            title = f"{type(model).__name__} with {type(optimizer).__name__}: {_short(planned)}"
-            schedule.to_html(html, title, limits=_limits(planned), notes=str(planned.plan))
+            report.to_html(html)
         if trace is not None:
             schedule.to_chrome_trace(trace)
-    for path in filter(None, (save, html, trace)):
-        click.echo(f"wrote {path}", err=True)
+    _say_written(save, html, trace)
+
+
+@main.command("tune")
+@click.argument("where", metavar="MODULE:FUNCTION")
+@click.option("--device", help="Where the model is made and run; else the GPU if there is one.")
+@click.option("--memory-budget", metavar="SIZE", help="On the device: '24GiB', '80GB', or a fraction such as 0.9.")
+@click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, help="What is sharded (ZeRO).")
+@click.option("--precision", type=click.Choice(get_args(Precision)), help="What is computed in; else as the model is.")
+@click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Gathers issued ahead.")
+@click.option("--recompute", type=click.Choice(get_args(Recompute)), default="auto", show_default=True)
+@click.option("--offload", type=click.Choice(get_args(Offload)), default="auto", show_default=True)
+@click.option("--backend", type=click.Choice(get_args(Backend)), default="inductor", show_default=True)
+@click.option("--num-steps", type=click.IntRange(min=2), default=5, show_default=True, help="Steps of each candidate.")
+@click.option("--num-candidates", type=click.IntRange(min=1), default=4, show_default=True, help="Plans run at first.")
+@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the best, for compile(plan=...).")
+def tune_command(
+    where: str,
+    device: str | None,
+    memory_budget: str | None,
+    stage: int,
+    precision: Precision | None,
+    prefetch: int,
+    recompute: Recompute,
+    offload: Offload,
+    backend: Backend,
+    num_steps: int,
+    num_candidates: int,
+    save: Path | None,
+) -> None:
+    """Run plans on the device at hand, and keep the fastest that fits.
+
+    MODULE:FUNCTION is as for `zerofx plan`; it is called with torch's default device set to the one to run on. Several
+    processes tune together: torchrun --nproc-per-node 2 -m zerofx tune MODULE:FUNCTION.
+    """
+    with _clean_errors(), world(device) as (rank, here):
+        model, optimizer, batch, loss_fn = make_training(where, here)
+        result = zerofx.tune(
+            model,
+            optimizer,
+            batch,
+            stage,
+            memory_budget=parse_budget(memory_budget),
+            num_steps=num_steps,
+            num_candidates=num_candidates,
+            save=save,
+            loss_fn=loss_fn,
+            recompute=recompute,
+            offload=offload,
+            precision=precision,
+            backend=backend,
+            prefetch=prefetch,
+        )
+    if rank == 0:
+        click.echo(f"{result}\n\n{result.plan}")
+        _say_written(save)
+
+
+@main.command("report")
+@click.argument("plan_file", metavar="PLAN.json", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--full", is_flag=True, help="Write out every layer of the schedule, not one of those that are alike.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page for a browser.")
+def report_command(plan_file: Path, full: bool, html: Path | None) -> None:
+    """Show a plan that `zerofx plan --save` or `zerofx tune --save` has written: decisions, reasons and schedule."""
+    with _clean_errors():
+        saved = SavedPlan.load(plan_file)
+        click.echo(f"{saved.title}\n\n{saved.plan}\n\n{saved.schedule.table(fold=not full)}")
+        if html is not None:
+            saved.to_html(html)
+    _say_written(html)
 
 
 @main.command("machines")
@@ -116,6 +179,11 @@ def machines_command() -> None:
     )
 
 
+def _say_written(*paths: Path | None) -> None:
+    for path in filter(None, paths):
+        click.echo(f"wrote {path}", err=True)
+
+
 @contextmanager
 def _clean_errors() -> Iterator[None]:
     try:
@@ -126,103 +194,6 @@ def _clean_errors() -> Iterator[None]:
         if error.filename is None:  # not about a file that was asked for
             raise
         raise _Refused(f"{error.filename}: {error.strerror}") from error
-
-
-def _find(where: str) -> Callable[[], Any]:
-    """The function that ``MODULE:FUNCTION`` names."""
-    source, _, name = where.rpartition(":")
-    if not source or not name:
-        raise UsageError(f"expected MODULE:FUNCTION, such as train.py:make or package.module:make, found {where!r}")
-    module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
-    found = getattr(module, name, None)
-    if callable(found):
-        function: Callable[[], Any] = found
-        return function
-    offered = [key for key, value in vars(module).items() if callable(value) and _is_own(value, module)]
-    hint = f"; its own are {', '.join(offered)}" if offered else ""
-    raise UsageError(f"{source} has no function {name!r}{hint}")
-
-
-def _is_own(value: object, module: ModuleType) -> bool:
-    return getattr(value, "__module__", None) == module.__name__ and not isinstance(value, type)
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UsageError(f"there is no file {path}")
-    sys.path.insert(0, str(path.parent.resolve()))  # as when Python runs it: what lies beside it can be imported
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickles look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def _load_module(name: str) -> ModuleType:
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # Only a module that was asked for: one that the user's module misses needs the traceback.
-        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise
-        raise UsageError(
-            f"there is no module {error.name!r} in {Path.cwd()} or among those installed; a file is named by its path, "
-            f"with .py"
-        ) from error
-
-
-def _call(function: Callable[[], Any], where: str) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
-    with torch.device("meta"):
-        made = function()
-    expected = f"expected {where} to return (model, optimizer, batch) or (model, optimizer, batch, loss_fn)"
-    if not isinstance(made, tuple) or len(made) not in (3, 4):
-        found = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
-        raise UsageError(f"{expected}, found {found}")
-    model, optimizer, batch = made[:3]
-    for name, value, kind in (
-        ("model", model, nn.Module),
-        ("optimizer", optimizer, torch.optim.Optimizer),
-        ("batch", batch, (tuple, Mapping)),
-    ):
-        if not isinstance(value, kind):
-            hint = ": put a batch of one argument as (tensor,)" if name == "batch" else ""
-            raise UsageError(f"{expected}, found a {type(value).__name__} as {name}{hint}")
-    return model, optimizer, batch, made[3] if len(made) == 4 else None
-
-
-def _machine(name: str) -> Machine:
-    return Machine.from_json(Path(name).read_text(encoding="utf-8")) if name.endswith(".json") else Machine.named(name)
-
-
-def _budget(text: str | None) -> str | float | None:
-    """A fraction is a bare number up to one; everything else is a size."""
-    try:
-        fraction = float(text or "")
-    except ValueError:
-        return text
-    return fraction if 0 < fraction <= 1 else text
-
-
-def _accumulate(text: str) -> Accumulate:
-    if text == "auto":
-        return "auto"
-    if not text.isdigit():
-        raise UsageError(f"expected --accumulate to be a number of micro-batches, or auto, found {text!r}")
-    return int(text)
-
-
-def _limits(planned: PlannedStep) -> dict[str, int]:
-    budget = planned.plan.memory_budget
-    limits = {} if budget is None else {"memory budget": budget}
-    return {**limits, "memory of the device": planned.machine.device.memory_bytes}
-
-
-def _short(planned: PlannedStep) -> str:
-    plan = planned.plan
-    precision = f", {plan.precision}" if plan.precision else ""
-    return f"stage {plan.stage} on {plan.num_ranks} x {planned.machine.name}{precision}"
 
 
 def _machine_row(machine: Machine) -> list[str]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from tqdm import tqdm
 
 from zerofx.buckets import BucketLayout
 from zerofx.checks import names
@@ -21,14 +19,17 @@ from zerofx.graph import StepGraph, value
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions, tiers_for
 from zerofx.pipeline import Stage, run_passes, run_quietly
+from zerofx.progress import watched
 from zerofx.report.units import format_bytes, format_seconds, on_tiers
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.executor import StepFunction, load_source
+from zerofx.scheduler.bound import with_least_seconds
 from zerofx.scheduler.budget import fit, least_memory
 from zerofx.scheduler.fusion import estimated_memory
-from zerofx.scheduler.items import Question
+from zerofx.scheduler.items import Leaning, Question
 from zerofx.scheduler.liveness import Liveness, liveness, with_profiles
 from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.measured import MeasuredCosts
 from zerofx.scheduler.plan import Plan, Prediction
 from zerofx.scheduler.policy import decide
 from zerofx.scheduler.simulate import Simulation, predict, simulate
@@ -52,7 +53,7 @@ class LoweredStep:
     @property
     def num_regions(self) -> int:
         """Regions that the step runs."""
-        return len(_regions(self.instructions))
+        return len(regions_of(self.instructions))
 
     @property
     def num_distinct_regions(self) -> int:
@@ -79,20 +80,25 @@ def lower(
     on_cpu: bool,
     talk: bool,
     fused: bool = False,
+    costs: MeasuredCosts | None = None,
 ) -> LoweredStep:
     """Carry out ``plan`` on a captured graph, which is edited in place, and predict the outcome on ``machine``.
 
     ``on_cpu``: whether kernels and collectives are those of a CPU, which hold memory of their own. ``fused``: whether
-    regions will be compiled, and so hold less inside.
+    regions will be compiled, and so hold less inside. ``costs`` are measured costs to go by.
     """
-    stages = run_passes(step, plan, layout, programs, settings, on_cpu=on_cpu, talk=talk)
-    instructions = cut(step)
-    simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu)
-    if fused:
-        simulation = replace(simulation, live=_live_when_fused(simulation.live, step, instructions))
-    plan = plan.with_prediction(predict(step, plan, layout, simulation))
-    sources = [program.host_source for program in programs.values()]
-    emitted = emit(step, instructions, simulation.live, _header(plan, machine), sources)
+    with watched("carrying out the plan", show=talk):
+        stages = run_passes(step, plan, layout, programs, settings, on_cpu=on_cpu, talk=talk)
+        instructions = cut(step)
+        measured = costs.of_nodes(regions_of(instructions), machine) if costs is not None else None
+        simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu, measured=measured)
+        if fused:
+            simulation = replace(simulation, live=_live_when_fused(simulation.live, step, instructions))
+        if plan.machine != machine.name:
+            plan = replace(plan, prediction=None)  # what was predicted for another machine bounds nothing here
+        plan = plan.with_prediction(predict(step, plan, layout, simulation))
+        sources = [program.host_source for program in programs.values()]
+        emitted = emit(step, instructions, simulation.live, _header(plan, machine), sources)
     lowered = LoweredStep(step, plan, instructions, simulation, stages, emitted)
     if talk:
         _say(lowered, settings.debug)
@@ -124,8 +130,12 @@ def make_plan(
     memory_budget: int | None,
     *,
     on_cpu: bool,
+    costs: MeasuredCosts | None = None,
+    talk: bool = True,
 ) -> Plan:
     """Decide. Without a budget the plan is as the options say; with one it is the fastest that fits.
+
+    ``costs`` are measured costs to go by; ``talk``: whether this rank shows how far the search is.
 
     Raises:
         MemoryBudgetError: no plan fits ``memory_budget`` bytes.
@@ -135,19 +145,6 @@ def make_plan(
             captured, layout, stage=options.stage, precision=options.precision, machine=machine.name,
             options=options.policy,
         )  # fmt: skip
-
-    def as_it_runs(live: Liveness, step: StepGraph) -> Liveness:
-        return _live_when_fused(live, step, cut(step)) if options.backend == "inductor" else live
-
-    def peak(plan: Plan, carried_out: StepGraph) -> int:
-        run_quietly(carried_out, plan, layout, programs, settings, done=("tile", "recompute"))
-        return as_it_runs(liveness(carried_out, on_cpu), carried_out).peak_bytes
-
-    def evaluate(plan: Plan) -> Prediction:
-        step = captured.clone()
-        run_quietly(step, plan, layout, programs, settings)
-        simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu)
-        return predict(step, plan, layout, replace(simulation, live=as_it_runs(simulation.live, step)))
 
     question = Question(
         step=captured,
@@ -160,15 +157,86 @@ def make_plan(
         tiers=tiers_for(options.offload, machine),
         asked=options.policy,
         tile=options.tile == "auto",
+        state_bytes=_state_bytes(layout, programs, options.stage),
     )
-    if memory_budget is None:
-        return least_memory(question, evaluate)
-    return fit(question, peak, evaluate)
+    fused = options.backend == "inductor"
+    with watched("planning", "plans tried", show=talk) as bar:
+
+        def peak(plan: Plan, carried_out: StepGraph) -> int:
+            bar.update()
+            run_quietly(carried_out, plan, layout, programs, settings, done=("tile", "recompute"))
+            live = liveness(carried_out, on_cpu)
+            return (_live_when_fused(live, carried_out, cut(carried_out)) if fused else live).peak_bytes
+
+        def evaluate(plan: Plan) -> Prediction:
+            step = captured.clone()
+            run_quietly(step, plan, layout, programs, settings)
+            return _predict(step, plan, layout, machine, on_cpu, costs, fused=fused)
+
+        def progress(leanings: Iterable[Leaning]) -> Iterator[Leaning]:
+            for leaning in leanings:
+                bar.set_description(f"planning ({leaning})", refresh=False)
+                yield leaning
+
+        if memory_budget is None:
+            return least_memory(question, evaluate)
+        found = fit(question, peak, evaluate, progress)
+        # The bound is on times by rule, and says nothing of measured ones.
+        if costs is not None:
+            return found
+        return with_least_seconds(found, captured, layout, machine, on_cpu=on_cpu, by_region=fused)
+
+
+def _state_bytes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], stage: int) -> dict[int, int]:
+    """Bytes of one rank's optimizer states and masters, by bucket."""
+    found = {}
+    for index, program in programs.items():
+        bucket = layout.buckets[index]
+        local = bucket.shard_numel if stage >= 1 else bucket.numel
+        master = bucket.dtype.itemsize if bucket.has_master else 0
+        found[index] = local * (master + sum(state.dtype.itemsize for state in program.states))
+    return found
+
+
+def predict_plan(
+    captured: StepGraph,
+    plan: Plan,
+    layout: BucketLayout,
+    programs: Mapping[int, UpdateProgram],
+    machine: Machine,
+    settings: Settings,
+    *,
+    on_cpu: bool,
+    fused: bool,
+    costs: MeasuredCosts | None = None,
+) -> Plan:
+    """``plan`` with what it leads to, carried out on a copy of the captured graph; see ``lower`` for the rest."""
+    step = captured.clone()
+    run_quietly(step, plan, layout, programs, settings)
+    return plan.with_prediction(_predict(step, plan, layout, machine, on_cpu, costs, fused=fused))
+
+
+def _predict(
+    step: StepGraph,
+    plan: Plan,
+    layout: BucketLayout,
+    machine: Machine,
+    on_cpu: bool,
+    costs: MeasuredCosts | None,
+    *,
+    fused: bool,
+) -> Prediction:
+    instructions = cut(step)
+    measured = costs.of_nodes(regions_of(instructions), machine) if costs is not None else None
+    simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu, measured=measured)
+    if fused:
+        simulation = replace(simulation, live=_live_when_fused(simulation.live, step, instructions))
+    return predict(step, plan, layout, simulation)
 
 
 def _live_when_fused(live: Liveness, step: StepGraph, instructions: tuple[Instruction, ...]) -> Liveness:
     """``live`` as it will be with compiled regions, by an estimate; updates run on kernels of their own."""
-    compiled = [region for region in _regions(instructions) if not region.is_update]
+    compiled = [region for region in regions_of(instructions) if not region.is_update]
     return with_profiles(live, step, [(region, estimated_memory(region)) for region in compiled])
 
 
@@ -183,7 +251,7 @@ def build(
     control.attempt("write the generated step", lambda: _write(path, source) if control.rank == 0 else None)
     function, compiled = load_step(source, str(path), lowered.instructions, lowered.emitted.functions, control, backend)
     if compiled:
-        profiles = [(r, compiled[r.key].memory) for r in _regions(lowered.instructions) if r.key in compiled]
+        profiles = [(r, compiled[r.key].memory) for r in regions_of(lowered.instructions) if r.key in compiled]
         simulation = Simulation(simulation.timings, with_profiles(simulation.live, lowered.graph, profiles))
         plan = plan.with_prediction(predict(lowered.graph, plan, layout, simulation))
     if control.rank == 0:
@@ -209,9 +277,8 @@ def load_step(
         from zerofx.codegen.inductor import compile_region
 
         # A region without inputs only makes constants.
-        first = {r.key: r for r in reversed(_regions(instructions)) if not r.is_update and r.inputs}
+        first = {r.key: r for r in reversed(regions_of(instructions)) if not r.is_update and r.inputs}
         mine, others = control.divide(list(first))
-        progress = tqdm(total=len(first), desc="compiling regions", disable=control.rank != 0, leave=False)
 
         def compile_all(keys: list[str]) -> None:
             for key in keys:
@@ -219,7 +286,7 @@ def load_step(
                 compiled[key] = compile_region(namespace[name], [value(n) for n in region.inputs], name)
                 progress.update()
 
-        with progress:
+        with watched("compiling", "regions", len(first), show=control.rank == 0) as progress:
             for keys in (mine, others):
                 control.attempt("compile their regions", partial(compile_all, keys), WORK_SECONDS)
         for key, done in compiled.items():
@@ -255,7 +322,8 @@ def read_edited(path: str | Path, functions: Mapping[str, str]) -> str:
     return text
 
 
-def _regions(instructions: tuple[Instruction, ...]) -> list[Region]:
+def regions_of(instructions: tuple[Instruction, ...]) -> list[Region]:
+    """The regions among the instructions of a step, in order; equal ones as often as they run."""
     return [i for i in instructions if isinstance(i, Region)]
 
 

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-DEVICE = "device"
+from zerofx.scheduler.machine import Tier
+
+DEVICE: Tier = "device"
 
 
 class Phase(StrEnum):
@@ -247,10 +249,9 @@ def set_value(node: fx.Node, fake: Any) -> fx.Node:
     return node
 
 
-def tier_of(node: fx.Node) -> str:
+def tier_of(node: fx.Node) -> Tier:
     """Where the storage lives that ``node`` owns: ``"device"``, ``"host"`` or ``"nvme"``."""
-    found = node.meta.get("zerofx_tier", DEVICE)
-    assert isinstance(found, str)
+    found: Tier = node.meta.get("zerofx_tier", DEVICE)
     return found
 
 
@@ -326,6 +327,11 @@ def _line(node: fx.Node) -> str:
     kwargs = ", ".join(f"{k}={v}" for k, v in node.kwargs.items())
     args = ", ".join(str(a) for a in node.args) + (", " + kwargs if kwargs else "")
     return f"{node.name}: {kind} = {target_name(node)}({args}){suffix}"
+
+
+def type_name(node: fx.Node) -> str:
+    """Dtype and shape of a node's value in short: ``float32[8, 4]``."""
+    return _type(value(node))
 
 
 def target_name(node: fx.Node) -> str:

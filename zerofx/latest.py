@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from zerofx.compiler import CompiledStep
 from zerofx.errors import UsageError
 from zerofx.pipeline import Stage
+from zerofx.report.saved import SavedPlan
 from zerofx.report.schedule import Schedule, make_schedule
+from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 
 
 class LatestStep:
     """The plan, the source and the schedule of the step that ran last, for ``Step`` to inherit."""
 
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    _machine: Machine | None
     _latest: CompiledStep | None = None
 
     @property
@@ -63,3 +71,12 @@ class LatestStep:
     def schedule(self) -> Schedule:
         """What the step that ran last does, in order: a row for each node with its bytes, time, stream and origin."""
         return make_schedule(self.compiled)
+
+    def save_plan(self, path: str | Path) -> None:
+        """Write the plan of the step that ran last with its schedule, for ``compile(plan=path)`` and ``zerofx report``.
+
+        On this rank alone; rank 0 is enough, since all ranks have the same plan.
+        """
+        assert self._machine is not None, "a captured step has one"
+        what = f"{type(self.model).__name__} with {type(self.optimizer).__name__}"
+        SavedPlan.of(self.compiled, self._machine, what).save(path)

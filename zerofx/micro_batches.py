@@ -14,6 +14,7 @@ from zerofx.graph import StepGraph
 from zerofx.options import CompileOptions
 from zerofx.passes.accumulate import accumulate
 from zerofx.passes.simplify import simplify
+from zerofx.scheduler.plan import Plan
 from zerofx.settings import Settings
 
 
@@ -69,7 +70,7 @@ class MicroBatches:
 
 
 def _candidates(batch: Batch, options: CompileOptions) -> tuple[int, ...]:
-    if options.plan is not None:
+    if isinstance(options.plan, Plan):
         return (options.plan.num_micro_batches,)
     if options.accumulate != "auto":
         return (options.accumulate,)

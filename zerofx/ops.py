@@ -14,7 +14,9 @@ reads them like any other operator. They have no kernels: what runs is the emitt
 ``broadcast``         overwrite buffers by rank 0's
 ``hyperparameters``   the update's scalars of this step for a bucket: plain Python floats
 ``offload``           start copying a tensor from the device into a slower tier; strides are kept
-``reload``            start copying what is stored in a slower tier into a fresh tensor on the device
+``reload``            start copying what is stored in a slower tier into a fresh tensor on a faster one
+``copy_into``         start copying a tensor over one that exists, on another tier
+``empty_stored``      a tensor on a slower tier that is still to be written
 ====================  ==============================================================================================
 """
 
@@ -31,7 +33,9 @@ _library.define("release(Tensor full) -> ()")
 _library.define("empty_gradients(int bucket, int numel, *, ScalarType dtype, Device device) -> Tensor")
 _library.define("broadcast(Tensor(a!)[] buffers) -> ()")
 _library.define("offload(Tensor value, str tier) -> Tensor")
-_library.define("reload(Tensor stored) -> Tensor")
+_library.define("reload(Tensor stored, str tier='device') -> Tensor")
+_library.define("copy_into(Tensor(a!) into, Tensor source) -> Tensor(a!)")
+_library.define("empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor")
 
 
 def _all_gather(shard: torch.Tensor, bucket: int, num_ranks: int) -> torch.Tensor:
@@ -62,6 +66,14 @@ def _copied(value: torch.Tensor, tier: str = "device") -> torch.Tensor:
     return value.new_empty_strided(value.shape, value.stride())
 
 
+def _copy_into(into: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return into
+
+
+def _empty_stored(numel: int, dtype: torch.dtype, tier: str, *, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
 for _name, _fake in (
     ("all_gather", _all_gather),
     ("all_gather_into", _all_gather_into),
@@ -72,6 +84,8 @@ for _name, _fake in (
     ("broadcast", _nothing),
     ("offload", _copied),
     ("reload", _copied),
+    ("copy_into", _copy_into),
+    ("empty_stored", _empty_stored),
 ):
     _library.impl(_name, _fake, "Meta")
 
@@ -84,6 +98,8 @@ empty_gradients = torch.ops.zerofx.empty_gradients.default
 broadcast = torch.ops.zerofx.broadcast.default
 offload = torch.ops.zerofx.offload.default
 reload = torch.ops.zerofx.reload.default
+copy_into = torch.ops.zerofx.copy_into.default
+empty_stored = torch.ops.zerofx.empty_stored.default
 
 
 def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:
@@ -92,5 +108,5 @@ def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:
 
 
 COLLECTIVES = frozenset({all_gather, all_gather_into, reduce_scatter, broadcast})
-TRANSFERS = frozenset({offload, reload})
-EVENTS = frozenset({*COLLECTIVES, *TRANSFERS, wait, release, empty_gradients, hyperparameters})
+TRANSFERS = frozenset({offload, reload, copy_into})
+EVENTS = frozenset({*COLLECTIVES, *TRANSFERS, wait, release, empty_gradients, empty_stored, hyperparameters})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -26,14 +27,14 @@ Tiling = Literal["auto", "none"]
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """All options of one compiled step."""
+    """All options of one compiled step. ``plan`` is one that was given, or the file that it is in."""
 
     stage: int
     loss_fn: LossFunction | None
     precision: Precision | None
     backend: Backend
     machine: Machine | None
-    plan: Plan | None
+    plan: Plan | Path | None
     policy: PolicyOptions
     max_shapes: int
     memory_budget: int | float | None = None
@@ -53,7 +54,7 @@ def check_options(
     precision: Precision | None,
     backend: Backend,
     machine: Machine | str | None,
-    plan: Plan | None,
+    plan: Plan | str | Path | None,
     prefetch: int,
     keep_gathered: Collection[str] | Literal["all"],
     max_shapes: int,
@@ -87,8 +88,8 @@ def check_options(
         raise UsageError(f"expected keep_gathered to be 'all' or names of buckets, found {keep_gathered!r}")
     if isinstance(max_shapes, bool) or not isinstance(max_shapes, int) or max_shapes < 1:
         raise UsageError(f"expected max_shapes to be at least 1, found {max_shapes!r}")
-    if plan is not None and not isinstance(plan, Plan):
-        raise UsageError(f"expected plan to be a Plan (see Plan.from_json), found {type(plan).__name__}")
+    if plan is not None and not isinstance(plan, Plan | str | Path):
+        raise UsageError(f"expected plan to be a Plan or the path of a file with one, found {type(plan).__name__}")
     if machine is not None and not isinstance(machine, str | Machine):
         raise UsageError(f"expected machine to be a Machine or the name of one, found {type(machine).__name__}")
     check_loss_function(loss_fn)
@@ -111,13 +112,14 @@ def check_options(
         warn(f"offload={offload!r} is ignored without a memory_budget: nothing has to leave the device")
     found = Machine.named(machine) if isinstance(machine, str) else machine
     policy = PolicyOptions(prefetch, keep_gathered)
+    given = Path(plan) if isinstance(plan, str) else plan
     return CompileOptions(
         stage,
         loss_fn,
         precision,
         backend,
         found,
-        plan,
+        given,
         policy,
         max_shapes,
         budget,
@@ -145,12 +147,12 @@ def tiers_for(offload: Offload, machine: Machine) -> tuple[Tier, ...]:
     return ("host", "nvme") if machine.nvme is not None else ("host",)
 
 
-def _check_accumulate(accumulate: Accumulate, plan: Plan | None) -> None:
+def _check_accumulate(accumulate: Accumulate, plan: Plan | str | Path | None) -> None:
     if accumulate != "auto" and (isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1):
         raise UsageError(
             f"expected accumulate to be a number of micro-batches, 1 or more, or 'auto', found {accumulate!r}"
         )
-    if plan is not None and accumulate not in (1, "auto", plan.num_micro_batches):
+    if isinstance(plan, Plan) and accumulate not in (1, "auto", plan.num_micro_batches):
         raise UsageError(
             f"expected accumulate={plan.num_micro_batches}, which the plan was made for, found {accumulate}: leave it "
             f"out, or make the plan anew"

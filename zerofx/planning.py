@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -17,8 +18,10 @@ from zerofx.loss import LossFunction
 from zerofx.micro_batches import MicroBatches
 from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, Tiling, check_options
 from zerofx.pipeline import check_disabled
+from zerofx.progress import watched
+from zerofx.report.saved import SavedPlan
 from zerofx.report.schedule import Schedule, make_schedule
-from zerofx.report.units import format_bytes, format_seconds
+from zerofx.report.units import format_bytes, format_seconds, on_tiers
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.scheduler.accumulate import choose_micro_batches
 from zerofx.scheduler.machine import Machine
@@ -41,8 +44,13 @@ class PlannedStep:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak is within the device's memory."""
-        return self.plan.peak_bytes["device"] <= self.machine.device.memory_bytes
+        """Whether the predicted peaks are within the device's memory and one rank's share of the host's and NVMe."""
+        room = {
+            "device": self.machine.device.memory_bytes,
+            "host": self.machine.host_bytes_per_rank,
+            "nvme": self.machine.nvme_bytes_per_rank,
+        }
+        return all(size <= room[tier] for tier, size in self.plan.peak_bytes.items())
 
     @property
     def flops_utilisation(self) -> float:
@@ -63,14 +71,22 @@ class PlannedStep:
         """The per-node table of the planned step."""
         return make_schedule(self.lowered)
 
+    def report(self, what: str = "") -> SavedPlan:
+        """The plan with its schedule; ``what`` is for the heading: the names of model and optimizer, say."""
+        return SavedPlan.of(self.lowered, self.machine, what)
+
+    def save(self, path: str | Path, what: str = "") -> None:
+        """Write the plan with its schedule, for ``compile(plan=path)`` and ``zerofx report``; ``what`` as there."""
+        self.report(what).save(path)
+
     def __str__(self) -> str:
         plan, memory = self.plan, self.machine.device.memory_bytes
         verdict = "fits" if self.fits else "does NOT fit"
         return (
             f"stage {plan.stage} on {plan.num_ranks} x {self.machine.name}: peak "
-            f"{format_bytes(plan.peak_bytes['device'])} of {format_bytes(memory)} ({verdict}), step "
-            f"{format_seconds(plan.step_seconds)}, of which {format_seconds(plan.exposed_seconds)} exposed "
-            f"communication, {format_bytes(plan.wire_bytes)} sent per rank, "
+            f"{format_bytes(plan.peak_bytes['device'])} of {format_bytes(memory)}{on_tiers(plan.slower_peak_bytes)} "
+            f"({verdict}), step {format_seconds(plan.step_seconds)}, of which {format_seconds(plan.exposed_seconds)} "
+            f"exposed communication, {format_bytes(plan.wire_bytes)} sent per rank, "
             f"{100 * self.flops_utilisation:.1f} % of peak FLOP/s"
         )
 
@@ -176,8 +192,10 @@ def capture_for_plans(
     optimizer: torch.optim.Optimizer,
     batch: tuple[Any, ...] | Mapping[str, Any],
     options: CompileOptions,
+    *,
+    talk: bool = True,
 ) -> CapturedStep:
-    """Capture once what ``plan_captured`` plans many times.
+    """Capture once what ``plan_captured`` plans many times; ``talk``: show how long it takes.
 
     Raises:
         ZeroFXError: the model cannot be captured, or the optimizer is not the model's.
@@ -185,8 +203,9 @@ def capture_for_plans(
     settings = read_settings()
     check_disabled(settings)
     taken = Batch.of((), batch) if isinstance(batch, Mapping) else Batch.of(tuple(batch), {})
-    captures = MicroBatches(model, taken, options, settings)
-    captured = captures.first
+    with watched("capturing the model", show=talk):
+        captures = MicroBatches(model, taken, options, settings)
+        captured = captures.first
     groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
     return CapturedStep(captures, optimizer, groups, options, settings)
 
@@ -209,7 +228,7 @@ def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True)
 
     def plan_for(num_micro_batches: int) -> Plan:
         graph = captures.graph(num_micro_batches)
-        return make_plan(graph, layout, programs, machine, options, settings, budget, on_cpu=machine.is_cpu)
+        return make_plan(graph, layout, programs, machine, options, settings, budget, on_cpu=machine.is_cpu, talk=talk)
 
     decided = choose_micro_batches(captures.candidates, budget, plan_for)
     step = captures.graph(decided.num_micro_batches).clone()

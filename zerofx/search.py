@@ -28,10 +28,9 @@ from zerofx.planning import (
     check_world_size,
     plan_captured,
 )
+from zerofx.progress import watched
 from zerofx.report.units import format_bytes
 from zerofx.scheduler.budget import BudgetMissedError
-
-_PATIENCE_SECONDS = 2.0  # a search that is done sooner shows no progress bar
 
 
 class Trial(NamedTuple):
@@ -107,7 +106,9 @@ def largest_micro_batch(
     options = _options(stage, plan_options)
 
     def attempt(samples: int) -> PlannedStep:
-        return plan_captured(capture_for_plans(model, optimizer, make_batch(samples), options), world_size, talk=False)
+        return plan_captured(
+            capture_for_plans(model, optimizer, make_batch(samples), options, talk=False), world_size, talk=False
+        )
 
     with _Trials("micro-batch", attempt).watched() as trials:
         if not trials.fits(1):
@@ -193,7 +194,7 @@ class _Trials:
     @contextmanager
     def watched(self) -> Iterator[_Trials]:
         """With a progress bar, if it takes long: where the search stands, since its length is not known before."""
-        with tqdm(desc=f"{self._quantity} 1", unit=" plans", delay=_PATIENCE_SECONDS, leave=False) as self._bar:
+        with watched(f"{self._quantity} 1", "plans") as self._bar:
             yield self
 
     def fits(self, value: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from zerofx.building import Prepared, build_within_budget, describe_request, mac
 from zerofx.checks import check_batch, names
 from zerofx.compiler import CompiledStep, load_step, read_edited
 from zerofx.errors import RankMismatchError, UsageError, ZeroFXError, warn
+from zerofx.given_plan import take_plan
 from zerofx.guards import LossWatch, ModeWatch, ParameterWatch, claim, guard_model, release
 from zerofx.latest import LatestStep
 from zerofx.optimizers import UpdateProgram
@@ -32,6 +33,7 @@ from zerofx.runtime.optimizer import Advance, OptimizerBinding, OptimizerState
 from zerofx.runtime.state import TrainingState, process_group
 from zerofx.runtime.tiers import Tiers
 from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.plan import StateDecision
 from zerofx.settings import read_settings
 
 
@@ -85,6 +87,9 @@ class Step(LatestStep):
                 "model, optimizer and options",
                 "Compile the same on every rank.",
             )
+            if options.plan is not None:
+                self._machine = options.machine or machine_at_hand(next(iter(model.parameters())).device)
+                self.options = take_plan(options, self._machine, self._control)
         except BaseException:
             release(model, self._owner)
             raise
@@ -96,6 +101,7 @@ class Step(LatestStep):
         batch = self._take_apart(args, kwargs)
         compiled, advance, agreed = self._step_for(batch, "call step(batch)")
         assert self._state is not None and self._runtime is not None
+        self._state.place(compiled.plan.states)
         versions = self._versions()
         advance.swap(self._state)
         try:
@@ -103,7 +109,10 @@ class Step(LatestStep):
             with torch.no_grad():
                 state = state_tensors(compiled.graph, self.model, self._state)
                 given = (self._runtime, state, batch_tensors(compiled.graph, batch, self.options.compute_dtype))
-                loss = self._meter(compiled.function, *given) if self._meter else compiled.function(*given)
+                if self._meter is None:
+                    loss = compiled.function(*given)
+                else:
+                    loss = self._meter(compiled.function, compiled.emitted.functions, *given)
             self._runtime.end()
         except BaseException as error:
             self._undo(advance, versions, error)
@@ -155,7 +164,7 @@ class Step(LatestStep):
     def _versions(self) -> dict[int, int]:
         """How often each bucket's stored values have been changed: tells which were updated in a step that failed."""
         assert self._layout is not None and self._state is not None
-        return {b.index: self._state.buckets[b.index].stored._version for b in self._layout.buckets if b.trainable}
+        return {b.index: self._state.buckets[b.index].updated._version for b in self._layout.buckets if b.trainable}
 
     def _undo(self, advance: Advance, versions: Mapping[int, int], error: BaseException) -> None:
         """Behind a step that failed: count no step for the buckets that had not been updated, and say which had."""
@@ -277,7 +286,7 @@ class Step(LatestStep):
             compiled = build_within_budget(prepared, machine, self.options, self.settings, self._control)
         self._prepare_tiers(compiled, prepared.captured.device)
         if self._state is None:
-            self._take_over(prepared.layout, prepared.binding, prepared.captured.device)
+            self._take_over(prepared.layout, prepared.binding, prepared.captured.device, compiled.plan.states)
             self._allocate_states(prepared.programs)
         self._machine = machine
         return compiled
@@ -293,7 +302,7 @@ class Step(LatestStep):
     def _prepare(self, batch: Batch) -> Prepared:
         return prepare(
             self.model, self.optimizer, batch, self.options, self.settings, self._control.num_ranks,
-            self._layout, self._binding, self._state,
+            self._layout, self._binding, self._state, talk=self._control.rank == 0,
         )  # fmt: skip
 
     def _announce_shape(self, described: Mapping[str, str]) -> None:
@@ -307,12 +316,18 @@ class Step(LatestStep):
         if self._shapes:
             warn(f"a batch of another shape is captured and planned anew: {self._difference(described)}")
 
-    def _take_over(self, layout: BucketLayout, binding: OptimizerBinding, device: torch.device) -> None:
+    def _take_over(
+        self,
+        layout: BucketLayout,
+        binding: OptimizerBinding,
+        device: torch.device,
+        decisions: Sequence[StateDecision],
+    ) -> None:
         transport = make_transport(self._group, device)
-        state = TrainingState(self.model, layout, self.options.stage, transport)
-        state.take_over()
-        self._layout, self._binding, self._state, self._device = layout, binding, state, device
         assert self._tiers is not None
+        state = TrainingState(self.model, layout, self.options.stage, transport, self._tiers)
+        state.take_over(decisions)
+        self._layout, self._binding, self._state, self._device = layout, binding, state, device
         self._runtime = Runtime(layout, transport, device, self._tiers)
         self._optimizer_state = OptimizerState(self.optimizer, state, self._control)
         self._owner.keep()

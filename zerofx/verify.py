@@ -10,6 +10,7 @@ update                 a slice is not written before its last gather is done wit
 plan                   behind the last pass: one gather, reduction or offload for each decision of the plan, no others
 gather before use      a gather's buffer is not read before its wait (follows from order and waits)
 random operators       none is run twice
+states                 what lives in a slower tier is only copied, or read where it lives
 offload                what is stored in a slower tier is reloaded, and read by nothing else; a value is not read on the
                        device behind the wait that frees it
 =====================  =====================================================================================
@@ -24,10 +25,22 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.errors import InvalidGraphError
-from zerofx.graph import StepGraph, copied_from, is_random, target_name
+from zerofx.graph import (
+    DEVICE,
+    Phase,
+    Role,
+    StepGraph,
+    copied_from,
+    is_random,
+    origin,
+    placeholder,
+    target_name,
+    tier_of,
+)
 from zerofx.passes.base import consumers
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import mutated_inputs
+from zerofx.scheduler.streams import runs_on_host
 
 _NEIGHBOURS = 6
 _STARTED = frozenset({ops.all_gather, ops.all_gather_into, ops.reduce_scatter, *ops.TRANSFERS})
@@ -53,6 +66,7 @@ def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
             _check_release(step, after, node, order)
         if node.target is ops.offload:
             _check_offload(step, after, node, order)
+    _check_placed(step, after)
     _check_residencies(step, after)
     _check_reductions(step, after)
     _check_updates(step, after, order)
@@ -94,14 +108,26 @@ def _check_offload(step: StepGraph, after: str, node: fx.Node, order: dict[fx.No
     others = [
         reader.name
         for reader in readers
-        if reader not in reloads and not (reader.target is ops.wait and reader.args[0] in reloads)
+        if reader not in reloads
+        and not (reader.target is ops.wait and reader.args[0] in reloads)
+        and not runs_on_host(reader)
     ]
-    if not reloads or others:
+    if others or not any(reader in reloads or runs_on_host(reader) for reader in readers):
         _fail(step, after, stored, f"offload: {stored.name} has {len(reloads)} reloads and is read by {others}")
     for reload in reloads:
         held = [wait for wait in reload.users if wait.args != (reload, stored)]
         if held:
             _fail(step, after, reload, f"offload: {held[0].name} does not hold {stored.name} until its reload is done")
+
+
+def _check_placed(step: StepGraph, after: str) -> None:
+    for node in step.placeholders():
+        if tier_of(node) == DEVICE:
+            continue
+        for reader in consumers(node):
+            is_copy = reader.target in ops.TRANSFERS or reader.target is ops.wait
+            if not is_copy and not (tier_of(node) == "host" and runs_on_host(reader)):
+                _fail(step, after, reader, f"states: {reader.name} reads {node.name} on {tier_of(node)}")
 
 
 def _check_residencies(step: StepGraph, after: str) -> None:
@@ -133,10 +159,23 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     gathered = [node.args[1] for node in _parameter_gathers(step)]
     reduced = [node.args[1] for node in step.calls() if node.target is ops.reduce_scatter]
     wanted = [decision.bucket for decision in plan.reduces] if plan.num_ranks > 1 else []
-    offloaded = [f"{n.all_input_nodes[0].name} to {n.args[1]}" for n in step.calls() if n.target is ops.offload]
+    offloaded = [
+        f"{node.all_input_nodes[0].name} to {node.args[1]}"
+        for node in step.calls()
+        if node.target is ops.offload and origin(node).phase is Phase.FORWARD
+    ]
+    placed = {
+        f"{placeholder(node).bucket} on {tier_of(node)}"
+        for role in (Role.MASTER, Role.STATE)
+        for node in step.placeholders(role)
+        if tier_of(node) != DEVICE
+    }
+    stateful = {placeholder(n).bucket for role in (Role.MASTER, Role.STATE) for n in step.placeholders(role)}
+    states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]
     for what, found, planned in (
         ("gathers buckets", gathered, [decision.bucket for decision in plan.gathers]),
         ("reduces buckets", reduced, wanted),
+        ("keeps states of buckets", sorted(placed), states),
         ("offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]),
     ):
         if Counter(found) != Counter(planned):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.graphs import DIM, Averaging, Normed, Prepared, Tied, TwoBlocks, features, prepare, sgd, token_ids
+from tests.offloads import offloading
 from zerofx.buckets import BucketLayout
 from zerofx.codegen.emit import EmittedStep, _literal, _wrapped, emit
 from zerofx.codegen.regions import cut
@@ -23,6 +25,7 @@ from zerofx.errors import PlanError
 from zerofx.graph import Role, placeholder
 from zerofx.runtime.executor import StepFunction, load_source
 from zerofx.scheduler.liveness import liveness
+from zerofx.scheduler.plan import StateDecision
 from zerofx.scheduler.workspace import workspace_bytes
 
 
@@ -105,6 +108,14 @@ class _FlatLoss(TwoBlocks):
 
 def test_a_whole_step(golden: Callable[..., None]) -> None:
     golden(_emit(prepare().run()).source)
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_a_step_with_tiers(golden: Callable[..., None], update: str) -> None:
+    prepared = prepare(precision="bf16")
+    plan = offloading(prepared, prepared.plan, ["host", "nvme"])
+    prepared.plan = replace(plan, states=tuple(StateDecision(i, "host", update, "") for i in range(3)))
+    golden(_emit(prepared.run()).source)
 
 
 @pytest.mark.parametrize(

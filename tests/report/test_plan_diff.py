@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.report.lowered import lowered
-from zerofx.scheduler.plan import Plan, RecomputeDecision
+from zerofx.scheduler.plan import Plan, RecomputeDecision, StateDecision
 
 
 def recomputing(plan: Plan, layers: int, level: int = 1, size: int = 1024) -> Plan:
@@ -29,6 +29,15 @@ def test_what_is_offloaded(golden: Callable[..., None]) -> None:
     start = next(i for i, line in enumerate(lines) if line.startswith("offloaded"))
     texts = [*lines[start:], without.diff(plan), plan.diff(moved), plan.diff(lowered(6, tiers=["host", "nvme"]).plan)]
     golden("\n\n".join(texts))
+
+
+def test_where_states_live(golden: Callable[..., None]) -> None:
+    plan = lowered(4).plan
+    host = replace(plan, states=tuple(StateDecision(i, "host", "device", "by hand") for i in range(5)))
+    mixed = replace(host, states=(*host.states[:2], *(replace(d, update="host") for d in host.states[2:])))
+    lines = str(mixed).splitlines()
+    start = lines.index("optimizer states")
+    golden("\n\n".join(["\n".join(lines[start:]), plan.diff(host), host.diff(mixed), host.why("layers.1")]))
 
 
 def test_equal_plans_are_the_same() -> None:

@@ -83,3 +83,23 @@ def test_wire_volume_is_two_or_three_times_the_parameters(stage: int, volumes: i
     saved = num_bytes / 10 * (world_size - 1) / world_size if stage == 3 else 0
     padding = volumes * 10 * world_size * ALIGNMENT_BYTES
     assert 0 <= sent - (expected - saved) <= padding
+
+
+# Table 2: the largest model whose states fit 32 GB at 64 ranks, with each layer divided over 1, 2, 4, 8 and 16 GPUs.
+DIVISIONS = (1, 2, 4, 8, 16)
+TABLE_2 = {
+    0: (2e9, 4e9, 8e9, 16e9, 32e9),
+    1: (7.6e9, 15.2e9, 30.4e9, 60.8e9, 121.6e9),
+    2: (14.4e9, 28.8e9, 57.6e9, 115.2e9, 230.4e9),
+    3: (128e9, 256e9, 0.5e12, 1e12, 2e12),
+}
+
+
+@pytest.mark.parametrize("stage", TABLE_2)
+def test_the_largest_models_are_those_of_table_2(stage: int) -> None:
+    largest = TABLE_2[stage][0]
+    bytes_per_parameter = planned(largest, stage, 64).plan.model_state_bytes / largest
+    for division, printed in zip(DIVISIONS, TABLE_2[stage], strict=True):
+        # Trillions are printed with one digit only.
+        tolerance = 0.025 if printed >= 0.5e12 else 0.006
+        assert 32e9 * division / bytes_per_parameter == pytest.approx(printed, rel=tolerance)

@@ -1,6 +1,7 @@
 """Optimizer updates on flat shards: any elementwise ``torch.optim`` optimizer as a graph and a host function."""
 
 from zerofx.optimizers.program import HostFunction, ScalarStateSpec, StateSpec, UpdateProgram, run_program
+from zerofx.optimizers.shadow import copy_optimizer
 from zerofx.optimizers.support import has_fused
 from zerofx.optimizers.update import check_supported, trace_update
 
@@ -10,6 +11,7 @@ __all__ = [
     "StateSpec",
     "UpdateProgram",
     "check_supported",
+    "copy_optimizer",
     "has_fused",
     "run_program",
     "trace_update",

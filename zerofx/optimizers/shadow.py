@@ -92,17 +92,34 @@ def make_shadow(
     Hooks, gradient scalers and a ``step`` that a learning-rate scheduler has wrapped stay behind. Containers among the
     optimizer's attributes are copied one level deep, so that stepping the shadow does not change the original.
     """
-    shadow = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if name.startswith("_optimizer_") and isinstance(value, dict):
-            vars(shadow)[name] = OrderedDict()
-        elif name not in ("step", "grad_scale", "found_inf"):
-            vars(shadow)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+    shadow = _without_hooks(optimizer)
     flags = {flag: fused and flag == "fused" for flag in IMPLEMENTATION_FLAGS}
     shadow.defaults = {**optimizer.defaults, **flags}
     shadow.state = defaultdict(dict)
     shadow.param_groups = [{**group, **flags, "params": [param]}]
     return shadow
+
+
+def copy_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """A copy of ``optimizer`` with its states, over the copies of its parameters.
+
+    ``memo`` is that of the ``copy.deepcopy`` that copied the model. What stays behind is as for ``make_shadow``.
+    """
+    made = _without_hooks(optimizer)
+    made.defaults = copy.copy(optimizer.defaults)
+    made.state = copy.deepcopy(optimizer.state, memo)
+    made.param_groups = copy.deepcopy(optimizer.param_groups, memo)
+    return made
+
+
+def _without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    made = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_") and isinstance(value, dict):
+            vars(made)[name] = OrderedDict()
+        elif name not in ("step", "grad_scale", "found_inf"):
+            vars(made)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+    return made
 
 
 def step_function(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:

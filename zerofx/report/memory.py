@@ -20,7 +20,7 @@ class Category(StrEnum):
     PARAMETERS = "parameters"  # what stays between steps: whole buckets or slices, and fp32 master copies
     GATHERED = "gathered"  # whole buckets, from gather to release
     GRADIENTS = "gradients"  # flat gradient buffers, and reduced slices
-    OPTIMIZER = "optimizer states"
+    OPTIMIZER = "optimizer states"  # and what of them, and of fp32 masters, is there for an update only
     BUFFERS = "buffers"  # the model's buffers and constants
     BATCH = "batch"
     ACTIVATIONS = "activations"  # made in forward, and what is reloaded of it
@@ -79,8 +79,8 @@ def peak_memory(step: StepGraph, live: Liveness) -> dict[Category, int]:
 def category_of(owner: fx.Node) -> Category:
     """The category of the storages that a call owns."""
     phase = origin(owner).phase
-    if owner.target is ops.reload and phase is not Phase.UPDATE:
-        return Category.ACTIVATIONS
+    if owner.target is ops.reload:
+        return Category.OPTIMIZER if phase is Phase.UPDATE else Category.ACTIVATIONS
     if owner.target is ops.all_gather:
         return Category.GATHERED if _gathers_parameters(owner) else Category.GRADIENTS
     if owner.target in (ops.empty_gradients, ops.reduce_scatter):

@@ -34,6 +34,7 @@ def diff_plans(one: Plan, other: Plan) -> str:
         "gathers": _folded(_gathers(one, other)),
         "reductions": _folded(_reductions(one, other)),
         "tiled": list(_tiles(one, other)),
+        "optimizer states": _folded(_states(one, other)),
         "recomputed": [*_folded(_recomputes(one, other)), *_extra_keeps(one, other)],
         **{f"offloaded to {tier}": _folded(_offloads(one, other, tier)) for tier in TIERS if tier != "device"},
         "predicted, per rank": list(_predictions(one, other)),
@@ -155,6 +156,17 @@ def _tiles(one: Plan, other: Plan) -> Iterator[str]:
         old, new = before.get(name, "whole"), after.get(name, "whole")
         if old != new:
             yield f"{name}: {old} -> {new}"
+
+
+def _states(one: Plan, other: Plan) -> list[_Change]:
+    def known(plan: Plan) -> dict[str, str]:
+        return {plan.buckets[d.bucket].name: f"on {d.tier}, updated on the {d.update}" for d in plan.states}
+
+    before, after = known(one), known(other)
+    sides = {
+        name: (before.get(name, "on the device"), after.get(name, "on the device")) for name in {**before, **after}
+    }
+    return [_Change(name, f"{old} -> {new}") for name, (old, new) in sides.items() if old != new]
 
 
 def _recomputes(one: Plan, other: Plan) -> list[_Change]:

@@ -32,6 +32,7 @@ def describe_plan(plan: Plan) -> str:
             f"{format_seconds(plan.exposed_seconds)} waits for communication, {format_bytes(plan.wire_bytes)} sent, "
             f"{format_count(plan.prediction.flops)} FLOPs"
         )
+        lines += _from_best(plan)
     if plan.num_micro_batches > 1:
         lines.append(f"{plan.num_micro_batches} micro-batches before each update: {plan.micro_batches_reason}")
     lines += ["", bucket_table(plan)]
@@ -55,6 +56,18 @@ def _budget(plan: Plan) -> str:
         return text
     peak = plan.peak_bytes["device"]
     return f"{text} of which the peak takes {format_bytes(peak)} ({peak / plan.memory_budget:.1%})"
+
+
+def _from_best(plan: Plan) -> list[str]:
+    """How far from the fastest plan of its kind this one may be."""
+    least = plan.prediction.least_seconds if plan.prediction is not None else None
+    if least is None:
+        return []
+    above = max(0.0, plan.step_seconds / least - 1)
+    return [
+        f"no choice of activations to keep and to recompute takes less than {format_seconds(least)} within the budget: "
+        f"the plan takes at most {above:.2%} more"
+    ]
 
 
 def by_unit(plan: Plan, decisions: Iterable[D]) -> dict[str, list[D]]:

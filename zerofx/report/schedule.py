@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import fx
 
@@ -52,6 +53,20 @@ class Schedule:
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Schedule:
+        """A schedule from its fields as JSON has them.
+
+        Raises:
+            KeyError, TypeError: fields are missing, or are others.
+        """
+        return Schedule(
+            rows=tuple(Row(**row) for row in data["rows"]),
+            instructions=tuple(Row(**row) for row in data["instructions"]),
+            totals=Totals(**data["totals"]),
+            memory=tuple((seconds, dict(held)) for seconds, held in data["memory"]),
+        )
 
     def to_chrome_trace(self, path: str | Path) -> None:
         """Write a trace for https://ui.perfetto.dev or chrome://tracing: a track a stream, and the memory curve."""
@@ -144,7 +159,7 @@ def _bucket_of(node: fx.Node) -> int | None:
     if node.target in (ops.wait, ops.release):
         source = node.args[0]
         return _bucket_of(source) if isinstance(source, fx.Node) else None
-    if node.target not in ops.EVENTS or node.target in (ops.broadcast, *ops.TRANSFERS):
+    if node.target not in ops.EVENTS or node.target in (ops.broadcast, ops.empty_stored, *ops.TRANSFERS):
         return None
     index = node.args[2] if node.target is ops.all_gather_into else node.args[0]
     if node.target in (ops.all_gather, ops.reduce_scatter):

@@ -99,6 +99,9 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
             yield "never reduced: there is one rank"
         else:
             yield from (_reduce(reduce) for reduce in plan.reduces if reduce.bucket == index)
+        for state in plan.states:
+            if state.bucket == index:
+                yield f"optimizer states on {state.tier}, updated on the {state.update}: {state.reason}"
     yield from (_tile(tiled) for tiled in plan.tiles if _within(tiled.layer, name))
     found = [decision for decision in plan.recomputes if _within(decision.layer, name)]
     if found:

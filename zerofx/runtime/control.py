@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, but not listed as public
 from torch.distributed.distributed_c10d import _get_default_store
 
-from zerofx.errors import RankMismatchError
+from zerofx.errors import RankMismatchError, ZeroFXError
 
 T = TypeVar("T")
 
@@ -34,11 +34,15 @@ WORK_SECONDS = 3600.0  # how long ranks wait for one another's share of capturin
 class Control:
     """The side channel on which ranks compare and share plans. For a world of one it does nothing.
 
+    ``purpose`` completes "expected all ranks to ..." where a rank does not come to open it.
+
     Raises:
         RankMismatchError: from every method, where a rank does not come in time or does something else; names it.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_seconds: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, timeout_seconds: float, purpose: str = "call zerofx.compile"
+    ) -> None:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
         self._timeout = timedelta(seconds=timeout_seconds)
@@ -46,11 +50,10 @@ class Control:
         self._num_meetings = 0
         if self.num_ranks > 1:
             assert group is not None
-            self._group = self._connect(group)
+            self._group = self._connect(group, purpose)
 
-    def _connect(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    def _connect(self, group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
         """A gloo group over the same ranks, once all of them want one."""
-        purpose = "call zerofx.compile"
         default = _get_default_store()
         # How many channels this rank has made before: the same number on all ranks that do the same.
         count = f"zerofx/channels/{self.rank}"
@@ -147,6 +150,24 @@ class Control:
         except RuntimeError as error:
             raise self._absence(purpose, error, self._timeout) from error
         return box[0]
+
+    def share(self, purpose: str, make: Callable[[], T], timeout_seconds: float | None = None) -> T:
+        """What ``make()`` gives on rank 0, on every rank; only there is it called.
+
+        Raises:
+            ZeroFXError: what it raised there, on every rank.
+        """
+        made: T | None = None
+        failure: ZeroFXError | None = None
+        if self.rank == 0:
+            try:
+                made = make()
+            except ZeroFXError as error:
+                failure = error
+        made, failure = self.from_rank_0((made, failure), purpose, timeout_seconds)
+        if failure is not None:
+            raise failure
+        return cast(T, made)
 
     def attempt(self, purpose: str, function: Callable[[], T], timeout_seconds: float | None = None) -> T:
         """``function()`` on every rank; where it fails on any rank, every rank raises.

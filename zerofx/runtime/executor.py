@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -74,8 +75,17 @@ class Runtime:
     def offload(self, value: torch.Tensor, tier: str) -> Pending[Stored]:
         return self.tiers.offload(value, tier)
 
-    def reload(self, stored: Stored) -> Pending[torch.Tensor]:
-        return self.tiers.reload(stored)
+    def reload(self, stored: Stored, tier: str = "device") -> Pending[Any]:
+        return self.tiers.reload(stored, tier)
+
+    def copy_into(self, into: torch.Tensor | Stored, source: torch.Tensor | Stored) -> Pending[Any]:
+        return self.tiers.copy_into(into, source)
+
+    def empty_stored(self, numel: int, dtype: torch.dtype, tier: str) -> Stored:
+        return self.tiers.empty_stored(numel, dtype, tier)
+
+    def host(self, function: Callable[[list[Any]], object], inputs: list[Any]) -> Any:
+        return self.tiers.on_host(function, inputs)
 
     def wait(self, pending: Pending[T], source: object = None) -> T:
         return pending.finish(source)
@@ -112,3 +122,15 @@ def load_source(source: str, filename: str) -> dict[str, Any]:
         raise PlanError(f"expected a function step(runtime, state, batch) in {filename}, found none")
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     return namespace
+
+
+def functions_of(function: StepFunction, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """The functions that a step function calls by these names."""
+    assert isinstance(function, FunctionType)
+    return {name: function.__globals__[name] for name in names}
+
+
+def with_functions(function: StepFunction, replaced: Mapping[str, Callable[..., Any]]) -> StepFunction:
+    """A step function like ``function``, but with others in the place of functions that it calls by name."""
+    assert isinstance(function, FunctionType)
+    return FunctionType(function.__code__, {**function.__globals__, **replaced}, function.__name__)

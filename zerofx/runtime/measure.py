@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,7 +21,8 @@ import torch
 from zerofx.buckets import BucketLayout
 from zerofx.graph import Role, StepGraph, placeholder
 from zerofx.runtime.collectives import Pending
-from zerofx.runtime.executor import Runtime, StepFunction
+from zerofx.runtime.executor import Runtime, StepFunction, functions_of, with_functions
+from zerofx.runtime.tiers import Stored
 from zerofx.scheduler.storage import storage_bytes
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class Measurement:
 
     ``exposed_seconds`` is the time in which computation waited for collectives and for copies between tiers.
     ``model_state_bytes`` counts the tensors that are there, and gradients as ZeRO does (1910.02054, section 3).
+    ``region_seconds`` are those of one call of each distinct region, by the region's key.
     """
 
     peak_bytes: dict[str, int]
@@ -42,6 +44,7 @@ class Measurement:
     exposed_seconds: float
     num_steps: int
     link_bytes: dict[str, int] = field(default_factory=dict)
+    region_seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class _Run:
     profiled: bool
     tier_peaks: dict[str, int]
     link_bytes: dict[str, int]
+    region_seconds: dict[str, float]
 
 
 class Meter:
@@ -67,12 +71,25 @@ class Meter:
         self._state: Mapping[str, Any] = {}
 
     def __call__(
-        self, function: StepFunction, runtime: Runtime, state: Mapping[str, Any], batch: Mapping[str, torch.Tensor]
+        self,
+        function: StepFunction,
+        functions: Mapping[str, str],
+        runtime: Runtime,
+        state: Mapping[str, Any],
+        batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Run ``function`` once. On CPU the last of ``num_steps`` runs is recorded by the profiler, which slows it."""
+        """Run ``function`` once. On CPU the last of ``num_steps`` runs is recorded by the profiler, which slows it.
+
+        ``functions`` are the names of its region functions, by region key.
+        """
         self._state = state
         last = len(self._runs) == self._num_steps - 1
-        timed = _TimedRuntime(runtime, self._device)
+        waits, regions = _Stopwatch(self._device), _Stopwatch(self._device)
+        timed = _TimedRuntime(runtime, waits)
+        called = functions_of(function, functions.values())
+        function = with_functions(
+            function, {name: _timed(called[name], key, regions) for key, name in functions.items()}
+        )
         sent, moved = runtime.sent_bytes, dict(runtime.tiers.moved_bytes)
         runtime.tiers.reset_peak()
         peak = CudaPeak(self._device) if self._device.type == "cuda" else CpuPeak() if last else None
@@ -86,7 +103,7 @@ class Meter:
         self._runs.append(
             _Run(
                 seconds,
-                timed.waited_seconds(),
+                sum(sum(spans) for spans in waits.spans().values()),
                 runtime.sent_bytes - sent,
                 held + peak.num_bytes if peak is not None else 0,
                 profiled=isinstance(peak, CpuPeak),
@@ -96,6 +113,7 @@ class Meter:
                     for stream, size in runtime.tiers.moved_bytes.items()
                     if size > moved[stream]
                 },
+                region_seconds={key: statistics.fmean(spans) for key, spans in regions.spans().items()},
             )
         )
         return loss
@@ -111,6 +129,7 @@ class Meter:
             exposed_seconds=statistics.median(run.exposed_seconds for run in timed),
             num_steps=len(self._runs),
             link_bytes=self._runs[-1].link_bytes,
+            region_seconds=_medians([run.region_seconds for run in timed]),
         )
 
     def _model_state_bytes(self, step: StepGraph, layout: BucketLayout, stage: int) -> int:
@@ -119,11 +138,15 @@ class Meter:
         gradients = sum(
             bucket.shard_bytes if stage >= 2 else bucket.full_bytes for bucket in layout.buckets if bucket.trainable
         )
-        return persistent_bytes(held) + gradients
+        slower = sum(one.lease.num_bytes for one in held if isinstance(one, Stored))
+        return persistent_bytes(held) + slower + gradients
 
 
 def persistent_bytes(values: Iterable[Any]) -> int:
-    """Bytes of distinct memory that tensors address; a view of another adds nothing, and numbers have none."""
+    """Bytes of distinct memory on the device that tensors address; a view of another adds nothing.
+
+    Numbers have none, nor has what is stored in a slower tier.
+    """
     spans = sorted((v.data_ptr(), v.data_ptr() + storage_bytes(v)) for v in values if isinstance(v, torch.Tensor))
     total = reached = 0
     for start, end in spans:
@@ -132,43 +155,66 @@ def persistent_bytes(values: Iterable[Any]) -> int:
     return total
 
 
-class _TimedRuntime:
-    """A runtime that also adds up how long computation waits for what was started."""
+def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    keys = dict.fromkeys(key for run in runs for key in run)
+    return {key: statistics.median(run[key] for run in runs if key in run) for key in keys}
 
-    def __init__(self, runtime: Runtime, device: torch.device) -> None:
+
+class _Stopwatch:
+    """Spans of time by name: of the host, or of a CUDA device's compute stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._seconds: dict[str, list[float]] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def running(self, name: str) -> Iterator[None]:
+        if self._on_cuda:
+            # The host runs ahead of a CUDA device; what the device's stream takes lies between these two events.
+            before, behind = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            yield
+            behind.record()
+            self._events.append((name, before, behind))
+        else:
+            began = time.perf_counter()
+            yield
+            self._seconds.setdefault(name, []).append(time.perf_counter() - began)
+
+    def spans(self) -> dict[str, list[float]]:
+        """Seconds of every span; on CUDA, once the device is synchronised."""
+        found = {name: list(spans) for name, spans in self._seconds.items()}
+        for name, before, behind in self._events:
+            found.setdefault(name, []).append(float(before.elapsed_time(behind)) / 1e3)
+        return found
+
+
+def _timed(function: Callable[[list[Any]], Any], key: str, watch: _Stopwatch) -> Callable[[list[Any]], Any]:
+    def call(inputs: list[Any]) -> Any:
+        with watch.running(key):
+            return function(inputs)
+
+    return call
+
+
+class _TimedRuntime:
+    """A runtime that also times how long computation waits for what was started."""
+
+    def __init__(self, runtime: Runtime, waits: _Stopwatch) -> None:
         self._runtime = runtime
-        self._device = device
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._waits = waits
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
 
     def wait(self, pending: Pending[T], source: object = None) -> T:
-        with self._waiting():
+        with self._waits.running("wait"):
             return self._runtime.wait(pending, source)
 
     def broadcast(self, buffers: list[torch.Tensor]) -> None:
-        with self._waiting():
+        with self._waits.running("broadcast"):
             self._runtime.broadcast(buffers)
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        if self._device.type == "cuda":
-            # The host does not wait on CUDA; the compute stream does, between these two events.
-            before, behind = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            before.record()
-            yield
-            behind.record()
-            self._events.append((before, behind))
-        else:
-            began = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - began
-
-    def waited_seconds(self) -> float:
-        """The sum; on CUDA, once the device is synchronised."""
-        return self._seconds + sum(float(before.elapsed_time(behind)) for before, behind in self._events) / 1e3
 
 
 class CpuPeak:

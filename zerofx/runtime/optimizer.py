@@ -195,7 +195,9 @@ class OptimizerState:
         for bucket, state in zip(self._state.layout.buckets, self._state.buckets, strict=True):
             if not bucket.trainable or not state.present:
                 continue
-            flat = {n: self._state.gather(bucket, t) for n, t in state.flat.items() if n in state.present}
+            flat = {
+                n: self._state.gather(bucket, self._state.load(t)) for n, t in state.flat.items() if n in state.present
+            }
             for slot in bucket.slots:
                 entry: dict[str, Any] = {
                     n: v.clone() if isinstance(v, torch.Tensor) else v
@@ -221,10 +223,10 @@ class OptimizerState:
             for name, value in states.scalars.items():
                 mine.scalars[name] = value.clone() if isinstance(value, torch.Tensor) else value
             for name, values in states.flat.items():
-                whole = torch.zeros(bucket.numel, dtype=values[0].dtype, device=mine.stored.device)
+                whole = torch.zeros(bucket.numel, dtype=values[0].dtype, device=mine.low.device)
                 for slot, value in zip(bucket.slots, values, strict=True):
                     slot.view(whole).copy_(value)
-                mine.flat[name] = self._state.slice(whole).clone()
+                self._state.set_flat(bucket, name, self._state.slice(whole).clone())
             mine.present = states.present
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from zerofx.buckets import Bucket, BucketLayout, Slot
 from zerofx.graph import Role
 from zerofx.optimizers import UpdateProgram
 from zerofx.runtime.collectives import Transport
+from zerofx.runtime.tiers import Stored, Tiers
+from zerofx.scheduler.plan import StateDecision
 
 
 @dataclass
@@ -22,22 +24,34 @@ class BucketState:
 
     ``full`` ([numel], compute dtype) stays on the device at stages 0 to 2. ``shard`` ([shard_numel], compute dtype) is
     this rank's slice, at stages 1 and 2 a view of ``full``. ``master`` holds the stored values where their dtype is
-    another. ``flat`` and ``scalars`` are the optimizer's states; ``present`` names those that have their values.
+    another, or the update runs on the host. ``flat`` and ``scalars`` are the optimizer's states; ``present`` names
+    those that have their values. ``decision`` says in which tier ``master`` and ``flat`` are; None is the device.
     """
 
     full: torch.Tensor | None
     shard: torch.Tensor | None
-    master: torch.Tensor | None
-    flat: dict[str, torch.Tensor] = field(default_factory=dict)
+    master: torch.Tensor | Stored | None
+    decision: StateDecision | None = None
+    flat: dict[str, torch.Tensor | Stored] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     present: frozenset[str] = frozenset()
 
     @property
-    def stored(self) -> torch.Tensor:
-        """The values that the optimizer updates: this rank's slice, or the whole bucket at stage 0."""
-        found = self.master if self.master is not None else self.shard if self.shard is not None else self.full
+    def low(self) -> torch.Tensor:
+        """What the model computes with, in the compute dtype: this rank's slice, or the whole bucket at stage 0."""
+        found = self.shard if self.shard is not None else self.full
         assert found is not None
         return found
+
+    @property
+    def stored(self) -> torch.Tensor | Stored:
+        """The values that the optimizer updates: this rank's slice, or the whole bucket at stage 0."""
+        return self.master if self.master is not None else self.low
+
+    @property
+    def updated(self) -> torch.Tensor:
+        """The tensor on the device that shows by its version whether the bucket has been updated."""
+        return self.stored if isinstance(self.stored, torch.Tensor) else self.low
 
     def value(self, role: Role, name: str) -> Any:
         """What a placeholder of ``role`` stands for; ``name`` is that of a state."""
@@ -59,11 +73,14 @@ class BucketState:
 class TrainingState:
     """All buckets' tensors, taken over from a model."""
 
-    def __init__(self, model: nn.Module, layout: BucketLayout, stage: int, transport: Transport | None) -> None:
+    def __init__(
+        self, model: nn.Module, layout: BucketLayout, stage: int, transport: Transport | None, tiers: Tiers
+    ) -> None:
         self.layout = layout
         self.stage = stage
         self.model = model
         self._transport = transport
+        self._tiers = tiers
         self._tensors = _distinct_parameters(model)
         whole = stage < 3 or layout.num_ranks == 1
         self.resident = whole and not any(bucket.has_master for bucket in layout.buckets)
@@ -74,9 +91,10 @@ class TrainingState:
         """Whether a rank updates a slice of each bucket."""
         return self.stage >= 1 and self.layout.num_ranks > 1
 
-    def take_over(self) -> None:
+    def take_over(self, decisions: Sequence[StateDecision] = ()) -> None:
         """Move the model's parameters into flat buckets, a bucket at a time, with rank 0's values on every rank.
 
+        ``decisions`` say where master copies and optimizer states live, as for ``place``.
         Where the step keeps whole parameters in their own dtype, the model's become views of them; elsewhere they are
         replaced by NaN of the same shape that takes no memory.
         """
@@ -86,15 +104,46 @@ class TrainingState:
             whole = self._whole_bucket(bucket)
             self._broadcast(whole)
             self.buckets.append(self._divide(bucket, whole))
+            del whole
+            self.place(decisions)
         self.hide_parameters()
+
+    def place(self, decisions: Sequence[StateDecision]) -> None:
+        """Have master copies and optimizer states where ``decisions`` say; those without one are on the device."""
+        wanted = {decision.bucket: decision for decision in decisions}
+        for bucket, state in zip(self.layout.buckets, self.buckets, strict=False):
+            decision = wanted.get(bucket.index)
+            if _home(decision) == _home(state.decision) or not bucket.trainable:
+                continue
+            master = self.load(state.stored) if bucket.has_master or _home(decision)[1] == "host" else None
+            state.decision = decision
+            state.master = None if master is None else self._put(state, master)
+            del master
+            for name in state.flat:
+                state.flat[name] = self._put(state, self.load(state.flat[name]))
+            device = _device_of_update(state)
+            state.scalars = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in state.scalars.items()}
+
+    def set_flat(self, bucket: Bucket, name: str, values: torch.Tensor) -> None:
+        """Give a bucket the values of one flat state."""
+        state = self.buckets[bucket.index]
+        state.flat[name] = self._put(state, values)
+
+    def load(self, stored: torch.Tensor | Stored) -> torch.Tensor:
+        """A tensor that is on the device, or a copy there of one that is not."""
+        return stored if isinstance(stored, torch.Tensor) else self._tiers.load(stored)
+
+    def _put(self, state: BucketState, value: torch.Tensor) -> torch.Tensor | Stored:
+        return value if state.decision is None else self._tiers.hold(value, state.decision.tier)
 
     def new_states(self, bucket: Bucket, program: UpdateProgram, device: torch.device) -> None:
         """Allocate the optimizer states of ``program`` that ``bucket`` does not have yet."""
         state = self.buckets[bucket.index]
         for spec in program.states:
             if spec.name not in state.flat:
-                state.flat[spec.name] = torch.full(state.stored.shape, spec.initial, dtype=spec.dtype, device=device)
-        for name, scalar in program.new_scalar_states(device).items():
+                initial = torch.full(state.low.shape, spec.initial, dtype=spec.dtype, device=device)
+                state.flat[spec.name] = self._put(state, initial)
+        for name, scalar in program.new_scalar_states(_device_of_update(state)).items():
             state.scalars.setdefault(name, scalar)
         state.present |= program.state_before
 
@@ -107,13 +156,13 @@ class TrainingState:
                     self._tensors[slot.name].data = slot.view(state.full)
                 else:
                     self._tensors[slot.name].data = torch.full(
-                        (), float("nan"), dtype=bucket.dtype, device=state.stored.device
+                        (), float("nan"), dtype=bucket.dtype, device=state.low.device
                     ).expand(slot.shape)
 
     def show_parameters(self) -> None:
         """Give the model its whole parameters, gathered from all ranks, in their own dtype."""
         for bucket in self.layout.buckets:
-            stored = self.buckets[bucket.index].stored
+            stored = self.load(self.buckets[bucket.index].stored)
             whole = self.gather(bucket, stored)
             if whole is stored and not self.resident:
                 # What is shown is a copy there too: changes that are not written back are dropped everywhere.
@@ -126,12 +175,13 @@ class TrainingState:
         for bucket in self.layout.buckets:
             whole = self._whole_bucket(bucket)
             state = self.buckets[bucket.index]
-            state.stored.copy_(self.slice(whole))
-            if state.master is not None:
-                low = state.shard if state.shard is not None else state.full
-                assert low is not None
-                low.copy_(state.master)
-            if state.full is not None and state.full is not state.stored:
+            mine = self.slice(whole)
+            if isinstance(state.master, Stored):
+                state.master = self._put(state, mine.clone())
+            elif state.master is not None:
+                state.master.copy_(mine)
+            state.low.copy_(mine)
+            if state.full is not None and state.full is not state.low:
                 state.full.copy_(whole)
 
     def gather(self, bucket: Bucket, stored: torch.Tensor) -> torch.Tensor:
@@ -185,6 +235,16 @@ class TrainingState:
     def _broadcast(self, tensor: torch.Tensor) -> None:
         if self._transport is not None and tensor.numel():
             self._transport.broadcast([tensor])
+
+
+def _home(decision: StateDecision | None) -> tuple[str, str]:
+    """The tier of a bucket's states, and where its update runs."""
+    return ("device", "device") if decision is None else (decision.tier, decision.update)
+
+
+def _device_of_update(state: BucketState) -> torch.device:
+    """Where a bucket's update finds its scalar states."""
+    return torch.device("cpu") if _home(state.decision)[1] == "host" else state.low.device
 
 
 def _distinct_parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:

@@ -8,11 +8,13 @@ the step; other threads only move bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
+from zerofx.graph import DEVICE
 from zerofx.runtime.collectives import Pending
 from zerofx.runtime.copies import Copies, CudaCopies, ThreadCopies
 from zerofx.runtime.host_memory import HostMemory
@@ -22,6 +24,7 @@ from zerofx.scheduler.streams import LINKS, NVME_READ, NVME_WRITE, TO_DEVICE, TO
 
 P = TypeVar("P", torch.Tensor, Path)
 T = TypeVar("T")
+Place: TypeAlias = "torch.Tensor | Stored"
 
 
 class Lease(Generic[P]):
@@ -44,9 +47,22 @@ class Lease(Generic[P]):
 class Stored:
     """A tensor's bytes in a slower tier, there until the last name for it goes."""
 
-    def __init__(self, like: torch.Tensor, lease: Lease[torch.Tensor] | Lease[Path]) -> None:
-        self.shape, self.stride, self.dtype = like.shape, like.stride(), like.dtype
+    def __init__(self, like: torch.Tensor | Stored, lease: Lease[torch.Tensor] | Lease[Path]) -> None:
+        self.shape: torch.Size = like.shape
+        self.dtype: torch.dtype = like.dtype
+        self.stride: tuple[int, ...] = like.stride() if isinstance(like, torch.Tensor) else like.stride
         self.lease: Lease[torch.Tensor] | Lease[Path] = lease
+        self.landed: Callable[[], None] | None = None  # blocks until the host may read what was last copied here
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor itself, on the host. It must not outlive the ``Stored``."""
+        place = self.lease.place
+        assert isinstance(place, torch.Tensor), "what is in a file has to be copied to the host first"
+        if self.landed is not None:
+            self.landed()
+            self.landed = None
+        return place[: self.lease.num_bytes].view(self.dtype).as_strided(self.shape, self.stride)
 
 
 class Tiers:
@@ -61,6 +77,7 @@ class Tiers:
         self._host = HostMemory(pinned=device.type == "cuda")
         self._copies: Copies | None = None
         self._files: NvmeFiles | None = None
+        self._host_thread: ThreadPoolExecutor | None = None
         self._held = {"host": 0, "nvme": 0}
         self._peak = dict(self._held)
         self.moved_bytes = dict.fromkeys(LINKS, 0)
@@ -91,31 +108,96 @@ class Tiers:
 
     def offload(self, value: torch.Tensor, tier: str) -> Pending[Stored]:
         """Start copying ``value`` out to ``"host"`` or ``"nvme"``."""
-        num_bytes = storage_bytes(value)
-        block = self._block(num_bytes)
-        copy = self._running().start(TO_HOST, _bytes_of(value), block.place[:num_bytes])
-        self.moved_bytes[TO_HOST] += num_bytes
-        if tier == "host":
-            return _pending(Stored(value, block), copy.finish)
-        file = self._file(num_bytes)
-        written = self._connected().write(file.place, block.place, num_bytes, copy.landed)
-        self.moved_bytes[NVME_WRITE] += num_bytes
-        return _pending(Stored(value, file), copy.finish, written.result, block.end)
+        return self._start(Stored(value, self._lease(tier, storage_bytes(value))), value)
 
-    def reload(self, stored: Stored) -> Pending[torch.Tensor]:
-        """Start copying what is stored into a fresh tensor of the same strides on the device."""
-        value = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self._device)
-        lease: Lease[torch.Tensor] | Lease[Path] = stored.lease
-        num_bytes, place = lease.num_bytes, lease.place
+    def reload(self, stored: Stored, tier: str = DEVICE) -> Pending[Any]:
+        """Start copying what is stored into a fresh tensor of the same strides on the device, or back to the host."""
+        if tier != DEVICE:
+            return self._start(Stored(stored, self._lease(tier, stored.lease.num_bytes)), stored)
+        fresh = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self._device)
+        return self._start(fresh, stored)
+
+    def copy_into(self, into: Place, source: Place) -> Pending[Any]:
+        """Start copying ``source`` over ``into``, which is on another tier and has its shape and strides."""
+        return self._start(into, source)
+
+    def empty_stored(self, numel: int, dtype: torch.dtype, tier: str) -> Stored:
+        """A flat tensor whose values are not defined yet."""
+        like = torch.empty(numel, dtype=dtype, device="meta")
+        return Stored(like, self._lease(tier, storage_bytes(like)))
+
+    def hold(self, value: torch.Tensor, tier: str) -> Stored:
+        """A copy of ``value`` in a slower tier, once it is there."""
+        return self.offload(value.to(self._device), tier).finish(value)
+
+    def load(self, stored: Stored) -> torch.Tensor:
+        """A copy on the device of what is stored, once it is there."""
+        loaded = self.reload(stored).finish(stored)
+        assert isinstance(loaded, torch.Tensor)
+        return loaded
+
+    def on_host(self, function: Callable[[list[Any]], object], inputs: list[Any]) -> Any:
+        """Run ``function`` on the host, with the tensors themselves in the place of what is stored; empties ``inputs``.
+
+        It runs on a thread of its own, so that what it allocates does not count as the device's on a CPU machine.
+        """
+        given = [one.tensor if isinstance(one, Stored) else one for one in inputs]
+        if self._host_thread is None:
+            self._host_thread = ThreadPoolExecutor(1, thread_name_prefix="zerofx-host")
+        try:
+            return self._host_thread.submit(_without_gradients, function, given).result()
+        finally:
+            inputs.clear()
+
+    def _start(self, into: Place, source: Place) -> Pending[Any]:
+        """Start a copy between two tiers, through a block on the host where neither end is there."""
+        if isinstance(into, torch.Tensor):
+            assert isinstance(source, Stored)
+            return self._start_back(into, source)
+        num_bytes, place = into.lease.num_bytes, into.lease.place
+        if isinstance(source, torch.Tensor):
+            block = self._lease("host", num_bytes) if isinstance(place, Path) else into.lease
+            assert isinstance(block.place, torch.Tensor)
+            copy = self._running().start(TO_HOST, _bytes_of(source), block.place[:num_bytes])
+            self.moved_bytes[TO_HOST] += num_bytes
+            if isinstance(place, torch.Tensor):
+                into.landed = copy.landed
+                return _pending(into, copy.finish)
+            return self._start_write(into, block.place, copy.landed, copy.finish, then=block.end)
+        if isinstance(place, Path):
+            assert isinstance(source.lease.place, torch.Tensor), "a copy is between two tiers"
+            return self._start_write(into, source.lease.place, _nothing, _nothing, then=_nothing)
+        assert isinstance(source.lease.place, Path), "a copy is between two tiers"
+        read = self._connected().read(source.lease.place, place, num_bytes)
+        self.moved_bytes[NVME_READ] += num_bytes
+        return _pending(into, read.result)
+
+    def _start_write(
+        self,
+        into: Stored,
+        block: torch.Tensor,
+        after: Callable[[], None],
+        finish: Callable[[], object],
+        *,
+        then: Callable[[], None],
+    ) -> Pending[Any]:
+        assert isinstance(into.lease.place, Path)
+        written = self._connected().write(into.lease.place, block, into.lease.num_bytes, after)
+        self.moved_bytes[NVME_WRITE] += into.lease.num_bytes
+        return _pending(into, finish, written.result, then)
+
+    def _start_back(self, into: torch.Tensor, source: Stored) -> Pending[Any]:
+        num_bytes, place = source.lease.num_bytes, source.lease.place
         self.moved_bytes[TO_DEVICE] += num_bytes
         if isinstance(place, torch.Tensor):
-            copy = self._running().start(TO_DEVICE, place[:num_bytes], _bytes_of(value))
-            return _pending(value, copy.finish)
-        block = self._block(num_bytes)
+            copy = self._running().start(TO_DEVICE, place[:num_bytes], _bytes_of(into))
+            return _pending(into, copy.finish)
+        block = self._lease("host", num_bytes)
+        assert isinstance(block.place, torch.Tensor)
         read = self._connected().read(place, block.place, num_bytes)
         self.moved_bytes[NVME_READ] += num_bytes
-        copy = self._running().start(TO_DEVICE, block.place[:num_bytes], _bytes_of(value), after=read.result)
-        return _pending(value, copy.finish, block.end)
+        copy = self._running().start(TO_DEVICE, block.place[:num_bytes], _bytes_of(into), after=read.result)
+        return _pending(into, copy.finish, block.end)
 
     def settle(self) -> None:
         """Block until nothing is under way: behind a step that failed."""
@@ -131,8 +213,10 @@ class Tiers:
             self._files.close()
         if self._copies is not None:
             self._copies.close()
+        if self._host_thread is not None:
+            self._host_thread.shutdown()
         self._host.clear()
-        self._files = self._copies = None
+        self._files = self._copies = self._host_thread = None
 
     def _running(self) -> Copies:
         if self._copies is None:
@@ -143,12 +227,10 @@ class Tiers:
         assert self._files is not None, "a step that uses nvme has been prepared for"
         return self._files
 
-    def _block(self, num_bytes: int) -> Lease[torch.Tensor]:
-        self._count("host", num_bytes)
-        return Lease(self._host.take(num_bytes), num_bytes, self._give_back_block)
-
-    def _file(self, num_bytes: int) -> Lease[Path]:
-        self._count("nvme", num_bytes)
+    def _lease(self, tier: str, num_bytes: int) -> Lease[torch.Tensor] | Lease[Path]:
+        self._count(tier, num_bytes)
+        if tier == "host":
+            return Lease(self._host.take(num_bytes), num_bytes, self._give_back_block)
         return Lease(self._connected().take(num_bytes), num_bytes, self._give_back_file)
 
     def _give_back_block(self, block: torch.Tensor, num_bytes: int) -> None:
@@ -172,6 +254,15 @@ def _pending(result: T, *finish: Callable[[], object]) -> Pending[T]:
         return result
 
     return Pending(result, finish_all)
+
+
+def _without_gradients(function: Callable[[list[Any]], object], inputs: list[Any]) -> object:
+    with torch.no_grad():  # which holds for one thread
+        return function(inputs)
+
+
+def _nothing() -> None:
+    """What there is to wait for where the source is on the host already."""
 
 
 def _bytes_of(value: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,145 @@
+"""How optimizer states that live in a slower tier meet their update: helpers of the update pass.
+
+    update on the device                              update on the host
+    reduce_0 = reduce_scatter(grads_0, 0, 2)          reduce_0 = reduce_scatter(grads_0, 0, 2)
+    exp_avg_0_reload = reload(exp_avg_0)              ...
+    ...                                               grad_0 = wait(reduce_0, grads_0)
+    grad_0 = wait(reduce_0, grads_0)                  grad_0_down = wait(offload(grad_0, "host"), grad_0)
+    exp_avg_0_up = wait(exp_avg_0_reload, exp_avg_0)  mul_(exp_avg_0, ...); addcdiv_(master_0, ...)   # on the host
+    mul_(exp_avg_0_up, ...); addcdiv_(shard_0, ...)   copy_(low_0, master_0)                          # in bf16
+    exp_avg_0_down = copy_into(exp_avg_0, ...)        shard_0_up = copy_into(shard_0, low_0)
+    ...                                               ...
+    wait(exp_avg_0_down, exp_avg_0_up)                wait(shard_0_up, low_0)
+
+The last copies of a bucket are awaited where the next one is updated, so that they run meanwhile, or where the step
+ends. States on nvme whose update runs on the host are read into its memory and written back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zerofx import ops
+from zerofx.buckets import Bucket
+from zerofx.errors import PlanError
+from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, set_tier, tensor
+from zerofx.passes.base import consumers, start_of_unit
+from zerofx.scheduler.machine import TIERS
+from zerofx.scheduler.plan import Plan, StateDecision
+
+_aten = torch.ops.aten
+
+HOST = "host"
+
+
+@dataclass(frozen=True)
+class Started:
+    """A copy that is still to be awaited: its node, what it reads until then, and whose it is."""
+
+    node: fx.Node
+    source: fx.Node
+    bucket: Bucket
+
+
+def state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
+    """Where a bucket's states live; None for on the device.
+
+    Raises:
+        PlanError: the plan says what cannot be.
+    """
+    found = [decision for decision in plan.states if decision.bucket == bucket.index]
+    if not found:
+        return None
+    decision = found[0]
+    if len(found) > 1 or decision.tier not in TIERS or decision.tier == DEVICE or decision.update not in (DEVICE, HOST):
+        raise PlanError(
+            f"expected one decision about the states of {bucket.name}, with tier host or nvme and update on device or "
+            f"host; found {found}: make the plan anew"
+        )
+    return decision
+
+
+class PlacedStates:
+    """A bucket's tensors in a slower tier, by the name that the update has for them.
+
+    What the update does not work on where it lives is copied to it from where the bucket's reduction starts, or on one
+    rank from where the unit's run starts that completes its gradients.
+    """
+
+    def __init__(self, step: StepGraph, bucket: Bucket, kept: Mapping[str, fx.Node], decision: StateDecision) -> None:
+        self._step, self._bucket, self._kept = step, bucket, kept
+        self._where = Origin(bucket.name, Phase.UPDATE)
+        self._target = decision.update
+        self._pending: dict[str, fx.Node] = {}
+        for node in kept.values():
+            set_tier(node, decision.tier)
+        if decision.tier == decision.update:
+            return
+        with step.graph.inserting_before(_start_of_reduction(step, bucket)):
+            for name, node in kept.items():
+                args = (node,) if self._target == DEVICE else (node, self._target)
+                pending = insert_call(step.graph, ops.reload, args, self._where, name=f"{node.name}_reload")
+                self._pending[name] = set_tier(pending, self._target)
+
+    def await_reloads(self) -> dict[str, fx.Node]:
+        """What the update works on, awaited at the insertion point."""
+        found = dict(self._kept)
+        for name, pending in self._pending.items():
+            node = self._kept[name]
+            up = insert_call(self._step.graph, ops.wait, (pending, node), self._where, name=f"{node.name}_up")
+            found[name] = set_tier(up, self._target)
+        return found
+
+    def write_back(self, updated: Mapping[str, fx.Node]) -> list[Started]:
+        """Start copying what was reloaded, and has been updated, back over what is stored."""
+        return [copy_into(self._step, self._bucket, self._kept[name], updated[name]) for name in self._pending]
+
+
+def _start_of_reduction(step: StepGraph, bucket: Bucket) -> fx.Node:
+    """The node before which copies start: behind the start of the reduction, or on one rank before the unit's run that
+    completes the gradients."""
+    for node in step.calls():
+        if node.target is ops.reduce_scatter and node.args[1] == bucket.index:
+            return node.next
+    return start_of_unit(step, max(consumers(step.reduced[bucket.index])))
+
+
+def gradient_on_host(step: StepGraph, bucket: Bucket, grad: fx.Node) -> fx.Node:
+    """Copy the reduced gradient down at the insertion point, and await it."""
+    where = Origin(bucket.name, Phase.UPDATE)
+    down = insert_call(step.graph, ops.offload, (grad, HOST), where, name=f"{grad.name}_offload")
+    set_tier(down, HOST)
+    return set_tier(insert_call(step.graph, ops.wait, (down, grad), where, name=f"{grad.name}_down"), HOST)
+
+
+def copy_into(step: StepGraph, bucket: Bucket, into: fx.Node, source: fx.Node) -> Started:
+    """Start copying ``source`` over ``into`` at the insertion point."""
+    where = Origin(bucket.name, Phase.UPDATE)
+    node = insert_call(step.graph, ops.copy_into, (into, source), where, name=f"{into.name}_copy")
+    return Started(node, source, bucket)
+
+
+def parameters_up(step: StepGraph, bucket: Bucket, low: fx.Node, stored: fx.Node) -> Started:
+    """Start copying updated parameters on the host over the device's, cast there to the dtype of these."""
+    if bucket.compute_dtype == bucket.dtype:
+        return copy_into(step, bucket, low, stored)
+    where = Origin(bucket.name, Phase.UPDATE)
+    args, kwargs = (tensor(low).numel(), bucket.compute_dtype, HOST), {"device": step.device}
+    cast = insert_call(
+        step.graph, ops.empty_stored, args, where, kwargs, name=f"low_{bucket.index}",
+        fake=step.fake((tensor(low).numel(),), bucket.compute_dtype),
+    )  # fmt: skip
+    set_tier(cast, HOST)
+    set_tier(insert_call(step.graph, _aten.copy_.default, (cast, stored), where), HOST)
+    return copy_into(step, bucket, low, cast)
+
+
+def await_copies(step: StepGraph, started: Sequence[Started]) -> None:
+    """Await copies at the insertion point."""
+    for one in started:
+        where = Origin(one.bucket.name, Phase.UPDATE)
+        insert_call(step.graph, ops.wait, (one.node, one.source), where, name=f"{one.node.name}_done")

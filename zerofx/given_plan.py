@@ -1,0 +1,166 @@
+"""A plan that the user gave: read it, and see that it is for what it is used for, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from zerofx.buckets import BucketLayout
+from zerofx.compiler import budget_bytes
+from zerofx.errors import MemoryBudgetError, PlanError, UsageError, warn
+from zerofx.graph import StepGraph
+from zerofx.options import CompileOptions
+from zerofx.report.units import format_bytes, format_count
+from zerofx.runtime.control import Control
+from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.plan import BucketSummary, Plan
+from zerofx.scheduler.policy import PolicyOptions, summarise, summarise_graph
+
+T = TypeVar("T")
+
+_SHOWN = 8  # differences of one kind
+
+
+def take_plan(options: CompileOptions, machine: Machine, control: Control) -> CompileOptions:
+    """``options`` with the plan that they give, read from its file by rank 0, and checked against the other options.
+
+    Raises:
+        PlanError: there is no plan in the file, or it is for another stage, precision, machine or number of ranks.
+        MemoryBudgetError: the plan needs more than ``memory_budget``.
+        UsageError: another option contradicts the plan.
+    """
+    if options.plan is None:
+        return options
+    given = options.plan
+    plan = control.share("read the plan", lambda: Plan.load(given)) if isinstance(given, Path) else given
+    settings = {
+        "stage": (str(plan.stage), str(options.stage)),
+        "precision": (_precision(plan.precision), _precision(options.precision)),
+        "micro-batches": (str(plan.num_micro_batches), _micro_batches(options, plan)),
+        "ranks": (str(plan.num_ranks), str(control.num_ranks)),
+        "machine": (plan.machine, machine.name),
+    }
+    _refuse(_changed(settings), "Give the options that the plan was made with, or leave plan out to have one made.")
+    check_budget(plan, options, machine)
+    if options.recompute == "none" and plan.recomputes:
+        raise UsageError(
+            f"expected recompute='auto' beside a plan that computes {len(plan.recomputes)} values again, found "
+            f"recompute='none': leave it out, or leave plan out to have another made"
+        )
+    if options.offload == "none" and (plan.offloads or plan.states):
+        raise UsageError(
+            f"expected offload='auto' beside a plan that has {len(plan.offloads)} values and the states of "
+            f"{len(plan.states)} buckets off the device, found offload='none': leave it out, or leave plan out to have "
+            f"another made"
+        )
+    default = PolicyOptions()
+    if control.rank == 0 and (options.policy.prefetch, tuple(options.policy.keep)) != (default.prefetch, default.keep):
+        warn("prefetch and keep_gathered have no effect beside a plan: it says when every bucket is gathered")
+    return replace(options, plan=plan)
+
+
+def check_budget(plan: Plan, options: CompileOptions, machine: Machine) -> None:
+    """Check the predicted peak of a plan that was given, if it has one, against the budget.
+
+    Raises:
+        MemoryBudgetError: says both.
+    """
+    budget = budget_bytes(options.memory_budget, machine)
+    if budget is None or plan.prediction is None:
+        return
+    peak = plan.peak_bytes["device"]
+    if peak > budget:
+        raise MemoryBudgetError(
+            f"expected a plan within memory_budget={format_bytes(budget)} ({budget} bytes), found one whose peak is "
+            f"{format_bytes(peak)} ({peak} bytes): allow as much, or leave plan out to have one made within the budget"
+        )
+
+
+def check_graph(plan: Plan, captured: StepGraph, layout: BucketLayout) -> None:
+    """Check that a plan was made for this captured graph and these buckets.
+
+    Raises:
+        PlanError: names what differs: tensors by shape, operators by number, buckets by size.
+    """
+    differences = list(_graph_differences(plan, captured))
+    differences += list(_bucket_differences(plan.buckets, tuple(summarise(bucket) for bucket in layout.buckets)))
+    _refuse(differences, "Make the plan anew for this model, batch and optimizer.")
+
+
+@dataclass(frozen=True)
+class _Difference:
+    what: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"  {self.what}: expected {self.expected}, found {self.found}"
+
+
+def _refuse(differences: list[_Difference], hint: str) -> None:
+    if differences:
+        lines = "\n".join(map(str, differences))
+        raise PlanError(f"expected what the plan was made for, found something else:\n{lines}\n{hint}")
+
+
+def _graph_differences(plan: Plan, captured: StepGraph) -> Iterator[_Difference]:
+    fingerprint = captured.fingerprint()
+    if plan.graph == fingerprint:
+        return
+    yield _Difference("graph", plan.graph[:12], fingerprint[:12])
+    before, after = plan.summary, summarise_graph(captured)
+    if before is None:
+        return
+    tensors = _by_name(before.placeholders, after.placeholders, str)
+    operators = _by_name(before.operators, after.operators, lambda number: f"{number} call{'s' if number > 1 else ''}")
+    yield from _few(tensors, "tensors")
+    yield from _few(operators, "operators")
+    if not tensors and not operators:
+        yield _Difference("nodes", "these operators with their arguments", "the same ones with others, or elsewhere")
+
+
+def _bucket_differences(before: tuple[BucketSummary, ...], after: tuple[BucketSummary, ...]) -> Iterator[_Difference]:
+    known = [{f"bucket {b.name}{_of(b)}": _describe(b) for b in buckets} for buckets in (before, after)]
+    yield from _few(_by_name(known[0], known[1], str), "buckets")
+
+
+def _by_name(before: Mapping[str, T], after: Mapping[str, T], text: Callable[[T], str]) -> list[_Difference]:
+    return _changed({
+        name: (text(before[name]) if name in before else "none", text(after[name]) if name in after else "none")
+        for name in dict.fromkeys([*before, *after])
+    })  # fmt: skip
+
+
+def _changed(pairs: Mapping[str, tuple[str, str]]) -> list[_Difference]:
+    return [_Difference(what, expected, found) for what, (expected, found) in pairs.items() if expected != found]
+
+
+def _few(differences: list[_Difference], kind: str) -> Iterator[_Difference]:
+    yield from differences[:_SHOWN]
+    left = len(differences) - _SHOWN
+    if left > 0:
+        yield _Difference(f"{left} more {kind}", "as in the plan", "others")
+
+
+def _of(bucket: BucketSummary) -> str:
+    """Tells buckets of one name apart: parameters of one layer in two param groups, say."""
+    return f" ({'frozen' if bucket.group is None else f'group {bucket.group}'}, {bucket.dtype.removeprefix('torch.')})"
+
+
+def _describe(bucket: BucketSummary) -> str:
+    compute = bucket.compute_dtype.removeprefix("torch.")
+    return (
+        f"{format_count(bucket.num_parameters)} parameters ({bucket.num_parameters}), slices of {bucket.shard_numel} "
+        f"elements, computed in {compute}"
+    )
+
+
+def _micro_batches(options: CompileOptions, plan: Plan) -> str:
+    """The number that is asked for; 1 is what compile has where nothing is."""
+    return str(plan.num_micro_batches if options.accumulate in (1, "auto") else options.accumulate)
+
+
+def _precision(precision: str | None) -> str:
+    return precision or "that of the model"

@@ -1,0 +1,71 @@
+"""A plan in a file together with the schedule that it leads to: what ``zerofx report`` makes a page of.
+
+The file is the plan's own JSON with one more entry, so that whatever reads plans reads it, too. Of the schedule it has
+the instructions and the memory curve; rows of single nodes, by far the most of it, are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from zerofx.compiler import LoweredStep
+from zerofx.errors import PlanError
+from zerofx.report.schedule import Schedule, make_schedule
+from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.plan import Plan
+
+_ENTRY = "report"
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """A plan with its schedule (without rows of single nodes), a heading, and bytes that limit the peak, by name."""
+
+    plan: Plan
+    schedule: Schedule
+    title: str
+    limits: Mapping[str, int]
+
+    @staticmethod
+    def of(lowered: LoweredStep, machine: Machine, what: str = "") -> SavedPlan:
+        """The plan of a step; ``what`` is for the heading: the names of model and optimizer, say."""
+        plan = lowered.plan
+        precision = f", {plan.precision}" if plan.precision else ""
+        title = f"{what}{': ' if what else ''}stage {plan.stage} on {plan.num_ranks} x {plan.machine}{precision}"
+        budget = {} if plan.memory_budget is None else {"memory budget": plan.memory_budget}
+        limits = {**budget, "memory of the device": machine.device.memory_bytes}
+        return SavedPlan(plan, make_schedule(lowered), title, limits)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file; one that exists is replaced."""
+        entry = {"title": self.title, "limits": dict(self.limits), **asdict(replace(self.schedule, rows=()))}
+        text = json.dumps({**json.loads(self.plan.to_json()), _ENTRY: entry}, separators=(",", ":"))
+        Path(path).write_text(text, encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> SavedPlan:
+        """Read a file that ``save`` has written.
+
+        Raises:
+            PlanError: there is no such file, or it has no plan, or no schedule.
+        """
+        plan = Plan.load(path)
+        entry = json.loads(Path(path).read_text(encoding="utf-8")).get(_ENTRY)
+        if entry is None:
+            raise PlanError(
+                f"expected a plan with its schedule in {path}, found the plan alone: save it with "
+                f"step.save_plan(path), planned.save(path), or `zerofx plan ... --save`"
+            )
+        try:
+            return SavedPlan(plan, Schedule.from_dict(entry), str(entry["title"]), dict(entry["limits"]))
+        except (KeyError, TypeError) as error:
+            raise PlanError(
+                f"expected the schedule of this version of zerofx in {path}, found another: {error!r}; save it anew"
+            ) from error
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the page of the schedule (``Schedule.to_html``), with the plan at its end."""
+        self.schedule.to_html(path, self.title, limits=self.limits, notes=str(self.plan))

@@ -1,0 +1,54 @@
+"""What ``zerofx.tune`` tries: plans that lean one way or another, each a name and options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from zerofx.options import CompileOptions
+
+_PREFETCHES = (0, 2, 4)  # units to gather ahead, beside what was asked for
+
+
+@dataclass(frozen=True)
+class Variation:
+    """Options that lean one way. ``searched``: whether the plan is sought within the memory budget; one that is not is
+    as the options say, and is not run where it does not fit."""
+
+    name: str
+    options: CompileOptions
+    searched: bool = True
+
+
+def variations(options: CompileOptions, num_ranks: int) -> tuple[Variation, ...]:
+    """All variations for what was asked, that first. Several may lead to one plan."""
+    gathers = options.stage == 3 and num_ranks > 1
+    return (
+        Variation("as asked", options),
+        *_recomputing(options),
+        *_offloading(options),
+        *(_gathering(options) if gathers else ()),
+    )
+
+
+def _recomputing(options: CompileOptions) -> Iterator[Variation]:
+    if options.recompute == "auto":
+        yield Variation("recompute nothing", replace(options, recompute="none"))
+    if options.recompute != "none":
+        yield Variation("recompute all", replace(options, recompute="full"), searched=False)
+
+
+def _offloading(options: CompileOptions) -> Iterator[Variation]:
+    if options.offload in ("host", "nvme"):
+        yield Variation("offload nothing", replace(options, offload="none"))
+
+
+def _gathering(options: CompileOptions) -> Iterator[Variation]:
+    asked = options.policy
+    for ahead in _PREFETCHES:
+        if ahead != asked.prefetch:
+            yield Variation(f"prefetch {ahead}", replace(options, policy=replace(asked, prefetch=ahead)))
+    if asked.keep != "all":
+        yield Variation("keep all gathered", replace(options, policy=replace(asked, keep="all")))
+    if asked.keep:
+        yield Variation("keep none gathered", replace(options, policy=replace(asked, keep=())))
