@@ -28,7 +28,7 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.errors import PlanError
-from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, origin, set_tier
+from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, origin, set_tier, tensor
 from zerofx.passes.base import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
 from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.plan import OffloadDecision, Plan
@@ -159,7 +159,8 @@ def _behind(
 ) -> fx.Node:
     """A call behind ``anchor`` and behind all that was put there before."""
     with step.graph.inserting_after(tails.get(anchor, anchor)):
-        tails[anchor] = insert_call(step.graph, target, args, Origin(origin(value).layer, Phase.FORWARD), name=name)
+        where = Origin(origin(value).layer, Phase.FORWARD)
+        tails[anchor] = insert_call(step.graph, target, args, where, name=name, fake=tensor(value))
     return tails[anchor]
 
 

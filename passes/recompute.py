@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -89,35 +88,33 @@ def _again(
 
 def _put_off(step: StepGraph, copies: set[fx.Node]) -> None:
     """Move backward's operators behind the copies that stand before their first readers, where that frees memory."""
-    order = step.positions()
-    places = sorted(order[node] for node in copies if node in order)
-    for node in reversed([n for n in step.calls() if origin(n).phase is Phase.BACKWARD and n not in copies]):
+    places = sorted(node for node in step.calls() if node in copies)  # nodes compare by their place in the graph
+    backward = [n for n in step.calls() if origin(n).phase is Phase.BACKWARD and n not in copies]
+    for node in reversed(backward):
         if is_view(node) or node.target is operator.getitem or is_random(node):
             continue
         readers = consumers(node)
-        first = min(readers, key=order.__getitem__, default=node)
-        nearest = bisect_right(places, order[node])
-        if nearest == len(places) or places[nearest] > order[first] or step.unit_of(node) != step.unit_of(first):
+        first = min(readers, default=node)
+        nearest = bisect_right(places, node)
+        if nearest == len(places) or places[nearest] > first or step.unit_of(node) != step.unit_of(first):
             continue
-        if step.output in readers or _freed_bytes(node, order) >= sum(map(storage_bytes, tensors_of(node))):
+        if step.output in readers or _freed_bytes(node) >= sum(map(storage_bytes, tensors_of(node))):
             continue
-        for moved in (node, *_names_of(node, order)):
+        for moved in (node, *_names_of(node)):
             first.prepend(moved)
-        order = step.positions()
-        places = sorted(order[copy] for copy in copies if copy in order)
 
 
-def _freed_bytes(node: fx.Node, order: Mapping[fx.Node, int]) -> int:
+def _freed_bytes(node: fx.Node) -> int:
     """Bytes of the values that ``node`` is the last to read."""
     owners = {storage_source(source) for source in node.all_input_nodes}
     return sum(
         storage_bytes(tensors_of(value_node(storage))[0])
         for storage in owners
-        if storage[0].op == "call_function" and not any(order[r] > order[node] for r in consumers(storage[0]))
+        if storage[0].op == "call_function" and not any(reader > node for reader in consumers(storage[0]))
     )
 
 
-def _names_of(node: fx.Node, order: Mapping[fx.Node, int]) -> list[fx.Node]:
+def _names_of(node: fx.Node) -> list[fx.Node]:
     """The views and outputs that are named from ``node`` on, in order."""
     found: set[fx.Node] = set()
     pending = [node]
@@ -125,7 +122,7 @@ def _names_of(node: fx.Node, order: Mapping[fx.Node, int]) -> list[fx.Node]:
         views = [user for user in pending.pop().users if is_view(user) or user.target is operator.getitem]
         pending.extend(views)
         found.update(views)
-    return sorted(found, key=order.__getitem__)
+    return sorted(found)
 
 
 def _available(node: fx.Node, kept: set[fx.Node]) -> bool:

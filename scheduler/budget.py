@@ -63,9 +63,17 @@ def fit(question: Question, peak: Peak, evaluate: Evaluate, progress: Progress =
     exact, *tiled = [replace(question, tiles=tiles) for tiles in tilings(question.step, question.tile)]
     lowest: list[tuple[int, Plan]] = []
     for questions in ([exact], tiled):
-        searches = [_Search(one, items_of(one, way), peak) for one in questions for way in progress(one.leanings)]
-        lengths = [(search, search.shortest(budget)) for search in searches]
-        fitting = [search.at(length)[1] for search, length in lengths if length is not None]
+        searches: list[_Search] = []
+        fitting: list[Plan] = []
+        for one in questions:
+            first: _Search | None = None
+            for leaning in progress(one.leanings):
+                search = _Search(one, items_of(one, leaning), peak, first)
+                searches.append(search)
+                first = first or search
+                length = search.shortest(budget)
+                if length is not None:
+                    fitting.append(search.at(length)[1])
         if not fitting and searches:
             # What is computed again for few bytes at the end of an order can itself be the peak.
             lowest.append(min((search.lowest() for search in searches), key=lambda one: one[0]))
@@ -99,13 +107,16 @@ def least_memory(question: Question, evaluate: Evaluate) -> Plan:
 
 
 class _Search:
-    """Looks for the shortest length of one order of moves that fits."""
+    """Looks for the shortest length of one order of moves that fits.
 
-    def __init__(self, question: Question, items: Sequence[Item], peak: Peak) -> None:
+    ``first`` is a search along another order for the same question: without a move, both have one plan.
+    """
+
+    def __init__(self, question: Question, items: Sequence[Item], peak: Peak, first: _Search | None) -> None:
         self._question, self._items, self._peak = question, items, peak
         self._moves = order_moves([item.levels for item in items])
         self._freed = list(accumulate((move.freed_bytes for move in self._moves), initial=0))
-        self._tried: dict[int, tuple[int, Plan]] = {}
+        self._tried: dict[int, tuple[int, Plan]] = {0: first.at(0)} if first is not None else {}
 
     def at(self, length: int) -> tuple[int, Plan]:
         """The peak, and the plan, of a length."""
@@ -139,7 +150,7 @@ class _Search:
         while not fits(high):
             if high == last:
                 return None
-            low, high, reach = high, min(high + reach, last), 2 * reach
+            low, high, reach = high, min(high + reach, last), 4 * reach
         reach = 1
         while high - reach > low and fits(high - reach):
             high, reach = high - reach, 2 * reach

@@ -13,6 +13,7 @@ they are listed here, once. Nodes carry fake or meta tensors in ``node.meta["val
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Iterator
@@ -53,9 +54,10 @@ def storage_bytes(val: Tensor) -> int:
     ``(1 + sum((size - 1) * stride)) * itemsize``, zero for an empty tensor. Exact for a tensor that owns its storage;
     for a view it is the extent of the view, not of its base.
     """
-    if any(int(size) == 0 for size in val.shape):
+    shape = val.shape
+    if 0 in shape:
         return 0
-    last = sum((int(size) - 1) * int(stride) for size, stride in zip(val.shape, val.stride(), strict=True))
+    last = sum((int(size) - 1) * int(stride) for size, stride in zip(shape, val.stride(), strict=True))
     return (1 + last) * val.element_size()
 
 
@@ -91,6 +93,8 @@ def aliased_input(node: fx.Node) -> fx.Node | None:
         return _aliased_output(source, index) if isinstance(source, fx.Node) and isinstance(index, int) else None
     if not isinstance(node.target, OpOverload):
         return None
+    if not _shares(node.target):
+        return None
     num_returns = len(node.target._schema.returns)
     aliased = {_aliased_output(node, i) for i in range(num_returns)}
     return aliased.pop() if len(aliased) == 1 else None
@@ -115,13 +119,25 @@ def storage_source(node: fx.Node) -> tuple[fx.Node, int]:
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """The input nodes that ``node`` writes to (schema ``a!``), lists flattened, each once, in schema order."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or not _writes(node.target):
         return ()
     found: dict[fx.Node, None] = {}
     for argument, value in _bound(node):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.update(dict.fromkeys(_nodes(value)))
     return tuple(found)
+
+
+@functools.cache
+def _shares(target: OpOverload) -> bool:
+    """Whether any output of an operator may share an input's storage."""
+    return target._schema.name in _HIDDEN_VIEWS or any(r.alias_info is not None for r in target._schema.returns)
+
+
+@functools.cache
+def _writes(target: OpOverload) -> bool:
+    """Whether an operator writes to any input."""
+    return any(a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments)
 
 
 def _aliased_output(node: fx.Node, index: int) -> fx.Node | None:

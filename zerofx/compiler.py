@@ -27,7 +27,7 @@ from zerofx.scheduler.bound import with_least_seconds
 from zerofx.scheduler.budget import fit, least_memory
 from zerofx.scheduler.fusion import estimated_memory
 from zerofx.scheduler.items import Leaning, Question
-from zerofx.scheduler.liveness import Liveness, liveness, with_profiles
+from zerofx.scheduler.liveness import Liveness, MemoryEvent, liveness, with_profiles
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.measured import MeasuredCosts
 from zerofx.scheduler.plan import Plan, Prediction
@@ -159,14 +159,14 @@ def make_plan(
         tile=options.tile == "auto",
         state_bytes=_state_bytes(layout, programs, options.stage),
     )
-    fused = options.backend == "inductor"
+    fused, known = options.backend == "inductor", dict[str, tuple[MemoryEvent, ...]]()
     with watched("planning", "plans tried", show=talk) as bar:
 
         def peak(plan: Plan, carried_out: StepGraph) -> int:
             bar.update()
             run_quietly(carried_out, plan, layout, programs, settings, done=("tile", "recompute"))
             live = liveness(carried_out, on_cpu)
-            return (_live_when_fused(live, carried_out, cut(carried_out)) if fused else live).peak_bytes
+            return (_live_when_fused(live, carried_out, cut(carried_out), known) if fused else live).peak_bytes
 
         def evaluate(plan: Plan) -> Prediction:
             step = captured.clone()
@@ -234,10 +234,22 @@ def _predict(
     return predict(step, plan, layout, simulation)
 
 
-def _live_when_fused(live: Liveness, step: StepGraph, instructions: tuple[Instruction, ...]) -> Liveness:
-    """``live`` as it will be with compiled regions, by an estimate; updates run on kernels of their own."""
+def _live_when_fused(
+    live: Liveness,
+    step: StepGraph,
+    instructions: tuple[Instruction, ...],
+    known: dict[str, tuple[MemoryEvent, ...]] | None = None,
+) -> Liveness:
+    """``live`` as it will be with compiled regions, by an estimate; updates run on kernels of their own.
+
+    ``known`` are the estimates made before, by region key: equal regions hold equal memory.
+    """
     compiled = [region for region in regions_of(instructions) if not region.is_update]
-    return with_profiles(live, step, [(region, estimated_memory(region)) for region in compiled])
+    known = {} if known is None else known
+    for region in compiled:
+        if region.key not in known:
+            known[region.key] = estimated_memory(region)
+    return with_profiles(live, step, [(region, known[region.key]) for region in compiled])
 
 
 def build(
