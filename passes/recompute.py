@@ -13,7 +13,7 @@
 The plan says which forward values are *kept*; whatever else backward reads is computed again from kept values and
 placeholders, just before its first reader, once. The operators are the same on the same inputs, so the bits are too.
 What backward has computed already by then, and needs only behind that reader, is put off until it is needed: it would
-lie beside all that is computed again.
+lie beside all that is computed again. Not in a plan that offloads: copies come back where a layer's backward begins.
 
 Does not handle: random operators. Their outputs are never computed again: the plan keeps them, and the pass refuses a
 plan that does not.
@@ -28,7 +28,18 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.graph import Origin, Phase, StepGraph, is_random, mark_copy, origin, set_origin, set_value, value
+from zerofx.graph import (
+    Origin,
+    Phase,
+    StepGraph,
+    copied_from,
+    is_random,
+    mark_copy,
+    origin,
+    set_origin,
+    set_value,
+    value,
+)
 from zerofx.passes.base import consumers
 from zerofx.scheduler.activations import crossing_values, value_node
 from zerofx.scheduler.plan import Plan
@@ -43,6 +54,8 @@ class Recompute:
 
     def run(self, step: StepGraph, plan: Plan) -> None:
         recompute(step, frozenset(decision.value for decision in plan.recomputes), frozenset(plan.extra_keeps))
+        if not plan.offloads:
+            put_off(step)
 
 
 def recompute(step: StepGraph, dropped: frozenset[str], extra: frozenset[str]) -> None:
@@ -60,7 +73,6 @@ def recompute(step: StepGraph, dropped: frozenset[str], extra: frozenset[str]) -
                 if replacement is not source:
                     reader.replace_input_with(source, replacement)
     step.graph.eliminate_dead_code()
-    _put_off(step, set(copies.values()))
 
 
 def _again(
@@ -86,10 +98,12 @@ def _again(
     return copies.get(node, node)
 
 
-def _put_off(step: StepGraph, copies: set[fx.Node]) -> None:
+def put_off(step: StepGraph) -> None:
     """Move backward's operators behind the copies that stand before their first readers, where that frees memory."""
-    places = sorted(node for node in step.calls() if node in copies)  # nodes compare by their place in the graph
-    backward = [n for n in step.calls() if origin(n).phase is Phase.BACKWARD and n not in copies]
+    places = sorted(node for node in step.calls() if copied_from(node) is not None)  # by their place in the graph
+    backward = (
+        [n for n in step.calls() if origin(n).phase is Phase.BACKWARD and copied_from(n) is None] if places else []
+    )
     for node in reversed(backward):
         if is_view(node) or node.target is operator.getitem or is_random(node):
             continue

@@ -10,6 +10,7 @@ from typing import Literal
 
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import Phase, StepGraph, origin
+from zerofx.passes.recompute import put_off
 from zerofx.passes.recompute import recompute as carry_out
 from zerofx.passes.tile import tile
 from zerofx.report.units import format_bytes, format_seconds
@@ -184,6 +185,8 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     tile(carried_out, question.tiles)
     carry_out(carried_out, frozenset(decision.value for decision in recomputes), frozenset(extra))
     offloads = place(carried_out, list(wishes.values()), seconds, question.machine, _room(question, states))
+    if not offloads:
+        put_off(carried_out)
     plan = decide(
         question.step,
         question.layout,

@@ -35,21 +35,41 @@ class Move:
     @property
     def rate(self) -> float:
         """Bytes freed per second."""
-        return self.freed_bytes / self.extra_seconds if self.extra_seconds > 0 else float("inf")
+        return _rate(self.freed_bytes, self.extra_seconds)
 
 
 def order_moves(menus: Sequence[Sequence[Priced]]) -> list[Move]:
-    """All moves, best first; the moves of one item stay in the order of its menu, earlier items come first."""
+    """All moves, best first; the moves of one item stay in the order of its menu, earlier items come first.
+
+    Where a menu is not convex, a move that is worth little opens the way to better ones: they are worth, together, what
+    they free for what they cost together (the slope of the menu's convex hull), and one item goes all that way before
+    the next begins.
+    """
     moves = []
     for item, levels in enumerate(menus):
-        worst = float("inf")
-        for position in range(1, len(levels)):
-            before, after = levels[position - 1], levels[position]
-            move = Move(item, position, before.num_bytes - after.num_bytes, after.seconds - before.seconds)
-            worst = min(worst, move.rate)
-            moves.append((worst, move))
-    moves.sort(key=lambda pair: (-pair[0], pair[1].level, pair[1].item))
+        steps = [
+            Move(item, n, levels[n - 1].num_bytes - levels[n].num_bytes, levels[n].seconds - levels[n - 1].seconds)
+            for n in range(1, len(levels))
+        ]
+        moves += [(rate, move) for rate, move in zip(_hull_rates(steps), steps, strict=True)]
+    moves.sort(key=lambda pair: (-pair[0], pair[1].item, pair[1].level))
     return [move for _, move in moves]
+
+
+def _hull_rates(steps: Sequence[Move]) -> list[float]:
+    """The rate at which each of an item's moves counts, none better than the one before (pool adjacent violators)."""
+    pools: list[tuple[int, float, int]] = []  # bytes, seconds, number of moves
+    for move in steps:
+        pool = (move.freed_bytes, move.extra_seconds, 1)
+        while pools and _rate(pools[-1][0], pools[-1][1]) < _rate(pool[0], pool[1]):
+            freed, spent, number = pools.pop()
+            pool = (freed + pool[0], spent + pool[1], number + pool[2])
+        pools.append(pool)
+    return [_rate(freed, spent) for freed, spent, number in pools for _ in range(number)]
+
+
+def _rate(freed_bytes: int, seconds: float) -> float:
+    return freed_bytes / seconds if seconds > 0 else float("inf")
 
 
 def reached(moves: Sequence[Move]) -> dict[int, Move]:

@@ -24,7 +24,7 @@ from zerofx.graph import Phase, StepGraph, origin
 from zerofx.passes.base import consumers
 from zerofx.passes.offload import refusal
 from zerofx.report.units import format_seconds
-from zerofx.scheduler.activations import Level, Segment, cheapest, keep_all, storage_size
+from zerofx.scheduler.activations import Level, Segment, cheapest, keep_all, menu, storage_size
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.machine import Machine, Tier, copy_seconds
 from zerofx.scheduler.plan import OffloadDecision
@@ -56,7 +56,7 @@ def entries(segment: Segment, machine: Machine, tier: Tier, num_layers: int, *, 
     links = _Links(segment, machine, tier, sum(seconds.values()), num_layers)
     levels = {keep_all(segment): None}
     if recompute:
-        levels |= dict.fromkeys(_cuts(segment, links, seconds))
+        levels |= dict.fromkeys([*menu(segment, machine), *_cuts(segment, links, seconds)])
     return [links.offload(level, share) for level in levels for share in _LINK_SHARES]
 
 

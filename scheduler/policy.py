@@ -18,7 +18,7 @@ from torch import fx
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import Phase, Role, StepGraph, origin, placeholder, target_name, type_name
 from zerofx.passes.base import consumers
-from zerofx.passes.recompute import recompute
+from zerofx.passes.recompute import put_off, recompute
 from zerofx.passes.tile import tile
 from zerofx.scheduler.plan import (
     BucketSummary,
@@ -88,6 +88,8 @@ def decide(
         step = step.clone()
         tile(step, tiles)
         recompute(step, frozenset(decision.value for decision in recomputes), frozenset(extra_keeps))
+        if not offloads:
+            put_off(step)
     return Plan(
         stage=stage,
         num_ranks=layout.num_ranks,

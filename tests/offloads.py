@@ -73,7 +73,14 @@ def offloading(prepared: Prepared, plan: Plan, tiers: Sequence[str], *, near: bo
                 "picked by hand", origin(value).layer,
             )
         )  # fmt: skip
-    return replace(plan, offloads=tuple(found))
+    if not plan.recomputes:
+        return replace(plan, offloads=tuple(found))
+    # Backward is ordered differently where values are offloaded: residencies are decided for that order.
+    again = decide(
+        prepared.step, prepared.layout, stage=plan.stage, precision=plan.precision, machine=plan.machine,
+        options=PolicyOptions(), recomputes=plan.recomputes, extra_keeps=plan.extra_keeps, offloads=tuple(found),
+    )  # fmt: skip
+    return replace(again, states=plan.states)
 
 
 def _runs(step: StepGraph) -> list[list[fx.Node]]:

@@ -109,7 +109,7 @@ def test_the_whole_pipeline_leaves_a_valid_graph(model: Callable[[], nn.Module],
 @pytest.mark.parametrize("model", [TwoBlocks, Averaging])
 def test_distinct_regions_do_not_grow_with_the_number(model: Callable[[], nn.Module], num_ranks: int) -> None:
     found = []
-    for count in (2, 3, 5):
+    for count in (3, 4, 6):  # the first micro-batch, the last, and those in between: three kinds at most
         prepared = prepare(model(), num_ranks=num_ranks, num_micro_batches=count).run()
         found.append(len({region.key for region in cut(prepared.step) if isinstance(region, Region)}))
     assert found == [found[0]] * 3

@@ -48,10 +48,17 @@ def test_a_move_that_costs_nothing_comes_before_all_others() -> None:
     assert order_moves([[Entry(1000, 0.0), Entry(0, 1e-9)], free])[0].item == 1
 
 
-def test_a_better_move_behind_a_worse_one_waits_for_it() -> None:
+def test_a_better_move_behind_a_worse_one_counts_together_with_it() -> None:
+    menu = [Entry(100, 0.0), Entry(99, 1.0), Entry(0, 1.5)]  # 100 bytes for 1.5 seconds in all
+    cheaper, dearer = [Entry(100, 0.0), Entry(30, 1.0)], [Entry(100, 0.0), Entry(40, 1.0)]
+    assert [(move.item, move.level) for move in order_moves([dearer, menu, cheaper])] == [
+        (2, 1), (1, 1), (1, 2), (0, 1),
+    ]  # fmt: skip
+
+
+def test_one_item_goes_all_the_way_that_belongs_together_before_the_next_begins() -> None:
     menu = [Entry(100, 0.0), Entry(99, 1.0), Entry(0, 1.5)]
-    between = [Entry(100, 0.0), Entry(50, 1.0)]
-    assert [(move.item, move.level) for move in order_moves([menu, between])] == [(1, 1), (0, 1), (0, 2)]
+    assert [(move.item, move.level) for move in order_moves([menu, menu])] == [(0, 1), (0, 2), (1, 1), (1, 2)]
 
 
 def test_the_last_move_of_an_item_is_its_level() -> None:
