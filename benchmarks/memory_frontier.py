@@ -16,6 +16,7 @@ Writes ``benchmarks/results/memory_frontier.json``, a Markdown table and a plot 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -224,6 +225,8 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=PEERS, metavar="SOLVER:BUDGET", help="activation_memory_budget")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("expected matplotlib for the plot, found none: pip install 'zerofx[benchmarks]'")
     results = measure(options)
     found = rows(results)
     options.out.mkdir(parents=True, exist_ok=True)
