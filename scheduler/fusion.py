@@ -16,7 +16,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from zerofx.scheduler.liveness import MemoryEvent, RegionLike
-from zerofx.scheduler.storage import aliased_input, is_view, mutated_inputs, storage_bytes, storage_source, tensors_of
+from zerofx.scheduler.storage import aliased_input, is_view, mutated_inputs, storage_bytes, storage_source
 from zerofx.scheduler.workspace import is_left_to_aten, workspace_bytes
 
 Storage = tuple[fx.Node, int]
@@ -183,8 +183,11 @@ def _outputs(node: fx.Node) -> list[Storage]:
     found = node.meta.get("val")
     if isinstance(found, torch.Tensor):
         return [(node, 0)]
+    if not isinstance(found, list | tuple):
+        return []
     used = {user.args[1] for user in node.users if user.target is operator.getitem}
-    return [(node, i) for i in range(len(tensors_of(node))) if i in used or not _is_inlined(node)]
+    made = [i for i, output in enumerate(found) if isinstance(output, torch.Tensor)]
+    return [(node, i) for i in made if i in used or not _is_inlined(node)]
 
 
 def _bytes(storage: Storage) -> int:

@@ -106,7 +106,9 @@ def test_compiled_regions(drive: Path) -> None:
     plan = offloading(prepared, prepared.plan, ["host", "nvme"])
     kept = train_compiled(case, 0, 3, backend="inductor")
     found = train_compiled(case, 0, 3, backend="inductor", plan=plan)
-    assert not differences(kept, found)
+    # A copy may cut the region around the loss in two, and what is fused otherwise rounds otherwise.
+    torch.testing.assert_close(found.losses, kept.losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.state, kept.state, rtol=1e-4, atol=1e-5)
     step, args = _step("gpt", plan, backend="inductor")
     measured = step.measure(*args)
     assert measured.link_bytes == step.plan.link_bytes
