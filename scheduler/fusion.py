@@ -15,11 +15,10 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from zerofx.scheduler.activations import Storage, storage_size
 from zerofx.scheduler.liveness import MemoryEvent, RegionLike
-from zerofx.scheduler.storage import aliased_input, is_view, mutated_inputs, storage_bytes, storage_source
+from zerofx.scheduler.storage import aliased_input, is_view, mutated_inputs, storage_source
 from zerofx.scheduler.workspace import is_left_to_aten, workspace_bytes
-
-Storage = tuple[fx.Node, int]
 
 # Operators that Inductor decomposes into loops over their elements, beside those that are tagged pointwise.
 _INLINED = frozenset({
@@ -53,7 +52,7 @@ def estimated_memory(region: RegionLike) -> tuple[MemoryEvent, ...]:
             continue
         free = [s for s in dying.get(node, ()) if s in live and s not in leaving]
         for storage in (s for s in _outputs(node) if s in kept):
-            size = _bytes(storage)
+            size = storage_size(storage)
             taken = next((s for s in free if live[s] == size and _is_in_place(node)), None)
             if taken is None:
                 events.append(MemoryEvent(size))
@@ -102,9 +101,12 @@ def _together(order: Sequence[fx.Node], reads: Mapping[fx.Node, set[Storage]], k
 
 
 def _share(one: fx.Node, other: fx.Node, reads: Mapping[fx.Node, set[Storage]]) -> bool:
-    size = max(map(_bytes, _outputs(one)), default=0)
+    size = max(map(storage_size, _outputs(one)), default=0)
     common = reads[one] & reads[other]
-    return any(_bytes(storage) == size for storage in common) and max(map(_bytes, _outputs(other)), default=0) == size
+    return (
+        any(storage_size(storage) == size for storage in common)
+        and max(map(storage_size, _outputs(other)), default=0) == size
+    )
 
 
 def _needs(node: fx.Node, other: fx.Node, needs: Mapping[fx.Node, set[fx.Node]]) -> bool:
@@ -188,9 +190,3 @@ def _outputs(node: fx.Node) -> list[Storage]:
     used = {user.args[1] for user in node.users if user.target is operator.getitem}
     made = [i for i, output in enumerate(found) if isinstance(output, torch.Tensor)]
     return [(node, i) for i in made if i in used or not _is_inlined(node)]
-
-
-def _bytes(storage: Storage) -> int:
-    node, index = storage
-    found = node.meta["val"]
-    return storage_bytes(found if isinstance(found, torch.Tensor) else found[index])

@@ -14,7 +14,7 @@ from zerofx.passes.recompute import put_off
 from zerofx.passes.recompute import recompute as carry_out
 from zerofx.passes.tile import tile
 from zerofx.report.units import format_bytes, format_seconds
-from zerofx.scheduler.activations import Level, Segment, crossing_storages, menu, segments, value_node
+from zerofx.scheduler.activations import Level, Segment, Storage, crossing_storages, menu, segments, value_node
 from zerofx.scheduler.gathers import Gathering, keep_menus, prefetch_menu, why_kept
 from zerofx.scheduler.machine import Machine, Tier
 from zerofx.scheduler.moves import Move, reached
@@ -60,6 +60,11 @@ class Question:
     def seconds_of_one(self) -> dict[Place, float]:
         """Seconds of computation by unit and phase, of one micro-batch: what is beside a single transfer."""
         return {place: total / self.step.num_micro_batches for place, total in self.seconds.items()}
+
+    @cached_property
+    def crossing(self) -> dict[Storage, None]:
+        """Storages that forward makes and backward reads."""
+        return crossing_storages(self.step)
 
     @property
     def leanings(self) -> tuple[Leaning, ...]:
@@ -147,7 +152,6 @@ def _activations(question: Question, leaning: Leaning) -> list[Activations]:
 
 def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) -> tuple[Plan, StepGraph]:
     """The plan that some moves lead to, and a copy of the captured graph with tiles and recomputation carried out."""
-    crossing = crossing_storages(question.step)
     prefetch, keep = question.asked.prefetch, dict.fromkeys(_named(question.asked), "as asked")
     seconds = dict(question.seconds)
     recomputes: list[RecomputeDecision] = []
@@ -177,7 +181,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
                 if i in segment.needed and i not in level.kept:
                     size = storage_bytes(tensors_of(node)[0])
                     recomputes.append(RecomputeDecision(node.name, size, reason, origin(node).layer))
-                elif i in level.kept and storage not in crossing:
+                elif i in level.kept and storage not in question.crossing:
                     extra[node.name] = None
                 if i in level.offloaded:
                     wishes[node.name] = Wish(node.name, reached_level)
