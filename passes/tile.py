@@ -10,7 +10,8 @@
 
 Forward and backward of a tile run together, where backward begins: nothing is computed twice. A row's gradient is what
 it was; what is summed over the rows (the loss, the weight's gradient) is summed tile by tile, so that it is equal only
-within rounding. That is why a plan tiles only where the user allows it.
+within rounding; parts of a sum in bfloat16 are added up in float32. That is why a plan tiles only where the user allows
+it.
 
 Does not handle: a loss with class weights or without a reduction, label smoothing, logits that anything else reads, and
 a loss that forward goes on computing with (``scheduler/heads.py`` does not find those).
@@ -28,7 +29,7 @@ from torch import fx
 
 from zerofx.errors import PlanError
 from zerofx.graph import Origin, Phase, StepGraph, insert_call, origin, tensor
-from zerofx.scheduler.heads import LossHead, find_heads
+from zerofx.scheduler.heads import LossHead, find_heads, sum_dtype
 from zerofx.scheduler.plan import Plan, TileDecision
 
 _aten = torch.ops.aten
@@ -75,19 +76,23 @@ class _Tiler:
     def run(self, num_tiles: int) -> None:
         head = self._head
         with self._step.graph.inserting_before(head.grad_loss):
-            total = self._num_targets()
+            count = self._num_targets()
+            total = self._cast(count, tensor(head.softmax).dtype)
             losses: list[fx.Node] = []
             rows: dict[fx.Node, list[fx.Node]] = {node: [] for node in head.by_row}
             sums: dict[fx.Node, fx.Node] = {}
             for number in range(num_tiles):
                 start, end = (head.num_rows * n // num_tiles for n in (number, number + 1))
                 loss, grad = self._tile(start, end, total)
+                loss = self._cast(loss, tensor(count).dtype)
                 losses = [self._call(_aten.add.Tensor, losses[0], loss) if losses else loss]
                 for node in head.by_row:
                     rows[node].append(self._call(node.target, grad, *node.args[1:]))
                 for node in head.over_rows:
                     sums[node] = self._add(node, sums.get(node), grad, start, end)
-            loss = self._call(_aten.div.Tensor, losses[0], total) if head.loss.args[3] == _MEAN else losses[0]
+            loss = self._call(_aten.div.Tensor, losses[0], count) if head.loss.args[3] == _MEAN else losses[0]
+            loss = self._cast(loss, tensor(head.softmax).dtype)
+            sums = {node: self._cast(whole, tensor(node).dtype) for node, whole in sums.items()}
             joined = {node: self._call(_aten.cat.default, parts) for node, parts in rows.items()}
         for user in head.loss.users:
             if user.args[1] == 0:
@@ -96,9 +101,9 @@ class _Tiler:
             old.replace_all_uses_with(new)
 
     def _num_targets(self) -> fx.Node:
-        """How many targets are not ignored, as the loss's own second output has it."""
+        """How many targets are not ignored: a count that a float32 holds exactly, and the loss's own dtype may not."""
         _, target, _, _, ignored = self._head.loss.args
-        dtype = tensor(self._head.softmax).dtype
+        dtype = sum_dtype(tensor(self._head.softmax).dtype)
         counted = self._call(_aten.ne.Scalar, target, ignored)
         return self._call(_aten.sum.dim_IntList, counted, [0], dtype=dtype)
 
@@ -121,14 +126,19 @@ class _Tiler:
         return loss, grad
 
     def _add(self, node: fx.Node, total: fx.Node | None, grad: fx.Node, start: int, end: int) -> fx.Node:
-        """What ``node`` sums over the rows, up to row ``end``."""
+        """What ``node`` sums over the rows, up to row ``end``, in float32 at least."""
+        wide = sum_dtype(tensor(node).dtype)
         if node.target is _aten.mm.default:
             factors = self._call(_aten.t.default, grad), self._rows(node.args[1], start, end)
-            if total is None:
-                return self._call(_aten.mm.default, *factors)
-            return self._call(_aten.addmm.default, total, *factors)
-        part = self._call(node.target, grad, *node.args[1:])
-        return part if total is None else self._call(_aten.add.Tensor, total, part)
+            if total is not None and wide == tensor(node).dtype:
+                return self._call(_aten.addmm.default, total, *factors)
+            part = self._call(_aten.mm.default, *factors)
+        else:
+            part = self._call(node.target, grad, *node.args[1:])
+        return self._cast(part, wide) if total is None else self._call(_aten.add.Tensor, total, part)
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return node if tensor(node).dtype == dtype else self._call(_aten._to_copy.default, node, dtype=dtype)
 
     def _rows(self, matrix: Any, start: int, end: int) -> fx.Node:
         return self._call(_aten.slice.Tensor, matrix, 0, start, end)

@@ -17,7 +17,7 @@ from zerofx.graph import StepGraph, tensor
 _aten = torch.ops.aten
 _RESHAPES = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})
 _REDUCTIONS = frozenset({1, 2})  # torch's numbers of "mean" and "sum"
-_EXACT_SUMS = frozenset({torch.float32, torch.float64})  # of a count of targets
+_SUMMABLE = frozenset({torch.float32, torch.float64, torch.bfloat16})  # a tile's loss may leave float16's range
 _NUM_COUNTS = 3
 MIN_ROWS = 128  # below as many rows to a tile, matrix products lose more than tiles can save
 
@@ -52,7 +52,7 @@ class LossHead:
     @property
     def weight_bytes(self) -> int:
         """Bytes of what is summed up over the tiles."""
-        return sum(tensor(node).numel() * tensor(node).element_size() for node in self.over_rows)
+        return sum(tensor(node).numel() * sum_dtype(tensor(node).dtype).itemsize for node in self.over_rows)
 
     def tile_counts(self) -> list[int]:
         """Numbers of tiles worth trying: about those with which a tile's logits are as large as the summed gradients.
@@ -62,6 +62,11 @@ class LossHead:
         even = max(2, self.logits_bytes // max(1, self.weight_bytes))
         counts = [2**power for power in range(1, 16) if self.num_rows >= 2**power * MIN_ROWS]
         return [count for count in counts if count <= 4 * even][-_NUM_COUNTS:]
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which parts of a sum are added up that has ``dtype`` itself."""
+    return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
 
 
 def find_heads(step: StepGraph) -> list[LossHead]:
@@ -77,7 +82,7 @@ def _head(step: StepGraph, grad_loss: fx.Node, order: dict[fx.Node, int]) -> Los
         return None
     if reduction not in _REDUCTIONS or grad_loss.args[3] is not None or softmax.args[1] not in (1, -1):
         return None
-    if tensor(softmax).dtype not in _EXACT_SUMS:
+    if tensor(softmax).dtype not in _SUMMABLE:
         return None
     product, cast = _made_from(softmax)
     if product is None or tensor(product).shape != tensor(softmax).shape:

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from zerofx.buckets import BucketLayout, layout_of
 from zerofx.capture import Batch, capture
-from zerofx.graph import StepGraph
+from zerofx.graph import Role, StepGraph, placeholder, tensor
 from zerofx.optimizers import UpdateProgram
 from zerofx.passes.accumulate import accumulate
 from zerofx.passes.base import Pass
@@ -231,6 +231,24 @@ def prepare(
     programs = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False).programs(None)
     plan = decide(step, layout, stage=stage, precision=precision, machine="cpu", options=PolicyOptions(prefetch, keep))
     return Prepared(step, layout, programs, plan)
+
+
+def run_graph(step: StepGraph, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and all gradients by name of a captured graph, before the passes that take parameters away."""
+    taken = Batch.of(batch, {})
+    inputs = dict(zip(taken.names, taken.tensors, strict=True))
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    given: list[Tensor] = []
+    for node in step.placeholders():
+        what = placeholder(node)
+        if what.role is Role.PARAMETER:
+            given.append(parameters[what.name].detach().to(tensor(node).dtype))
+        else:
+            given.append({**inputs, **buffers, **step.constants}[what.name])
+    with torch.no_grad():
+        found = fx.Interpreter(fx.GraphModule({}, step.clone().graph)).run(*given)
+    first = 1 + len(step.mutation_names)
+    return found[0], dict(zip(step.gradient_names, found[first:], strict=True))
 
 
 def difference(before: str, after: str) -> str:

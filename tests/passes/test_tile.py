@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zerofx
 from gpt import GPT
-from tests.graphs import calls
+from tests.graphs import calls, run_graph
 from zerofx.capture import Batch, capture
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.graph import StepGraph, tensor
@@ -191,3 +191,17 @@ def test_an_unknown_way_to_tile_is_refused() -> None:
     model, _ = gpt()
     with pytest.raises(UsageError, match="expected tile"):
         zerofx.compile(model, torch.optim.SGD(model.parameters()), tile="always")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_tiles", [2, 3, 4])
+def test_a_loss_in_bf16_is_summed_in_float32(num_tiles: int) -> None:
+    model, batch = gpt(tied=False)
+    whole = capture(model, Batch.of(batch, {}), compute_dtype=torch.bfloat16)
+    simplify(whole)
+    loss, gradients = run_graph(whole, model, batch)
+    again, split = run_graph(tiled(whole.clone(), num_tiles), model, batch)
+    assert again.dtype == torch.bfloat16
+    torch.testing.assert_close(again, loss, rtol=2**-7, atol=0)
+    for name, gradient in gradients.items():
+        assert split[name].dtype == torch.bfloat16
+        torch.testing.assert_close(split[name], gradient, rtol=2**-7, atol=2**-7 * float(gradient.abs().max()))
