@@ -29,6 +29,8 @@ from torch import fx
 
 from zerofx.errors import PlanError
 from zerofx.graph import Origin, Phase, StepGraph, insert_call, origin, tensor
+from zerofx.passes.tile_chain import tile_chain
+from zerofx.scheduler.chains import Chain, find_chains
 from zerofx.scheduler.heads import LossHead, find_heads, sum_dtype
 from zerofx.scheduler.plan import Plan, TileDecision
 
@@ -38,7 +40,7 @@ _MEAN, _SUM = 1, 2  # torch's numbers of the reductions of a loss
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile every loss that the plan tiles."""
+    """Tile every loss and every chain of operators that the plan tiles."""
 
     name: str = "tile"
 
@@ -50,19 +52,28 @@ def tile(step: StepGraph, decisions: Sequence[TileDecision]) -> None:
     """Carry out ``decisions``.
 
     Raises:
-        PlanError: a decision is about no loss of this graph.
+        PlanError: a decision is about nothing in this graph that can be tiled, or about too many tiles.
     """
     if not decisions:
         return
     heads = {head.product.name: head for head in find_heads(step)}
+    chains = {chain.product.name: chain for chain in find_chains(step)}
     for decision in decisions:
-        head = heads.get(decision.value)
-        if head is None or not 2 <= decision.num_tiles <= head.num_rows:
+        found = heads.get(decision.value) or chains.get(decision.value)
+        if isinstance(found, Chain) and not found.is_current:
+            # It reads what another's tiles were joined to.
+            chains = {chain.product.name: chain for chain in find_chains(step)}
+            found = chains.get(decision.value)
+        if found is None or not 2 <= decision.num_tiles <= found.num_rows:
             raise PlanError(
-                f"expected a plan to tile logits of this graph ({', '.join(heads) or 'there are none'}) into 2 tiles "
-                f"up to one for each row, found {decision.value} into {decision.num_tiles}"
+                f"expected a plan to tile logits of this graph ({', '.join(heads) or 'there are none'}), or large "
+                f"values between operators ({', '.join(chains) or 'there are none'}), into 2 tiles up to one for each "
+                f"row, found {decision.value} into {decision.num_tiles}"
             )
-        _Tiler(step, head).run(decision.num_tiles)
+        if isinstance(found, LossHead):
+            _Tiler(step, found).run(decision.num_tiles)
+        else:
+            tile_chain(step, found, decision.num_tiles)
     step.graph.eliminate_dead_code()
 
 

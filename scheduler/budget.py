@@ -10,8 +10,9 @@ better of both. For each order the shortest length that fits is taken, and the f
 plan is never slower, as simulated, than the better of the other two. A smaller budget never gives a larger peak: where
 it changes the plan, the plan before it did not fit.
 
-Where no plan fits, and the user allows it, logits are tiled (``scheduler.heads``) and all is tried again. That comes
-last because it alone does not train the same bits.
+Where no plan fits, and the user allows it, logits are tiled (``scheduler.heads``) and all is tried again; then chains
+of operators between which values are large (``scheduler.chains``) as well, into more and more tiles. That comes last
+because it alone does not train the same bits. Each rung of this ladder is turned to where none before it fits.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from itertools import accumulate
 from zerofx.errors import MemoryBudgetError
 from zerofx.graph import StepGraph, origin
 from zerofx.report.units import format_bytes
+from zerofx.scheduler.chains import Chain, find_chains
 from zerofx.scheduler.heads import LossHead, find_heads
 from zerofx.scheduler.items import Activations, Item, Leaning, Question, items_of, plan_of
 from zerofx.scheduler.moves import order_moves
 from zerofx.scheduler.plan import Plan, Prediction, TileDecision
 
+_CHAIN_TILES = (4, 16)
 _SCANNED = 32  # lengths of an order that are tried, at least, before a budget is said to be out of reach
 
 Peak = Callable[[Plan, StepGraph], int]
@@ -60,9 +63,9 @@ def fit(question: Question, peak: Peak, evaluate: Evaluate, progress: Progress =
     """
     budget = question.memory_budget
     assert budget is not None
-    exact, *tiled = [replace(question, tiles=tiles) for tiles in tilings(question.step, question.tile)]
     lowest: list[tuple[int, Plan]] = []
-    for questions in ([exact], tiled):
+    for rung in rungs(question.step, question.tile):
+        questions = [replace(question, tiles=tiles) for tiles in rung]
         searches: list[_Search] = []
         fitting: list[Plan] = []
         for one in questions:
@@ -86,17 +89,35 @@ def fit(question: Question, peak: Peak, evaluate: Evaluate, progress: Progress =
     raise BudgetMissedError(_explain(question, evaluate(plan)), num_bytes)
 
 
-def tilings(step: StepGraph, allowed: bool) -> list[tuple[TileDecision, ...]]:
-    """The ways to tile what can be tiled: not at all, then into more and more tiles."""
-    heads = find_heads(step) if allowed else []
+Tiles = tuple[TileDecision, ...]
+
+
+def rungs(step: StepGraph, allowed: bool) -> list[list[Tiles]]:
+    """The ways to tile, in the order in which they are turned to: nothing, losses, then chains of operators as well.
+
+    Those of one rung are tried together: losses into some numbers of tiles; chains on one rung each, into more and
+    more.
+    """
+    if not allowed:
+        return [[()]]
+    heads, chains = find_heads(step), find_chains(step)
     counts = sorted({count for head in heads for count in head.tile_counts()})
-    return [(), *(tuple(_decision(head, n) for head in heads if n in head.tile_counts()) for n in counts)]
+    of_heads = [tuple(_decision(head, n) for head in heads if n in head.tile_counts()) for n in counts]
+    finest = of_heads[-1] if of_heads else ()
+    most = max((chain.most_tiles() for chain in chains), default=1)
+    of_chains = [
+        (*finest, *(_decision(c, min(n, c.most_tiles())) for c in chains if c.most_tiles() > 1))
+        for n in _CHAIN_TILES
+        if n // 2 < most
+    ]
+    return [[()], *([of_heads] if of_heads else []), *([tiles] for tiles in of_chains if most > 1)]
 
 
-def _decision(head: LossHead, num_tiles: int) -> TileDecision:
-    whole, each = format_bytes(head.logits_bytes), format_bytes(head.logits_bytes // num_tiles)
-    reason = f"no plan with whole logits ({whole}) fits; each of {num_tiles} tiles has {each}"
-    return TileDecision(head.product.name, num_tiles, head.logits_bytes, reason, origin(head.product).layer)
+def _decision(found: LossHead | Chain, num_tiles: int) -> TileDecision:
+    what = "logits" if isinstance(found, LossHead) else "values"
+    whole, each = format_bytes(found.num_bytes), format_bytes(found.num_bytes // num_tiles)
+    reason = f"no plan with whole {what} ({whole}) fits; each of {num_tiles} tiles has {each}"
+    return TileDecision(found.product.name, num_tiles, found.num_bytes, reason, origin(found.product).layer)
 
 
 def least_memory(question: Question, evaluate: Evaluate) -> Plan:

@@ -45,7 +45,7 @@ class LossHead:
         return int(tensor(self.product).shape[0])
 
     @property
-    def logits_bytes(self) -> int:
+    def num_bytes(self) -> int:
         """Bytes of all logits, in the dtype of the loss."""
         return tensor(self.softmax).numel() * tensor(self.softmax).element_size()
 
@@ -59,7 +59,7 @@ class LossHead:
 
         With fewer, logits still dominate; with more, only what is summed up is left.
         """
-        even = max(2, self.logits_bytes // max(1, self.weight_bytes))
+        even = max(2, self.num_bytes // max(1, self.weight_bytes))
         counts = [2**power for power in range(1, 16) if self.num_rows >= 2**power * MIN_ROWS]
         return [count for count in counts if count <= 4 * even][-_NUM_COUNTS:]
 

@@ -34,7 +34,7 @@ class Question:
 
     ``recompute``: whether activations may be computed again. ``tiers``: where they may be offloaded to, the first being
     filled first; none if empty. ``asked``: how buckets are gathered as long as memory allows. ``state_bytes``: bytes of
-    one rank's optimizer states and masters, by bucket index. ``tile``: whether logits may be tiled; ``tiles``: how they
+    one rank's optimizer states and masters, by bucket index. ``tile``: whether values may be tiled; ``tiles``: how they
     are.
     """
 
@@ -52,9 +52,18 @@ class Question:
     tiles: tuple[TileDecision, ...] = ()
 
     @cached_property
+    def tiled(self) -> StepGraph:
+        """The captured graph with ``tiles`` carried out: what all other decisions are about."""
+        if not self.tiles:
+            return self.step
+        found = self.step.clone()
+        tile(found, self.tiles)
+        return found
+
+    @cached_property
     def seconds(self) -> dict[Place, float]:
         """Seconds of computation by unit and phase."""
-        return seconds_by_place(self.step, self.machine)
+        return seconds_by_place(self.tiled, self.machine)
 
     @cached_property
     def seconds_of_one(self) -> dict[Place, float]:
@@ -64,7 +73,7 @@ class Question:
     @cached_property
     def crossing(self) -> dict[Storage, None]:
         """Storages that forward makes and backward reads."""
-        return crossing_storages(self.step)
+        return crossing_storages(self.tiled)
 
     @property
     def leanings(self) -> tuple[Leaning, ...]:
@@ -113,7 +122,7 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
     found: list[Item] = list(_activations(question, leaning))
     if question.stage == 3 and question.layout.num_ranks > 1:
         asked = question.asked
-        gathered = residencies(question.step, question.layout, asked)
+        gathered = residencies(question.tiled, question.layout, asked)
         found += [
             Keeping(bucket, levels)
             for bucket, levels in keep_menus(gathered, asked, question.seconds_of_one, question.machine).items()
@@ -135,7 +144,7 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
 def _activations(question: Question, leaning: Leaning) -> list[Activations]:
     if not question.recompute and not question.tiers:
         return []
-    parts = segments(question.step)
+    parts = segments(question.tiled)
     num_layers = len(parts) // question.step.num_micro_batches
     # The peak is that of the worst micro-batch: a layer makes the same move in each before another layer does.
     parts = [part for layer in range(num_layers) for part in parts[layer::num_layers]]
@@ -146,7 +155,7 @@ def _activations(question: Question, leaning: Leaning) -> list[Activations]:
     tier, recompute = question.tiers[0], leaning == "joint"
     alike = Counter(part.key for part in parts)
     found = {key: entries(part, machine, tier, alike[key], recompute=recompute) for key, part in first.items()}
-    spans = runs(question.step, question.seconds)
+    spans = runs(question.tiled, question.seconds)
     return [Activations(part, joint_menu(found[part.key], away_seconds(part, spans))) for part in parts]
 
 
@@ -185,8 +194,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
                     extra[node.name] = None
                 if i in level.offloaded:
                     wishes[node.name] = Wish(node.name, reached_level)
-    carried_out = question.step.clone()
-    tile(carried_out, question.tiles)
+    carried_out = question.tiled.clone()
     carry_out(carried_out, frozenset(decision.value for decision in recomputes), frozenset(extra))
     offloads = place(carried_out, list(wishes.values()), seconds, question.machine, _room(question, states))
     if not offloads:

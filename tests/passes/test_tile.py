@@ -74,7 +74,7 @@ def captured(model: nn.Module, batch: tuple[Tensor, ...] | Mapping[str, Tensor])
 
 def tiled(step: StepGraph, num_tiles: int) -> StepGraph:
     head = find_heads(step)[0]
-    tile(step, [TileDecision(head.product.name, num_tiles, head.logits_bytes, "asked")])
+    tile(step, [TileDecision(head.product.name, num_tiles, head.num_bytes, "asked")])
     return step
 
 

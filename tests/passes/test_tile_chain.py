@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import zerofx
+from gpt import GPT
+from tests.graphs import difference, run_graph
+from zerofx.capture import Batch, capture
+from zerofx.errors import MemoryBudgetError, PlanError
+from zerofx.graph import StepGraph, tensor
+from zerofx.passes.simplify import simplify
+from zerofx.passes.tile import tile
+from zerofx.runtime.measure import CpuPeak
+from zerofx.scheduler.chains import find_chains
+from zerofx.scheduler.liveness import liveness
+from zerofx.scheduler.plan import TileDecision
+from zerofx.verify import verify
+
+aten = torch.ops.aten
+
+
+class MLP(nn.Module):
+    """Wide inside; ``gated`` multiplies two projections."""
+
+    def __init__(self, dim: int, inner: int, gated: bool, bias: bool, activation: str) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, inner, bias=bias)
+        self.gate = nn.Linear(dim, inner, bias=bias) if gated else None
+        self.out = nn.Linear(inner, dim, bias=bias)
+        self.activation: Callable[[Tensor], Tensor] = getattr(F, activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.activation(self.up(x))
+        return self.out(inner if self.gate is None else inner * self.gate(x))
+
+
+class Attention(nn.Module):
+    """``fused``: torch's kernel; or logits, softmax and values one after the other, with a causal mask."""
+
+    def __init__(self, dim: int, heads: int, fused: bool) -> None:
+        super().__init__()
+        self.heads, self.fused = heads, fused
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, dim = x.shape
+        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            logits = q @ k.transpose(-2, -1) / (dim // self.heads) ** 0.5
+            allowed = torch.ones(time, time, dtype=torch.bool).tril()
+            y = logits.masked_fill(~allowed, float("-inf")).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(batch, time, dim))
+
+
+class Block(nn.Module):
+    def __init__(self, attention: nn.Module | None, mlp: nn.Module | None, dim: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
+        self.attention, self.mlp = attention, mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, inner in zip(self.norms, (self.attention, self.mlp), strict=True):
+            x = x if inner is None else x + inner(norm(x))
+        return x
+
+
+class Stack(nn.Module):
+    """Blocks and the mean of squares of what they give."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def mlps(num_layers: int = 1, dim: int = 4, inner: int = 16) -> nn.Module:
+    return Stack(
+        *(Block(None, MLP(dim, inner, gated=False, bias=True, activation="gelu"), dim) for _ in range(num_layers))
+    )
+
+
+def captured(model: nn.Module, *batch: Tensor, precision: torch.dtype | None = None) -> StepGraph:
+    step = capture(model, Batch.of(batch, {}), compute_dtype=precision)
+    simplify(step)
+    return step
+
+
+def tiled(step: StepGraph, num_tiles: int) -> StepGraph:
+    """A copy with every chain in so many tiles, or one for each row."""
+    found = step.clone()
+    chains = find_chains(found)
+    tile(found, [TileDecision(c.product.name, min(num_tiles, c.num_rows), c.num_bytes, "asked") for c in chains])
+    verify(found, "tile", None)
+    return found
+
+
+def test_backward_computes_a_tiles_forward_again(golden: Callable[..., None]) -> None:
+    step = captured(Stack(MLP(4, 16, gated=False, bias=True, activation="gelu")), torch.randn(6, 4))
+    golden(difference(step.text(), tiled(step, 2).text()))
+
+
+def test_a_gated_mlp_is_one_chain() -> None:
+    step = captured(Stack(MLP(4, 16, gated=True, bias=False, activation="silu")), torch.randn(2, 3, 4))
+    (chain,) = find_chains(step)
+    assert chain.num_rows == 6
+    assert len([n for n in chain.forward.nodes if n.target is aten.mm.default]) == 3
+
+
+def test_unfused_logits_are_tiled_by_heads_and_fused_attention_by_samples() -> None:
+    x = torch.randn(3, 32, 8)
+    (unfused,) = find_chains(captured(Stack(Attention(8, 2, fused=False)), x))
+    assert unfused.product.target is aten.bmm.default and unfused.num_rows == 6
+    (fused,) = find_chains(captured(Stack(Attention(8, 2, fused=True)), x))
+    assert fused.product.target is aten.addmm.default and fused.num_rows == 3
+
+
+@pytest.mark.parametrize("num_tiles", [2, 3, 4])
+def test_no_value_is_larger_than_a_tile(num_tiles: int) -> None:
+    model, x = mlps(dim=8, inner=256), torch.randn(96, 8)
+    step = captured(model, x)
+    after = tiled(step, num_tiles)
+    largest = [
+        max(tensor(n).numel() for n in one.calls() if isinstance(n.meta["val"], Tensor)) for one in (step, after)
+    ]
+    assert largest[1] <= -(-96 // num_tiles) * 256 < largest[0]
+
+
+def test_random_operators_are_not_tiled() -> None:
+    class Dropping(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(F.dropout(F.relu(self.up(x)), 0.5))
+
+    assert find_chains(captured(Stack(Dropping(4, 16, False, True, "relu")), torch.randn(8, 4))) == []
+
+
+def test_a_large_value_that_something_needs_whole_is_left_alone() -> None:
+    class Leaking(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            inner = F.relu(self.up(x))
+            return self.out(inner) + inner.cumsum(0).mean()
+
+    assert find_chains(captured(Stack(Leaking(4, 16, False, True, "relu")), torch.randn(8, 4))) == []
+
+
+def test_too_many_tiles_are_refused() -> None:
+    step = captured(mlps(), torch.randn(8, 4))
+    (chain,) = find_chains(step)
+    with pytest.raises(PlanError, match=f"large values between operators \\({chain.product.name}\\)"):
+        tile(step, [TileDecision(chain.product.name, 9, 0, "asked")])
+
+
+@dataclass(frozen=True)
+class _Sample:
+    mlp: tuple[bool, bool, str]
+    attention: bool | None
+    shape: tuple[int, int]
+    num_layers: int
+    num_tiles: int
+
+    def model(self) -> nn.Module:
+        def block() -> nn.Module:
+            attention = None if self.attention is None else Attention(8, 2, self.attention)
+            return Block(attention, MLP(8, 32, *self.mlp), 8)
+
+        return Stack(*(block() for _ in range(self.num_layers)))
+
+
+_SAMPLES = st.builds(
+    _Sample,
+    mlp=st.tuples(st.booleans(), st.booleans(), st.sampled_from(["gelu", "silu", "relu", "tanh"])),
+    attention=st.none() | st.booleans(),
+    shape=st.tuples(st.integers(2, 4), st.sampled_from([5, 16, 24])),
+    num_layers=st.integers(1, 2),
+    num_tiles=st.integers(2, 5),
+)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(sample=_SAMPLES)
+def test_tiles_give_the_loss_and_gradients_of_the_whole(sample: _Sample) -> None:
+    model, x = sample.model(), torch.randn(*sample.shape, 8)
+    step = captured(model, x)
+    loss, gradients = run_graph(step, model, (x,))
+    again, split = run_graph(tiled(step, sample.num_tiles), model, (x,))
+    torch.testing.assert_close(again, loss)
+    for name, gradient in gradients.items():
+        assert split[name].stride() == gradient.stride()
+        torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_keep_their_bits_and_sums_are_equal_within_rounding() -> None:
+    model, x = mlps(2, dim=32, inner=128), torch.randn(256, 32)
+    step = captured(model, x)
+    loss, gradients = run_graph(step, model, (x,))
+    again, split = run_graph(tiled(step, 4), model, (x,))
+    assert torch.equal(again, loss)
+    # Layer 0's norms see only rows; the weights' gradients are sums over them.
+    assert torch.equal(split["layers.0.norms.1.weight"], gradients["layers.0.norms.1.weight"])
+    torch.testing.assert_close(split["layers.0.mlp.up.weight"], gradients["layers.0.mlp.up.weight"])
+
+
+def test_parts_in_bf16_are_added_up_in_float32() -> None:
+    model, x = mlps(dim=32, inner=128), torch.randn(256, 32, dtype=torch.bfloat16)
+    step = captured(model, x, precision=torch.bfloat16)
+    after = tiled(step, 8)
+    sums = [n for n in after.calls() if n.target is aten.add.Tensor and tensor(n).dtype is torch.float32]
+    assert len(sums) == 7 * 3  # two weights and the bias of the larger
+    _, gradients = run_graph(step, model, (x,))
+    _, split = run_graph(after, model, (x,))
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(split[name], gradient, rtol=2**-6, atol=2**-7 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("num_tiles", [2, 4, 8])
+def test_working_memory_falls_with_the_number_of_tiles(num_tiles: int) -> None:
+    # The inner values are 64 times as large as what enters and leaves: nothing else counts.
+    step = captured(mlps(dim=4, inner=256), torch.randn(4096, 4))
+
+    def working_bytes(one: StepGraph) -> int:
+        live = liveness(one, on_cpu=True)
+        return live.peak_bytes - live.persistent_bytes
+
+    ratio = working_bytes(tiled(step, num_tiles)) / working_bytes(step)
+    assert 1 / num_tiles <= ratio * 1.15 and ratio <= 1.15 / num_tiles + 0.02
+
+
+def least_of(model: nn.Module, x: Tensor, tiling: str) -> int:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(MemoryBudgetError) as refused:
+        zerofx.plan(model, optimizer, (x,), machine="cpu", memory_budget=1, backend="eager", tile=tiling)  # type: ignore[arg-type]
+    return int(refused.value.least_bytes)  # type: ignore[attr-defined]
+
+
+def test_a_hidden_size_eight_times_as_large_trains_in_the_same_budget() -> None:
+    x = torch.randn(2048, 8)
+    small, large = (mlps(2, dim=8, inner=inner) for inner in (64, 512))
+    budget = least_of(small, x, "none")
+    untiled = copy.deepcopy(large)
+    with pytest.raises(MemoryBudgetError, match="tile='auto'"):
+        zerofx.plan(untiled, torch.optim.SGD(untiled.parameters(), lr=0.1), (x,), machine="cpu", memory_budget=budget,
+                    backend="eager", tile="none")  # fmt: skip
+    reference = copy.deepcopy(large)
+    step = zerofx.compile(large, torch.optim.SGD(large.parameters(), lr=0.1, foreach=False), machine="cpu",
+                          memory_budget=budget, backend="eager")  # fmt: skip
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, foreach=False)
+    for _ in range(2):
+        loss = reference(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(step(x), loss.detach())
+    assert step.plan.tiles
+    measured = step.measure(x).peak_bytes["device"]
+    assert measured <= budget
+    assert measured == pytest.approx(step.plan.peak_bytes["device"], rel=0.02)
+
+
+def test_a_gpts_least_peak_falls_with_chains_in_tiles() -> None:
+    model = GPT(64, 32, 2, 4, 128)
+    ids = torch.randint(64, (4, 129))
+    batch = (ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+    budget = None
+    with pytest.raises(MemoryBudgetError) as refused:
+        zerofx.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), batch, machine="cpu", memory_budget=1,
+                    backend="eager")  # fmt: skip
+    budget = int(refused.value.least_bytes)  # type: ignore[attr-defined]
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), machine="cpu",
+                          memory_budget=budget, backend="eager")  # fmt: skip
+    first = float(step(*batch))
+    with CpuPeak():
+        second = float(step(*batch))
+    assert second < first
+    assert any("addmm" in decision.value for decision in step.plan.tiles)
+    assert step.measure(*batch).peak_bytes["device"] == pytest.approx(step.plan.peak_bytes["device"], rel=0.02)
