@@ -1,5 +1,5 @@
-"""Cut a step graph into regions: maximal runs of nodes between scheduled events, inside one unit and one phase, and on
-the device or on the host.
+"""Cut a step graph into regions: maximal runs of nodes between scheduled events, inside one unit and one phase, on the
+device or on the host, and of one tile: what runs tile by tile must not be fused across tiles.
 
 Where forward turns into backward without leaving its unit, as it does around the loss, both are one region: what only
 they share, such as the logits' softmax, then need not be held between them.
@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import Origin, Phase, StepGraph, origin, target_name, value
+from zerofx.graph import Origin, Phase, StepGraph, origin, target_name, tile_of, value
 from zerofx.scheduler.storage import is_view
 from zerofx.scheduler.streams import runs_on_host
 
@@ -75,11 +75,11 @@ def cut(step: StepGraph) -> tuple[Instruction, ...]:
 
 def _runs(step: StepGraph) -> Iterator[list[fx.Node]]:
     run: list[fx.Node] = []
-    group: tuple[str, bool, bool] | None = None
+    group: tuple[str, bool, bool, str | None] | None = None
     phase: Phase | None = None
     for node in step.calls():
         is_event = node.target in ops.EVENTS
-        here = (step.unit_of(node), origin(node).phase is Phase.UPDATE, runs_on_host(node))
+        here = (step.unit_of(node), origin(node).phase is Phase.UPDATE, runs_on_host(node), tile_of(node))
         # A view can be made anywhere, and an output of an operator stays with it: neither ends a run.
         stays = node.target is operator.getitem or is_free_view(node)
         # A forward behind a backward is the next micro-batch's.

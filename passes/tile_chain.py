@@ -29,10 +29,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.graph import Origin, Phase, StepGraph, insert_call, origin, tensor
+from zerofx import ops
+from zerofx.graph import Origin, Phase, StepGraph, insert_call, origin, set_tile, tensor
+from zerofx.scheduler.activations import value_node
 from zerofx.scheduler.chains import Chain, Part, by_stride
 from zerofx.scheduler.heads import sum_dtype
 from zerofx.scheduler.rows import SUM, Rows, takes_sizes, tile_shape
+from zerofx.scheduler.storage import storage_source
 
 _aten = torch.ops.aten
 
@@ -48,8 +51,9 @@ def tile_chain(step: StepGraph, chain: Chain, num_tiles: int) -> None:
 
 @dataclass
 class _Tile:
-    """What rows ``start`` to ``end`` have been given so far: slices of values, and copies of nodes."""
+    """What rows ``start`` to ``end`` have been given so far: parts of values, and copies of nodes."""
 
+    name: str
     start: int
     end: int
     slices: dict[tuple[fx.Node, Rows], fx.Node] = field(default_factory=dict)
@@ -73,7 +77,8 @@ class _PartTiler:
         with self._step.graph.inserting_before(anchor):
             for number in range(num_tiles):
                 start, end = (self._chain.num_rows * n // num_tiles for n in (number, number + 1))
-                tile = _Tile(start, end)
+                tile = _Tile(f"{self._chain.product.name} {self._phase} {number}", start, end)
+                self._cut(tile)
                 for node in self._part.nodes:
                     if self._chain.found[node] is SUM and node in outputs:
                         sums[node] = self._add(node, sums.get(node), tile)
@@ -114,9 +119,9 @@ class _PartTiler:
             if len(node.args) > 2 or node.target is _aten.expand.default:
                 args = (args[0], shape, *args[2:])
             else:
-                tile.copies[node] = self._view(node, args[0], shape)
+                tile.copies[node] = self._view(node, args[0], shape, tile.name)
                 return tile.copies[node]
-        tile.copies[node] = self._call(node, node.target, *args, **kwargs)
+        tile.copies[node] = set_tile(self._call(node, node.target, *args, **kwargs), tile.name)
         return tile.copies[node]
 
     def _add(self, node: fx.Node, total: fx.Node | None, tile: _Tile) -> fx.Node:
@@ -127,9 +132,10 @@ class _PartTiler:
                 if source in self._again and source not in tile.copies:
                     self._copy(source, tile)
             factors, _ = self._arguments(node, tile)
-            return self._call(node, _aten.addmm.default, total, *factors)
+            return set_tile(self._call(node, _aten.addmm.default, total, *factors), tile.name)
         part = self._cast(node, self._copy(node, tile), wide)
-        return part if total is None else self._call(node, _aten.add.Tensor, total, part)
+        set_tile(part, tile.name)
+        return part if total is None else set_tile(self._call(node, _aten.add.Tensor, total, part), tile.name)
 
     def _arguments(self, node: fx.Node, tile: _Tile) -> tuple[Any, Any]:
         given = self._chain.given[node]
@@ -138,21 +144,26 @@ class _PartTiler:
             rows = given[source]
             if source in tile.copies:
                 return tile.copies[source]
-            return source if rows is None else self._slice(node, source, rows, tile)
+            return source if rows is None else tile.slices[source, rows]
 
         return fx.map_arg((node.args, node.kwargs), of)
 
-    def _slice(self, node: fx.Node, source: fx.Node, rows: Rows, tile: _Tile) -> fx.Node:
-        """The rows of a tile of a value that is there whole; a view."""
-        if (source, rows) not in tile.slices:
-            merged = source
-            if rows.span > 1:
-                merged = self._view(node, source, tile_shape(tensor(source).shape, rows, self._chain.num_rows))
-            bounds = (tile.start * rows.each, tile.end * rows.each)
-            tile.slices[source, rows] = self._call(node, _aten.slice.Tensor, merged, rows.first, *bounds)
-        return tile.slices[source, rows]
+    def _cut(self, tile: _Tile) -> None:
+        """Take the rows of a tile from all that enters it."""
+        inside = frozenset((*self._part.nodes, *self._part.again))
+        for node in (*self._part.again, *self._part.nodes):
+            for source, rows in self._chain.given[node].items():
+                if rows is None or source in inside or (source, rows) in tile.slices:
+                    continue
+                fake = tensor(source).view(tile_shape(tensor(source).shape, rows, self._chain.num_rows))
+                fake = fake.narrow(rows.first, tile.start * rows.each, (tile.end - tile.start) * rows.each)
+                owner = value_node(storage_source(source))
+                offset = int(fake.storage_offset()) - int(tensor(owner).storage_offset())
+                tile.slices[source, rows] = self._call(
+                    node, ops.part, owner, list(fake.shape), list(fake.stride()), offset
+                )
 
-    def _view(self, node: fx.Node, source: fx.Node, shape: Sequence[int]) -> fx.Node:
+    def _view(self, node: fx.Node, source: fx.Node, shape: Sequence[int], tile: str | None = None) -> fx.Node:
         """``source`` in another shape: a view, or a copy where a tile's strides leave no other way."""
         fake = tensor(source)
         probe = torch.empty_strided(fake.shape, fake.stride(), device="meta")
@@ -160,6 +171,7 @@ class _PartTiler:
             probe.view(shape)
         except RuntimeError:
             source = self._call(node, _aten.clone.default, source, memory_format=torch.contiguous_format)
+            set_tile(source, tile)
         return self._call(node, _aten.view.default, source, list(shape))
 
     def _join(self, node: fx.Node, parts: list[fx.Node]) -> fx.Node:

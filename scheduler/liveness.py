@@ -160,13 +160,14 @@ def with_profiles(
     during = dict(live.during)
     before = {second: live.after[first] for first, second in itertools.pairwise(step.calls())}
     for region, events in regions:
-        members = set(region.own)
+        members, freed = set(region.own), set[Storage]()
         current = peak = before.get(region.own[0], live.persistent_bytes)
         for event in events:
             current += event.num_bytes
             if event.freed is not None:
                 storage = storage_source(region.inputs[event.freed])
-                if live.last_use.get(storage) in members:
+                if live.last_use.get(storage) in members and storage not in freed:
+                    freed.add(storage)  # once, though several inputs may be parts of it
                     current -= live.sizes[storage]
             peak = max(peak, current)
         # Where ATen's kernel runs, what it holds inside is not in the events: the count without fusion has it.

@@ -261,6 +261,18 @@ def set_tier(node: fx.Node, tier: str) -> fx.Node:
     return node
 
 
+def tile_of(node: fx.Node) -> str | None:
+    """The tile that a node is of; tiles of one chain have names of their own."""
+    found = node.meta.get("zerofx_tile")
+    return found if isinstance(found, str) else None
+
+
+def set_tile(node: fx.Node, tile: str | None) -> fx.Node:
+    """Record the tile that ``node`` is of; returns it."""
+    node.meta["zerofx_tile"] = tile
+    return node
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether the operator draws from a random generator. Attention without dropout does not, though it could."""
     target = node.target

@@ -17,6 +17,7 @@ reads them like any other operator. They have no kernels: what runs is the emitt
 ``reload``            start copying what is stored in a slower tier into a fresh tensor on a faster one
 ``copy_into``         start copying a tensor over one that exists, on another tier
 ``empty_stored``      a tensor on a slower tier that is still to be written
+``part``              a view of some elements of a tensor that enters a region as it stands: one serves them all
 ====================  ==============================================================================================
 """
 
@@ -36,6 +37,7 @@ _library.define("offload(Tensor value, str tier) -> Tensor")
 _library.define("reload(Tensor stored, str tier='device') -> Tensor")
 _library.define("copy_into(Tensor(a!) into, Tensor source) -> Tensor(a!)")
 _library.define("empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor")
+_library.define("part(Tensor(a) whole, int[] size, int[] stride, int offset) -> Tensor(a)")
 
 
 def _all_gather(shard: torch.Tensor, bucket: int, num_ranks: int) -> torch.Tensor:
@@ -74,6 +76,10 @@ def _empty_stored(numel: int, dtype: torch.dtype, tier: str, *, device: torch.de
     return torch.empty(numel, dtype=dtype, device=device)
 
 
+def _part(whole: torch.Tensor, size: list[int], stride: list[int], offset: int) -> torch.Tensor:
+    return whole.as_strided(size, stride, whole.storage_offset() + offset)
+
+
 for _name, _fake in (
     ("all_gather", _all_gather),
     ("all_gather_into", _all_gather_into),
@@ -88,6 +94,7 @@ for _name, _fake in (
     ("empty_stored", _empty_stored),
 ):
     _library.impl(_name, _fake, "Meta")
+_library.impl("part", _part, "CompositeExplicitAutograd")  # a view is the same on any device
 
 all_gather = torch.ops.zerofx.all_gather.default
 all_gather_into = torch.ops.zerofx.all_gather_into.default
@@ -100,6 +107,7 @@ offload = torch.ops.zerofx.offload.default
 reload = torch.ops.zerofx.reload.default
 copy_into = torch.ops.zerofx.copy_into.default
 empty_stored = torch.ops.zerofx.empty_stored.default
+part = torch.ops.zerofx.part.default
 
 
 def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:
@@ -109,4 +117,4 @@ def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:
 
 COLLECTIVES = frozenset({all_gather, all_gather_into, reduce_scatter, broadcast})
 TRANSFERS = frozenset({offload, reload, copy_into})
-EVENTS = frozenset({*COLLECTIVES, *TRANSFERS, wait, release, empty_gradients, empty_stored, hyperparameters})
+EVENTS = frozenset({*COLLECTIVES, *TRANSFERS, wait, release, empty_gradients, empty_stored, part, hyperparameters})

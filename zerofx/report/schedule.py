@@ -159,7 +159,7 @@ def _bucket_of(node: fx.Node) -> int | None:
     if node.target in (ops.wait, ops.release):
         source = node.args[0]
         return _bucket_of(source) if isinstance(source, fx.Node) else None
-    if node.target not in ops.EVENTS or node.target in (ops.broadcast, ops.empty_stored, *ops.TRANSFERS):
+    if node.target not in ops.EVENTS or node.target in (ops.broadcast, ops.empty_stored, ops.part, *ops.TRANSFERS):
         return None
     index = node.args[2] if node.target is ops.all_gather_into else node.args[0]
     if node.target in (ops.all_gather, ops.reduce_scatter):

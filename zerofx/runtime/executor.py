@@ -87,6 +87,9 @@ class Runtime:
     def host(self, function: Callable[[list[Any]], object], inputs: list[Any]) -> Any:
         return self.tiers.on_host(function, inputs)
 
+    def part(self, whole: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
+        return whole.as_strided(size, stride, whole.storage_offset() + offset)
+
     def wait(self, pending: Pending[T], source: object = None) -> T:
         return pending.finish(source)
 
