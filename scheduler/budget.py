@@ -12,7 +12,8 @@ it changes the plan, the plan before it did not fit.
 
 Where no plan fits, and the user allows it, logits are tiled (``scheduler.heads``) and all is tried again; then chains
 of operators between which values are large (``scheduler.chains``) as well, into more and more tiles. That comes last
-because it alone does not train the same bits. Each rung of this ladder is turned to where none before it fits.
+because it alone does not train the same bits. Each rung of this ladder is turned to where none before it fits. What the
+user has tiled by name is, and nothing else.
 """
 
 from __future__ import annotations
@@ -22,15 +23,13 @@ from dataclasses import replace
 from itertools import accumulate
 
 from zerofx.errors import MemoryBudgetError
-from zerofx.graph import StepGraph, origin
+from zerofx.graph import StepGraph
 from zerofx.report.units import format_bytes
-from zerofx.scheduler.chains import Chain, find_chains
-from zerofx.scheduler.heads import LossHead, find_heads
 from zerofx.scheduler.items import Activations, Item, Leaning, Question, items_of, plan_of
 from zerofx.scheduler.moves import order_moves
-from zerofx.scheduler.plan import Plan, Prediction, TileDecision
+from zerofx.scheduler.plan import Plan, Prediction
+from zerofx.scheduler.tiling import rungs
 
-_CHAIN_TILES = (4, 16)
 _SCANNED = 32  # lengths of an order that are tried, at least, before a budget is said to be out of reach
 
 Peak = Callable[[Plan, StepGraph], int]
@@ -64,7 +63,8 @@ def fit(question: Question, peak: Peak, evaluate: Evaluate, progress: Progress =
     budget = question.memory_budget
     assert budget is not None
     lowest: list[tuple[int, Plan]] = []
-    for rung in rungs(question.step, question.tile):
+    ladder = rungs(question.step, question.tile) if not question.tiles else [[question.tiles]]
+    for rung in ladder:
         questions = [replace(question, tiles=tiles) for tiles in rung]
         searches: list[_Search] = []
         fitting: list[Plan] = []
@@ -87,37 +87,6 @@ def fit(question: Question, peak: Peak, evaluate: Evaluate, progress: Progress =
             return plan.with_prediction(prediction)
     num_bytes, plan = min(lowest, key=lambda one: one[0])
     raise BudgetMissedError(_explain(question, evaluate(plan)), num_bytes)
-
-
-Tiles = tuple[TileDecision, ...]
-
-
-def rungs(step: StepGraph, allowed: bool) -> list[list[Tiles]]:
-    """The ways to tile, in the order in which they are turned to: nothing, losses, then chains of operators as well.
-
-    Those of one rung are tried together: losses into some numbers of tiles; chains on one rung each, into more and
-    more.
-    """
-    if not allowed:
-        return [[()]]
-    heads, chains = find_heads(step), find_chains(step)
-    counts = sorted({count for head in heads for count in head.tile_counts()})
-    of_heads = [tuple(_decision(head, n) for head in heads if n in head.tile_counts()) for n in counts]
-    finest = of_heads[-1] if of_heads else ()
-    most = max((chain.most_tiles() for chain in chains), default=1)
-    of_chains = [
-        (*finest, *(_decision(c, min(n, c.most_tiles())) for c in chains if c.most_tiles() > 1))
-        for n in _CHAIN_TILES
-        if n // 2 < most
-    ]
-    return [[()], *([of_heads] if of_heads else []), *([tiles] for tiles in of_chains if most > 1)]
-
-
-def _decision(found: LossHead | Chain, num_tiles: int) -> TileDecision:
-    what = "logits" if isinstance(found, LossHead) else "values"
-    whole, each = format_bytes(found.num_bytes), format_bytes(found.num_bytes // num_tiles)
-    reason = f"no plan with whole {what} ({whole}) fits; each of {num_tiles} tiles has {each}"
-    return TileDecision(found.product.name, num_tiles, found.num_bytes, reason, origin(found.product).layer)
 
 
 def least_memory(question: Question, evaluate: Evaluate) -> Plan:

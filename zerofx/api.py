@@ -66,9 +66,12 @@ def compile(
         offload: whether activations and optimizer states may leave the device: ``"auto"`` as the budget asks, to host
             memory and then to NVMe (not on a CPU, whose memory is the host's), ``"none"``, or only ``"host"`` or
             ``"nvme"``.
-        tile: whether an output layer and its loss may run a few rows at a time, so that the logits never exist whole:
-            ``"auto"`` where no other plan fits the budget, or ``"none"``. Sums over the rows are then taken in another
-            order: of all that a plan can do, this alone does not give the same bits.
+        tile: what may run a few rows at a time, so that it never exists whole: an output layer's logits with their
+            loss, and chains of operators between which values are large (an MLP's inner values, queries, keys and
+            values with their attention, the logits of attention that is not fused). ``"auto"`` where no other plan
+            fits the budget, ``"none"``, or numbers of tiles by the names of modules: ``{"layers.0.mlp": 4}``, or
+            ``{"": 2}`` for all. Sums over the rows are then taken in another order: of all that a plan can do, this
+            alone does not give the same bits.
         precision: None keeps the model's dtypes; ``"bf16"`` computes, gathers and reduces in bfloat16 with fp32
             masters.
         backend: ``"inductor"`` compiles each distinct region once; ``"eager"`` runs the same file on ATen kernels, bit

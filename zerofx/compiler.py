@@ -33,6 +33,7 @@ from zerofx.scheduler.measured import MeasuredCosts
 from zerofx.scheduler.plan import Plan, Prediction
 from zerofx.scheduler.policy import decide
 from zerofx.scheduler.simulate import Simulation, predict, simulate
+from zerofx.scheduler.tiling import named_tiles
 from zerofx.settings import Settings
 
 if TYPE_CHECKING:
@@ -139,11 +140,13 @@ def make_plan(
 
     Raises:
         MemoryBudgetError: no plan fits ``memory_budget`` bytes.
+        UsageError: ``options.tile`` names what cannot be tiled.
     """
+    tiles = named_tiles(captured, options.tile) if isinstance(options.tile, Mapping) else ()
     if memory_budget is None and options.recompute != "full":
         return decide(
             captured, layout, stage=options.stage, precision=options.precision, machine=machine.name,
-            options=options.policy,
+            options=options.policy, tiles=tiles,
         )  # fmt: skip
 
     question = Question(
@@ -157,6 +160,7 @@ def make_plan(
         tiers=tiers_for(options.offload, machine),
         asked=options.policy,
         tile=options.tile == "auto",
+        tiles=tiles,
         state_bytes=_state_bytes(layout, programs, options.stage),
     )
     fused, known = options.backend == "inductor", dict[str, tuple[MemoryEvent, ...]]()

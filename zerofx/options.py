@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -22,7 +22,7 @@ Precision = Literal["bf16"]
 Recompute = Literal["auto", "none", "full"]
 Offload = Literal["auto", "none", "host", "nvme"]
 Accumulate = int | Literal["auto"]
-Tiling = Literal["auto", "none"]
+Tiling = Literal["auto", "none"] | Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,7 @@ def check_options(
     if offload not in get_args(Offload):
         raise UsageError(f"expected offload 'auto' (as the budget asks), 'none', 'host' or 'nvme', found {offload!r}")
     _check_accumulate(accumulate, plan)
-    if tile not in get_args(Tiling):
-        raise UsageError(f"expected tile 'auto' (where no other plan fits the budget) or 'none', found {tile!r}")
+    _check_tile(tile)
     budget = parse_bytes(memory_budget) if isinstance(memory_budget, str) else memory_budget
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or budget <= 0):
         raise UsageError(
@@ -145,6 +144,18 @@ def tiers_for(offload: Offload, machine: Machine) -> tuple[Tier, ...]:
     if offload == "none" or machine.is_cpu:
         return ()
     return ("host", "nvme") if machine.nvme is not None else ("host",)
+
+
+def _check_tile(tile: object) -> None:
+    if isinstance(tile, Mapping):
+        if all(isinstance(name, str) and type(count) is int and count >= 2 for name, count in tile.items()):
+            return
+    elif tile in ("auto", "none"):
+        return
+    raise UsageError(
+        f"expected tile 'auto' (where no other plan fits the budget), 'none', or numbers of tiles, 2 or more, by the "
+        f"name of a module, found {tile!r}"
+    )
 
 
 def _check_accumulate(accumulate: Accumulate, plan: Plan | str | Path | None) -> None:

@@ -40,7 +40,7 @@ def describe_plan(plan: Plan) -> str:
         if kind not in ("recomputed", "offloaded"):
             lines += ["", kind, *(f"  {reason}" for reason in found)]
     for tiled in plan.tiles:
-        lines += ["", f"tiled: {tiled.value} of {tiled.layer or '(model)'} and its loss: {tiled.reason}"]
+        lines += ["", f"tiled: {tiled.value} of {tiled.layer or '(model)'} and what follows: {tiled.reason}"]
     if plan.recomputes:
         lines += ["", *_recomputed(plan)]
     if plan.offloads:

@@ -141,7 +141,7 @@ def _offload(decision: OffloadDecision) -> str:
 
 def _tile(decision: TileDecision) -> str:
     where = f" of {decision.layer}" if decision.layer else ""
-    return f"{decision.value}{where} and its loss run in {decision.num_tiles} tiles: {decision.reason}"
+    return f"{decision.value}{where} and what follows run in {decision.num_tiles} tiles: {decision.reason}"
 
 
 def _parts(bucket: str) -> list[str]:

@@ -1,0 +1,75 @@
+"""What is run in tiles, and in how many: as the user names it, or as rungs of the search for a plan within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zerofx.errors import UsageError
+from zerofx.graph import StepGraph, origin
+from zerofx.report.units import format_bytes
+from zerofx.scheduler.chains import Chain, find_chains
+from zerofx.scheduler.heads import LossHead, find_heads
+from zerofx.scheduler.plan import TileDecision
+
+Tiles = tuple[TileDecision, ...]
+
+_CHAIN_TILES = (4, 16)
+
+
+def rungs(step: StepGraph, allowed: bool) -> list[list[Tiles]]:
+    """The ways to tile, in the order in which they are turned to: nothing, losses, then chains of operators as well.
+
+    Those of one rung are tried together: losses into some numbers of tiles; chains on one rung each, into more and
+    more.
+    """
+    if not allowed:
+        return [[()]]
+    heads = find_heads(step)
+    chains = {chain: chain.most_tiles() for chain in find_chains(step) if chain.most_tiles() > 1}
+    counts = sorted({count for head in heads for count in head.tile_counts()})
+    of_heads = [tuple(_as_needed(head, n) for head in heads if n in head.tile_counts()) for n in counts]
+    finest = of_heads[-1] if of_heads else ()
+    most = max(chains.values(), default=1)
+    of_chains = [
+        (*finest, *(_as_needed(chain, min(n, limit)) for chain, limit in chains.items()))
+        for n in sorted({min(n, most) for n in _CHAIN_TILES} - {1})
+    ]
+    return [[()], *([of_heads] if of_heads else []), *([tiles] for tiles in of_chains)]
+
+
+def named_tiles(step: StepGraph, asked: Mapping[str, int]) -> Tiles:
+    """All that can be tiled in the modules that ``asked`` names (``""``: the whole model), into as many tiles.
+
+    Raises:
+        UsageError: there is nothing to tile in one of them, or not so many rows; lists what there is.
+    """
+    found: list[LossHead | Chain] = [*find_heads(step), *find_chains(step)]
+    layers = {one.product.name: origin(one.product).layer for one in found}
+    decisions: dict[str, TileDecision] = {}
+    for name, num_tiles in asked.items():
+        here = [one for one in found if _is_within(layers[one.product.name], name)]
+        if not here or any(num_tiles > one.num_rows for one in here):
+            listed = ", ".join(sorted({f"{layers[one.product.name]} (up to {one.num_rows})" for one in found}))
+            raise UsageError(
+                f"expected tile to name modules with something to tile, found {name!r} into {num_tiles}: there is "
+                f"{listed or 'nothing in this model'}"
+            )
+        for one in here:
+            decisions[one.product.name] = _decision(one, num_tiles, f"as asked for {name or 'the model'}")
+    return tuple(decisions[one.product.name] for one in found if one.product.name in decisions)
+
+
+def _is_within(layer: str, name: str) -> bool:
+    return not name or layer == name or layer.startswith(f"{name}.")
+
+
+def _as_needed(found: LossHead | Chain, num_tiles: int) -> TileDecision:
+    what = "logits" if isinstance(found, LossHead) else "values"
+    whole, each = format_bytes(found.num_bytes), format_bytes(found.num_bytes // num_tiles)
+    return _decision(
+        found, num_tiles, f"no plan with whole {what} ({whole}) fits; each of {num_tiles} tiles has {each}"
+    )
+
+
+def _decision(found: LossHead | Chain, num_tiles: int, reason: str) -> TileDecision:
+    return TileDecision(found.product.name, num_tiles, found.num_bytes, reason, origin(found.product).layer)
