@@ -57,7 +57,7 @@ class Part:
         ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chain:
     """Operators that can be run ``num_rows`` rows in any tiles.
 
