@@ -90,10 +90,10 @@ class Chain:
 
     def most_tiles(self) -> int:
         """How many tiles still leave enough rows to matrix products."""
-        found = self.found[self.product]
+        found, shape = self.found[self.product], tensor(self.product).shape
         assert isinstance(found, Rows)
-        batched = tensor(self.product).dim() > 2
-        return self.num_rows if batched else min(self.num_rows, max(1, self.num_rows * found.each // MIN_ROWS))
+        each = found.each * (int(shape[1]) if len(shape) > 2 else 1)
+        return min(self.num_rows, max(1, self.num_rows * each // MIN_ROWS))
 
 
 def find_chains(step: StepGraph) -> list[Chain]:

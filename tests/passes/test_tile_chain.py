@@ -274,6 +274,21 @@ def test_a_hidden_size_eight_times_as_large_trains_in_the_same_budget() -> None:
     assert measured == pytest.approx(step.plan.peak_bytes["device"], rel=0.02)
 
 
+def test_peaks_fall_with_the_budget_through_all_ways_to_tile() -> None:
+    model, x = mlps(2, dim=8, inner=64), torch.randn(1024, 8)
+    least, most = (least_of(model, x, tiling) for tiling in ("auto", "none"))
+    peaks, numbers = [], []
+    for share in (1.0, 0.5, 0.25, 0.1, 0.0):
+        made = zerofx.plan(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), (x,), machine="cpu", backend="eager",
+            memory_budget=least + int(share * (most - least)),
+        ).plan  # fmt: skip
+        peaks.append(made.peak_bytes["device"])
+        numbers.append(max((tiled.num_tiles for tiled in made.tiles), default=1))
+    assert peaks == sorted(peaks, reverse=True) and peaks[-1] == least < most
+    assert numbers == sorted(numbers) and numbers[0] == 1 < numbers[-1]
+
+
 def test_modules_are_tiled_by_name_without_a_budget() -> None:
     model, x = mlps(3, dim=8, inner=64), torch.randn(64, 8)
     reference = copy.deepcopy(model)
