@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,15 +13,19 @@ from torch import Tensor, nn
 
 import zerofx
 from gpt import GPT
-from tests.graphs import difference, run_graph
+from tests.graphs import difference, prepare, run_graph
 from zerofx.capture import Batch, capture
+from zerofx.codegen.regions import Region, cut
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
-from zerofx.graph import StepGraph, tensor
+from zerofx.graph import Phase, StepGraph, tensor, tile_of
 from zerofx.passes.simplify import simplify
 from zerofx.passes.tile import tile
 from zerofx.scheduler.chains import find_chains
 from zerofx.scheduler.liveness import liveness
 from zerofx.scheduler.plan import TileDecision
+from zerofx.scheduler.policy import PolicyOptions, decide
+from zerofx.scheduler.storage import is_view
+from zerofx.scheduler.tiling import named_tiles
 from zerofx.verify import verify
 
 aten = torch.ops.aten
@@ -302,6 +306,27 @@ def test_modules_are_tiled_by_name_without_a_budget() -> None:
         ("layers.2.mlp.up", 2),
     ]
     assert "as asked for layers.2" in step.plan.why("layers.2")
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize(("stage", "num_ranks"), [(0, 1), (2, 2), (3, 2)])
+def test_other_passes_take_tiles_as_they_are(stage: int, num_ranks: int, num_micro_batches: int) -> None:
+    prepared = prepare(
+        mlps(2), (torch.randn(8, 4),), stage=stage, num_ranks=num_ranks, num_micro_batches=num_micro_batches
+    )
+    plan = decide(
+        prepared.step, prepared.layout, stage=stage, precision=None, machine="cpu", options=PolicyOptions(),
+        tiles=named_tiles(prepared.step, {"": 2}),
+    )  # fmt: skip
+    assert len(plan.tiles) == 2 * num_micro_batches
+    lowered = replace(prepared, plan=plan)
+    lowered.run_pipeline()  # verifies after every pass
+    regions = [one for one in cut(lowered.step) if isinstance(one, Region)]
+    for region in regions:
+        assert len({tile_of(node) for node in region.own if not is_view(node)}) == 1
+    backward = [r for r in regions if tile_of(r.own[-1]) and r.origin.phase is Phase.BACKWARD]
+    assert len(backward) == 4 * num_micro_batches
+    assert len({region.key for region in backward}) == 2  # the first of a chain, and the others
 
 
 @pytest.mark.parametrize("tile", [{"layers.9": 2}, {"layers.0": 65}])
