@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -306,6 +307,29 @@ def test_modules_are_tiled_by_name_without_a_budget() -> None:
         ("layers.2.mlp.up", 2),
     ]
     assert "as asked for layers.2" in step.plan.why("layers.2")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # importing Inductor warns
+def test_compiled_tiles_train_like_the_whole() -> None:
+    block = Block(Attention(16, 2, fused=True), MLP(16, 64, gated=False, bias=True, activation="gelu"), 16)
+    model, x = Stack(block, copy.deepcopy(block)), torch.randn(4, 32, 16)
+    reference = copy.deepcopy(model)
+    step = zerofx.compile(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), machine="cpu", tile={"": 4}
+    )
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, foreach=False)
+    for _ in range(3):
+        loss = reference(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(step(x), loss.detach())
+    assert len(step.plan.tiles) == 4
+    assert step.num_regions > 4 * 2 * 4 > step.num_distinct_regions
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
