@@ -199,7 +199,7 @@ _SAMPLES = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(sample=_SAMPLES)
 def test_tiles_give_the_loss_and_gradients_of_the_whole(sample: _Sample) -> None:
     model, x = sample.model(), torch.randn(*sample.shape, 8)
