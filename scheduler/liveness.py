@@ -20,11 +20,9 @@ from torch import fx
 from zerofx import ops
 from zerofx.graph import DEVICE, StepGraph, placeholder, tier_of
 from zerofx.scheduler.machine import TIERS
-from zerofx.scheduler.storage import aliased_input, storage_bytes, storage_source, tensors_of
+from zerofx.scheduler.storage import Storage, aliased_input, storage_bytes, storage_source, tensors_of
 from zerofx.scheduler.streams import passes_through_host, runs_on_host
 from zerofx.scheduler.workspace import workspace_bytes
-
-Storage = tuple[fx.Node, int]
 
 
 class RegionLike(Protocol):
