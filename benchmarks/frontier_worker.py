@@ -116,7 +116,11 @@ def main() -> None:
         facts["peak_bytes"] = measure_peak(step)
     else:
         step, passes = build_peer(model, batch, contender)
-        step()
+        try:
+            step()
+        except (RuntimeError, ImportError) as error:  # a solver may want a package, or refuse the graph
+            print(json.dumps({"refused": f"{type(error).__name__}: {error}"}), flush=True)
+            return
         step()
         facts["peak_bytes"] = measure_peak(passes)
         for parameter in model.parameters():

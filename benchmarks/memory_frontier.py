@@ -1,6 +1,7 @@
 """Memory against time of one process: zerofx under memory budgets, and what PyTorch has for the same.
 
     python benchmarks/memory_frontier.py --rounds 5
+    python benchmarks/memory_frontier.py --peers greedy:0.4 ilp:0.4 dp:0.4 --budgets 220 --rounds 2 --steps 2  # short
 
 Contenders are processes that live side by side, each with its step compiled, as many as memory has room for and plain
 ``torch.compile`` among them; rounds go through all of them in turn, so that what else the machine does meets them

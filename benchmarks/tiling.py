@@ -72,7 +72,7 @@ def least_bytes(options: argparse.Namespace) -> int:
     try:
         zerofx.plan(model, sgd(model), (batch(options),), machine="cpu", backend="eager", memory_budget=1, tile="none")
     except BudgetMissedError as refused:
-        return refused.least_bytes
+        return int(refused.least_bytes)
     raise AssertionError("one byte is no budget that can be met")
 
 
@@ -82,7 +82,7 @@ def batch(options: argparse.Namespace) -> Tensor:
 
 def largest(options: argparse.Namespace, budget: int, tile: Tiling) -> int:
     """The largest inner size within ``budget``, doubling from the one that the budget was made for."""
-    inner = options.inner
+    inner: int = options.inner
     while fits(options, 2 * inner, budget, tile):
         inner *= 2
     return inner
@@ -97,7 +97,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     budget = least_bytes(options)
-    whole, tiled = (largest(options, budget, tile) for tile in ("none", "auto"))  # type: ignore[arg-type]
+    whole, tiled = (largest(options, budget, tile) for tile in ("none", "auto"))
     model = Blocks(options.dim, tiled, options.depth)
     step = zerofx.compile(model, sgd(model), machine="cpu", backend="eager", memory_budget=budget)
     x = torch.randn(options.rows, options.dim)

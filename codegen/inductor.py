@@ -7,9 +7,7 @@ plain contiguous tensors, and a gradient is written where it belongs.
 
 from __future__ import annotations
 
-import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +22,9 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from zerofx.codegen.record import memory_record
 from zerofx.errors import CompilerError
 from zerofx.scheduler.liveness import MemoryEvent
-from zerofx.scheduler.storage import storage_bytes
 
 aten = torch.ops.aten
 RegionFunction = Callable[[list[Any]], tuple[torch.Tensor, ...]]
@@ -86,13 +84,15 @@ def compile_region(function: RegionFunction, inputs: Sequence[Any], name: str) -
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
         examples = [node.meta["val"] for node in inner.graph.find_nodes(op="placeholder")]
         with tracing(TracingContext(mode)), inductor_config.patch(_OPTIONS):
-            compiled = compile_fx_inner(inner, examples)
+            compiled: Any = compile_fx_inner(inner, examples)
     except Exception as error:
         raise CompilerError(
             f"region {name} could not be compiled: {type(error).__name__}: {error}\nUse backend='eager' to run it on "
             f"ATen kernels"
         ) from error
-    return CompiledRegion(_with_views(views, compiled), _memory(compiled, views))
+    return CompiledRegion(
+        _with_views(views, compiled), memory_record(compiled.source_code, examples, [i for i, _ in views], mode)
+    )
 
 
 def _own_fake(given: Any) -> Any:
@@ -164,44 +164,3 @@ def _with_views(views: list[tuple[int, tuple[Any, ...]]], compiled: Any) -> Regi
         return tuple(compiled(given))
 
     return call
-
-
-_ALLOCATION = re.compile(r"^\s*(\w+) = empty_strided_\w+\(\((.*?)\), \((.*?)\), (torch\.\w+)\)")
-_REUSE = re.compile(r"^\s*(\w+) = (?:reinterpret_tensor\()?(\w+)\b.*# reuse")
-_DELETE = re.compile(r"\bdel (\w+)")
-_EXTERN = re.compile(r"^\s*(buf\d+) = (torch\.ops\.|extern_kernels\.|aten\.)")
-_ITEM = re.compile(r"^\s*(\w+) = (buf\d+)\[(\d+)\]")
-
-
-def _memory(compiled: Any, views: list[tuple[int, tuple[Any, ...]]]) -> tuple[MemoryEvent, ...]:
-    """What the generated wrapper takes and gives back, in order, read from its allocations and deletions.
-
-    An operator that Inductor leaves to ATen makes its own outputs; their sizes are those of the traced node.
-    """
-    live: dict[str, int] = {}
-    events: list[MemoryEvent] = []
-    args = {f"arg{i}_1": source for i, (source, _) in enumerate(views)}
-    holders = Counter(args.values())
-    for line in compiled.source_code.splitlines():
-        if allocation := _ALLOCATION.search(line):
-            name, sizes, strides, dtype = allocation.groups()
-            live[name] = _extent(sizes, strides) * getattr(torch, dtype.removeprefix("torch.")).itemsize
-            events.append(MemoryEvent(live[name]))
-        elif reuse := _REUSE.search(line):
-            new, old = reuse.groups()
-            live[new] = live.pop(old, 0)
-            continue
-        for name in _DELETE.findall(line):
-            if name in args:
-                holders[args[name]] -= 1
-                if holders[args[name]] == 0:
-                    events.append(MemoryEvent(freed=args[name]))
-            elif name in live:
-                events.append(MemoryEvent(-live.pop(name)))
-    return tuple(events)
-
-
-def _extent(sizes: str, strides: str) -> int:
-    shape = [int(size) for size in sizes.split(",") if size.strip()]
-    steps = [int(stride) for stride in strides.split(",") if stride.strip()]
-    return storage_bytes(torch.empty_strided(shape, steps, device="meta", dtype=torch.uint8))

@@ -65,8 +65,9 @@ def _add_residency(
     where = Origin(bucket.name, origin(reads[0]).phase)
     with graph.inserting_before(start_of_unit(step, reads[0])):
         pending = insert_call(
-            graph, ops.all_gather, (shard, bucket.index, bucket.num_ranks), where, name=gather_name(number)
-        )
+            graph, ops.all_gather, (shard, bucket.index, bucket.num_ranks), where, name=gather_name(number),
+            fake=step.fake((bucket.numel,), bucket.compute_dtype),
+        )  # fmt: skip
         full = insert_call(graph, ops.wait, (pending,), where, name=f"full_{number}")
     clones = {whole: full}
     for node in reads:

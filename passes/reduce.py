@@ -107,7 +107,8 @@ def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[list[tuple[fx.No
         where = Origin(origin(gradient).layer, Phase.BACKWARD)
         with graph.inserting_after(tails.behind(gradient)):
             place = (buffer, list(slot.shape), list(slot.stride), slot.offset)
-            view = insert_call(graph, _aten.as_strided.default, place, where)
+            fake = step.fake_view(buffer, slot.shape, slot.stride, slot.offset)
+            view = insert_call(graph, _aten.as_strided.default, place, where, fake=fake)
         with graph.inserting_after(view):
             written = insert_call(graph, write, (view, gradient), where)
         tails.add(gradient, written)
@@ -148,6 +149,7 @@ def _issue(step: StepGraph, bucket: Bucket, buffer: fx.Node) -> fx.Node:
         return insert_call(
             step.graph, ops.reduce_scatter, (buffer, bucket.index, bucket.num_ranks),
             Origin(bucket.name, Phase.BACKWARD), name=f"reduce_{bucket.index}",
+            fake=step.fake((bucket.shard_numel,), bucket.compute_dtype),
         )  # fmt: skip
 
 

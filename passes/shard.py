@@ -52,6 +52,7 @@ class Shard:
                         step.graph, torch.ops.aten.as_strided.default,
                         (full, list(slot.shape), list(slot.stride), slot.offset),
                         Origin(slot.name.rpartition(".")[0], Phase.FORWARD), name=slot.name.replace(".", "_"),
+                        fake=step.fake_view(full, slot.shape, slot.stride, slot.offset),
                     )  # fmt: skip
                 by_name[slot.name].replace_all_uses_with(view)
             for slot in bucket.slots:
@@ -75,6 +76,9 @@ def add_master(step: StepGraph, bucket: Bucket, local: int) -> fx.Node:
 def _gather_at_start(step: StepGraph, bucket: Bucket, shard: fx.Node) -> fx.Node:
     where = Origin(bucket.name, Phase.FORWARD)
     with step.graph.inserting_after(step.last_placeholder()):
-        pending = insert_call(step.graph, ops.all_gather, (shard, bucket.index, bucket.num_ranks), where)
+        pending = insert_call(
+            step.graph, ops.all_gather, (shard, bucket.index, bucket.num_ranks), where,
+            fake=step.fake((bucket.numel,), bucket.compute_dtype),
+        )  # fmt: skip
     with step.graph.inserting_after(pending):
         return insert_call(step.graph, ops.wait, (pending,), where)

@@ -1,4 +1,4 @@
-"""What lives from forward to backward, and the ways to have less of it: a menu for each repeated layer.
+"""What lives from forward to backward, and the ways to have less of it: a menu for each layer, and between layers.
 
 A menu entry is a set of forward values to keep; the rest of what backward reads is computed again. The best set for a
 price mu (bytes that a second of computation is worth) is a minimum cut: cutting the edge from an operator to a value
@@ -20,9 +20,7 @@ from torch import fx
 from zerofx.graph import Phase, StepGraph, is_random, origin, target_name
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.storage import is_view, storage_bytes, storage_source, tensors_of
-
-Storage = tuple[fx.Node, int]
+from zerofx.scheduler.storage import Storage, is_view, storage_bytes, storage_source, tensors_of
 
 _PRICES = 24  # how many prices are tried between the cheapest and the dearest value
 
@@ -43,7 +41,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Segment:
-    """The forward run of one repeated layer.
+    """The forward run of one repeated layer, or of what is between layers; ``unit`` is then ``""``.
 
     ``operators`` compute; ``values`` are the storages they make and the ones of other segments that they read.
     ``needed`` are positions in ``values`` that backward reads, ``fixed`` those that are kept whatever is chosen.
@@ -55,6 +53,11 @@ class Segment:
     needed: frozenset[int]
     fixed: frozenset[int]
     key: str
+
+    @property
+    def name(self) -> str:
+        """What to call it in a reason."""
+        return self.unit or "what is outside layers"
 
 
 def crossing_storages(step: StepGraph) -> dict[Storage, None]:
@@ -90,22 +93,29 @@ def is_forward_call(node: fx.Node) -> bool:
 
 
 def segments(step: StepGraph) -> list[Segment]:
-    """The forward runs of all repeated layers in order. Operators outside them are left as they are."""
+    """The forward runs of all repeated layers, and of what is before and between them, in order.
+
+    Outside layers, the run that ends in the loss is left as it is: backward begins there.
+    """
     crossing = crossing_storages(step)
-    runs: list[tuple[str, list[fx.Node]]] = []
+    forwards: list[list[tuple[str, list[fx.Node]]]] = []  # the runs of each micro-batch
     ended = True
     for node in step.calls():
         if not is_forward_call(node):
             ended = True  # what follows is another micro-batch's forward
         elif not is_view(node):
-            unit = step.unit_of(node)
-            if ended or runs[-1][0] != unit:
+            if ended:
+                forwards.append([])
+            unit, runs = step.unit_of(node), forwards[-1]
+            if not runs or runs[-1][0] != unit:
                 runs.append((unit, []))
             runs[-1][1].append(node)
             ended = False
-    home = {node: number for number, (_, nodes) in enumerate(runs) for node in nodes}
+    every = [run for runs in forwards for run in runs]
+    home = {node: number for number, (_, nodes) in enumerate(every) for node in nodes}
     leaving = _read_elsewhere(step, home)
-    return [_segment(unit, nodes, crossing, leaving) for unit, nodes in runs if unit]
+    chosen = [run for runs in forwards for run in (runs if runs[-1][0] else runs[:-1])]
+    return [_segment(unit, nodes, crossing, leaving) for unit, nodes in chosen]
 
 
 def _read_elsewhere(step: StepGraph, home: Mapping[fx.Node, int]) -> set[Storage]:
@@ -222,7 +232,7 @@ def _keeping(
                 read.add(i)
             elif i is not None:
                 pending.append(segment.values[i][0])
-    return Level(frozenset(read), sum(sizes[i] for i in read), sum(seconds[node] for node in again))
+    return Level(frozenset(read), sum(sizes[i] for i in read), _sum(segment, seconds, again))
 
 
 def cheapest(segment: Segment, sizes: Sequence[float], seconds: Mapping[fx.Node, float], price: float) -> Level:
@@ -260,7 +270,12 @@ def cheapest(segment: Segment, sizes: Sequence[float], seconds: Mapping[fx.Node,
         if ("value", i) in sink_side and (storage[0] not in again or i in segment.fixed)
     }
     kept |= segment.fixed
-    return Level(frozenset(kept), int(sum(sizes[i] for i in kept)), sum(seconds[n] for n in again))
+    return Level(frozenset(kept), int(sum(sizes[i] for i in kept)), _sum(segment, seconds, again))
+
+
+def _sum(segment: Segment, seconds: Mapping[fx.Node, float], nodes: set[fx.Node]) -> float:
+    """Seconds of ``nodes``, added up in the segment's order: a set's own order changes from run to run."""
+    return sum(seconds[node] for node in segment.operators if node in nodes)
 
 
 def storage_size(storage: Storage) -> int:

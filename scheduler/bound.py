@@ -33,13 +33,13 @@ from torch import fx
 from zerofx.buckets import BucketLayout
 from zerofx.graph import Phase, Role, StepGraph, origin, placeholder
 from zerofx.passes.recompute import recompute
-from zerofx.scheduler.activations import Level, Segment, Storage, cheapest, is_forward_call, segments, storage_size
+from zerofx.scheduler.activations import Level, Segment, cheapest, is_forward_call, segments, storage_size
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.liveness import liveness
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.simulate import gradient_bytes
-from zerofx.scheduler.storage import is_view, storage_bytes, storage_source, tensors_of
+from zerofx.scheduler.storage import Storage, is_view, storage_bytes, storage_source, tensors_of
 from zerofx.scheduler.workspace import workspace_bytes
 
 _ROUNDING = 1e-9  # sums of seconds are floats: what is called a bound stays below the exact one

@@ -18,8 +18,8 @@ user has tiled by name is, and nothing else.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 from zerofx.errors import MemoryBudgetError
@@ -31,6 +31,7 @@ from zerofx.scheduler.plan import Plan, Prediction
 from zerofx.scheduler.tiling import rungs
 
 _SCANNED = 32  # lengths of an order that are tried, at least, before a budget is said to be out of reach
+_HALVED_AFTER = 5  # of as many guesses, one halves what is left, in case moves free other bytes than they should
 
 Peak = Callable[[Plan, StepGraph], int]
 Evaluate = Callable[[Plan], Prediction]
@@ -65,7 +66,7 @@ def fit(question: Question, peak: Peak, evaluate: Evaluate, progress: Progress =
     lowest: list[tuple[int, Plan]] = []
     ladder = rungs(question.step, question.tile) if not question.tiles else [[question.tiles]]
     for rung in ladder:
-        questions = [replace(question, tiles=tiles) for tiles in rung]
+        questions = [question.tiled(tiles) for tiles in rung]
         searches: list[_Search] = []
         fitting: list[Plan] = []
         for one in questions:
@@ -127,28 +128,41 @@ class _Search:
         return min(self._tried.values(), key=lambda tried: tried[0])
 
     def shortest(self, budget: int) -> int | None:
-        """The least length that fits, or None; looked for around the one at which enough bytes should be free."""
+        """A length that fits where one move fewer does not, or None.
 
-        def fits(length: int) -> bool:
-            return self.at(length)[0] <= budget
-
-        if fits(0):
+        It is looked for where enough bytes should be free, going by what the moves tried so far have really freed.
+        """
+        if self.at(0)[0] <= budget:
             return 0
-        last, missing = len(self._moves), self.at(0)[0] - budget
-        guess = next((n for n, freed in enumerate(self._freed) if freed >= missing), last)
-        low, high, reach = 0, guess, 1
-        while not fits(high):
-            if high == last:
-                return None
-            low, high, reach = high, min(high + reach, last), 4 * reach
-        reach = 1
-        while high - reach > low and fits(high - reach):
-            high, reach = high - reach, 2 * reach
-        low = max(low, high - reach)
+        low, high, last = 0, len(self._moves) + 1, len(self._moves)
+        share, reach, tried = 1.0, 1, 0
         while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(middle) else (middle, high)
-        return high
+            tried += 1
+            if tried % _HALVED_AFTER == 0:
+                guess = (low + min(high, last)) // 2 if high <= last else last
+            else:
+                missing = self.at(low)[0] - budget
+                guess = self._where_freed(low, missing / share)
+            # Where moves free nothing, steps grow until they do.
+            guess = min(max(guess, low + (reach if high > last else 1)), high - 1)
+            peak = self.at(guess)[0]
+            share = self._share_freed(low, guess) or share
+            if peak <= budget:
+                high = guess
+            elif guess == last:
+                return None
+            else:
+                low, reach = guess, 4 * reach
+        return high if high <= last else None
+
+    def _where_freed(self, low: int, num_bytes: float) -> int:
+        """The length behind ``low`` at which the moves in between should have freed so many bytes."""
+        return bisect_left(self._freed, self._freed[low] + num_bytes, low + 1, len(self._moves))
+
+    def _share_freed(self, low: int, high: int) -> float:
+        """The share of what the moves from one length to another should free that they do free; 0.0 if none."""
+        expected = self._freed[high] - self._freed[low]
+        return max(0.0, (self.at(low)[0] - self.at(high)[0]) / expected) if expected > 0 else 0.0
 
 
 def _explain(question: Question, least: Prediction) -> str:

@@ -4,56 +4,43 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import Phase, StepGraph, origin
-from zerofx.passes.recompute import put_off
-from zerofx.passes.recompute import recompute as carry_out
+from zerofx.passes.recompute import put_off, recompute
 from zerofx.passes.tile import tile
 from zerofx.report.units import format_bytes, format_seconds
-from zerofx.scheduler.activations import Level, Segment, Storage, crossing_storages, menu, segments, value_node
+from zerofx.scheduler.activations import Level, Segment, crossing_storages, menu, segments, value_node
 from zerofx.scheduler.gathers import Gathering, keep_menus, prefetch_menu, why_kept
 from zerofx.scheduler.machine import Machine, Tier
 from zerofx.scheduler.moves import Move, reached
 from zerofx.scheduler.offload import Wish, away_seconds, entries, joint_menu, place
 from zerofx.scheduler.plan import Plan, RecomputeDecision, StateDecision, TileDecision
-from zerofx.scheduler.policy import PolicyOptions, decide, residencies
+from zerofx.scheduler.policy import GraphIdentity, PolicyOptions, decide, identify, residencies
 from zerofx.scheduler.states import Placement, state_menus
-from zerofx.scheduler.storage import storage_bytes, tensors_of
+from zerofx.scheduler.storage import Storage, storage_bytes, tensors_of
 from zerofx.scheduler.timeline import Place, runs, seconds_by_place
 
 Leaning = Literal["recompute", "offload", "joint"]
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a plan is wanted for.
+class Captured:
+    """A captured graph and a machine, with what follows from the two whatever is asked; each found once.
 
-    ``recompute``: whether activations may be computed again. ``tiers``: where they may be offloaded to, the first being
-    filled first; none if empty. ``asked``: how buckets are gathered as long as memory allows. ``state_bytes``: bytes of
-    one rank's optimizer states and masters, by bucket index. ``tile``: whether values may be tiled; ``tiles``: how they
-    are.
+    ``tiles``: what is tiled in it, which all but the graph's identity is about.
     """
 
     step: StepGraph
-    layout: BucketLayout
     machine: Machine
-    stage: int
-    precision: str | None
-    memory_budget: int | None
-    recompute: bool
-    tiers: tuple[Tier, ...] = ()
-    asked: PolicyOptions = field(default_factory=PolicyOptions)
-    state_bytes: Mapping[int, int] = field(default_factory=dict)
-    tile: bool = False
     tiles: tuple[TileDecision, ...] = ()
 
     @cached_property
     def tiled(self) -> StepGraph:
-        """The captured graph with ``tiles`` carried out: what all other decisions are about."""
+        """The captured graph with ``tiles`` carried out."""
         if not self.tiles:
             return self.step
         found = self.step.clone()
@@ -75,6 +62,48 @@ class Question:
         """Storages that forward makes and backward reads."""
         return crossing_storages(self.tiled)
 
+    @cached_property
+    def identity(self) -> GraphIdentity:
+        """What plans record of the graph."""
+        return identify(self.step)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan is wanted for.
+
+    ``recompute``: whether activations may be computed again. ``tiers``: where they may be offloaded to, the first being
+    filled first; none if empty. ``asked``: how buckets are gathered as long as memory allows. ``state_bytes``: bytes of
+    one rank's optimizer states and masters, by bucket index. ``tile``: whether values may be tiled.
+    """
+
+    captured: Captured
+    layout: BucketLayout
+    stage: int
+    precision: str | None
+    memory_budget: int | None
+    recompute: bool
+    tiers: tuple[Tier, ...] = ()
+    asked: PolicyOptions = field(default_factory=PolicyOptions)
+    state_bytes: Mapping[int, int] = field(default_factory=dict)
+    tile: bool = False
+
+    def tiled(self, tiles: tuple[TileDecision, ...]) -> Question:
+        """The same question where values are tiled so."""
+        return self if tiles == self.tiles else replace(self, captured=replace(self.captured, tiles=tiles))
+
+    @property
+    def tiles(self) -> tuple[TileDecision, ...]:
+        return self.captured.tiles
+
+    @property
+    def step(self) -> StepGraph:
+        return self.captured.step
+
+    @property
+    def machine(self) -> Machine:
+        return self.captured.machine
+
     @property
     def leanings(self) -> tuple[Leaning, ...]:
         """The ways to hold fewer activations; the joint one chooses for each tensor."""
@@ -85,7 +114,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Activations:
-    """What becomes of the activations of one run of a repeated layer."""
+    """What becomes of the activations of one run of a repeated layer, or between layers."""
 
     segment: Segment
     levels: tuple[Level, ...]
@@ -121,20 +150,15 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
     """All that can be decided, in a fixed order."""
     found: list[Item] = list(_activations(question, leaning))
     if question.stage == 3 and question.layout.num_ranks > 1:
-        asked = question.asked
-        gathered = residencies(question.tiled, question.layout, asked)
+        asked, seconds = question.asked, question.captured.seconds_of_one
+        gathered = residencies(question.captured.tiled, question.layout, asked)
         found += [
-            Keeping(bucket, levels)
-            for bucket, levels in keep_menus(gathered, asked, question.seconds_of_one, question.machine).items()
+            Keeping(bucket, levels) for bucket, levels in keep_menus(gathered, asked, seconds, question.machine).items()
         ]
-        found.append(
-            Prefetching(
-                prefetch_menu(gathered, question.layout, asked.prefetch, question.seconds_of_one, question.machine)
-            )
-        )
+        found.append(Prefetching(prefetch_menu(gathered, question.layout, asked.prefetch, seconds, question.machine)))
     if leaning != "recompute":
         menus = state_menus(
-            question.layout, question.state_bytes, question.stage, question.seconds_of_one, question.machine,
+            question.layout, question.state_bytes, question.stage, question.captured.seconds_of_one, question.machine,
             question.tiers,
         )  # fmt: skip
         found += [States(bucket, levels) for bucket, levels in menus.items()]
@@ -144,7 +168,7 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
 def _activations(question: Question, leaning: Leaning) -> list[Activations]:
     if not question.recompute and not question.tiers:
         return []
-    parts = segments(question.tiled)
+    parts = segments(question.captured.tiled)
     num_layers = len(parts) // question.step.num_micro_batches
     # The peak is that of the worst micro-batch: a layer makes the same move in each before another layer does.
     parts = [part for layer in range(num_layers) for part in parts[layer::num_layers]]
@@ -155,48 +179,31 @@ def _activations(question: Question, leaning: Leaning) -> list[Activations]:
     tier, recompute = question.tiers[0], leaning == "joint"
     alike = Counter(part.key for part in parts)
     found = {key: entries(part, machine, tier, alike[key], recompute=recompute) for key, part in first.items()}
-    spans = runs(question.tiled, question.seconds)
+    spans = runs(question.captured.tiled, question.captured.seconds)
     return [Activations(part, joint_menu(found[part.key], away_seconds(part, spans))) for part in parts]
+
+
+@dataclass
+class _Choice:
+    """What the levels that moves have reached come to, by kind of decision."""
+
+    prefetch: int
+    keep: dict[str, str]
+    seconds: dict[Place, float]  # of computation, what is computed again included
+    recomputes: list[RecomputeDecision] = field(default_factory=list)
+    extra_keeps: dict[str, None] = field(default_factory=dict)
+    wishes: dict[str, Wish] = field(default_factory=dict)
+    states: list[StateDecision] = field(default_factory=list)
 
 
 def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) -> tuple[Plan, StepGraph]:
     """The plan that some moves lead to, and a copy of the captured graph with tiles and recomputation carried out."""
-    prefetch, keep = question.asked.prefetch, dict.fromkeys(_named(question.asked), "as asked")
-    seconds = dict(question.seconds)
-    recomputes: list[RecomputeDecision] = []
-    extra: dict[str, None] = {}
-    wishes: dict[str, Wish] = {}
-    states: list[StateDecision] = []
-    levels = reached(moves)
-    for number, item in enumerate(items):
-        move = levels.get(number)
-        if isinstance(item, Keeping) and move is None:
-            keep[item.bucket.name] = why_kept(item.bucket, item.levels)
-        elif isinstance(item, Prefetching) and move is not None:
-            prefetch -= move.level
-        elif isinstance(item, States) and move is not None:
-            states.append(item.levels[1].decision(item.bucket, move.freed_bytes))
-        elif isinstance(item, Activations) and move is not None:
-            segment, level = item.segment, item.levels[move.level]
-            place_ = (segment.unit, Phase.BACKWARD)
-            seconds[place_] = seconds.get(place_, 0.0) + level.seconds
-            reached_level = f"level {move.level} of {len(item.levels) - 1} for {segment.unit}"
-            reason = (
-                f"{reached_level}: the last move frees {format_bytes(move.freed_bytes)} for "
-                f"{format_seconds(move.extra_seconds)} of computation"
-            )
-            for i, storage in enumerate(segment.values):
-                node = value_node(storage)
-                if i in segment.needed and i not in level.kept:
-                    size = storage_bytes(tensors_of(node)[0])
-                    recomputes.append(RecomputeDecision(node.name, size, reason, origin(node).layer))
-                elif i in level.kept and storage not in question.crossing:
-                    extra[node.name] = None
-                if i in level.offloaded:
-                    wishes[node.name] = Wish(node.name, reached_level)
-    carried_out = question.tiled.clone()
-    carry_out(carried_out, frozenset(decision.value for decision in recomputes), frozenset(extra))
-    offloads = place(carried_out, list(wishes.values()), seconds, question.machine, _room(question, states))
+    chosen = _choose(question, items, reached(moves))
+    recomputed, extra = frozenset(one.value for one in chosen.recomputes), frozenset(chosen.extra_keeps)
+    carried_out = question.captured.tiled.clone()
+    recompute(carried_out, recomputed, extra)
+    room = _room(question, chosen.states)
+    offloads = place(carried_out, list(chosen.wishes.values()), chosen.seconds, question.machine, room)
     if not offloads:
         put_off(carried_out)
     plan = decide(
@@ -205,16 +212,54 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         stage=question.stage,
         precision=question.precision,
         machine=question.machine.name,
-        options=PolicyOptions(prefetch, "all" if question.asked.keep == "all" else keep),
-        recomputes=tuple(recomputes),
-        extra_keeps=tuple(extra),
+        options=PolicyOptions(chosen.prefetch, "all" if question.asked.keep == "all" else chosen.keep),
+        recomputes=tuple(chosen.recomputes),
+        extra_keeps=tuple(chosen.extra_keeps),
         tiles=question.tiles,
         offloads=offloads,
-        states=tuple(states),
+        states=tuple(chosen.states),
         memory_budget=question.memory_budget,
         carried_out=carried_out,
+        identity=question.captured.identity,
     )
     return plan, carried_out
+
+
+def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move]) -> _Choice:
+    """What is decided about each item, given the last move made for those that have been moved."""
+    asked = question.asked
+    chosen = _Choice(asked.prefetch, dict.fromkeys(_named(asked), "as asked"), dict(question.captured.seconds))
+    for number, item in enumerate(items):
+        move = levels.get(number)
+        if isinstance(item, Keeping) and move is None:
+            chosen.keep[item.bucket.name] = why_kept(item.bucket, item.levels)
+        elif isinstance(item, Prefetching) and move is not None:
+            chosen.prefetch -= move.level
+        elif isinstance(item, States) and move is not None:
+            chosen.states.append(item.levels[1].decision(item.bucket, move.freed_bytes))
+        elif isinstance(item, Activations) and move is not None:
+            _choose_activations(question, item, move, chosen)
+    return chosen
+
+
+def _choose_activations(question: Question, item: Activations, move: Move, chosen: _Choice) -> None:
+    segment, level = item.segment, item.levels[move.level]
+    again = (segment.unit, Phase.BACKWARD)
+    chosen.seconds[again] = chosen.seconds.get(again, 0.0) + level.seconds
+    reached_level = f"level {move.level} of {len(item.levels) - 1} for {segment.name}"
+    reason = (
+        f"{reached_level}: the last move frees {format_bytes(move.freed_bytes)} for "
+        f"{format_seconds(move.extra_seconds)} of computation"
+    )
+    for i, storage in enumerate(segment.values):
+        node = value_node(storage)
+        if i in segment.needed and i not in level.kept:
+            size = storage_bytes(tensors_of(node)[0])
+            chosen.recomputes.append(RecomputeDecision(node.name, size, reason, origin(node).layer))
+        elif i in level.kept and storage not in question.captured.crossing:
+            chosen.extra_keeps[node.name] = None
+        if i in level.offloaded:
+            chosen.wishes[node.name] = Wish(node.name, reached_level)
 
 
 def _room(question: Question, states: Sequence[StateDecision]) -> dict[Tier, int]:

@@ -20,11 +20,9 @@ from torch import fx
 from zerofx import ops
 from zerofx.graph import DEVICE, StepGraph, placeholder, tier_of
 from zerofx.scheduler.machine import TIERS
-from zerofx.scheduler.storage import aliased_input, storage_bytes, storage_source, tensors_of
+from zerofx.scheduler.storage import Storage, aliased_input, storage_bytes, storage_source, tensors_of
 from zerofx.scheduler.streams import passes_through_host, runs_on_host
-from zerofx.scheduler.workspace import is_left_to_aten, workspace_bytes
-
-Storage = tuple[fx.Node, int]
+from zerofx.scheduler.workspace import workspace_bytes
 
 
 class RegionLike(Protocol):
@@ -170,8 +168,6 @@ def with_profiles(
                     freed.add(storage)  # once, though several inputs may be parts of it
                     current -= live.sizes[storage]
             peak = max(peak, current)
-        # Where ATen's kernel runs, what it holds inside is not in the events: the count without fusion has it.
-        peak = max([peak, *(live.during[node] for node in region.own if is_left_to_aten(node))])
         for node in region.own:
             during[node] = min(live.after[node], peak)
         during[region.own[-1]] = max(peak, live.after[region.own[-1]])

@@ -50,6 +50,14 @@ class PolicyOptions:
 
 
 @dataclass(frozen=True)
+class GraphIdentity:
+    """What a plan records of the captured graph that it is for: its hash, and what tells it from others."""
+
+    fingerprint: str
+    summary: GraphSummary
+
+
+@dataclass(frozen=True)
 class Residency:
     """A bucket is gathered from ``first``, which reads it first, to ``last``."""
 
@@ -74,14 +82,15 @@ def decide(
     memory_budget: int | None = None,
     offloads: tuple[OffloadDecision, ...] = (),
     carried_out: StepGraph | None = None,
+    identity: GraphIdentity | None = None,
 ) -> Plan:
     """Make the plan for a captured graph. Equal inputs give an equal plan, on any machine and rank.
 
     Residencies are decided for the graph as it is once ``tiles`` and ``recomputes`` are carried out: ``carried_out``,
-    or else a copy that is made here.
+    or else a copy that is made here. ``identity`` is the captured graph's, if it is known.
     """
     sharded = stage == 3 and layout.num_ranks > 1
-    graph, summary = step.fingerprint(), summarise_graph(step)
+    identity = identity or identify(step)
     if carried_out is not None:
         step = carried_out
     elif recomputes or tiles:
@@ -95,7 +104,7 @@ def decide(
         num_ranks=layout.num_ranks,
         precision=precision,
         machine=machine,
-        graph=graph,
+        graph=identity.fingerprint,
         buckets=tuple(summarise(bucket) for bucket in layout.buckets),
         gathers=_decide_gathers(step, layout, options) if sharded else (),
         reduces=_decide_reduces(step, layout),
@@ -106,17 +115,17 @@ def decide(
         tiles=tiles,
         memory_budget=memory_budget,
         num_micro_batches=step.num_micro_batches,
-        summary=summary,
+        summary=identity.summary,
     )
 
 
-def summarise_graph(step: StepGraph) -> GraphSummary:
-    """The part of a captured graph that a plan records, to tell it from others."""
+def identify(step: StepGraph) -> GraphIdentity:
+    """The part of a captured graph that a plan records."""
     placeholders = {
         f"{placeholder(node).role} {placeholder(node).name}": type_name(node) for node in step.placeholders()
     }
     operators = Counter(target_name(node) for node in step.calls())
-    return GraphSummary(placeholders, dict(sorted(operators.items())))
+    return GraphIdentity(step.fingerprint(), GraphSummary(placeholders, dict(sorted(operators.items()))))
 
 
 def summarise(bucket: Bucket) -> BucketSummary:

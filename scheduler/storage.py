@@ -23,6 +23,9 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+# A node and the number of its output: what owns the memory that values are views of.
+Storage = tuple[fx.Node, int]
+
 # Share the storage of their first argument although the schema has no alias annotation: the "unsafe" views drop it so
 # that autograd does not track the sharing, and waiting for a collective hands on the tensor that was waited for.
 _HIDDEN_VIEWS = frozenset(
@@ -71,7 +74,7 @@ def is_view(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, OpOverload) or not tensors_of(node):
+    if not isinstance(node.target, OpOverload) or not _may_view(node.target) or not tensors_of(node):
         return False
     if torch.Tag.inplace_view in node.target.tags:
         return True
@@ -95,12 +98,16 @@ def aliased_input(node: fx.Node) -> fx.Node | None:
         return None
     if not _shares(node.target):
         return None
+    position = _position_of_base(node.target)
+    if position is not None and position < len(node.args):
+        base = node.args[position]
+        return base if isinstance(base, fx.Node) else None
     num_returns = len(node.target._schema.returns)
     aliased = {_aliased_output(node, i) for i in range(num_returns)}
     return aliased.pop() if len(aliased) == 1 else None
 
 
-def storage_source(node: fx.Node) -> tuple[fx.Node, int]:
+def storage_source(node: fx.Node) -> Storage:
     """The node that made the storage that ``node``'s output lives in, and which of that node's outputs it is.
 
     For a node with several outputs of its own, index 0. Two values share storage if and only if this is equal.
@@ -132,6 +139,27 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
 def _shares(target: OpOverload) -> bool:
     """Whether any output of an operator may share an input's storage."""
     return target._schema.name in _HIDDEN_VIEWS or any(r.alias_info is not None for r in target._schema.returns)
+
+
+@functools.cache
+def _may_view(target: OpOverload) -> bool:
+    """Whether a call of an operator may be a view."""
+    return _shares(target) or torch.Tag.inplace_view in target.tags
+
+
+@functools.cache
+def _position_of_base(target: OpOverload) -> int | None:
+    """Which argument's storage the only output of an operator always shares; None where a call has to be looked at."""
+    schema = target._schema
+    returned = schema.returns[0].alias_info if len(schema.returns) == 1 else None
+    if returned is None or schema.name in _VIEW_OR_COPY_OF_SHAPE | _VIEW_OR_COPY_OF_FORMAT:
+        return None
+    shared = (
+        position
+        for position, argument in enumerate(schema.arguments)
+        if not argument.kwarg_only and argument.alias_info is not None and _matches(argument.alias_info, returned)
+    )
+    return next(shared, None)
 
 
 @functools.cache

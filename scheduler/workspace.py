@@ -6,7 +6,8 @@ convert their inputs first. Each rule below was found by comparing the allocatio
 inside one operator with the bytes of its outputs (torch 2.13, x86 with AVX2 or AVX-512), and is held to that by
 ``tests/scheduler/test_workspace.py``.
 
-Not covered: buffers of less than some 100 KiB (index lists, oneDNN's scratchpads), the packing of half-precision matrix
+Not covered: buffers of less than some 100 KiB (index lists, oneDNN's scratchpads), convolutions in a few groups of many
+channels, points on groups (which ATen takes apart on one thread), the packing of half-precision matrix
 products on CPU (about one operand), and CUDA, where cuBLAS and cuDNN keep workspaces of their own.
 """
 
@@ -122,8 +123,11 @@ def _convolution(node: fx.Node) -> int:
     if not _by_onednn(node, images, filters, groups, node.args[3], node.args[5]):
         return _columns(images, filters, result)
     if _channels_last(images):
-        return storage_bytes(filters)
-    flat = groups == 1 and images.shape[1] < _block()
+        return (
+            storage_bytes(filters) if _is_depthwise(filters, groups) else _filters_last(filters, groups, inputs=False)
+        )
+    is_pointwise = all(size == 1 for size in filters.shape[2:])
+    flat = groups == 1 and images.shape[1] < _block() and not is_pointwise
     inside = 0 if flat else _blocked(images)
     outside = _blocked(result)
     # Half precision is computed channels-last, which is copied twice on its way back.
@@ -142,7 +146,9 @@ def _convolution_backward(node: fx.Node) -> int:
     if not _by_onednn(node, images, filters, groups, node.args[4], node.args[6]):
         return _columns(images, filters, grad)
     if _channels_last(images):
-        return 2 * of_filters
+        is_wide = images.shape[1] >= _block() or all(size == 1 for size in filters.shape[2:])
+        copied = _filters_last(filters, groups, inputs=True) if mask[0] and not _is_depthwise(filters, groups) else 0
+        return max(copied - of_filters, _filters_last(filters, groups, inputs=is_wide) + of_filters if mask[1] else 0)
     peaks = [of_images + of_filters]
     if mask[0]:
         inside = _blocked(images)
@@ -151,8 +157,10 @@ def _convolution_backward(node: fx.Node) -> int:
         peaks.append(inside + of_images * (2 if strided else 1))
     if mask[1]:
         flat = groups == 1 and images.shape[1] <= 3
-        taken = 0 if flat else _blocked(images)
-        peaks.append(of_images + _blocked(grad) + taken + _blocked_filters(filters, groups, flat))
+        block = _NARROW if groups == 1 and 3 < images.shape[1] < _block() else _block()
+        taken = 0 if flat else _blocked(images, block)
+        inside = _blocked_filters(filters, groups, flat, block)
+        peaks += [of_images + _blocked(grad, block) + taken + inside, of_images + inside + of_filters]
     return max(peaks) - of_images - of_filters
 
 
@@ -177,28 +185,46 @@ def _columns(images: Tensor, filters: Tensor, result: Tensor) -> int:
     return images.shape[0] * patch * math.prod(result.shape[2:]) * images.element_size()
 
 
+# Filters of fewer inputs than a block have their gradient computed by oneDNN's kernel for AVX2, in blocks of this many.
+_NARROW = 8
+
+
 def _block() -> int:
     """Channels in a block of oneDNN's layout: one vector of float32."""
     return 16 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 8
 
 
-def _blocked(images: Tensor) -> int:
+def _blocked(images: Tensor, block: int = 0) -> int:
     """Bytes of ``[batch, channels, ...]`` with the channels rounded up to whole blocks, unless there is only one."""
     if images.dtype != torch.float32 or images.shape[1] == 1:
         return storage_bytes(images)
-    return images.shape[0] * _rounded(images.shape[1]) * math.prod(images.shape[2:]) * images.element_size()
+    channels = _rounded(images.shape[1], block)
+    return images.shape[0] * channels * math.prod(images.shape[2:]) * images.element_size()
 
 
-def _blocked_filters(filters: Tensor, groups: int, flat: bool) -> int:
+def _blocked_filters(filters: Tensor, groups: int, flat: bool, block: int = 0) -> int:
     """Bytes of filters ``[outputs, inputs, ...]`` in blocks; ``flat``: of few inputs, which are left as they are."""
     if groups > 1 or filters.dtype != torch.float32:
         return storage_bytes(filters)
-    inputs = filters.shape[1] if flat else _rounded(filters.shape[1])
-    return _rounded(filters.shape[0]) * inputs * math.prod(filters.shape[2:]) * filters.element_size()
+    inputs = filters.shape[1] if flat else _rounded(filters.shape[1], block)
+    return _rounded(filters.shape[0], block) * inputs * math.prod(filters.shape[2:]) * filters.element_size()
 
 
-def _rounded(channels: int) -> int:
-    return -(-channels // _block()) * _block()
+def _is_depthwise(filters: Tensor, groups: int) -> bool:
+    return groups > 1 and filters.shape[1] == 1
+
+
+def _filters_last(filters: Tensor, groups: int, *, inputs: bool) -> int:
+    """Bytes of the filters of channels-last images: a group's outputs in blocks, its ``inputs`` too where asked."""
+    if filters.dtype != torch.float32:
+        return storage_bytes(filters)
+    taken = _rounded(filters.shape[1]) if inputs or groups > 1 else filters.shape[1]
+    return groups * _rounded(filters.shape[0] // groups) * taken * math.prod(filters.shape[2:]) * 4
+
+
+def _rounded(channels: int, block: int = 0) -> int:
+    block = block or _block()
+    return -(-channels // block) * block
 
 
 def _channels_last(images: Tensor) -> bool:

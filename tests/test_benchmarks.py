@@ -41,8 +41,15 @@ def test_what_was_refused_is_in_no_row() -> None:
 def test_the_memory_frontier_of_a_tiny_model(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     command = [sys.executable, str(ROOT / "benchmarks" / "memory_frontier.py"), "--shape", "tiny", "--rounds", "1"]
-    command += ["--steps", "1", "--peers", "dp:0.5", "--budgets", "3", "--out", str(tmp_path)]
+    command += ["--steps", "1", "--peers", "dp:0.5", "greedy:0.5", "ilp:0.5", "--budgets", "3", "--out", str(tmp_path)]
     subprocess.run(command, check=True, cwd=ROOT)
     found = json.loads((tmp_path / "memory_frontier.json").read_text())
-    assert {row["family"] for row in found["rows"]} >= {BASELINE, "zerofx", "checkpoint per block", "dp budget"}
+    assert {row["family"] for row in found["rows"]} >= {
+        BASELINE,
+        "zerofx",
+        "checkpoint per block",
+        "dp budget",
+        "greedy budget",
+        "ilp budget",
+    }
     assert (tmp_path / "memory_frontier.png").stat().st_size > 0

@@ -89,6 +89,25 @@ def check(result: TuneResult) -> None:
         assert result.measured.peak_bytes["device"] <= result.memory_budget
 
 
+def test_micro_batches_are_tuned_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    options: dict[str, Any] = {"backend": "eager", "loss_fn": lambda found, _: found.square().mean()}
+    result = tune(model, adamw(model), accumulate=4, **options)
+    check(result)
+    assert result.plan.num_micro_batches == 4
+    # As much as two micro-batches need, which is less than the whole batch does.
+    whole, half = (
+        zerofx.plan(model, adamw(model), rows(512), machine="cpu", accumulate=n, **options).plan.peak_bytes["device"]
+        for n in (1, 2)
+    )
+    assert half < whole
+    options |= {"memory_budget": half + 256, "recompute": "none"}  # and numbers on the way to a kernel
+    result = tune(model, adamw(model), rows(512), accumulate="auto", **options)
+    check(result)
+    assert result.plan.num_micro_batches > 1
+
+
 def test_nothing_is_trained() -> None:
     model, other = noisy(), noisy()
     optimizer, theirs = adamw(model), adamw(other)

@@ -14,7 +14,7 @@ from torch import nn
 
 from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout, layout_of
-from zerofx.compiler import CompiledStep, budget_bytes, build, lower, make_plan
+from zerofx.compiler import CompiledStep, Estimates, budget_bytes, build, lower, make_plan
 from zerofx.errors import MemoryBudgetError, UsageError, warn
 from zerofx.given_plan import check_budget, check_graph
 from zerofx.graph import StepGraph
@@ -118,9 +118,10 @@ def build_within_budget(
     budget = budget_bytes(options.memory_budget, machine)
     target = budget
     compiled: CompiledStep | None = None
+    estimates: Estimates = {}
     for _ in range(_FIT_ROUNDS):
         try:
-            captured, plan = _agree_on_plan(prepared, machine, options, settings, control, target)
+            captured, plan = _agree_on_plan(prepared, machine, options, settings, control, target, estimates)
         except MemoryBudgetError:
             if compiled is None:
                 raise
@@ -135,6 +136,7 @@ def build_within_budget(
             on_cpu=is_on_cpu(captured.device),
             talk=control.rank == 0,
             fused=options.backend == "inductor",
+            estimates=estimates,
         )
         compiled = build(lowered, prepared.layout, settings, control, options.backend)
         if options.plan is not None:
@@ -159,6 +161,7 @@ def _agree_on_plan(
     settings: Settings,
     control: Control,
     memory_budget: int | None,
+    estimates: Estimates,
 ) -> tuple[StepGraph, Plan]:
     """Rank 0's plan, on all ranks, and the captured graph that it is for; what fails on rank 0 fails everywhere."""
     captures, layout = prepared.captures, prepared.layout
@@ -167,7 +170,7 @@ def _agree_on_plan(
         captured = captures.graph(num_micro_batches)
         return make_plan(
             captured, layout, prepared.programs, machine, options, settings, memory_budget,
-            on_cpu=is_on_cpu(captured.device),
+            on_cpu=is_on_cpu(captured.device), estimates=estimates,
         )  # fmt: skip
 
     def make() -> str:

@@ -14,6 +14,7 @@ from zerofx.errors import MemoryBudgetError
 from zerofx.options import CompileOptions
 from zerofx.report.units import format_bytes
 from zerofx.runtime.collectives import is_on_cpu
+from zerofx.scheduler.accumulate import choose_micro_batches
 from zerofx.scheduler.budget import BudgetMissedError
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.measured import MeasuredCosts
@@ -78,20 +79,27 @@ class Planner:
 
     def _candidate(self, variation: Variation, costs: MeasuredCosts | None) -> Candidate:
         """The plan of a variation, going by ``costs`` if there are any; predicted as without them."""
-        prepared = self.prepared
-        try:
-            plan = make_plan(
-                prepared.captured, prepared.layout, prepared.programs, self.machine, variation.options, self.settings,
-                self.budget if variation.searched else None, on_cpu=self._on_cpu, costs=costs,
+        prepared, budget = self.prepared, self.budget if variation.searched else None
+        captures = prepared.captures
+
+        def plan_for(num_micro_batches: int) -> Plan:
+            return make_plan(
+                captures.graph(num_micro_batches), prepared.layout, prepared.programs, self.machine, variation.options,
+                self.settings, budget, on_cpu=self._on_cpu, costs=costs,
             )  # fmt: skip
+
+        try:
+            # Without a budget there is no reason to take more micro-batches than the least.
+            numbers = captures.candidates if budget is not None else captures.candidates[:1]
+            plan = choose_micro_batches(numbers, budget, plan_for)
         except BudgetMissedError as error:
             return Candidate(variation.name, None, f"does not fit: takes at least {format_bytes(error.least_bytes)}")
         return Candidate(variation.name, self._predicted(replace(plan, memory_budget=self.budget), None))
 
     def _predicted(self, plan: Plan, costs: MeasuredCosts | None) -> Plan:
-        prepared = self.prepared
+        prepared, captured = self.prepared, self.prepared.captures.graph(plan.num_micro_batches)
         return predict_plan(
-            prepared.captured, plan, prepared.layout, prepared.programs, self.machine, self.settings,
+            captured, plan, prepared.layout, prepared.programs, self.machine, self.settings,
             on_cpu=self._on_cpu, fused=self.options.backend == "inductor", costs=costs,
         )  # fmt: skip
 

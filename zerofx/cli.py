@@ -105,6 +105,7 @@ def plan_command(
 @click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Gathers issued ahead.")
 @click.option("--recompute", type=click.Choice(get_args(Recompute)), default="auto", show_default=True)
 @click.option("--offload", type=click.Choice(get_args(Offload)), default="auto", show_default=True)
+@click.option("--accumulate", default="1", show_default=True, help="Micro-batches before each update, or 'auto'.")
 @click.option("--backend", type=click.Choice(get_args(Backend)), default="inductor", show_default=True)
 @click.option("--num-steps", type=click.IntRange(min=2), default=5, show_default=True, help="Steps of each candidate.")
 @click.option("--num-candidates", type=click.IntRange(min=1), default=4, show_default=True, help="Plans run at first.")
@@ -118,6 +119,7 @@ def tune_command(
     prefetch: int,
     recompute: Recompute,
     offload: Offload,
+    accumulate: str,
     backend: Backend,
     num_steps: int,
     num_candidates: int,
@@ -145,6 +147,7 @@ def tune_command(
             precision=precision,
             backend=backend,
             prefetch=prefetch,
+            accumulate=parse_accumulate(accumulate),
         )
     if rank == 0:
         click.echo(f"{result}\n\n{result.plan}")

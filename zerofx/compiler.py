@@ -26,7 +26,7 @@ from zerofx.runtime.executor import StepFunction, load_source
 from zerofx.scheduler.bound import with_least_seconds
 from zerofx.scheduler.budget import fit, least_memory
 from zerofx.scheduler.fusion import estimated_memory
-from zerofx.scheduler.items import Leaning, Question
+from zerofx.scheduler.items import Captured, Leaning, Question
 from zerofx.scheduler.liveness import Liveness, MemoryEvent, liveness, with_profiles
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.measured import MeasuredCosts
@@ -38,6 +38,10 @@ from zerofx.settings import Settings
 
 if TYPE_CHECKING:
     from zerofx.codegen.inductor import CompiledRegion
+
+
+# What compiled regions are estimated to hold, by region key: equal regions hold equal memory.
+Estimates = dict[str, tuple[MemoryEvent, ...]]
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,13 @@ def lower(
     talk: bool,
     fused: bool = False,
     costs: MeasuredCosts | None = None,
+    estimates: Estimates | None = None,
 ) -> LoweredStep:
     """Carry out ``plan`` on a captured graph, which is edited in place, and predict the outcome on ``machine``.
 
     ``on_cpu``: whether kernels and collectives are those of a CPU, which hold memory of their own. ``fused``: whether
-    regions will be compiled, and so hold less inside. ``costs`` are measured costs to go by.
+    regions will be compiled, and so hold less inside. ``costs`` are measured costs to go by. ``estimates`` are those of
+    ``make_plan``.
     """
     with watched("carrying out the plan", show=talk):
         stages = run_passes(step, plan, layout, programs, settings, on_cpu=on_cpu, talk=talk)
@@ -94,7 +100,7 @@ def lower(
         measured = costs.of_nodes(regions_of(instructions), machine) if costs is not None else None
         simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu, measured=measured)
         if fused:
-            simulation = replace(simulation, live=_live_when_fused(simulation.live, step, instructions))
+            simulation = replace(simulation, live=_live_when_fused(simulation.live, step, instructions, estimates))
         if plan.machine != machine.name:
             plan = replace(plan, prediction=None)  # what was predicted for another machine bounds nothing here
         plan = plan.with_prediction(predict(step, plan, layout, simulation))
@@ -133,10 +139,12 @@ def make_plan(
     on_cpu: bool,
     costs: MeasuredCosts | None = None,
     talk: bool = True,
+    estimates: Estimates | None = None,
 ) -> Plan:
     """Decide. Without a budget the plan is as the options say; with one it is the fastest that fits.
 
-    ``costs`` are measured costs to go by; ``talk``: whether this rank shows how far the search is.
+    ``costs`` are measured costs to go by; ``talk``: whether this rank shows how far the search is. What compiled
+    regions are estimated to hold is added to ``estimates``, for further plans.
 
     Raises:
         MemoryBudgetError: no plan fits ``memory_budget`` bytes.
@@ -150,9 +158,8 @@ def make_plan(
         )  # fmt: skip
 
     question = Question(
-        step=captured,
+        captured=Captured(captured, machine, tiles),
         layout=layout,
-        machine=machine,
         stage=options.stage,
         precision=options.precision,
         memory_budget=memory_budget,
@@ -160,10 +167,9 @@ def make_plan(
         tiers=tiers_for(options.offload, machine),
         asked=options.policy,
         tile=options.tile == "auto",
-        tiles=tiles,
         state_bytes=_state_bytes(layout, programs, options.stage),
     )
-    fused, known = options.backend == "inductor", dict[str, tuple[MemoryEvent, ...]]()
+    fused, known = options.backend == "inductor", estimates if estimates is not None else {}
     with watched("planning", "plans tried", show=talk) as bar:
 
         def peak(plan: Plan, carried_out: StepGraph) -> int:
@@ -175,7 +181,7 @@ def make_plan(
         def evaluate(plan: Plan) -> Prediction:
             step = captured.clone()
             run_quietly(step, plan, layout, programs, settings)
-            return _predict(step, plan, layout, machine, on_cpu, costs, fused=fused)
+            return _predict(step, plan, layout, machine, on_cpu, costs, fused=fused, estimates=known)
 
         def progress(leanings: Iterable[Leaning]) -> Iterator[Leaning]:
             for leaning in leanings:
@@ -229,12 +235,13 @@ def _predict(
     costs: MeasuredCosts | None,
     *,
     fused: bool,
+    estimates: Estimates | None = None,
 ) -> Prediction:
     instructions = cut(step)
     measured = costs.of_nodes(regions_of(instructions), machine) if costs is not None else None
     simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu, measured=measured)
     if fused:
-        simulation = replace(simulation, live=_live_when_fused(simulation.live, step, instructions))
+        simulation = replace(simulation, live=_live_when_fused(simulation.live, step, instructions, estimates))
     return predict(step, plan, layout, simulation)
 
 
@@ -242,11 +249,11 @@ def _live_when_fused(
     live: Liveness,
     step: StepGraph,
     instructions: tuple[Instruction, ...],
-    known: dict[str, tuple[MemoryEvent, ...]] | None = None,
+    known: Estimates | None = None,
 ) -> Liveness:
     """``live`` as it will be with compiled regions, by an estimate; updates run on kernels of their own.
 
-    ``known`` are the estimates made before, by region key: equal regions hold equal memory.
+    ``known`` are the estimates made before, to which those made here are added.
     """
     compiled = [region for region in regions_of(instructions) if not region.is_update]
     known = {} if known is None else known

@@ -16,7 +16,7 @@ from zerofx.report.units import format_bytes, format_count
 from zerofx.runtime.control import Control
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import BucketSummary, Plan
-from zerofx.scheduler.policy import PolicyOptions, summarise, summarise_graph
+from zerofx.scheduler.policy import PolicyOptions, identify, summarise
 
 T = TypeVar("T")
 
@@ -110,7 +110,7 @@ def _graph_differences(plan: Plan, captured: StepGraph) -> Iterator[_Difference]
     if plan.graph == fingerprint:
         return
     yield _Difference("graph", plan.graph[:12], fingerprint[:12])
-    before, after = plan.summary, summarise_graph(captured)
+    before, after = plan.summary, identify(captured).summary
     if before is None:
         return
     tensors = _by_name(before.placeholders, after.placeholders, str)

@@ -7,6 +7,7 @@ file reads or writes ``node.meta`` by key.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx import ops
 from zerofx.scheduler.machine import Tier
 
 DEVICE: Tier = "device"
@@ -93,7 +95,7 @@ class StepGraph:
     The output node is ``(loss, buffer updates..., gradients...)``; ``gradient_names`` and ``mutation_names`` say which
     is which, and each micro-batch has gradients of its own. Passes empty both as they turn gradients into reductions
     and updates into in-place writes; ``reduced`` then holds, by bucket, the node whose value is the bucket's gradient
-    on this rank.
+    on this rank. ``fakes`` remembers the values that passes have asked for.
     """
 
     graph: fx.Graph
@@ -104,6 +106,7 @@ class StepGraph:
     gradient_names: list[str] = field(default_factory=list)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     reduced: dict[int, fx.Node] = field(default_factory=dict)
+    fakes: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     num_micro_batches: int = 1
 
     @property
@@ -162,8 +165,19 @@ class StepGraph:
         return set_placeholder(node, what)
 
     def fake(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous fake tensor on the step's device."""
-        return tensor(self.loss).new_empty(shape, dtype=dtype, device=self.device)
+        """A contiguous fake tensor on the step's device; for equal arguments the same one, in the step's copies too."""
+        key = (shape, dtype)
+        if key not in self.fakes:
+            self.fakes[key] = tensor(self.loss).new_empty(shape, dtype=dtype, device=self.device)
+        return self.fakes[key]
+
+    def fake_view(self, base: fx.Node, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
+        """The fake value of a strided view of a flat buffer; remembered like that of ``fake``."""
+        flat = tensor(base)
+        key = (tuple(flat.shape), flat.dtype, shape, stride, offset)
+        if key not in self.fakes:
+            self.fakes[key] = flat.as_strided(shape, stride, offset)
+        return self.fakes[key]
 
     def clone(self) -> StepGraph:
         """A copy whose nodes have the same names, facts and fake values, to try a plan on."""
@@ -314,16 +328,35 @@ def insert_call(
 ) -> fx.Node:
     """Create a call at the graph's insertion point.
 
-    Its fake value is ``fake``, or else what ``target`` gives for the fake values of its arguments. An operator without
-    a result, such as a fused update, is not called: it may have no fake implementation, and check the hyperparameters.
+    Its fake value is ``fake``, or else what ``target`` gives for the fake values of its arguments: for an operator that
+    hands on what it is given, that very value. An operator without a result, such as a fused update, is not called: it
+    may have no fake implementation, and check the hyperparameters.
     """
     node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
     has_result = not isinstance(target, torch._ops.OpOverload) or bool(target._schema.returns)
+    if fake is None and has_result:
+        fake = _same_value(target, args)
     if fake is None and has_result:
         fake_args, fake_kwargs = fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
         fake = target(*fake_args, **fake_kwargs)
     set_value(node, fake)
     return set_origin(node, where)
+
+
+def _same_value(target: Any, args: tuple[Any, ...]) -> Any:
+    """The fake value of an argument that the call's result is, or is laid out as; None for any other operator."""
+    if target is operator.getitem:
+        source, index = args
+        return value(source)[index]
+    first = args[0] if args else None
+    if not isinstance(first, fx.Node) or not isinstance(target, torch._ops.OpOverload):
+        return None
+    returns = target._schema.returns
+    written = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    if written and torch.Tag.inplace_view in target.tags:
+        return None
+    is_first = written and target._schema.arguments[0].alias_info is not None
+    return value(first) if is_first or target in (ops.wait, ops.offload, ops.reload) else None
 
 
 def _line(node: fx.Node) -> str:

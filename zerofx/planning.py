@@ -12,7 +12,7 @@ from torch import nn
 
 from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout, layout_of
-from zerofx.compiler import LoweredStep, budget_bytes, lower, make_plan
+from zerofx.compiler import Estimates, LoweredStep, budget_bytes, lower, make_plan
 from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
 from zerofx.micro_batches import MicroBatches
@@ -226,14 +226,19 @@ def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True)
     programs = binding.programs(None)
     budget = budget_bytes(options.memory_budget, machine)
 
+    estimates: Estimates = {}
+
     def plan_for(num_micro_batches: int) -> Plan:
         graph = captures.graph(num_micro_batches)
-        return make_plan(graph, layout, programs, machine, options, settings, budget, on_cpu=machine.is_cpu, talk=talk)
+        return make_plan(
+            graph, layout, programs, machine, options, settings, budget, on_cpu=machine.is_cpu, talk=talk,
+            estimates=estimates,
+        )  # fmt: skip
 
     decided = choose_micro_batches(captures.candidates, budget, plan_for)
     step = captures.graph(decided.num_micro_batches).clone()
     lowered = lower(
         step, decided, layout, programs, machine, settings, on_cpu=machine.is_cpu, talk=talk,
-        fused=options.backend == "inductor",
+        fused=options.backend == "inductor", estimates=estimates,
     )  # fmt: skip
     return PlannedStep(lowered, layout, machine)

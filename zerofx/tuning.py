@@ -27,7 +27,7 @@ from zerofx.compiler import budget_bytes, lower
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.guards import claim, release
 from zerofx.loss import LossFunction
-from zerofx.options import Backend, CompileOptions, Offload, Precision, Recompute, check_options
+from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, check_options
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
 from zerofx.report.units import format_bytes
@@ -61,6 +61,7 @@ def tune(
     backend: Backend = "inductor",
     prefetch: int = 1,
     keep_gathered: Collection[str] | Literal["all"] = (),
+    accumulate: Accumulate = 1,
 ) -> TuneResult:
     """Measure plans on the device at hand, and keep the fastest whose measured peak is within the budget.
 
@@ -68,8 +69,8 @@ def tune(
     generators are set back. Ranks call it together, and all return the same.
 
     Args:
-        model, optimizer, stage, loss_fn, recompute, offload, precision, backend, prefetch, keep_gathered: as for
-            ``zerofx.compile``; they say what the first candidate is, and what the others may change.
+        model, optimizer, stage, loss_fn, recompute, offload, precision, backend, prefetch, keep_gathered,
+            accumulate: as for ``zerofx.compile``; they say what the first candidate is, and what the others may change.
         batch: a batch to run: a tuple of positional arguments, or a dict of keywords.
         memory_budget: the most bytes on the device, as for ``zerofx.compile``; the copy's alone.
         machine: what plans are predicted for at first; None for the machine at hand.
@@ -86,7 +87,7 @@ def tune(
     """
     options = check_options(
         stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
-        memory_budget, recompute, offload,
+        memory_budget, recompute, offload, accumulate,
     )  # fmt: skip
     check_training(model, optimizer, options)
     for name, number, least in (("num_steps", num_steps, 2), ("num_candidates", num_candidates, 1)):
@@ -230,9 +231,10 @@ class _Tuner:
         if self._control.rank > 0:
             return
         prepared = self._prepared
+        captured = prepared.captures.graph(result.plan.num_micro_batches)
         lowered = lower(
-            prepared.captured.clone(), result.plan, prepared.layout, prepared.programs, self._machine, self._settings,
-            on_cpu=is_on_cpu(prepared.captured.device), talk=False,
+            captured.clone(), result.plan, prepared.layout, prepared.programs, self._machine, self._settings,
+            on_cpu=is_on_cpu(captured.device), talk=False,
             fused=self._options.backend == "inductor", costs=result.costs,
         )  # fmt: skip
         training = self._training

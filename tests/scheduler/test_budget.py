@@ -181,12 +181,47 @@ def test_earlier_layers_are_recomputed_first() -> None:
         assert any(f"for {layer}:" in decision.reason for layer in layers if decision.layer.startswith(layer))
 
 
+class Stem(nn.Module):
+    """What is before the layers holds most of the activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.narrow(torch.tanh(nn.functional.gelu(torch.sigmoid(self.wide(x)))))
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def test_what_is_outside_layers_is_computed_again_too() -> None:
+    torch.manual_seed(0)
+    model, batch = Stem(), (torch.randn(256, 16),)
+    least, most = least_and_most(model, batch)
+    assert most - least > 256 * 64 * 4 // 2
+    ours = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(ours.parameters(), foreach=False)
+    step = zerofx.compile(ours, optimizer, machine="cpu", backend="eager", memory_budget=least)
+    reference = torch.optim.AdamW(model.parameters(), foreach=False)
+    for _ in range(3):
+        loss = model(*batch)
+        loss.backward()
+        reference.step()
+        reference.zero_grad()
+        assert torch.equal(step(*batch), loss.detach())
+    assert any("outside layers" in decision.reason for decision in step.plan.recomputes)
+    for one, other in zip(ours.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_menu_keeps_less_and_computes_more_at_every_level() -> None:
     model, batch = gpt()
     assert isinstance(batch, tuple)
     step = capture(model, Batch.of(batch, {}))
     simplify(step)
-    parts = segments(step)
+    parts = [part for part in segments(step) if part.unit]
     assert [part.unit for part in parts] == [f"layers.{i}" for i in range(3)]
     assert len({part.key for part in parts}) == 1
     levels = menu(parts[0], Machine.named("cpu"))

@@ -19,7 +19,7 @@ from zerofx.passes.recompute import recompute
 from zerofx.passes.simplify import simplify
 from zerofx.scheduler.budget import fit
 from zerofx.scheduler.exact import SEARCH_NODES, search, solve
-from zerofx.scheduler.items import Question
+from zerofx.scheduler.items import Captured, Question
 from zerofx.scheduler.liveness import liveness
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan, Prediction
@@ -205,7 +205,7 @@ def fitted(step: StepGraph, machine: Machine, budget: int) -> Plan | None:
     def peak(plan: Plan, carried_out: StepGraph) -> int:
         return liveness(carried_out, on_cpu=False).peak_bytes
 
-    question = Question(step, layout, machine, 0, None, budget, recompute=True)
+    question = Question(Captured(step, machine), layout, 0, None, budget, recompute=True)
     try:
         return fit(question, peak, evaluate)
     except MemoryBudgetError:

@@ -19,6 +19,7 @@ from zerofx.scheduler.liveness import liveness, with_profiles
 # What torch itself deprecates is imported with Inductor.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
+SCALARS_BYTES = 256  # numbers on the way to a kernel are tensors for a moment
 SHARES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)  # of what lies between the least possible and keeping everything
 
 
@@ -80,16 +81,8 @@ def test_the_estimate_is_near_what_compiled_regions_hold() -> None:
     assert estimated == pytest.approx(measured, rel=0.03)
 
 
-# Eight channels: of a convolution's backward at the smallest budgets, oneDNN takes less than its rule says.
-BELOW = pytest.mark.xfail(
-    reason="the measured peak of a tiny convolution is up to 7 % below the predicted", strict=True
-)
-
-ABOVE = pytest.mark.xfail(reason="a compiled tiny convolution holds up to 20 % more than its record says", strict=True)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [gpt, llama, encoder_decoder, pytest.param(convnet, marks=BELOW)])
+@pytest.mark.parametrize("make", [gpt, llama, encoder_decoder, convnet])
 def test_predicted_is_measured_at_every_budget_on_the_eager_backend(make: Any) -> None:
     torch.manual_seed(0)
     model, batch = make()
@@ -103,14 +96,14 @@ def test_predicted_is_measured_at_every_budget_on_the_eager_backend(make: Any) -
         found = step.measure(**batch) if isinstance(batch, dict) else step.measure(*batch)
         measured, predicted = found.peak_bytes["device"], step.plan.peak_bytes["device"]
         assert measured == pytest.approx(predicted, rel=0.01)
-        assert measured <= budget * 1.01
+        assert measured <= budget + SCALARS_BYTES
         peaks.append(predicted)
         step.close()
     assert peaks == sorted(peaks, reverse=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [gpt, pytest.param(convnet, marks=ABOVE)])
+@pytest.mark.parametrize("make", [gpt, convnet])
 def test_predicted_is_measured_within_3_percent_when_compiled(make: Any) -> None:
     torch.manual_seed(0)
     model, batch = make()
@@ -122,5 +115,5 @@ def test_predicted_is_measured_within_3_percent_when_compiled(make: Any) -> None
         run(step, batch)
         found = step.measure(**batch) if isinstance(batch, dict) else step.measure(*batch)
         assert found.peak_bytes["device"] == pytest.approx(step.plan.peak_bytes["device"], rel=0.03)
-        assert found.peak_bytes["device"] <= budget * 1.03
+        assert found.peak_bytes["device"] <= budget + SCALARS_BYTES
         step.close()

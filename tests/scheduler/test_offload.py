@@ -18,7 +18,7 @@ from zerofx.passes.accumulate import accumulate
 from zerofx.passes.base import consumers
 from zerofx.passes.simplify import simplify
 from zerofx.scheduler.activations import Level, Segment, crossing_values, menu, segments, storage_size
-from zerofx.scheduler.items import Activations, Question, items_of, plan_of
+from zerofx.scheduler.items import Activations, Captured, Question, items_of, plan_of
 from zerofx.scheduler.machine import Link, Machine, Nvme, copy_seconds
 from zerofx.scheduler.moves import order_moves
 from zerofx.scheduler.offload import Wish, away_seconds, entries, joint_menu, place
@@ -43,7 +43,12 @@ def question(machine: Machine, layers: int = 6, num_micro_batches: int = 1) -> Q
     simplify(step)
     accumulate(step, num_micro_batches, batch.divided_names())
     layout = layout_of(step, {p.name: 0 for p in step.parameters}, 1)
-    return Question(step, layout, machine, 0, "bf16", 1, recompute=True, tiers=("host",))
+    return Question(Captured(step, machine), layout, 0, "bf16", 1, recompute=True, tiers=("host",))
+
+
+def layers_of(asked: Question) -> list[Segment]:
+    """The segments of repeated layers: not what is before and between them."""
+    return [segment for segment in segments(asked.step) if segment.unit]
 
 
 def everything_offloaded(asked: Question) -> Plan:
@@ -99,7 +104,7 @@ def seconds_for(levels: tuple[Level, ...], num_bytes: int) -> float:
 @pytest.mark.parametrize("bandwidth", [1e9, 2e10, 5e10, 4e11])
 def test_choosing_per_tensor_is_never_slower_than_either_alone(bandwidth: float) -> None:
     machine = with_link(bandwidth)
-    segment = segments(question(machine, 2).step)[0]
+    segment = layers_of(question(machine, 2))[0]
     joint = offloading(segment, machine)
     for alone in (menu(segment, machine), offloading(segment, machine, recompute=False)):
         for level in alone:
@@ -108,7 +113,7 @@ def test_choosing_per_tensor_is_never_slower_than_either_alone(bandwidth: float)
 
 def test_each_level_holds_less_and_takes_longer_on_a_convex_line() -> None:
     machine = with_link(2e10)
-    levels = offloading(segments(question(machine, 2).step)[0], machine)
+    levels = offloading(layers_of(question(machine, 2))[0], machine)
     assert len(levels) > 3
     assert not levels[0].offloaded
     priced = [pair for pair in itertools.pairwise(levels) if pair[1].seconds > pair[0].seconds]
@@ -119,7 +124,7 @@ def test_each_level_holds_less_and_takes_longer_on_a_convex_line() -> None:
 
 def test_with_a_slow_link_values_are_computed_again_and_with_a_fast_one_they_are_offloaded() -> None:
     slow, fast = with_link(1e8), with_link(1e13)
-    segment = segments(question(slow, 2).step)[0]
+    segment = layers_of(question(slow, 2))[0]
     again = offloading(segment, slow)
     moved = [sum(storage_size(segment.values[i]) for i in level.offloaded) for level in again[:-1]]
     assert max(moved) < 0.01 * again[0].num_bytes
@@ -132,7 +137,7 @@ def test_copies_fit_on_their_link_one_after_the_other_and_are_done_when_they_are
     asked = question(with_link(2e10))
     plan = everything_offloaded(asked)
     assert plan.offloads
-    spans = runs(asked.step, asked.seconds)
+    spans = runs(asked.step, asked.captured.seconds)
     end_of = {run.last.name: run.end_seconds for run in spans}
     start_of = {run.first.name: run.start_seconds for run in spans}
     copy = sum(copy_seconds(d.num_bytes, "device", "host", asked.machine) for d in plan.offloads)
@@ -162,8 +167,8 @@ def test_the_last_layer_is_the_last_to_leave_the_device() -> None:
 
 def test_a_layer_is_away_from_its_forward_to_its_backward_and_may_offload_what_is_back_by_then() -> None:
     asked = question(with_link(2e10))
-    spans = runs(asked.step, asked.seconds)
-    parts = segments(asked.step)
+    spans = runs(asked.step, asked.captured.seconds)
+    parts = layers_of(asked)
     times = [away_seconds(part, spans) for part in parts]
     assert times == sorted(times, reverse=True)
     found = entries(parts[0], asked.machine, "host", 6, recompute=True)

@@ -1,0 +1,232 @@
+"""What a step builds before it can run: the shapes seen so far, and the state that the first of them takes over."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.batch import Batch
+from zerofx.buckets import BucketLayout
+from zerofx.building import Prepared, build_within_budget, describe_request, machine_at_hand, prepare
+from zerofx.compiler import CompiledStep
+from zerofx.errors import RankMismatchError, UsageError, warn
+from zerofx.given_plan import take_plan
+from zerofx.guards import LossWatch, ModeWatch, ParameterWatch, claim, guard_model, release
+from zerofx.latest import LatestStep
+from zerofx.optimizers import UpdateProgram
+from zerofx.options import CompileOptions
+from zerofx.pipeline import check_disabled
+from zerofx.runtime.collectives import make_transport
+from zerofx.runtime.control import WORK_SECONDS, Control
+from zerofx.runtime.executor import Runtime
+from zerofx.runtime.measure import Measurement, Meter
+from zerofx.runtime.optimizer import Advance, OptimizerBinding, OptimizerState
+from zerofx.runtime.state import TrainingState, process_group
+from zerofx.runtime.tiers import Tiers
+from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.plan import StateDecision
+from zerofx.settings import read_settings
+
+
+class StepBuilder(LatestStep):
+    """Finds or builds the step of a batch, for ``Step`` to inherit. The first one takes the model over."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.options = options
+        self.settings = read_settings()
+        check_disabled(self.settings)
+        self._shapes: dict[str, dict[str, str]] = {}  # every batch captured so far: its signature, and what is in it
+        self._steps: dict[tuple[str, str], CompiledStep] = {}  # by the batch's signature and the update's variant
+        self._layout: BucketLayout | None = None
+        self._state: TrainingState | None = None
+        self._binding: OptimizerBinding | None = None
+        self._optimizer_state: OptimizerState | None = None
+        self._runtime: Runtime | None = None
+        self._tiers: Tiers | None = None
+        self._guards: list[Any] = []
+        self._watch: ParameterWatch | None = None
+        self._modes = ModeWatch(model)
+        self._losses = LossWatch()
+        self._loaded: Path | None = None
+        self._failure = ""
+        self._device = torch.device("cpu")
+        self._machine: Machine | None = options.machine
+        self._showing = False
+        self._closed = False
+        self.num_steps = 0
+        self.measured_peak_bytes: int | None = None
+        self._meter: Meter | None = None
+        self._measured: tuple[CompiledStep, Measurement] | None = None
+        self._group = process_group()
+        self._owner = claim(model, self)
+        try:
+            self._control = Control(self._group, self.settings.timeout_seconds)
+            self._control.agree(
+                "call zerofx.compile",
+                describe_request(model, optimizer, options, self.settings),
+                "model, optimizer and options",
+                "Compile the same on every rank.",
+            )
+            if options.plan is not None:
+                self._machine = options.machine or machine_at_hand(next(iter(model.parameters())).device)
+                self.options = take_plan(options, self._machine, self._control)
+        except BaseException:
+            release(model, self._owner)
+            raise
+
+    def _check_open(self, purpose: str) -> None:
+        if self._closed:
+            raise UsageError(f"expected to {purpose} before close(), found the step closed: compile the model again")
+        if self._showing:
+            raise UsageError(f"expected to {purpose} outside full_parameters(), found it inside: leave the block first")
+        self._check_world()
+
+    def _check_world(self) -> None:
+        group = process_group()
+        now = torch.distributed.get_world_size(group) if group is not None else 1
+        if now != self._control.num_ranks or (now > 1 and group is not self._group):
+            found = f"{now}" if now != self._control.num_ranks else "another process group"
+            raise RankMismatchError(
+                f"expected the world of {self._control.num_ranks} rank(s) that the model was compiled in, found "
+                f"{found}: save full_state_dict() and optimizer.state_dict() before the world changes, and build and "
+                f"compile the model again after"
+            )
+        if self._failure:
+            raise RankMismatchError(
+                f"expected all ranks to be in the same place, found that {self._failure}: restart all ranks from a "
+                f"checkpoint"
+            )
+
+    def _step_for(self, batch: Batch, purpose: str) -> tuple[CompiledStep, Advance, Callable[[], None]]:
+        """The step for a batch, built if need be, with its scalars, and what waits until all ranks agree to run it."""
+        described = batch.described() | {"mode": self._modes.mode()}
+        signature = "\n".join(f"{name}: {text}" for name, text in described.items())
+        advance = self._advance()
+        variant = self._binding.variant if self._binding is not None else "not traced yet"
+        agreed = self._control.start(
+            purpose,
+            f"{signature}\noptimizer update: {variant}",
+            "batch shapes, modes and optimizer options",
+            "Give every rank batches of the same shapes, for example by padding, and the same optimizer options.",
+        )
+        compiled = self._steps.get((signature, variant))
+        if compiled is None:
+            agreed()
+            agreed = _nothing
+            compiled = self._build(batch, signature, described)
+            advance = advance or self._advance()
+            assert self._binding is not None
+            self._shapes[signature] = described
+            self._steps[signature, self._binding.variant] = compiled
+        assert advance is not None
+        self._latest = compiled
+        return compiled, advance, agreed
+
+    def _advance(self) -> Advance | None:
+        """The coming step's scalars; the update is traced anew where the optimizer's options or states ask for it."""
+        if self._state is None or self._binding is None:
+            return None
+        advance = self._binding.advance(self._state)
+        if advance is None:
+            self._allocate_states(self._binding.programs(self._state))
+            advance = self._binding.advance(self._state)
+            assert advance is not None, "the update has been traced for the options that hold now"
+        return advance
+
+    def _allocate_states(self, programs: Mapping[int, UpdateProgram]) -> None:
+        assert self._state is not None
+        for index, program in programs.items():
+            self._state.new_states(self._state.layout.buckets[index], program, self._device)
+
+    def _build(self, batch: Batch, signature: str, described: Mapping[str, str]) -> CompiledStep:
+        if signature not in self._shapes:
+            self._announce_shape(described)
+        if self._loaded is not None:
+            warn(
+                f"the edited step {self._loaded} runs for the batch shape and optimizer options it was loaded for; "
+                f"this call has others and runs a newly generated step"
+            )
+        with self._unguarded():
+            prepared = self._control.attempt("capture a step", lambda: self._prepare(batch), WORK_SECONDS)
+            prepared.agree(self._control)
+            machine = self._machine or machine_at_hand(prepared.captured.device)
+            compiled = build_within_budget(prepared, machine, self.options, self.settings, self._control)
+        self._prepare_tiers(compiled, prepared.captured.device)
+        if self._state is None:
+            self._take_over(prepared.layout, prepared.binding, prepared.captured.device, compiled.plan.states)
+            self._allocate_states(prepared.programs)
+        self._machine = machine
+        return compiled
+
+    def _prepare_tiers(self, compiled: CompiledStep, device: torch.device) -> None:
+        tiers = self._tiers = self._tiers or Tiers(device, self.settings.nvme_dir)
+        peaks = compiled.plan.peak_bytes
+        if "nvme" in peaks:
+            purpose = "prepare the nvme tier"
+            num_local_ranks = len(self._control.ranks_of_host(purpose))
+            self._control.attempt(purpose, lambda: tiers.prepare(peaks, num_local_ranks))
+
+    def _prepare(self, batch: Batch) -> Prepared:
+        return prepare(
+            self.model, self.optimizer, batch, self.options, self.settings, self._control.num_ranks,
+            self._layout, self._binding, self._state, talk=self._control.rank == 0,
+        )  # fmt: skip
+
+    def _announce_shape(self, described: Mapping[str, str]) -> None:
+        if len(self._shapes) >= self.options.max_shapes:
+            known = "\n".join(f"  {', '.join(f'{n}: {t}' for n, t in one.items())}" for one in self._shapes.values())
+            raise UsageError(
+                f"expected at most {self.options.max_shapes} batch shapes, found another: "
+                f"{self._difference(described)}. Pad batches to few shapes, pass numbers that change as tensors, or "
+                f"raise max_shapes. Captured so far:\n{known}"
+            )
+        if self._shapes:
+            warn(f"a batch of another shape is captured and planned anew: {self._difference(described)}")
+
+    def _take_over(
+        self,
+        layout: BucketLayout,
+        binding: OptimizerBinding,
+        device: torch.device,
+        decisions: Sequence[StateDecision],
+    ) -> None:
+        transport = make_transport(self._group, device)
+        assert self._tiers is not None
+        state = TrainingState(self.model, layout, self.options.stage, transport, self._tiers)
+        state.take_over(decisions)
+        self._layout, self._binding, self._state, self._device = layout, binding, state, device
+        self._runtime = Runtime(layout, transport, device, self._tiers)
+        self._optimizer_state = OptimizerState(self.optimizer, state, self._control)
+        self._owner.keep()
+        self._watch = ParameterWatch(self.model)
+        if not state.resident:
+            self._guards = guard_model(self.model, lambda: self._showing)
+
+    def _difference(self, described: Mapping[str, str]) -> str:
+        """What the nearest known batch has otherwise."""
+        known = max(self._shapes.values(), key=lambda one: len(one.items() & described.items()))
+        changed = [
+            f"{name}: {described.get(name, 'none')} (was {known.get(name, 'none')})"
+            for name in dict.fromkeys([*described, *known])
+            if described.get(name) != known.get(name)
+        ]
+        return ", ".join(changed)
+
+    @contextlib.contextmanager
+    def _unguarded(self) -> Iterator[None]:
+        before, self._showing = self._showing, True
+        try:
+            yield
+        finally:
+            self._showing = before
+
+
+def _nothing() -> None:
+    """What is left to wait for where all ranks have met already."""
