@@ -76,7 +76,7 @@ def compile_region(function: RegionFunction, inputs: Sequence[Any], name: str) -
         with mode:
             traced = make_fx(
                 lambda *args: function(list(args)),
-                decomposition_table={**select_decomp_table(), aten.nll_loss_backward.default: _nll_loss_backward},
+                decomposition_table={**select_decomp_table(), **_DECOMPOSITIONS},
                 tracing_mode="real",
             )(*map(_own_fake, inputs))
         views, inner = _hoist_views(traced)
@@ -127,6 +127,18 @@ def _nll_loss_backward(
     classes = torch.arange(log_probabilities.shape[1], device=target.device)
     picked = (classes == target.unsqueeze(1)) & (target != ignore_index).unsqueeze(1)
     return torch.where(picked, scale, 0.0).to(log_probabilities.dtype)
+
+
+def _product_into(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """Inductor has no out= operators, but calls any operator that mutates an input and returns nothing."""
+    torch.ops.zerofx.mm_into(out, a, b)
+    return out
+
+
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.nll_loss_backward.default: _nll_loss_backward,
+    aten.mm.out: _product_into,
+}
 
 
 def _hoist_views(traced: fx.GraphModule) -> tuple[list[tuple[int, tuple[Any, ...]]], fx.GraphModule]:

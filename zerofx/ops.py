@@ -17,6 +17,7 @@ reads them like any other operator. They have no kernels: what runs is the emitt
 ``reload``            start copying what is stored in a slower tier into a fresh tensor on a faster one
 ``copy_into``         start copying a tensor over one that exists, on another tier
 ``empty_stored``      a tensor on a slower tier that is still to be written
+``mm_into``           a matrix product written over a tensor: ``mm(..., out=)`` for compiled regions, and their kernel
 ====================  ==============================================================================================
 """
 
@@ -35,6 +36,7 @@ _library.define("broadcast(Tensor(a!)[] buffers) -> ()")
 _library.define("offload(Tensor value, str tier) -> Tensor")
 _library.define("reload(Tensor stored, str tier='device') -> Tensor")
 _library.define("copy_into(Tensor(a!) into, Tensor source) -> Tensor(a!)")
+_library.define("mm_into(Tensor(a!) into, Tensor a, Tensor b) -> ()")
 _library.define("empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor")
 
 
@@ -74,6 +76,12 @@ def _empty_stored(numel: int, dtype: torch.dtype, tier: str, *, device: torch.de
     return torch.empty(numel, dtype=dtype, device=device)
 
 
+def _mm_into(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.mm(a, b, out=into)
+
+
+_library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
+
 for _name, _fake in (
     ("all_gather", _all_gather),
     ("all_gather_into", _all_gather_into),
@@ -86,6 +94,7 @@ for _name, _fake in (
     ("reload", _copied),
     ("copy_into", _copy_into),
     ("empty_stored", _empty_stored),
+    ("mm_into", _nothing),
 ):
     _library.impl(_name, _fake, "Meta")
 

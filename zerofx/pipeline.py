@@ -13,6 +13,7 @@ from zerofx.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.passes.base import Pass, PassReport, op_counts
 from zerofx.passes.buffers import Buffers
+from zerofx.passes.direct import Direct
 from zerofx.passes.gather import Gather
 from zerofx.passes.offload import Offload
 from zerofx.passes.prefetch import Prefetch
@@ -39,6 +40,7 @@ def passes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Pl
         Shard(layout),  # parameters become views of flat buckets
         *((Gather(layout),) if plan.gathers_parameters else ()),  # a gather before first use, a release after last
         Reduce(layout),  # gradients into flat buffers, reduced as soon as complete
+        Direct(),  # products written straight into those buffers
         Update(layout, programs),  # the optimizer, on each bucket as soon as it is reduced
         Buffers(),  # mutated buffers written back
         Prefetch(),  # gathers issued ahead of their use
