@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,12 @@ from torch import fx
 from torch._dynamo.device_interface import get_interface_for_device
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
+from torch._inductor.codecache import CppPythonBindingsCodeCache, torch_key
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from zerofx.codegen.record import memory_record
 from zerofx.errors import CompilerError
@@ -64,14 +67,34 @@ def check_compiler(device: torch.device) -> None:
         get_interface_for_device(device.type)
 
 
+_SMALLEST_KERNEL = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C" void kernel(float* out_ptr0) { out_ptr0[0] = static_cast<float>(0); }
+"""
+
+
+def prepare_compiler(device: torch.device) -> None:
+    """Begin, on a thread of its own, what Inductor does once in a process before it builds or loads code.
+
+    It asks which vector instructions there are, in processes that it waits for, precompiles its headers, and reads all
+    of torch's files for the keys of its cache: time enough to capture a model beside. What fails here fails again, and
+    is reported, where the first region is built.
+    """
+    pool = ThreadPoolExecutor(2, "zerofx-prepare-compiler")
+    pool.submit(torch_key)
+    if device.type == "cpu":
+        pool.submit(CppPythonBindingsCodeCache.load_pybinding, ["float*"], _SMALLEST_KERNEL)
+    pool.shutdown(wait=False)
+
+
 def compile_region(function: RegionFunction, inputs: Sequence[Any], name: str) -> CompiledRegion:
     """Compile ``function`` for inputs like ``inputs`` (fake tensors or scalars).
 
     Raises:
         CompilerError: Inductor could not compile it; the message names the region.
     """
-    fakes = [i for i in inputs if isinstance(i, FakeTensor)]
-    mode = fakes[0].fake_mode
+    # Inductor caches what it compiles on disk only where there is a shape environment, be it an empty one.
+    mode = FakeTensorMode(shape_env=ShapeEnv())
     try:
         with mode:
             traced = make_fx(
