@@ -7,9 +7,10 @@ plain contiguous tensors, and a gradient is written where it belongs.
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,17 +75,28 @@ extern "C" void kernel(float* out_ptr0) { out_ptr0[0] = static_cast<float>(0); }
 
 
 def prepare_compiler(device: torch.device) -> None:
-    """Begin, on a thread of its own, what Inductor does once in a process before it builds or loads code.
+    """Begin, on threads of their own, what Inductor does once in a process before it builds or loads code.
 
     It asks which vector instructions there are, in processes that it waits for, precompiles its headers, and reads all
     of torch's files for the keys of its cache: time enough to capture a model beside. What fails here fails again, and
     is reported, where the first region is built.
     """
+    _preparation(device.type)
+
+
+@functools.cache
+def _preparation(device_type: str) -> tuple[Future[Any], ...]:
+    """What ``prepare_compiler`` has begun, once in a process.
+
+    Nothing may be compiled before it has ended: Inductor's question about vector instructions is not to be asked twice
+    at a time, or the answer, and with it the compiler's flags, depends on timing.
+    """
     pool = ThreadPoolExecutor(2, "zerofx-prepare-compiler")
-    pool.submit(torch_key)
-    if device.type == "cpu":
-        pool.submit(CppPythonBindingsCodeCache.load_pybinding, ["float*"], _SMALLEST_KERNEL)
+    begun = [pool.submit(torch_key)]
+    if device_type == "cpu":
+        begun.append(pool.submit(CppPythonBindingsCodeCache.load_pybinding, ["float*"], _SMALLEST_KERNEL))
     pool.shutdown(wait=False)
+    return tuple(begun)
 
 
 def compile_region(function: RegionFunction, inputs: Sequence[Any], name: str) -> CompiledRegion:
@@ -93,6 +105,8 @@ def compile_region(function: RegionFunction, inputs: Sequence[Any], name: str) -
     Raises:
         CompilerError: Inductor could not compile it; the message names the region.
     """
+    devices = {one.device.type for one in inputs if isinstance(one, torch.Tensor)}
+    wait([future for device_type in sorted(devices) for future in _preparation(device_type)])
     # Inductor caches what it compiles on disk only where there is a shape environment, be it an empty one.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     try:
@@ -116,6 +130,12 @@ def compile_region(function: RegionFunction, inputs: Sequence[Any], name: str) -
     return CompiledRegion(
         _with_views(views, compiled), memory_record(compiled.source_code, examples, [i for i, _ in views], mode)
     )
+
+
+def fake_like(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A fake tensor to compile for."""
+    with FakeTensorMode():
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _own_fake(given: Any) -> Any:

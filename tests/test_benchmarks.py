@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import peers, peers_report
+from benchmarks import compile_depth, peers, peers_report
 from benchmarks.memory_frontier import BASELINE, Contender, Result, rows, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,3 +118,16 @@ def test_peers_of_a_tiny_model(tmp_path: Path) -> None:
     # Bytes are counted from outside the step: they must be what the plan predicts.
     assert ours.predicted_peak_bytes is not None and ours.peak_bytes <= 1.02 * ours.predicted_peak_bytes
     assert ours.wire_bytes is not None and 0 < ours.wire_bytes < 1.2 * (rows["FSDP2 + compile"].wire_bytes or 0)
+
+
+def test_depths_are_compared_with_the_first_with_torch_compile_and_warm_with_cold() -> None:
+    def run(seconds: float) -> dict[str, float]:
+        return {"seconds": seconds, "cpu_seconds": 2 * seconds, "regions": 24, "distinct_regions": 9}
+
+    found = {
+        "6": {"zerofx cold": [run(8.0), run(10.0), run(90.0)], "zerofx warm": [run(1.0)]},
+        "24": {"zerofx cold": [run(12.0)], "zerofx warm": [run(3.0)], "torch.compile cold": [run(48.0)]},
+    }
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in compile_depth.table(found).splitlines()]
+    assert rows[2][5:] == ["1.00 (CPU 1.00)", "", "0.10 (CPU 0.10)"]
+    assert rows[3][5:] == ["1.20 (CPU 1.20)", "0.25 (CPU 0.25)", "0.25 (CPU 0.25)"]

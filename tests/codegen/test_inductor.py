@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -116,7 +118,7 @@ def test_preparing_the_compiler_leaves_its_errors_to_the_region_that_meets_them(
 ) -> None:
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    from zerofx.codegen.inductor import prepare_compiler
+    from zerofx.codegen import inductor
 
     asked = threading.Event()
 
@@ -124,6 +126,25 @@ def test_preparing_the_compiler_leaves_its_errors_to_the_region_that_meets_them(
         asked.set()
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding", fail)
-    prepare_compiler(torch.device("cpu"))
-    assert asked.wait(60)
+    monkeypatch.setattr(inductor, "_preparation", functools.cache(inductor._preparation.__wrapped__))
+    with monkeypatch.context() as broken:
+        broken.setattr(CppPythonBindingsCodeCache, "load_pybinding", fail)
+        inductor.prepare_compiler(torch.device("cpu"))
+        assert asked.wait(60)
+    region, function = _first(prepare().run(), Phase.FORWARD)
+    inductor.compile_region(function, [value(node) for node in region.inputs], "tiny")
+
+
+def test_no_region_is_compiled_before_the_compiler_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zerofx.codegen import inductor
+
+    begun: Future[Any] = Future()
+    monkeypatch.setattr(inductor, "_preparation", lambda _: (begun,))
+    region, function = _first(prepare().run(), Phase.FORWARD)
+    inputs = [value(node) for node in region.inputs]
+    with ThreadPoolExecutor(1) as pool:
+        compiled = pool.submit(inductor.compile_region, function, inputs, "tiny")
+        with pytest.raises(TimeoutError):
+            compiled.result(0.5)
+        begun.set_result(None)
+        compiled.result()
