@@ -1,9 +1,13 @@
-"""Time to compile against depth: zerofx's whole step, cold, at several depths.
+"""Time to compile against depth: zerofx's whole step beside ``torch.compile`` of the whole model.
 
-    python benchmarks/compile_depth.py --depths 6 24 --rounds 1
+    python benchmarks/compile_depth.py                                  # 6 and 24 layers: some five minutes
+    python benchmarks/compile_depth.py --depths 6 24 96 --rounds 1      # 96 layers of torch.compile take minutes alone
 
-Each measurement is a process of its own with an empty compiler cache; depths are interleaved. Writes
-``benchmarks/results/compile_depth.json`` and a Markdown table beside it.
+Each measurement is a process of its own, from model and batch to the end of the first step: cold with empty caches, and
+warm with those that a cold start of the same program has left. Depths and contenders are interleaved. CPU seconds are
+those of the process and of the compilers that it starts; they hold on a busy machine too.
+
+Writes ``benchmarks/results/compile_depth.json``, as each measurement ends, and a Markdown table beside it.
 """
 
 from __future__ import annotations
@@ -16,41 +20,99 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
+CONTENDERS = ("zerofx", "torch.compile")
+
+Found = dict[str, float]
 
 
-def measure_here(depth: int, width: int) -> dict[str, float]:
-    """Compile one step in this process and return its times and counts."""
+def measure_here(contender: str, depth: int, width: int) -> Found:
+    """Build one step and run it, in this process; seconds, CPU seconds, and counts of regions."""
     import torch
+    import torch._inductor.compile_fx  # both need it, and importing it is no compiling
 
     import zerofx
     from gpt import GPT
 
+    torch.manual_seed(0)
     model = GPT(256, width, depth, 4, 128)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     batch = tuple(torch.randint(0, 256, (2, 128)) for _ in range(2))
-    began = time.perf_counter()
-    step = zerofx.compile(model, optimizer, stage=3, example_batch=batch)
-    return {
-        "seconds": time.perf_counter() - began,
-        "regions": step.num_regions,
-        "distinct_regions": step.num_distinct_regions,
+    counts: Found = {}
+    began, began_cpu = time.perf_counter(), _cpu_seconds()
+    if contender == "zerofx":
+        step = zerofx.compile(model, optimizer, stage=3, example_batch=batch)
+        compile_seconds = time.perf_counter() - began
+        step(*batch)
+        counts = {"regions": step.num_regions, "distinct_regions": step.num_distinct_regions}
+        counts["compile_seconds"] = compile_seconds
+    else:
+        torch.compile(model)(*batch).backward()
+        optimizer.step()
+    seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - began_cpu
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, **counts}
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def measure(contender: str, depth: int, width: int, cache: Path) -> Found:
+    """The same in a fresh process with its caches in ``cache``."""
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TMPDIR": str(cache),  # Inductor's precompiled headers
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples"))),
     }
-
-
-def measure_cold(depth: int, width: int) -> dict[str, float]:
-    """The same in a fresh process with an empty cache."""
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
-        command = [sys.executable, __file__, "--here", str(depth), "--width", str(width)]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    found: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
+    command = [sys.executable, __file__, "--here", contender, "--depths", str(depth), "--width", str(width)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"{contender} at {depth} layers failed:\n{result.stderr[-2000:]}")
+    found: Found = json.loads(result.stdout.splitlines()[-1])
     return found
+
+
+def table(found: dict[str, dict[str, list[Found]]]) -> str:
+    """``found``, by depth and by ``"zerofx cold"`` and so on, as Markdown; ratios are of medians."""
+    first = next(iter(found.values()))
+    rows = []
+    for depth, runs in found.items():
+        cold = _medians(runs["zerofx cold"])
+        warm, peer = _medians(runs.get("zerofx warm", [])), _medians(runs.get("torch.compile cold", []))
+        base = _medians(first["zerofx cold"])
+        rows.append(
+            [
+                depth,
+                f"{cold['regions']:.0f} / {cold['distinct_regions']:.0f}",
+                *(_pair(one) for one in (cold, warm, peer)),
+                *(_ratio(cold, base), _ratio(cold, peer), _ratio(warm, cold)),
+            ]
+        )
+    headers = ["layers", "regions / distinct", "cold s", "warm s", "torch.compile s"]
+    headers += [f"cold / {next(iter(found))} layers", "cold / torch.compile", "warm / cold"]
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def _medians(runs: Sequence[Found]) -> Found:
+    return {key: statistics.median(run[key] for run in runs) for key in (runs[0] if runs else ())}
+
+
+def _pair(one: Found) -> str:
+    return f"{one['seconds']:.1f} (CPU {one['cpu_seconds']:.1f})" if one else ""
+
+
+def _ratio(one: Found, other: Found) -> str:
+    if not one or not other:
+        return ""
+    return f"{one['seconds'] / other['seconds']:.2f} (CPU {one['cpu_seconds'] / other['cpu_seconds']:.2f})"
 
 
 def main() -> None:
@@ -58,30 +120,33 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[6, 24])
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--here", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--without-peer", action="store_true", help="only zerofx")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--here", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here is not None:
-        print(json.dumps(measure_here(options.here, options.width)))
+        print(json.dumps(measure_here(options.here, options.depths[0], options.width)))
         return
-    found: dict[int, list[dict[str, float]]] = {depth: [] for depth in options.depths}
+    found: dict[str, dict[str, list[Found]]] = {str(depth): {} for depth in options.depths}
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    def record(depth: int, what: str, run: Found) -> None:
+        found[str(depth)].setdefault(what, []).append(run)
+        (options.out / "compile_depth.json").write_text(json.dumps(found, indent=1))
+        sys.stderr.write(f"{depth} layers, {what}: {_pair(run)}\n")
+
     for _ in range(options.rounds):
         for depth in options.depths:
-            found[depth].append(measure_cold(depth, options.width))
-    medians = {depth: statistics.median(run["seconds"] for run in runs) for depth, runs in found.items()}
-    base = medians[options.depths[0]]
-    table = tabulate(
-        [
-            [depth, runs[0]["regions"], runs[0]["distinct_regions"], medians[depth], medians[depth] / base]
-            for depth, runs in found.items()
-        ],
-        headers=["layers", "regions", "distinct", "seconds, cold", f"ratio to {options.depths[0]} layers"],
-        floatfmt=".2f",
-        tablefmt="github",
-    )
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "compile_depth.json").write_text(json.dumps(found, indent=1))
-    (RESULTS / "compile_depth.md").write_text(table + "\n")
-    print(table)
+            with tempfile.TemporaryDirectory() as cache:
+                for temperature in ("cold", "warm"):
+                    record(depth, f"zerofx {temperature}", measure("zerofx", depth, options.width, Path(cache)))
+            if not options.without_peer:
+                with tempfile.TemporaryDirectory() as cache:
+                    run = measure("torch.compile", depth, options.width, Path(cache))
+                    record(depth, "torch.compile cold", run)
+    text = table(found)
+    (options.out / "compile_depth.md").write_text(text + "\n")
+    print(text)
 
 
 if __name__ == "__main__":

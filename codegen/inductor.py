@@ -7,8 +7,10 @@ plain contiguous tensors, and a gradient is written where it belongs.
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +19,12 @@ from torch import fx
 from torch._dynamo.device_interface import get_interface_for_device
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
+from torch._inductor.codecache import CppPythonBindingsCodeCache, torch_key
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from zerofx.codegen.record import memory_record
 from zerofx.errors import CompilerError
@@ -64,19 +68,52 @@ def check_compiler(device: torch.device) -> None:
         get_interface_for_device(device.type)
 
 
+_SMALLEST_KERNEL = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C" void kernel(float* out_ptr0) { out_ptr0[0] = static_cast<float>(0); }
+"""
+
+
+def prepare_compiler(device: torch.device) -> None:
+    """Begin, on threads of their own, what Inductor does once in a process before it builds or loads code.
+
+    It asks which vector instructions there are, in processes that it waits for, precompiles its headers, and reads all
+    of torch's files for the keys of its cache: time enough to capture a model beside. What fails here fails again, and
+    is reported, where the first region is built.
+    """
+    _preparation(device.type)
+
+
+@functools.cache
+def _preparation(device_type: str) -> tuple[Future[Any], ...]:
+    """What ``prepare_compiler`` has begun, once in a process.
+
+    Nothing may be compiled before it has ended: Inductor's question about vector instructions is not to be asked twice
+    at a time, or the answer, and with it the compiler's flags, depends on timing.
+    """
+    pool = ThreadPoolExecutor(2, "zerofx-prepare-compiler")
+    begun = [pool.submit(torch_key)]
+    if device_type == "cpu":
+        begun.append(pool.submit(CppPythonBindingsCodeCache.load_pybinding, ["float*"], _SMALLEST_KERNEL))
+    pool.shutdown(wait=False)
+    return tuple(begun)
+
+
 def compile_region(function: RegionFunction, inputs: Sequence[Any], name: str) -> CompiledRegion:
     """Compile ``function`` for inputs like ``inputs`` (fake tensors or scalars).
 
     Raises:
         CompilerError: Inductor could not compile it; the message names the region.
     """
-    fakes = [i for i in inputs if isinstance(i, FakeTensor)]
-    mode = fakes[0].fake_mode
+    devices = {one.device.type for one in inputs if isinstance(one, torch.Tensor)}
+    wait([future for device_type in sorted(devices) for future in _preparation(device_type)])
+    # Inductor caches what it compiles on disk only where there is a shape environment, be it an empty one.
+    mode = FakeTensorMode(shape_env=ShapeEnv())
     try:
         with mode:
             traced = make_fx(
                 lambda *args: function(list(args)),
-                decomposition_table={**select_decomp_table(), aten.nll_loss_backward.default: _nll_loss_backward},
+                decomposition_table={**select_decomp_table(), **_DECOMPOSITIONS},
                 tracing_mode="real",
             )(*map(_own_fake, inputs))
         views, inner = _hoist_views(traced)
@@ -93,6 +130,12 @@ def compile_region(function: RegionFunction, inputs: Sequence[Any], name: str) -
     return CompiledRegion(
         _with_views(views, compiled), memory_record(compiled.source_code, examples, [i for i, _ in views], mode)
     )
+
+
+def fake_like(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A fake tensor to compile for."""
+    with FakeTensorMode():
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _own_fake(given: Any) -> Any:
@@ -127,6 +170,18 @@ def _nll_loss_backward(
     classes = torch.arange(log_probabilities.shape[1], device=target.device)
     picked = (classes == target.unsqueeze(1)) & (target != ignore_index).unsqueeze(1)
     return torch.where(picked, scale, 0.0).to(log_probabilities.dtype)
+
+
+def _product_into(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """Inductor has no out= operators, but calls any operator that mutates an input and returns nothing."""
+    torch.ops.zerofx.mm_into(out, a, b)
+    return out
+
+
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.nll_loss_backward.default: _nll_loss_backward,
+    aten.mm.out: _product_into,
+}
 
 
 def _hoist_views(traced: fx.GraphModule) -> tuple[list[tuple[int, tuple[Any, ...]]], fx.GraphModule]:

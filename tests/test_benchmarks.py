@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import compile_depth, peers, peers_report
 from benchmarks.memory_frontier import BASELINE, Contender, Result, rows, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,3 +55,79 @@ def test_the_memory_frontier_of_a_tiny_model(tmp_path: Path) -> None:
         "ilp budget",
     }
     assert (tmp_path / "memory_frontier.png").stat().st_size > 0
+
+
+def measured(name: str, seconds: list[float], peak: int = 100, chunk: int = 0, **facts: object) -> dict[str, Any]:
+    shape = {"sequences": 2, "tokens": 10}
+    known = {
+        "shape": shape,
+        "flops": 30,
+        "peak_bytes": peak,
+        "resident_bytes": 1,
+        "wire_bytes": 2,
+        "ready_seconds": 3.0,
+    }
+    rounds = [[(one, 2 * one) for one in seconds]]
+    return {"name": name, "chunk": chunk, "rounds": rounds, "request": {}, "facts": {**known, **facts}}
+
+
+def test_peers_are_compared_through_the_baseline_that_ran_beside_each() -> None:
+    group = {
+        "num_ranks": 2,
+        "contenders": [
+            measured("matmul", [1.0], flops=60),
+            measured("FSDP2 + compile", [2.0, 4.0, 3.0], peak=200),
+            measured("zerofx stage 3", [1.5], peak=100),
+            measured("matmul", [2.0], chunk=1, flops=60),
+            measured("FSDP2 + compile", [6.0], peak=200, chunk=1),
+            measured("FSDP2", [9.0], chunk=1),
+            {**measured("DeepSpeed ZeRO-3", []), "rounds": [], "facts": {"failed": "no such thing"}},
+        ],
+    }
+    found = {row.name: row for row in peers_report.rows(group)}
+    assert list(found) == ["FSDP2 + compile", "zerofx stage 3", "FSDP2"]
+    ours = found["zerofx stage 3"]
+    assert (ours.ratio, ours.min_ratio, found["FSDP2"].ratio) == (0.5, 0.75, 1.5)
+    assert ours.tokens_per_second == 2 * 2 * 10 / 1.5
+    assert ours.peak_share == 30 / 1.5 / 60 and found["FSDP2"].peak_share == 30 / 9 / 30
+    verdicts = {(one.target.peer, one.target.measure): one for one in peers_report.verdicts(list(found.values()))}
+    assert verdicts["FSDP2 + compile", "peak"].ratio == 0.5 and verdicts["FSDP2 + compile", "peak"].met
+    assert verdicts["FSDP2", "time"].ratio == 0.5 / 1.5 and verdicts["FSDP2", "time"].met
+    text = peers_report.markdown({"runs": {"27m": {"machine": _MACHINE, "groups": {"sharded": group}}}})
+    assert "- DeepSpeed ZeRO-3: no such thing" in text and "| zerofx stage 3 / FSDP2 " in text
+
+
+_MACHINE = {"name": "a machine", "cores": 2, "torch": "2"}
+
+
+def test_the_baseline_is_among_each_few_that_fit() -> None:
+    few = [peers.Contender(name, {}) for name in "abcd"]
+    assert [[one.name for one in part] for part in peers.chunks(few, 3)] == [["a", "b", "c"], ["a", "d"]]
+    assert [[one.name for one in part] for part in peers.chunks(few[:1], 3)] == [["a"]]
+
+
+@pytest.mark.slow
+def test_peers_of_a_tiny_model(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.peers", "--quick", "--device", "cpu", "--groups", "sharded"]
+    command += ["--only", "zerofx stage 3", "checkpoint", "--out", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT)
+    data = json.loads((tmp_path / "peers_cpu.json").read_text())
+    rows = {row.name: row for row in peers_report.rows(data["runs"]["tiny, float32"]["groups"]["sharded"])}
+    assert set(rows) >= {"FSDP2 + compile", "FSDP2 + checkpoint", "zerofx stage 3"}
+    ours = rows["zerofx stage 3"]
+    # Bytes are counted from outside the step: they must be what the plan predicts.
+    assert ours.predicted_peak_bytes is not None and ours.peak_bytes <= 1.02 * ours.predicted_peak_bytes
+    assert ours.wire_bytes is not None and 0 < ours.wire_bytes < 1.2 * (rows["FSDP2 + compile"].wire_bytes or 0)
+
+
+def test_depths_are_compared_with_the_first_with_torch_compile_and_warm_with_cold() -> None:
+    def run(seconds: float) -> dict[str, float]:
+        return {"seconds": seconds, "cpu_seconds": 2 * seconds, "regions": 24, "distinct_regions": 9}
+
+    found = {
+        "6": {"zerofx cold": [run(8.0), run(10.0), run(90.0)], "zerofx warm": [run(1.0)]},
+        "24": {"zerofx cold": [run(12.0)], "zerofx warm": [run(3.0)], "torch.compile cold": [run(48.0)]},
+    }
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in compile_depth.table(found).splitlines()]
+    assert rows[2][5:] == ["1.00 (CPU 1.00)", "", "0.10 (CPU 0.10)"]
+    assert rows[3][5:] == ["1.20 (CPU 1.20)", "0.25 (CPU 0.25)", "0.25 (CPU 0.25)"]

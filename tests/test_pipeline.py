@@ -18,7 +18,7 @@ from zerofx.pipeline import check_disabled
 from zerofx.planning import plan
 from zerofx.scheduler.plan import Plan
 
-_NAMES = ["tile", "recompute", "offload", "shard", "gather", "reduce", "update", "buffers", "prefetch"]
+_NAMES = ["tile", "recompute", "offload", "shard", "gather", "reduce", "direct", "update", "buffers", "prefetch"]
 
 
 def _lines(err: str, names: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from zerofx.buckets import BucketLayout
 from zerofx.checks import names
 from zerofx.codegen.emit import EmittedStep, emit
+from zerofx.codegen.helpers import Helpers, Task, num_helpers
 from zerofx.codegen.regions import Instruction, Region, cut
 from zerofx.errors import PlanError, UsageError
 from zerofx.graph import StepGraph, value
@@ -301,13 +302,25 @@ def load_step(
 
         # A region without inputs only makes constants.
         first = {r.key: r for r in reversed(regions_of(instructions)) if not r.is_update and r.inputs}
-        mine, others = control.divide(list(first))
+        mine, others = control.divide(sorted(first, key=lambda key: len(first[key].nodes), reverse=True))
+        inputs = {key: [value(n) for n in region.inputs] for key, region in first.items()}
+
+        def compile_one(key: str) -> None:
+            name = functions[key]
+            progress.set_description(f"compiling {name}", refresh=False)
+            compiled[key] = compile_region(namespace[name], inputs[key], name)
+            progress.update()
 
         def compile_all(keys: list[str]) -> None:
+            tasks = {key: Task.of(source, filename, functions[key], inputs[key]) for key in keys}
+            # The ranks of a host share the work, and its cores, already.
+            count = num_helpers(inputs[key] for key in keys) if control.num_ranks == 1 else 0
+            with Helpers(tasks, count) as helpers:
+                for key in helpers.keys():  # noqa: SIM118 - no mapping: keys are handed out once
+                    compile_one(key)
             for key in keys:
-                name, region = functions[key], first[key]
-                compiled[key] = compile_region(namespace[name], [value(n) for n in region.inputs], name)
-                progress.update()
+                if key not in compiled:
+                    compile_one(key)
 
         with watched("compiling", "regions", len(first), show=control.rank == 0) as progress:
             for keys in (mine, others):

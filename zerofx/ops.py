@@ -18,6 +18,7 @@ reads them like any other operator. They have no kernels: what runs is the emitt
 ``copy_into``         start copying a tensor over one that exists, on another tier
 ``empty_stored``      a tensor on a slower tier that is still to be written
 ``part``              a view of some elements of a tensor that enters a region as it stands: one serves them all
+``mm_into``           a matrix product written over a tensor: ``mm(..., out=)`` for compiled regions, and their kernel
 ====================  ==============================================================================================
 """
 
@@ -36,6 +37,7 @@ _library.define("broadcast(Tensor(a!)[] buffers) -> ()")
 _library.define("offload(Tensor value, str tier) -> Tensor")
 _library.define("reload(Tensor stored, str tier='device') -> Tensor")
 _library.define("copy_into(Tensor(a!) into, Tensor source) -> Tensor(a!)")
+_library.define("mm_into(Tensor(a!) into, Tensor a, Tensor b) -> ()")
 _library.define("empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor")
 _library.define("part(Tensor(a) whole, int[] size, int[] stride, int offset) -> Tensor(a)")
 
@@ -80,6 +82,13 @@ def _part(whole: torch.Tensor, size: list[int], stride: list[int], offset: int) 
     return whole.as_strided(size, stride, whole.storage_offset() + offset)
 
 
+def _mm_into(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.mm(a, b, out=into)
+
+
+_library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
+_library.impl("part", _part, "CompositeExplicitAutograd")  # a view is the same on any device
+
 for _name, _fake in (
     ("all_gather", _all_gather),
     ("all_gather_into", _all_gather_into),
@@ -92,9 +101,9 @@ for _name, _fake in (
     ("reload", _copied),
     ("copy_into", _copy_into),
     ("empty_stored", _empty_stored),
+    ("mm_into", _nothing),
 ):
     _library.impl(_name, _fake, "Meta")
-_library.impl("part", _part, "CompositeExplicitAutograd")  # a view is the same on any device
 
 all_gather = torch.ops.zerofx.all_gather.default
 all_gather_into = torch.ops.zerofx.all_gather_into.default

@@ -153,6 +153,11 @@ class StepBuilder(LatestStep):
                 f"the edited step {self._loaded} runs for the batch shape and optimizer options it was loaded for; "
                 f"this call has others and runs a newly generated step"
             )
+        if self.options.backend == "inductor":
+            # Inductor takes seconds to import: only who needs it pays.
+            from zerofx.codegen.inductor import prepare_compiler
+
+            prepare_compiler(next(self.model.parameters()).device)
         with self._unguarded():
             prepared = self._control.attempt("capture a step", lambda: self._prepare(batch), WORK_SECONDS)
             prepared.agree(self._control)

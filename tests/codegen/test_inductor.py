@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -85,3 +88,63 @@ def test_a_region_that_cannot_be_compiled_is_named() -> None:
     region, _ = _first(prepare().run(), Phase.FORWARD)
     with pytest.raises(CompilerError, match="region broken_forward could not be compiled"):
         compile_region(broken, [value(node) for node in region.inputs], "broken_forward")
+
+
+def test_a_region_compiled_before_comes_from_the_cache_on_disk_and_a_changed_one_does_not() -> None:
+    from torch._dynamo.utils import counters
+
+    from zerofx.codegen.inductor import compile_region
+
+    region, function = _first(prepare().run(), Phase.FORWARD)
+    inputs = [value(node) for node in region.inputs]
+
+    def changed(given: list[Any]) -> tuple[torch.Tensor, ...]:
+        return tuple(one * 1.25 for one in function(given))
+
+    compile_region(function, inputs, "tiny")
+    before = counters["inductor"]["fxgraph_cache_hit"]
+    again = compile_region(function, inputs, "tiny")
+    assert counters["inductor"]["fxgraph_cache_hit"] == before + 1
+    assert sum(event.num_bytes for event in again.memory) == sum(storage_bytes(tensor(n)) for n in region.outputs)
+    with torch.no_grad():
+        given = [torch.randn(tensor(node).shape) for node in region.inputs]
+        expected = [1.25 * one for one in again.call(list(given))]
+        for one, other in zip(expected, compile_region(changed, inputs, "changed").call(list(given)), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_preparing_the_compiler_leaves_its_errors_to_the_region_that_meets_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    from zerofx.codegen import inductor
+
+    asked = threading.Event()
+
+    def fail(*_: object) -> None:
+        asked.set()
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(inductor, "_preparation", functools.cache(inductor._preparation.__wrapped__))
+    with monkeypatch.context() as broken:
+        broken.setattr(CppPythonBindingsCodeCache, "load_pybinding", fail)
+        inductor.prepare_compiler(torch.device("cpu"))
+        assert asked.wait(60)
+    region, function = _first(prepare().run(), Phase.FORWARD)
+    inductor.compile_region(function, [value(node) for node in region.inputs], "tiny")
+
+
+def test_no_region_is_compiled_before_the_compiler_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zerofx.codegen import inductor
+
+    begun: Future[Any] = Future()
+    monkeypatch.setattr(inductor, "_preparation", lambda _: (begun,))
+    region, function = _first(prepare().run(), Phase.FORWARD)
+    inputs = [value(node) for node in region.inputs]
+    with ThreadPoolExecutor(1) as pool:
+        compiled = pool.submit(inductor.compile_region, function, inputs, "tiny")
+        with pytest.raises(TimeoutError):
+            compiled.result(0.5)
+        begun.set_result(None)
+        compiled.result()

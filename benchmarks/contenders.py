@@ -1,0 +1,171 @@
+"""The contenders of ``benchmarks/peers.py``: training steps of one model, each as its own library has them made.
+
+All train with AdamW on torch's fused kernels. A request is what a worker is told: a family and its options.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zerofx
+from benchmarks.models import Workload
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """One optimizer step on the workload's batch; returns the loss.
+
+    ``hidden_bytes`` is memory that it holds between steps and that no Python object names; ``facts`` are what else
+    there is to say of it.
+    """
+
+    run: Callable[[], Tensor]
+    hidden_bytes: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def build(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
+    """The step of the family that ``request`` names, ready to run."""
+    builders = {"torch": _torch, "ddp": _ddp, "fsdp2": _fsdp2, "deepspeed": _deepspeed, "zerofx": _zerofx}
+    builder = builders.get(request["family"])
+    return _matmul(device) if builder is None else builder(request, work, device)
+
+
+def _adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def _plain(work: Workload, called: nn.Module, optimizer: torch.optim.Optimizer, hidden_bytes: int = 0) -> TrainStep:
+    def run() -> Tensor:
+        loss = work.loss(called)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return TrainStep(run, hidden_bytes)
+
+
+def _torch(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
+    called = torch.compile(work.model) if request.get("compile") else work.model
+    return _plain(work, called, _adamw(work.model))  # type: ignore[arg-type]  # compiled modules are callable alike
+
+
+def _ddp(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
+    from torch.nn.parallel import DistributedDataParallel
+
+    # Gradients as views of the buckets: the less memory of DDP's two ways.
+    model = DistributedDataParallel(
+        work.model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
+    )
+    called = torch.compile(model) if request.get("compile") else model
+    buckets = sum(p.numel() * p.element_size() for p in work.model.parameters())
+    return _plain(work, called, _adamw(work.model), buckets)  # type: ignore[arg-type]
+
+
+class Checkpointed(nn.Module):
+    """A block of which only the inputs are kept for backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
+
+
+def _fsdp2(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
+    """Blocks are wrapped as torchtitan wraps them: checkpointed, then compiled, then sharded."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    blocks = work.blocks
+    for index, block in enumerate(blocks):
+        wrapped = Checkpointed(block) if request.get("checkpoint") else block
+        if request.get("compile"):
+            wrapped.compile()
+        fully_shard(wrapped, mesh=mesh)
+        blocks[index] = wrapped
+    fully_shard(work.model, mesh=mesh)
+    return _plain(work, work.model, _adamw(work.model))
+
+
+def _deepspeed(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    warnings.simplefilter("ignore")
+    import deepspeed
+
+    block = sum(p.numel() for p in work.blocks[0].parameters())
+    largest = max(block, *(p.numel() for p in work.model.parameters()))
+    config = {
+        "train_micro_batch_size_per_gpu": next(iter(work.batch.values())).shape[0],
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # its own default is to clip
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": next(work.model.parameters()).dtype is torch.bfloat16},
+        "zero_optimization": {
+            "stage": request["stage"],
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+            # By default DeepSpeed takes buffers of 2 GB for these.
+            "reduce_bucket_size": largest,
+            "allgather_bucket_size": largest,
+            # What is gathered goes again between forward and backward, with a block gathered ahead: with DeepSpeed's
+            # defaults a model of this size is gathered once and kept.
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": 2 * largest,
+            "stage3_prefetch_bucket_size": block,
+        },
+    }
+    engine, *_ = deepspeed.initialize(model=work.model, optimizer=_adamw(work.model), config=config)
+
+    def run() -> Tensor:
+        loss = work.loss(engine)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return TrainStep(run)
+
+
+def _zerofx(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
+    step = zerofx.compile(
+        work.model,
+        _adamw(work.model),
+        stage=request.get("stage", 3),
+        memory_budget=request.get("budget"),
+        example_batch=work.batch,
+    )
+    plan = step.plan
+    facts = {
+        "predicted_peak_bytes": plan.peak_bytes["device"],
+        "predicted_wire_bytes": plan.wire_bytes,
+        "recomputed": len(plan.recomputes),
+    }
+    return TrainStep(lambda: step(**work.batch), facts=facts)
+
+
+def _matmul(device: torch.device, size: int = 1024, repeats: int = 8) -> TrainStep:
+    """Not a contender but the measure of all: square matrix products, as fast as this machine does them."""
+    size = size if device.type == "cpu" else 8 * size
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def run() -> Tensor:
+        for _ in range(repeats):
+            torch.mm(a, b, out=out)
+        return out
+
+    return TrainStep(run, facts={"flops": 2 * size**3 * repeats})

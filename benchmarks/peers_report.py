@@ -1,0 +1,237 @@
+"""What ``benchmarks/peers.py`` measured, as ratios held against their targets, as Markdown and as a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tabulate import tabulate
+
+MATMUL = "matmul"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What ``ours`` may need at most of what ``peer`` needs, of the same group."""
+
+    ours: str
+    peer: str
+    measure: Literal["time", "peak"]
+    at_most: float
+
+
+TARGETS = (
+    Target("zerofx stage 3", "FSDP2 + compile", "time", 0.65),
+    Target("zerofx stage 3", "DeepSpeed ZeRO-3", "time", 0.5),
+    Target("zerofx stage 3", "FSDP2", "time", 0.6),
+    Target("zerofx stage 3", "FSDP2 + compile", "peak", 0.70),
+    Target("zerofx stage 3, budget", "FSDP2 + checkpoint", "time", 0.8),
+    Target("zerofx stage 3, budget", "FSDP2 + checkpoint + compile", "time", 0.8),
+    *(Target(f"zerofx stage {stage}", "DDP + compile", "time", 0.95) for stage in (0, 1, 2)),
+    Target("zerofx", "torch.compile", "time", 0.95),
+    Target("zerofx", "torch.compile", "peak", 0.95),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender of one group. Ratios are to the group's baseline as it ran beside; sizes and FLOPs are one rank's.
+
+    ``peak_share`` is the part of the FLOP/s that matrix products reached beside it.
+    """
+
+    name: str
+    median_seconds: float
+    min_seconds: float
+    ratio: float
+    min_ratio: float
+    cpu_ratio: float
+    tokens_per_second: float
+    peak_share: float
+    peak_bytes: int
+    resident_bytes: int | None
+    wire_bytes: int | None
+    ready_seconds: float
+    predicted_peak_bytes: int | None
+
+
+def rows(group: dict[str, Any]) -> list[Row]:
+    """A row for each contender that ran, the baseline's once."""
+    found: dict[str, Row] = {}
+    for few in _chunks(group["contenders"]):
+        ran = {one["name"]: one for one in few if one["rounds"]}
+        baseline = next((one for name, one in ran.items() if name != MATMUL), None)
+        for name, one in ran.items():
+            if name != MATMUL and name not in found and baseline is not None:
+                found[name] = _row(one, baseline, ran.get(MATMUL), group["num_ranks"])
+    return list(found.values())
+
+
+def _chunks(contenders: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    for number in sorted({one["chunk"] for one in contenders}):
+        yield [one for one in contenders if one["chunk"] == number]
+
+
+def _row(one: dict[str, Any], baseline: dict[str, Any], matmul: dict[str, Any] | None, num_ranks: int) -> Row:
+    facts, shape = one["facts"], one["facts"]["shape"]
+    median, least, least_cpu = _seconds(one)
+    base_median, base_least, base_cpu = _seconds(baseline)
+    peak_rate = matmul["facts"]["flops"] / _seconds(matmul)[1] if matmul is not None else float("nan")
+    return Row(
+        name=one["name"],
+        median_seconds=median,
+        min_seconds=least,
+        ratio=median / base_median,
+        min_ratio=least / base_least,
+        cpu_ratio=least_cpu / base_cpu,
+        tokens_per_second=num_ranks * shape["sequences"] * shape["tokens"] / median,
+        peak_share=facts["flops"] / median / peak_rate,
+        peak_bytes=facts["peak_bytes"],
+        resident_bytes=facts["resident_bytes"],
+        wire_bytes=facts["wire_bytes"],
+        ready_seconds=facts["ready_seconds"],
+        predicted_peak_bytes=facts.get("predicted_peak_bytes"),
+    )
+
+
+def _seconds(one: dict[str, Any]) -> tuple[float, float, float]:
+    """Median and least seconds of a step, and its least CPU seconds."""
+    steps = [step for steps in one["rounds"] for step in steps]
+    walls = [wall for wall, _ in steps]
+    return statistics.median(walls), min(walls), min(cpu for _, cpu in steps)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target with what was measured; ``ratio`` is of medians, or of peaks, ``min_ratio`` of least seconds."""
+
+    target: Target
+    ratio: float
+    min_ratio: float | None
+
+    @property
+    def met(self) -> bool:
+        return self.ratio <= self.target.at_most
+
+
+def verdicts(listed: list[Row]) -> list[Verdict]:
+    """The targets whose two sides were measured."""
+    by_name = {row.name: row for row in listed}
+    found = []
+    for target in TARGETS:
+        ours, peer = by_name.get(target.ours), by_name.get(target.peer)
+        if ours is None or peer is None:
+            continue
+        if target.measure == "peak":
+            found.append(Verdict(target, ours.peak_bytes / peer.peak_bytes, None))
+        else:
+            found.append(Verdict(target, ours.ratio / peer.ratio, ours.min_ratio / peer.min_ratio))
+    return found
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """All runs as tables, each with the targets it answers."""
+    parts = []
+    for key, run in data["runs"].items():
+        machine = run["machine"]
+        parts.append(f"## {key}\n\n{machine['name']}, {machine['cores']} cores, torch {machine['torch']}\n")
+        for name, group in run["groups"].items():
+            listed = rows(group)
+            if not listed:
+                continue
+            parts.append(f"### {name}, {group['num_ranks']} rank(s)\n\n{_table(listed)}\n")
+            found = verdicts(listed)
+            if found:
+                parts.append(_verdict_table(found) + "\n")
+            parts += [f"- {one['name']}: {_reason(one)}\n" for one in group["contenders"] if _reason(one)]
+    return "\n".join(parts)
+
+
+def _reason(one: dict[str, Any]) -> str:
+    """Why a contender has no row, on one line."""
+    text = one["facts"].get("refused") or one["facts"].get("failed") or ""
+    return text.strip().splitlines()[-1] if text else ""
+
+
+def _table(listed: list[Row]) -> str:
+    cells = [
+        [
+            row.name,
+            f"{row.median_seconds:.3f}",
+            f"{row.min_seconds:.3f}",
+            f"{row.ratio:.2f}",
+            f"{row.min_ratio:.2f}",
+            f"{row.cpu_ratio:.2f}",
+            f"{row.tokens_per_second:,.0f}",
+            f"{100 * row.peak_share:.0f} %",
+            f"{row.peak_bytes / 1e6:.1f}",
+            _megabytes(row.predicted_peak_bytes),
+            _megabytes(row.resident_bytes),
+            _megabytes(row.wire_bytes),
+            f"{row.ready_seconds:.0f}",
+        ]
+        for row in listed
+    ]
+    headers = ["", "median s", "min s", "ratio", "of minima", "of CPU s", "tokens/s", "of matmul peak", "peak MB",
+               "predicted MB", "resident MB", "sent MB", "ready s"]  # fmt: skip
+    return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def _megabytes(size: int | None) -> str:
+    return "" if size is None else f"{size / 1e6:.1f}"
+
+
+def _verdict_table(found: list[Verdict]) -> str:
+    cells = [
+        [
+            f"{one.target.ours} / {one.target.peer}",
+            one.target.measure,
+            f"{one.ratio:.3f}",
+            "" if one.min_ratio is None else f"{one.min_ratio:.3f}",
+            f"{one.target.at_most:.2f}",
+            "yes" if one.met else "no",
+        ]
+        for one in found
+    ]
+    headers = ["ratio", "of", "measured", "of minima", "at most", "met"]
+    return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def plot(data: dict[str, Any], path: Path) -> None:
+    """Peak memory against step time: a panel for each run and group."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = [
+        (f"{key}: {name}", listed)
+        for key, run in data["runs"].items()
+        for name, group in run["groups"].items()
+        if (listed := rows(group))
+    ]
+    if not panels:
+        return
+    num_columns = min(3, len(panels))
+    num_rows = -(-len(panels) // num_columns)
+    figure, grid = plt.subplots(num_rows, num_columns, figsize=(5.5 * num_columns, 4 * num_rows), squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (title, listed) in zip(grid.flat, panels, strict=False):
+        for row in listed:
+            ours = row.name.startswith("zerofx")
+            at = row.median_seconds, row.peak_bytes / 1e6
+            axes.scatter(*at, color="tab:red" if ours else "tab:gray", zorder=3)
+            axes.annotate(row.name, at, fontsize=7, textcoords="offset points", xytext=(4, 4))
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("step, s (median)")
+        axes.set_ylabel("peak, MB per rank")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid(visible=True, alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,157 @@
+"""One rank of one contender of ``benchmarks/peers.py``, a process of its own.
+
+    python -m benchmarks.peers_worker '{"shape": "27m", "device": "cpu", "dtype": "float32", "contender": {...}}'
+
+Builds its step, prints what it took as a line of JSON, and then runs as many steps as each line on stdin says,
+answering with the seconds and the CPU seconds of each. Every contender is measured by the same code. The default
+process group is joined through ``RANK``, ``WORLD_SIZE`` and the file ``STORE``.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.contenders import TrainStep, build
+from benchmarks.models import SHAPES, make_workload, model_flops
+from zerofx.runtime.measure import CpuPeak
+
+NUM_WARM_UP_STEPS = 2
+
+
+def main() -> None:
+    # Libraries write to stdout what they like; answers go where stdout was.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+    request = json.loads(sys.argv[1])
+    device = _join(request["device"])
+    shape = SHAPES[request["shape"]]
+    work = make_workload(shape, device, getattr(torch, request["dtype"]), int(os.environ["RANK"]))
+    num_parameters = sum(p.numel() for p in work.model.parameters())
+    began = time.perf_counter()
+    try:
+        step = build(request["contender"], work, device)
+        step.run()
+    except zerofx_errors() as error:
+        answers.write(json.dumps({"refused": str(error)}) + "\n")
+        return
+    facts: dict[str, Any] = {"ready_seconds": time.perf_counter() - began, "loss": float(step.run().mean())}
+    facts |= _measure(step, device) | step.facts
+    facts |= {"shape": asdict(shape), "num_parameters": num_parameters}
+    facts.setdefault("flops", model_flops(shape, num_parameters))
+    answers.write(json.dumps(facts) + "\n")
+    for line in sys.stdin:
+        _meet()
+        taken = [_timed(step, device) for _ in range(int(line))]
+        answers.write(json.dumps(taken) + "\n")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def zerofx_errors() -> tuple[type[Exception], ...]:
+    """What a contender may answer instead of a step."""
+    from zerofx.errors import MemoryBudgetError
+
+    return (MemoryBudgetError,)
+
+
+def _join(kind: str) -> torch.device:
+    """This rank's device; the process group of all, where there are several."""
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    if num_ranks > 1:
+        dist.init_process_group(
+            "nccl" if kind == "cuda" else "gloo",
+            init_method=Path(os.environ["STORE"]).as_uri(),
+            rank=rank,
+            world_size=num_ranks,
+        )
+    return device
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _timed(step: TrainStep, device: torch.device) -> tuple[float, float]:
+    """Seconds and CPU seconds of all threads of one step."""
+    began, began_cpu = time.perf_counter(), time.process_time()
+    step.run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began, time.process_time() - began_cpu
+
+
+def _measure(step: TrainStep, device: torch.device) -> dict[str, int | None]:
+    """Bytes of one step on this rank: the most that is allocated, what is held between steps, the most that is resident
+    (since the step was ready), and what is sent to other ranks."""
+    gc.collect()
+    _meet()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        held = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step.run()
+        torch.cuda.synchronize(device)
+        return {
+            "peak_bytes": torch.cuda.max_memory_allocated(device),
+            "held_bytes": held,
+            "resident_bytes": None,
+            "wire_bytes": None,
+        }
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    sent = _written_bytes()
+    step.run()
+    sent = _written_bytes() - sent
+    resident = _status_bytes("VmHWM")
+    held = _held_bytes() + step.hidden_bytes
+    _meet()
+    with CpuPeak() as peak:
+        step.run()
+    return {
+        "peak_bytes": held + peak.num_bytes,
+        "held_bytes": held,
+        "resident_bytes": resident,
+        "wire_bytes": sent if dist.is_initialized() else 0,
+    }
+
+
+def _held_bytes() -> int:
+    """Bytes of the distinct CPU storages that Python's tensors name."""
+    plain = (torch.Tensor, nn.Parameter)
+    found = {}
+    for one in gc.get_objects():
+        if type(one) in plain and one.device.type == "cpu":
+            storage = one.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def _written_bytes() -> int:
+    """Bytes that this process has written so far, to sockets above all: gloo's connections are such."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("wchar")).split()[1])
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()

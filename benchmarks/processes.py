@@ -1,0 +1,103 @@
+"""Contenders as processes: one for each rank, that live side by side and run steps when told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_TAIL_CHARACTERS = 3000
+
+
+class ContenderFailedError(Exception):
+    """A rank of a contender ended without an answer; the message has the end of what it wrote."""
+
+
+class Ranks:
+    """The processes of one contender.
+
+    Args:
+        name: for messages.
+        module: what each process runs, with ``request`` as JSON for its argument; answers are lines of JSON.
+        num_threads: threads of each process.
+        cache: the folder of Inductor's cache, which contenders may share.
+    """
+
+    def __init__(
+        self, name: str, module: str, request: dict[str, Any], num_ranks: int, num_threads: int, cache: Path
+    ) -> None:
+        self.name = name
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        store = Path(self._folder.name)
+        self._logs = [store / f"{rank}.log" for rank in range(num_ranks)]
+        given = os.environ.get("PYTHONPATH")
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(num_threads),
+            # Threads sleep while they wait: what else is in memory must not compute.
+            "OMP_WAIT_POLICY": "passive",
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples"), *([given] if given else []))),
+            "TORCHINDUCTOR_CACHE_DIR": str(cache),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "STORE": str(store / "store"),
+        }
+        if sys.platform == "linux":
+            environment["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the name of this machine resolves to
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", module, json.dumps(request)],
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log.open("w"),
+                text=True,
+            )
+            for rank, log in enumerate(self._logs)
+        ]
+
+    def read(self) -> list[Any]:
+        """The next answer of every rank.
+
+        Raises:
+            ContenderFailedError: a rank ended, or closed its output.
+        """
+        found = []
+        for rank, process in enumerate(self._processes):
+            line = _stream(process.stdout).readline()
+            if not line:
+                text = self._logs[rank].read_text(errors="replace")[-_TAIL_CHARACTERS:]
+                raise ContenderFailedError(f"{self.name}, rank {rank}, ended early:\n{text}")
+            found.append(json.loads(line))
+        return found
+
+    def run(self, num_steps: int) -> list[tuple[float, float]]:
+        """The seconds of each of ``num_steps`` steps, those of the slowest rank, and the CPU seconds of all ranks."""
+        for process in self._processes:
+            stream = _stream(process.stdin)
+            stream.write(f"{num_steps}\n")
+            stream.flush()
+        by_step = zip(*self.read(), strict=True)
+        return [(max(wall for wall, _ in ranks), sum(cpu for _, cpu in ranks)) for ranks in by_step]
+
+    def close(self) -> None:
+        """End the processes, and wait for them."""
+        for process in self._processes:
+            # One that has failed takes the others with it: they may wait for it in a collective.
+            process.kill()
+        for process in self._processes:
+            process.wait()
+            _stream(process.stdin).close()
+            _stream(process.stdout).close()
+        self._folder.cleanup()
+
+
+def _stream(found: IO[str] | None) -> IO[str]:
+    assert found is not None
+    return found
