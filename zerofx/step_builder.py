@@ -166,7 +166,7 @@ class StepBuilder(LatestStep):
         return compiled
 
     def _prepare_tiers(self, compiled: CompiledStep, device: torch.device) -> None:
-        tiers = self._tiers = self._tiers or Tiers(device, self.settings.nvme_dir)
+        tiers = self._tiers = self._tiers or Tiers(device, self.settings.nvme_dirs)
         peaks = compiled.plan.peak_bytes
         if "nvme" in peaks:
             purpose = "prepare the nvme tier"
