@@ -19,9 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerofx.errors import TierError, UsageError, ZeroFXWarning
-from zerofx.runtime.host_memory import PAGE, HostMemory
-from zerofx.runtime.nvme import BLOCK_BYTES, NvmeFile, NvmeFiles, Part, whole_pages
+from zerofx.runtime.host_memory import HostMemory
+from zerofx.runtime.nvme import BLOCK_BYTES, NvmeFile, NvmeFiles, Part
 from zerofx.runtime.tiers import Tiers
+from zerofx.scheduler.blocks import PAGE, whole_pages
 
 CPU = torch.device("cpu")
 LONG = 5 * BLOCK_BYTES + 12_345

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerofx.runtime.host_memory import PAGE, HostMemory, size_class
+from zerofx.runtime.host_memory import HostMemory
 from zerofx.runtime.measure import CpuPeak
 from zerofx.runtime.tiers import Tiers
+from zerofx.scheduler.blocks import PAGE, size_class
 
 CPU = torch.device("cpu")
 VALUES = {
@@ -103,10 +104,10 @@ def test_copies_run_one_behind_the_other() -> None:
 
 
 @given(st.integers(0, 2**40))
-def test_size_classes_waste_at_most_a_quarter(num_bytes: int) -> None:
+def test_size_classes_waste_at_most_a_sixteenth(num_bytes: int) -> None:
     size = size_class(num_bytes)
     assert size >= num_bytes and size % PAGE == 0
-    assert size - num_bytes <= max(PAGE, num_bytes / 4)
+    assert size - num_bytes <= max(PAGE, num_bytes / 16)
     assert size_class(size) == size
 
 

@@ -25,8 +25,8 @@ import xxhash
 from zerofx.errors import TierError
 from zerofx.report.units import format_bytes
 from zerofx.runtime.copies import Workers
-from zerofx.runtime.host_memory import PAGE
 from zerofx.runtime.nvme_folders import OwnFolder
+from zerofx.scheduler.blocks import PAGE, whole_pages
 
 BLOCK_BYTES = 1 << 22  # what one thread moves at a time, and what has one hash
 NUM_THREADS = 4  # for each drive and direction: a drive needs several transfers under way to be busy
@@ -224,11 +224,6 @@ class NvmeFiles:
             return done
         finally:
             os.close(file)
-
-
-def whole_pages(num_bytes: int) -> int:
-    """``num_bytes`` rounded up to the pages that direct transfers need."""
-    return -(-num_bytes // PAGE) * PAGE
 
 
 def _bytes(buffer: torch.Tensor, start: int, length: int) -> memoryview:

@@ -72,10 +72,10 @@ class Tiers:
     ``moved_bytes`` counts what each stream has moved so far.
     """
 
-    def __init__(self, device: torch.device, nvme_folders: Sequence[Path]) -> None:
+    def __init__(self, device: torch.device, nvme_folders: Sequence[Path], host_budget: int | None = None) -> None:
         self._device = device
         self._nvme_folders = tuple(nvme_folders)
-        self._host = HostMemory(pinned=device.type == "cuda")
+        self._host = HostMemory(device.type == "cuda", host_budget)
         self._copies: Copies | None = None
         self._files: NvmeFiles | None = None
         self._host_thread: ThreadPoolExecutor | None = None
@@ -87,6 +87,11 @@ class Tiers:
     def held_bytes(self) -> dict[str, int]:
         """Bytes in each slower tier now."""
         return dict(self._held)
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Bytes of the host's blocks, those that wait for reuse among them: at most the host budget."""
+        return self._host.num_bytes
 
     @property
     def peak_bytes(self) -> dict[str, int]:
