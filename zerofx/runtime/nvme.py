@@ -26,7 +26,9 @@ from zerofx.errors import TierError
 from zerofx.report.units import format_bytes
 from zerofx.runtime.copies import Workers
 from zerofx.runtime.nvme_folders import OwnFolder
+from zerofx.runtime.spans import SpanLog
 from zerofx.scheduler.blocks import PAGE, whole_pages
+from zerofx.scheduler.streams import NVME_READ, NVME_WRITE
 
 BLOCK_BYTES = 1 << 22  # what one thread moves at a time, and what has one hash
 NUM_THREADS = 4  # for each drive and direction: a drive needs several transfers under way to be busy
@@ -89,12 +91,14 @@ class NvmeFiles:
     """Files of bytes, a tensor each, striped over a folder of this process's own in each of ``parents``.
 
     Files that are given back are written over by later ones of their size, and removed where ``reserve`` asks for it.
+    ``log`` notes when blocks are written and read.
 
     Raises:
         UsageError: a folder cannot be made in one of ``parents``.
     """
 
-    def __init__(self, parents: Sequence[Path]) -> None:
+    def __init__(self, parents: Sequence[Path], log: SpanLog | None = None) -> None:
+        self._log = log or SpanLog()
         self._folders: list[OwnFolder] = []
         try:
             for parent in parents:
@@ -176,7 +180,8 @@ class NvmeFiles:
         start, length = file.span(block)
         view, path = _bytes(buffer, start, whole_pages(length)), part.path
         try:
-            self._move(part, os.O_WRONLY | os.O_CREAT, os.pwritev, view, offset)
+            with self._log.span(NVME_WRITE, length):
+                self._move(part, os.O_WRONLY | os.O_CREAT, os.pwritev, view, offset)
         except OSError as error:
             raise TierError(_write_failure(path, offset, length, error)) from error
         file.hashes[block] = xxhash.xxh3_64_intdigest(view[:length])
@@ -192,7 +197,8 @@ class NvmeFiles:
                 f"not, or not wholly: look for the error of the step that wrote them"
             )
         try:
-            moved = self._move(part, os.O_RDONLY, os.preadv, view, offset)
+            with self._log.span(NVME_READ, length):
+                moved = self._move(part, os.O_RDONLY, os.preadv, view, offset)
         except OSError as error:
             raise TierError(
                 f"expected to read bytes {offset} to {offset + length} of {path}, found that they could not be "

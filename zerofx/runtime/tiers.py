@@ -20,6 +20,7 @@ from zerofx.runtime.copies import Copies, CudaCopies, ThreadCopies
 from zerofx.runtime.host_memory import HostMemory
 from zerofx.runtime.nvme import NvmeFile, NvmeFiles
 from zerofx.runtime.nvme_folders import check_folders
+from zerofx.runtime.spans import SpanLog
 from zerofx.scheduler.storage import storage_bytes
 from zerofx.scheduler.streams import LINKS, NVME_READ, NVME_WRITE, TO_DEVICE, TO_HOST
 
@@ -69,13 +70,14 @@ class Stored:
 class Tiers:
     """The tiers beyond one device. Nothing is allocated, and no thread started, before the first copy.
 
-    ``moved_bytes`` counts what each stream has moved so far.
+    ``moved_bytes`` counts what each stream has moved so far, and ``log`` notes when, where that is asked for.
     """
 
     def __init__(self, device: torch.device, nvme_folders: Sequence[Path], host_budget: int | None = None) -> None:
         self._device = device
         self._nvme_folders = tuple(nvme_folders)
         self._host = HostMemory(device.type == "cuda", host_budget)
+        self.log = SpanLog()
         self._copies: Copies | None = None
         self._files: NvmeFiles | None = None
         self._host_thread: ThreadPoolExecutor | None = None
@@ -111,7 +113,7 @@ class Tiers:
         if needed:
             there = self._files.file_bytes if self._files is not None else 0
             check_folders(self._nvme_folders, max(0, needed - there) * num_local_ranks)
-            self._files = self._files or NvmeFiles(self._nvme_folders)
+            self._files = self._files or NvmeFiles(self._nvme_folders, self.log)
             self._files.reserve(needed)
 
     def offload(self, value: torch.Tensor, tier: str) -> Pending[Stored]:
@@ -228,7 +230,7 @@ class Tiers:
 
     def _running(self) -> Copies:
         if self._copies is None:
-            self._copies = CudaCopies(self._device) if self._device.type == "cuda" else ThreadCopies()
+            self._copies = CudaCopies(self._device, self.log) if self._device.type == "cuda" else ThreadCopies(self.log)
         return self._copies
 
     def _connected(self) -> NvmeFiles:
