@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import host_update, nvme_throughput
 from benchmarks.memory_frontier import BASELINE, Contender, Result, rows, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,3 +54,28 @@ def test_the_memory_frontier_of_a_tiny_model(tmp_path: Path) -> None:
         "ilp budget",
     }
     assert (tmp_path / "memory_frontier.png").stat().st_size > 0
+
+
+def test_drive_throughput_is_compared_by_medians() -> None:
+    rounds = {
+        "plain": [{"write": 4e8, "read": 1e9}, {"write": 2e8, "read": 2e9}, {"write": 9e8, "read": 3e9}],
+        "zerofx": [{"write": 2e8, "read": 3e9}, {"write": 1e8, "read": 1e9}, {"write": 9e8, "read": 1e9}],
+    }
+    found = nvme_throughput.rows("plain", rounds)
+    assert [(row["ratio"], row["best_ratio"]) for row in found] == [(0.5, 1.0), (0.5, 1.0)]
+    assert "| write | 400" in nvme_throughput.table("plain", found)
+
+
+def test_both_write_and_read_and_leave_nothing(tmp_path: Path) -> None:
+    name, rounds = nvme_throughput.measure(tmp_path, 8 << 20, 2)
+    assert set(rounds) == {name, "zerofx"}
+    assert all(taken[direction] > 0 for one in rounds.values() for taken in one for direction in ("write", "read"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_update_is_compared_with_the_copy_round_by_round() -> None:
+    rounds = host_update.measure(1 << 20, 3)
+    assert [len(taken) for taken in rounds.values()] == [3, 3]
+    found = host_update.row({"copy": [2e9, 1e9, 4e9], "update": [1e9, 6e9, 3e9]})
+    assert (found["ratio"], found["best_ratio"]) == (1.5, 1.5)
+    assert "| 2.00" in host_update.table(found)

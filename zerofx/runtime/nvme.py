@@ -2,8 +2,9 @@
 
 A tensor is cut into blocks that go round the drives in turn. Each drive has threads for reading and others for writing,
 so that many blocks are under way at once, and what is read ahead does not queue behind what is written behind. The
-hash of every block (XXH3, 64 bits, which runs at the speed of memory) is kept in this process, and compared when the
-block is read: what a drive, or another program, has changed or cut short is never trained on.
+hash of every block (XXH3, 64 bits, which runs at the speed of memory) is taken on other threads while it is written,
+kept in this process, and compared when the block is read: what a drive, or another program, has changed or cut short is
+never trained on.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from zerofx.scheduler.streams import NVME_READ, NVME_WRITE
 
 BLOCK_BYTES = 1 << 22  # what one thread moves at a time, and what has one hash
 NUM_THREADS = 4  # for each drive and direction: a drive needs several transfers under way to be busy
+_NUM_HASHERS = 2
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -108,6 +110,7 @@ class NvmeFiles:
             raise
         self._readers = [Workers(f"nvme-read-{number}", NUM_THREADS) for number in range(len(parents))]
         self._writers = [Workers(f"nvme-write-{number}", NUM_THREADS) for number in range(len(parents))]
+        self._hashers = Workers("nvme-hash", _NUM_HASHERS)
         self._free: dict[int, list[NvmeFile]] = {}
         self._num_files = self._file_bytes = self._reserved_bytes = 0
 
@@ -149,24 +152,26 @@ class NvmeFiles:
     def write(self, file: NvmeFile, buffer: torch.Tensor, after: Callable[[], None]) -> Transfer:
         """Write the file from a page-aligned host block, once ``after`` has returned."""
         file.hashes = [None] * file.num_blocks
-        return self._start(self._writers, file, partial(self._write_block, file, buffer, after))
+        written = self._start(self._writers, file, partial(self._write_block, file, buffer, after))
+        hash_block = partial(_hash_block, file, file.hashes, buffer, after)
+        return Transfer([*written, *(self._hashers.submit(partial(hash_block, n)) for n in range(file.num_blocks))])
 
     def read(self, file: NvmeFile, buffer: torch.Tensor) -> Transfer:
         """Read the file into a page-aligned host block, and compare every block with what was written."""
-        return self._start(self._readers, file, partial(self._read_block, file, buffer))
+        return Transfer(self._start(self._readers, file, partial(self._read_block, file, buffer)))
 
-    def _start(self, workers: Sequence[Workers], file: NvmeFile, job: Callable[[int], None]) -> Transfer:
+    def _start(self, workers: Sequence[Workers], file: NvmeFile, job: Callable[[int], None]) -> list[Future[None]]:
         blocks = range(file.num_blocks)
-        return Transfer([workers[file.place(block)[0].drive].submit(partial(job, block)) for block in blocks])
+        return [workers[file.place(block)[0].drive].submit(partial(job, block)) for block in blocks]
 
     def settle(self) -> None:
         """Block until nothing is under way."""
-        for workers in (*self._readers, *self._writers):
+        for workers in (*self._readers, *self._writers, self._hashers):
             workers.settle()
 
     def close(self) -> None:
         """Remove all files, and the folders."""
-        for workers in (*self._readers, *self._writers):
+        for workers in (*self._readers, *self._writers, self._hashers):
             workers.close()
         self._remove()
 
@@ -183,8 +188,8 @@ class NvmeFiles:
             with self._log.span(NVME_WRITE, length):
                 self._move(part, os.O_WRONLY | os.O_CREAT, os.pwritev, view, offset)
         except OSError as error:
+            file.hashes = [None] * file.num_blocks
             raise TierError(_write_failure(path, offset, length, error)) from error
-        file.hashes[block] = xxhash.xxh3_64_intdigest(view[:length])
 
     def _read_block(self, file: NvmeFile, buffer: torch.Tensor, block: int) -> None:
         part, offset = file.place(block)
@@ -234,6 +239,14 @@ class NvmeFiles:
 
 def _bytes(buffer: torch.Tensor, start: int, length: int) -> memoryview:
     return memoryview((ctypes.c_char * length).from_address(buffer.data_ptr() + start)).cast("B")
+
+
+def _hash_block(
+    file: NvmeFile, hashes: list[int | None], buffer: torch.Tensor, after: Callable[[], None], block: int
+) -> None:
+    """Note the hash of a block that is being written; ``hashes`` are no longer the file's where that fails."""
+    after()
+    hashes[block] = xxhash.xxh3_64_intdigest(_bytes(buffer, *file.span(block)))
 
 
 def _write_failure(path: Path, offset: int, length: int, error: OSError) -> str:
