@@ -17,7 +17,7 @@ from zerofx.scheduler.activations import Level, Segment, crossing_storages, menu
 from zerofx.scheduler.gathers import Gathering, keep_menus, prefetch_menu, why_kept
 from zerofx.scheduler.machine import Machine, Tier
 from zerofx.scheduler.moves import Move, reached
-from zerofx.scheduler.offload import Wish, away_seconds, entries, joint_menu, place
+from zerofx.scheduler.offload import Room, Wish, away_seconds, entries, joint_menu, place
 from zerofx.scheduler.plan import Plan, RecomputeDecision, StateDecision, TileDecision
 from zerofx.scheduler.policy import GraphIdentity, PolicyOptions, decide, identify, residencies
 from zerofx.scheduler.states import Placement, state_menus
@@ -194,6 +194,7 @@ class _Choice:
     extra_keeps: dict[str, None] = field(default_factory=dict)
     wishes: dict[str, Wish] = field(default_factory=dict)
     states: list[StateDecision] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)  # of the same buckets
 
 
 def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) -> tuple[Plan, StepGraph]:
@@ -202,7 +203,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     recomputed, extra = frozenset(one.value for one in chosen.recomputes), frozenset(chosen.extra_keeps)
     carried_out = question.captured.tiled.clone()
     recompute(carried_out, recomputed, extra)
-    room = _room(question, chosen.states)
+    room = _room(question, chosen.placements)
     offloads = place(carried_out, list(chosen.wishes.values()), chosen.seconds, question.machine, room)
     if not offloads:
         put_off(carried_out)
@@ -237,6 +238,7 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
             chosen.prefetch -= move.level
         elif isinstance(item, States) and move is not None:
             chosen.states.append(item.levels[1].decision(item.bucket, move.freed_bytes))
+            chosen.placements.append(item.levels[1])
         elif isinstance(item, Activations) and move is not None:
             _choose_activations(question, item, move, chosen)
     return chosen
@@ -262,14 +264,14 @@ def _choose_activations(question: Question, item: Activations, move: Move, chose
             chosen.wishes[node.name] = Wish(node.name, reached_level)
 
 
-def _room(question: Question, states: Sequence[StateDecision]) -> dict[Tier, int]:
-    """Bytes of each tier that one rank has left for activations, the tier to fill first in front."""
+def _room(question: Question, states: Sequence[Placement]) -> Room:
+    """What one rank has left for activations beside its states."""
     machine = question.machine
-    sizes: dict[Tier, int] = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
-    room = {tier: sizes[tier] for tier in question.tiers}
-    for tier in room:
-        room[tier] -= sum(question.state_bytes[decision.bucket] for decision in states if decision.tier == tier)
-    return room
+    left: dict[Tier, int] = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
+    for tier in left:
+        left[tier] -= sum(placement.stored_bytes for placement in states if placement.tier == tier)
+    left["host"] -= 2 * max((placement.passing_bytes for placement in states), default=0)
+    return Room({tier: left[tier] for tier in question.tiers}, left["host"])
 
 
 def _named(asked: PolicyOptions) -> tuple[str, ...]:

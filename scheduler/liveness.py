@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.graph import DEVICE, StepGraph, placeholder, tier_of
+from zerofx.scheduler.blocks import size_class
 from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.storage import Storage, aliased_input, storage_bytes, storage_source, tensors_of
 from zerofx.scheduler.streams import passes_through_host, runs_on_host
@@ -37,11 +38,13 @@ class RegionLike(Protocol):
 
 @dataclass(frozen=True)
 class TierUse:
-    """Bytes on one slower tier by node, as in ``Liveness``."""
+    """Bytes on one slower tier by node, as in ``Liveness``; ``peak_block_bytes`` with each tensor in a block of the
+    host's pool."""
 
     during: dict[fx.Node, int]
     after: dict[fx.Node, int]
     persistent_bytes: int
+    peak_block_bytes: int
 
     @property
     def peak_bytes(self) -> int:
@@ -68,6 +71,11 @@ class Liveness:
     def peaks(self) -> dict[str, int]:
         """Peak bytes by tier: the device's, and that of each slower tier in use."""
         return {DEVICE: self.peak_bytes, **{tier: use.peak_bytes for tier, use in self.slower.items()}}
+
+    @property
+    def host_block_bytes(self) -> int:
+        """What the host's pool takes at the most: what a ``host_budget`` holds for."""
+        return self.slower["host"].peak_block_bytes if "host" in self.slower else 0
 
     @property
     def peak_bytes(self) -> int:
@@ -118,22 +126,26 @@ def _tier_use(
     dying = _by_reader({storage: reader for storage, reader in last_use.items() if storage[0] in held})
     persistent = _persistent_bytes(step, tier)
     live, during, behind = persistent, {}, {}
+    blocks = most_blocks = _persistent_bytes(step, tier, size_class)
     for node in step.calls():
-        if node in held:
-            live += sum(size for _, size in owned.get(node, ()))
+        taken = [size for _, size in owned.get(node, ())] if node in held else []
+        freed = [next(size for i, size in owned[source] if i == index) for source, index in dying.get(node, ())]
         passing = _passing_through(node) if tier == "host" else 0
-        live += max(passing, 0)
+        if passing:
+            (taken if passing > 0 else freed).append(abs(passing))
+        live += sum(taken)
+        blocks += sum(map(size_class, taken))
         during[node] = live
-        for source, index in dying.get(node, ()):
-            live -= next(size for i, size in owned[source] if i == index)
-        live += min(passing, 0)
+        most_blocks = max(most_blocks, blocks)
+        live -= sum(freed)
+        blocks -= sum(map(size_class, freed))
         behind[node] = live
-    return TierUse(during, behind, persistent)
+    return TierUse(during, behind, persistent, most_blocks)
 
 
-def _persistent_bytes(step: StepGraph, tier: str) -> int:
+def _persistent_bytes(step: StepGraph, tier: str, size_of: Callable[[int], int] = int) -> int:
     kept = (n for n in step.placeholders() if placeholder(n).alias_of is None and tier_of(n) == tier)
-    return sum(storage_bytes(t) for node in kept for t in tensors_of(node))
+    return sum(size_of(storage_bytes(t)) for node in kept for t in tensors_of(node))
 
 
 def _by_reader(last_use: Mapping[Storage, fx.Node]) -> dict[fx.Node, list[Storage]]:

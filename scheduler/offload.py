@@ -147,6 +147,15 @@ class Wish:
 
 
 @dataclass(frozen=True)
+class Room:
+    """Bytes of each tier that activations may take, the first being filled first, and what the host has left to them:
+    for those that stay there, and for copies that pass through it."""
+
+    tiers: Mapping[Tier, int]
+    host: int
+
+
+@dataclass(frozen=True)
 class _Copy:
     wish: Wish
     node: fx.Node
@@ -157,7 +166,7 @@ class _Copy:
 
 
 def place(
-    step: StepGraph, wishes: Sequence[Wish], seconds: Mapping[Place, float], machine: Machine, room: Mapping[Tier, int]
+    step: StepGraph, wishes: Sequence[Wish], seconds: Mapping[Place, float], machine: Machine, room: Room
 ) -> tuple[OffloadDecision, ...]:
     """When each value goes out and comes back, on links that carry one copy at a time.
 
@@ -166,13 +175,14 @@ def place(
         wishes: what to offload. What would be needed again as soon as it is gone is left out.
         seconds: computation by unit and phase (``scheduler.timeline.seconds_by_place``).
         machine: its links.
-        room: bytes of each tier that values may go to; the first is filled first.
+        room: what they may take.
     """
     spans = runs(step, seconds)
     copies = _copies(step, spans, wishes, room)
     gone = _ways_out(copies, spans, machine)
     back = _ways_back(copies, spans, machine)
     decisions = []
+    passing = [room.host - sum(copy.num_bytes for copy in copies if copy.tier == "host")] * len(spans)
     for copy in copies:
         freed, reload = gone[copy.wish], back[copy.wish]
         if freed + 1 >= reload:
@@ -180,6 +190,12 @@ def place(
             reload = copy.needed
         if freed + 1 >= reload:
             continue
+        if copy.tier == "nvme":
+            under_way = [*range(copy.made, freed + 1), *range(reload, copy.needed + 1)]
+            if any(passing[run] < copy.num_bytes for run in under_way):
+                continue
+            for run in under_way:
+                passing[run] -= copy.num_bytes
         down = copy_seconds(copy.num_bytes, "device", copy.tier, machine)
         up = copy_seconds(copy.num_bytes, copy.tier, "device", machine)
         decisions.append(
@@ -196,11 +212,14 @@ def place(
     return tuple(decisions)
 
 
-def _copies(step: StepGraph, spans: Sequence[Run], wishes: Sequence[Wish], room: Mapping[Tier, int]) -> list[_Copy]:
+def _copies(step: StepGraph, spans: Sequence[Run], wishes: Sequence[Wish], room: Room) -> list[_Copy]:
     order = step.positions()
     starts = [order[run.first] for run in spans]
     by_name = {node.name: node for node in step.graph.nodes}
-    left = dict(room)
+    left = dict(room.tiers)
+    sizes = [storage_bytes(tensors_of(by_name[wish.value])[0]) for wish in wishes]
+    if "host" in left and "nvme" in left and sum(sizes) > left["host"]:
+        left["host"] -= min(2 * max(sizes), left["host"] // 2)  # for those on their way to nvme, and back
     found = []
     for wish in sorted(wishes, key=lambda wish: order[by_name[wish.value]]):
         node = by_name[wish.value]

@@ -23,12 +23,18 @@ _FLOPS = 14  # of an Adam update for one element, as in scheduler.costs
 
 @dataclass(frozen=True)
 class Placement:
-    """One level of a menu about a bucket's states: bytes on the device, exposed seconds, tier, side of the update."""
+    """One level of a menu about a bucket's states: bytes on the device, exposed seconds, tier, side of the update.
+
+    ``stored_bytes`` are what it takes of its tier throughout, ``passing_bytes`` of the host while the bucket is
+    updated.
+    """
 
     num_bytes: int
     seconds: float
     tier: Tier = "device"
     update: Tier = "device"
+    stored_bytes: int = 0
+    passing_bytes: int = 0
 
     def decision(self, bucket: Bucket, freed_bytes: int) -> StateDecision:
         """The decision, with its reason."""
@@ -55,21 +61,58 @@ def state_menus(
         machine: its links, its host, and how much its tiers hold for a rank.
         tiers: where states may go; the first is filled first.
     """
+    menus = _menus(layout, state_bytes, stage, seconds, machine, tiers, 0)
+    if len(menus) == sum(num_bytes > 0 for num_bytes in state_bytes.values()) or tiers[:2] != ("host", "nvme"):
+        return menus
+    # Not all go to the host: some of it is left to what passes through on its way to nvme and back.
+    return _menus(layout, state_bytes, stage, seconds, machine, tiers, 4 * max(state_bytes.values()))
+
+
+def _menus(
+    layout: BucketLayout,
+    state_bytes: Mapping[int, int],
+    stage: int,
+    seconds: Mapping[Place, float],
+    machine: Machine,
+    tiers: tuple[Tier, ...],
+    reserve: int,
+) -> dict[Bucket, tuple[Placement, Placement]]:
+    """The menus of ``state_menus``, with ``reserve`` bytes of the host kept free of states."""
     room = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank, "device": 0}
     menus = {}
     for bucket in layout.buckets:
         num_bytes = state_bytes.get(bucket.index, 0)
-        tier = next((tier for tier in tiers if room[tier] >= num_bytes), None)
-        if not num_bytes or tier is None:
+        if not num_bytes:
             continue
-        room[tier] -= num_bytes
         local = bucket.shard_numel if stage >= 1 else bucket.numel
         beside = seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
-        through = max(0.0, _through_device(num_bytes, tier, machine) - beside)
-        on_host = _on_host(num_bytes, local * bucket.compute_dtype.itemsize, local, tier, machine)
-        off = Placement(0, min(through, on_host), tier, "host" if on_host < through else "device")
-        menus[bucket] = (Placement(num_bytes, 0.0), off)
+        for tier in tiers:
+            off = _off_the_device(bucket, num_bytes, local, beside, tier, machine)
+            # Two buckets' copies may pass through the host at once: one's back, and the next one's.
+            on_host = 2 * off.passing_bytes + (off.stored_bytes + reserve if tier == "host" else 0)
+            if room[tier] >= off.stored_bytes and room["host"] >= on_host:
+                room[tier] -= off.stored_bytes
+                menus[bucket] = (Placement(num_bytes, 0.0), off)
+                break
     return menus
+
+
+def _off_the_device(
+    bucket: Bucket, num_bytes: int, numel: int, beside: float, tier: Tier, machine: Machine
+) -> Placement:
+    """The states of ``numel`` elements in ``tier``, updated where that exposes less.
+
+    ``beside``: seconds of computation that copies run beside.
+    """
+    gradient_bytes = numel * bucket.compute_dtype.itemsize
+    through = max(0.0, _through_device(num_bytes, tier, machine) - beside)
+    on_host = _on_host(num_bytes, gradient_bytes, numel, tier, machine)
+    if through <= on_host:
+        return Placement(0, through, tier, "device", num_bytes, num_bytes if tier == "nvme" else 0)
+    # What is updated on the host has its parameters there, and takes gradients and gives parameters back.
+    stored = num_bytes if bucket.has_master else num_bytes + numel * bucket.dtype.itemsize
+    passing = 2 * gradient_bytes + (stored if tier == "nvme" else 0)
+    return Placement(0, on_host, tier, "host", stored, passing)
 
 
 def _through_device(num_bytes: int, tier: Tier, machine: Machine) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compile_depth, peers, peers_report
+from benchmarks import compile_depth, host_update, nvme_throughput, peers, peers_report
 from benchmarks.memory_frontier import BASELINE, Contender, Result, rows, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,3 +131,28 @@ def test_depths_are_compared_with_the_first_with_torch_compile_and_warm_with_col
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in compile_depth.table(found).splitlines()]
     assert rows[2][5:] == ["1.00 (CPU 1.00)", "", "0.10 (CPU 0.10)"]
     assert rows[3][5:] == ["1.20 (CPU 1.20)", "0.25 (CPU 0.25)", "0.25 (CPU 0.25)"]
+
+
+def test_drive_throughput_is_compared_by_medians() -> None:
+    rounds = {
+        "plain": [{"write": 4e8, "read": 1e9}, {"write": 2e8, "read": 2e9}, {"write": 9e8, "read": 3e9}],
+        "zerofx": [{"write": 2e8, "read": 3e9}, {"write": 1e8, "read": 1e9}, {"write": 9e8, "read": 1e9}],
+    }
+    found = nvme_throughput.rows("plain", rounds)
+    assert [(row["ratio"], row["best_ratio"]) for row in found] == [(0.5, 1.0), (0.5, 1.0)]
+    assert "| write | 400" in nvme_throughput.table("plain", found)
+
+
+def test_both_write_and_read_and_leave_nothing(tmp_path: Path) -> None:
+    name, rounds = nvme_throughput.measure(tmp_path, 8 << 20, 2)
+    assert set(rounds) == {name, "zerofx"}
+    assert all(taken[direction] > 0 for one in rounds.values() for taken in one for direction in ("write", "read"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_update_is_compared_with_the_copy_round_by_round() -> None:
+    rounds = host_update.measure(1 << 20, 3)
+    assert [len(taken) for taken in rounds.values()] == [3, 3]
+    found = host_update.row({"copy": [2e9, 1e9, 4e9], "update": [1e9, 6e9, 3e9]})
+    assert (found["ratio"], found["best_ratio"]) == (1.5, 1.5)
+    assert "| 2.00" in host_update.table(found)

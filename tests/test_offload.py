@@ -143,7 +143,7 @@ def test_a_file_that_cannot_be_read_is_named(drive: Path) -> None:
     for path in folder.iterdir():
         path.unlink()
         path.mkdir()
-    with pytest.raises(zerofx.errors.TierError, match=rf"{folder}/\d+\.bin could not be") as caught:
+    with pytest.raises(zerofx.errors.TierError, match=rf"{folder}/\d+\.bin, found that they could not be") as caught:
         step(*args)
     assert any("nothing had been updated yet" in note for note in caught.value.__notes__)
     del caught

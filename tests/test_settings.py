@@ -24,16 +24,16 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_defaults() -> None:
     found = read_settings()
     assert (found.debug, found.verify, found.timeout_seconds, found.disable) == (0, 1, 600.0, frozenset())
-    assert found.dump_dir.name.startswith("zerofx-") and found.nvme_dir is None
+    assert found.dump_dir.name.startswith("zerofx-") and found.nvme_dirs == ()
 
 
 def test_every_switch_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in zip(_NAMES, ("5", str(tmp_path), "prefetch,simplify,", "2", "7", "drive"), strict=True):
+    for name, value in zip(_NAMES, ("5", str(tmp_path), "prefetch,simplify,", "2", "7", "drive:other"), strict=True):
         monkeypatch.setenv(f"ZEROFX_{name}", value)
     found = read_settings()
     assert found.disable == {"prefetch", "simplify"}
     assert (found.debug, found.dump_dir, found.verify, found.timeout_seconds) == (5, tmp_path, 2, 7.0)
-    assert found.nvme_dir == Path("drive")
+    assert found.nvme_dirs == (Path("drive"), Path("other"))
 
 
 @pytest.mark.parametrize(

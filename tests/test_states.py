@@ -109,6 +109,17 @@ def test_bytes_in_every_tier_are_those_predicted(tier: str, update: str) -> None
     assert found.link_bytes["to_host"] == found.link_bytes["to_device"] == moved
 
 
+def test_a_measured_timeline_shows_what_was_hidden_behind_computation() -> None:
+    step, args = _step(placing(prepare_case(CASES["gpt"], 0, 1), "nvme", "host"))
+    found = step.measure(*args)
+    assert set(found.streams) == {"compute", "host", *step.plan.link_bytes}
+    assert {stream: found.streams[stream].num_bytes for stream in step.plan.link_bytes} == step.plan.link_bytes
+    for use in found.streams.values():
+        assert 0 < use.busy_seconds <= found.step_seconds * 2 and 0 <= use.hidden_seconds <= use.busy_seconds * 1.001
+    assert found.streams["host"].hidden_seconds == pytest.approx(found.streams["host"].busy_seconds)
+    assert "beside computation" in str(step) and "nvme_read" in str(step)
+
+
 def test_an_update_on_the_host_moves_gradients_down_and_parameters_up() -> None:
     # ZeRO-Offload (2101.06840, section 3): 2 bytes of gradients down and 2 of parameters up for each parameter; no
     # other way to divide the step moves less and has the fp32 states on the host, which are 12 bytes for each.

@@ -36,6 +36,7 @@ def compile(
     loss_fn: LossFunction | None = None,
     example_batch: tuple[Any, ...] | Mapping[str, Any] | None = None,
     memory_budget: int | float | str | None = None,
+    host_budget: int | float | str | None = None,
     recompute: Recompute = "auto",
     offload: Offload = "auto",
     tile: Tiling = "auto",
@@ -61,6 +62,9 @@ def compile(
         example_batch: a batch (tuple, or dict of keywords) to capture and plan with now; otherwise the first call does.
         memory_budget: the most bytes on the device at any moment of the step: ``"24GiB"``, a number of bytes, or a
             fraction of the device; None for no limit. A budget that no plan meets is refused before the first step.
+        host_budget: the most bytes of host memory that a rank's pool may take for what leaves the device, with what is
+            on its way to and from NVMe: a size, a number of bytes, or a fraction of the rank's share of the host; None
+            for all of that share. What operators hold inside while an update runs on the host is not in the pool.
         recompute: whether activations may be computed again in backward: ``"auto"`` as the budget asks, ``"none"``, or
             ``"full"`` for as many as possible.
         offload: whether activations and optimizer states may leave the device: ``"auto"`` as the budget asks, to host
@@ -99,7 +103,7 @@ def compile(
     """
     options = check_options(
         stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
-        memory_budget, recompute, offload, accumulate, tile,
+        memory_budget, recompute, offload, accumulate, tile, host_budget,
     )  # fmt: skip
     check_training(model, optimizer, options)
     if not isinstance(example_batch, tuple | list | Mapping | None):

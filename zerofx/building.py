@@ -16,7 +16,7 @@ from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout, layout_of
 from zerofx.compiler import CompiledStep, Estimates, budget_bytes, build, lower, make_plan
 from zerofx.errors import MemoryBudgetError, UsageError, warn
-from zerofx.given_plan import check_budget, check_graph
+from zerofx.given_plan import check_budget, check_graph, check_host_budget
 from zerofx.graph import StepGraph
 from zerofx.micro_batches import MicroBatches
 from zerofx.optimizers import UpdateProgram
@@ -35,7 +35,18 @@ from zerofx.settings import Settings
 
 # Options that every rank must have alike; others are rank 0's business, or cannot be compared.
 _SHARED = frozenset(
-    {"stage", "precision", "backend", "max_shapes", "memory_budget", "recompute", "offload", "accumulate", "tile"}
+    {
+        "stage",
+        "precision",
+        "backend",
+        "max_shapes",
+        "memory_budget",
+        "host_budget",
+        "recompute",
+        "offload",
+        "accumulate",
+        "tile",
+    }
 )
 _FIT_ROUNDS = 5  # plans to try until compiled regions are within the budget too
 
@@ -138,6 +149,7 @@ def build_within_budget(
             fused=options.backend == "inductor",
             estimates=estimates,
         )
+        check_host_budget(lowered, options, machine)
         compiled = build(lowered, prepared.layout, settings, control, options.backend)
         if options.plan is not None:
             check_budget(compiled.plan, options, machine)

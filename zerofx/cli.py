@@ -38,6 +38,7 @@ def main() -> None:
     "--machine", default="h100-sxm", show_default=True, help="See `zerofx machines`; or a .json of a Machine."
 )
 @click.option("--memory-budget", metavar="SIZE", help="On the device: '24GiB', '80GB', or a fraction such as 0.9.")
+@click.option("--host-budget", metavar="SIZE", help="Of host memory, for each rank: as for --memory-budget.")
 @click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, help="What is sharded (ZeRO).")
 @click.option("--precision", type=click.Choice(get_args(Precision)), help="What is computed in; else as the model is.")
 @click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Gathers issued ahead.")
@@ -52,6 +53,7 @@ def plan_command(
     world_size: int,
     machine: str,
     memory_budget: str | None,
+    host_budget: str | None,
     stage: int,
     precision: Precision | None,
     prefetch: int,
@@ -78,6 +80,7 @@ def plan_command(
             world_size=world_size,
             machine=read_machine(machine),
             memory_budget=parse_budget(memory_budget),
+            host_budget=parse_budget(host_budget),
             recompute=recompute,
             loss_fn=loss_fn,
             precision=precision,

@@ -27,6 +27,7 @@ from zerofx.runtime.executor import StepFunction, load_source
 from zerofx.scheduler.bound import with_least_seconds
 from zerofx.scheduler.budget import fit, least_memory
 from zerofx.scheduler.fusion import estimated_memory
+from zerofx.scheduler.host_budget import fit_host
 from zerofx.scheduler.items import Captured, Leaning, Question
 from zerofx.scheduler.liveness import Liveness, MemoryEvent, liveness, with_profiles
 from zerofx.scheduler.machine import Machine
@@ -128,6 +129,11 @@ def budget_bytes(asked: int | float | None, machine: Machine) -> int | None:
     return int(asked * machine.device.memory_bytes) if isinstance(asked, float) else asked
 
 
+def host_budget_bytes(asked: int | float | None, machine: Machine) -> int | None:
+    """A host budget in bytes of one rank; a fraction is of its share of the machine's host memory."""
+    return int(asked * machine.host_bytes_per_rank) if isinstance(asked, float) else asked
+
+
 def make_plan(
     captured: StepGraph,
     layout: BucketLayout,
@@ -148,7 +154,7 @@ def make_plan(
     regions are estimated to hold is added to ``estimates``, for further plans.
 
     Raises:
-        MemoryBudgetError: no plan fits ``memory_budget`` bytes.
+        MemoryBudgetError: no plan fits ``memory_budget`` bytes, or none does within the host budget.
         UsageError: ``options.tile`` names what cannot be tiled.
     """
     tiles = named_tiles(captured, options.tile) if isinstance(options.tile, Mapping) else ()
@@ -191,7 +197,14 @@ def make_plan(
 
         if memory_budget is None:
             return least_memory(question, evaluate)
-        found = fit(question, peak, evaluate, progress)
+
+        def host_bytes(plan: Plan) -> int:
+            step = captured.clone()
+            run_quietly(step, plan, layout, programs, settings)
+            return liveness(step, on_cpu).host_block_bytes
+
+        limit = host_budget_bytes(options.host_budget, machine)
+        found = fit_host(question, limit, lambda one: fit(one, peak, evaluate, progress), host_bytes)
         # The bound is on times by rule, and says nothing of measured ones.
         if costs is not None:
             return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from zerofx.buckets import BucketLayout
-from zerofx.compiler import budget_bytes
+from zerofx.compiler import LoweredStep, budget_bytes, host_budget_bytes
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError, warn
 from zerofx.graph import StepGraph
 from zerofx.options import CompileOptions
@@ -75,6 +75,22 @@ def check_budget(plan: Plan, options: CompileOptions, machine: Machine) -> None:
         raise MemoryBudgetError(
             f"expected a plan within memory_budget={format_bytes(budget)} ({budget} bytes), found one whose peak is "
             f"{format_bytes(peak)} ({peak} bytes): allow as much, or leave plan out to have one made within the budget"
+        )
+
+
+def check_host_budget(lowered: LoweredStep, options: CompileOptions, machine: Machine) -> None:
+    """Check what a step takes of the host's pool against the budget for it; a plan that was given may take more.
+
+    Raises:
+        MemoryBudgetError: says both.
+    """
+    budget = host_budget_bytes(options.host_budget, machine)
+    needed = lowered.simulation.live.host_block_bytes
+    if budget is not None and needed > budget:
+        raise MemoryBudgetError(
+            f"expected a plan within host_budget={format_bytes(budget)} ({budget} bytes), found one that takes "
+            f"{format_bytes(needed)} ({needed} bytes) of host memory: allow as much, or leave plan out to have one "
+            f"made within the budget"
         )
 
 

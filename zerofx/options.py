@@ -42,6 +42,7 @@ class CompileOptions:
     offload: Offload = "auto"
     accumulate: Accumulate = 1
     tile: Tiling = "auto"
+    host_budget: int | float | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -63,6 +64,7 @@ def check_options(
     offload: Offload = "auto",
     accumulate: Accumulate = 1,
     tile: Tiling = "auto",
+    host_budget: int | float | str | None = None,
 ) -> CompileOptions:
     """The options as one object.
 
@@ -99,16 +101,12 @@ def check_options(
         raise UsageError(f"expected offload 'auto' (as the budget asks), 'none', 'host' or 'nvme', found {offload!r}")
     _check_accumulate(accumulate, plan)
     _check_tile(tile)
-    budget = parse_bytes(memory_budget) if isinstance(memory_budget, str) else memory_budget
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or budget <= 0):
-        raise UsageError(
-            f"expected memory_budget as '24GiB', a number of bytes, or a fraction of the device up to 1.0, found "
-            f"{budget!r}"
-        )
-    if isinstance(budget, float) and budget > 1:
-        raise UsageError(f"expected a fraction up to 1.0, or a whole number of bytes, as memory_budget, found {budget}")
+    budget = _check_budget("memory_budget", memory_budget, "the device")
+    limit = _check_budget("host_budget", host_budget, "a rank's share of the host's memory")
     if budget is None and offload in ("host", "nvme"):
         warn(f"offload={offload!r} is ignored without a memory_budget: nothing has to leave the device")
+    if limit is not None and budget is None and plan is None:
+        warn("host_budget is ignored without a memory_budget or a plan: nothing has to leave the device")
     found = Machine.named(machine) if isinstance(machine, str) else machine
     policy = PolicyOptions(prefetch, keep_gathered)
     given = Path(plan) if isinstance(plan, str) else plan
@@ -126,6 +124,7 @@ def check_options(
         offload,
         accumulate,
         tile,
+        limit,
     )
 
 
@@ -156,6 +155,17 @@ def _check_tile(tile: object) -> None:
         f"expected tile 'auto' (where no other plan fits the budget), 'none', or numbers of tiles, 2 or more, by the "
         f"name of a module, found {tile!r}"
     )
+
+
+def _check_budget(name: str, asked: int | float | str | None, whole: str) -> int | float | None:
+    budget = parse_bytes(asked) if isinstance(asked, str) else asked
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or budget <= 0):
+        raise UsageError(
+            f"expected {name} as '24GiB', a number of bytes, or a fraction of {whole} up to 1.0, found {budget!r}"
+        )
+    if isinstance(budget, float) and budget > 1:
+        raise UsageError(f"expected a fraction up to 1.0, or a whole number of bytes, as {name}, found {budget}")
+    return budget
 
 
 def _check_accumulate(accumulate: Accumulate, plan: Plan | str | Path | None) -> None:

@@ -100,6 +100,7 @@ def plan(
     world_size: int = 1,
     machine: Machine | str = "h100-sxm",
     memory_budget: int | float | str | None = None,
+    host_budget: int | float | str | None = None,
     recompute: Recompute = "auto",
     offload: Offload = "auto",
     tile: Tiling = "auto",
@@ -117,8 +118,8 @@ def plan(
         optimizer: the optimizer over its parameters.
         batch: one rank's batch of one step: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors
             will do.
-        stage, loss_fn, precision, memory_budget, recompute, offload, tile, prefetch, keep_gathered, accumulate: as for
-            ``zerofx.compile``.
+        stage, loss_fn, precision, memory_budget, host_budget, recompute, offload, tile, prefetch, keep_gathered,
+            accumulate: as for ``zerofx.compile``.
         backend: as for ``zerofx.compile``: what a compiled region holds inside is estimated (``scheduler/fusion.py``),
             an eager one is simulated node by node, to the byte. Times are those of single operators either way.
         world_size: number of ranks.
@@ -130,7 +131,7 @@ def plan(
     check_world_size(world_size)
     options = check_options(
         stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
-        memory_budget, recompute, offload, accumulate, tile,
+        memory_budget, recompute, offload, accumulate, tile, host_budget,
     )  # fmt: skip
     return plan_captured(capture_for_plans(model, optimizer, batch, options), world_size)
 
@@ -140,6 +141,7 @@ class RankOptions(TypedDict, total=False):
 
     machine: Machine | str
     memory_budget: int | float | str | None
+    host_budget: int | float | str | None
     recompute: Recompute
     offload: Offload
     tile: Tiling

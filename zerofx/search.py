@@ -264,6 +264,7 @@ def _options(stage: int, given: RankOptions) -> CompileOptions:
         given.get("recompute", "auto"),
         given.get("offload", "auto"),
         given.get("accumulate", 1),
+        host_budget=given.get("host_budget"),
     )
 
 

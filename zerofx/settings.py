@@ -6,7 +6,8 @@
 ``ZEROFX_DUMP_DIR``    folder for generated files (default: ``zerofx-<user>`` in the system's temporary folder)
 ``ZEROFX_DISABLE``     comma-separated names of passes to leave out (``prefetch`` and ``simplify`` can be)
 ``ZEROFX_VERIFY``      0 no checks, 1 checks after the last pass (default), 2 after every pass
-``ZEROFX_NVME_DIR``    folder for what plans put on nvme; each process makes one of its own in it (default: none)
+``ZEROFX_NVME_DIR``    folder for what plans put on nvme, or several with ``:`` between them, over which it is striped;
+                       each process makes one of its own in each (default: none)
 ``ZEROFX_TIMEOUT``     seconds to wait for other ranks where they must agree (default 600)
 =====================  =========================================================================================
 """
@@ -31,7 +32,7 @@ class Settings:
     disable: frozenset[str]
     verify: int
     timeout_seconds: float
-    nvme_dir: Path | None = None
+    nvme_dirs: tuple[Path, ...] = ()
 
 
 def read_settings() -> Settings:
@@ -40,14 +41,13 @@ def read_settings() -> Settings:
     Raises:
         UsageError: a switch has a value that it cannot have.
     """
-    nvme_dir = os.environ.get("ZEROFX_NVME_DIR")
     return Settings(
         debug=_integer("ZEROFX_DEBUG", 0, 5),
         dump_dir=Path(os.environ.get("ZEROFX_DUMP_DIR") or Path(tempfile.gettempdir()) / f"zerofx-{getpass.getuser()}"),
         disable=frozenset(name for name in os.environ.get("ZEROFX_DISABLE", "").split(",") if name),
         verify=_integer("ZEROFX_VERIFY", 1, 2),
         timeout_seconds=float(_integer("ZEROFX_TIMEOUT", 600, 86_400)),
-        nvme_dir=Path(nvme_dir) if nvme_dir else None,
+        nvme_dirs=tuple(Path(part) for part in os.environ.get("ZEROFX_NVME_DIR", "").split(os.pathsep) if part),
     )
 
 

@@ -56,7 +56,9 @@ class Step(StepBuilder):
                     loss = self._meter(compiled.function, compiled.emitted.functions, *given)
             self._runtime.end()
         except BaseException as error:
-            self._undo(advance, versions, error)
+            failure = self._undo(advance, versions, error)
+            if failure is not error:
+                raise failure from error
             raise
         self._after_step(loss)
         return loss
@@ -107,30 +109,40 @@ class Step(StepBuilder):
         assert self._layout is not None and self._state is not None
         return {b.index: self._state.buckets[b.index].updated._version for b in self._layout.buckets if b.trainable}
 
-    def _undo(self, advance: Advance, versions: Mapping[int, int], error: BaseException) -> None:
-        """Behind a step that failed: count no step for the buckets that had not been updated, and say which had."""
+    def _undo(self, advance: Advance, versions: Mapping[int, int], error: BaseException) -> BaseException:
+        """Behind a step that failed: count no step for the buckets that had not been updated, and say which had.
+
+        Returns what to raise: where another rank has failed, its error says more than that its messages did not come.
+        """
         assert self._layout is not None and self._state is not None and self._runtime is not None
         self._runtime.tiers.settle()
         now = self._versions()
         advance.swap(self._state, [index for index in versions if now[index] == versions[index]])
         if isinstance(error, RankMismatchError) and not self._runtime.has_communicated:
-            return  # all ranks know, and have left the step at the same place
+            return error  # all ranks know, and have left the step at the same place
+        number = self.num_steps + 1
+        elsewhere = self._control.failure()
+        if elsewhere:
+            error = RankMismatchError(f"expected all ranks to run step {number}, found that {elsewhere}")
         updated = [self._layout.buckets[index].name for index in versions if now[index] != versions[index]]
         if updated:
             error.add_note(
-                f"zerofx: when step {self.num_steps + 1} failed, {len(updated)} of {len(versions)} buckets had been "
-                f"updated already ({names(updated)}): restore a checkpoint before training on"
+                f"zerofx: when step {number} failed, {len(updated)} of {len(versions)} buckets had been updated "
+                f"already ({names(updated)}): restore a checkpoint before training on"
             )
         else:
-            error.add_note(f"zerofx: when step {self.num_steps + 1} failed, nothing had been updated yet")
+            error.add_note(f"zerofx: when step {number} failed, nothing had been updated yet")
         if self._control.num_ranks > 1:
-            self._failure = (
-                f"step {self.num_steps + 1} failed on rank {self._control.rank} ({type(error).__name__}: {error})"
+            self._failure = elsewhere or (
+                f"step {number} failed on rank {self._control.rank} ({type(error).__name__}: {error})"
             )
+            self._control.fail(self._failure)
+            self._runtime.abort()
             error.add_note(
-                f"zerofx: rank {self._control.rank} left the step that {self._control.num_ranks} ranks run together: "
-                f"the others wait for it, or have failed before; restart all ranks from a checkpoint"
+                f"zerofx: rank {self._control.rank} left the step that {self._control.num_ranks} ranks run together, "
+                f"which ends it on all of them; restart all ranks from a checkpoint"
             )
+        return error
 
     def _after_step(self, loss: torch.Tensor) -> None:
         self.num_steps += 1

@@ -13,7 +13,7 @@ from torch import nn
 from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout
 from zerofx.building import Prepared, build_within_budget, describe_request, machine_at_hand, prepare
-from zerofx.compiler import CompiledStep
+from zerofx.compiler import CompiledStep, host_budget_bytes
 from zerofx.errors import RankMismatchError, UsageError, warn
 from zerofx.given_plan import take_plan
 from zerofx.guards import LossWatch, ModeWatch, ParameterWatch, claim, guard_model, release
@@ -163,15 +163,16 @@ class StepBuilder(LatestStep):
             prepared.agree(self._control)
             machine = self._machine or machine_at_hand(prepared.captured.device)
             compiled = build_within_budget(prepared, machine, self.options, self.settings, self._control)
-        self._prepare_tiers(compiled, prepared.captured.device)
+        self._prepare_tiers(compiled, prepared.captured.device, machine)
         if self._state is None:
             self._take_over(prepared.layout, prepared.binding, prepared.captured.device, compiled.plan.states)
             self._allocate_states(prepared.programs)
         self._machine = machine
         return compiled
 
-    def _prepare_tiers(self, compiled: CompiledStep, device: torch.device) -> None:
-        tiers = self._tiers = self._tiers or Tiers(device, self.settings.nvme_dir)
+    def _prepare_tiers(self, compiled: CompiledStep, device: torch.device, machine: Machine) -> None:
+        limit = host_budget_bytes(self.options.host_budget, machine)
+        tiers = self._tiers = self._tiers or Tiers(device, self.settings.nvme_dirs, limit)
         peaks = compiled.plan.peak_bytes
         if "nvme" in peaks:
             purpose = "prepare the nvme tier"

@@ -21,7 +21,7 @@ from zerofx.scheduler.activations import Level, Segment, crossing_values, menu, 
 from zerofx.scheduler.items import Activations, Captured, Question, items_of, plan_of
 from zerofx.scheduler.machine import Link, Machine, Nvme, copy_seconds
 from zerofx.scheduler.moves import order_moves
-from zerofx.scheduler.offload import Wish, away_seconds, entries, joint_menu, place
+from zerofx.scheduler.offload import Room, Wish, away_seconds, entries, joint_menu, place
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.timeline import runs, seconds_by_place
 
@@ -86,7 +86,7 @@ def test_a_buffer_that_the_next_micro_batch_reads_stays() -> None:
         (stays if max(forward, default=0) > min(backward) else goes).append(node.name)
     assert stays and goes
     wishes = [Wish(name, "by hand") for name in (*stays, *goes)]
-    placed = {decision.value for decision in place(step, wishes, seconds, H100, {"host": 1 << 30})}
+    placed = {decision.value for decision in place(step, wishes, seconds, H100, Room({"host": 1 << 30}, 1 << 30))}
     assert placed and not placed.intersection(stays)
 
 

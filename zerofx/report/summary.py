@@ -48,6 +48,7 @@ def summary(step: Step, compiled: CompiledStep | None, measured: Measurement | N
         _shares(peak_memory(compiled.graph, compiled.simulation.live)),
         "",
         bucket_table(plan),
+        *(["", _links(compiled, measured)] if plan.link_bytes else []),
     ]
     why = list(_why(plan))
     return "\n".join([*lines, "", *why] if why else lines)
@@ -79,6 +80,29 @@ def _predictions(plan: Plan, measured: Measurement | None) -> str:
         lines = [[*line, text] for line, text in zip(lines, found, strict=True)]
     align = ("left", *["right"] * (len(headers) - 1))
     return tabulate(lines, headers, colalign=align, disable_numparse=True, tablefmt="simple")
+
+
+def _links(compiled: CompiledStep, measured: Measurement | None) -> str:
+    """A line for each stream that copies between tiers: its bytes, time and bandwidth, predicted and measured, and how
+    much of the measured time was beside computation."""
+    busy = compiled.simulation.busy_by_stream
+    headers = ["copies between tiers", "bytes", "predicted", "per second"]
+    lines = []
+    for stream, num_bytes in compiled.plan.link_bytes.items():
+        line = [stream, format_bytes(num_bytes), format_seconds(busy[stream]), _speed(num_bytes, busy[stream])]
+        use = measured.streams.get(stream) if measured is not None else None
+        if use is not None:
+            hidden = use.hidden_seconds / use.busy_seconds if use.busy_seconds else 0.0
+            line += [format_seconds(use.busy_seconds), _speed(use.num_bytes, use.busy_seconds), f"{hidden:.0%}"]
+        lines.append(line)
+    if measured is not None:
+        headers += ["measured", "per second", "beside computation"]
+    align = ("left", *["right"] * (len(headers) - 1))
+    return tabulate(lines, headers, colalign=align, disable_numparse=True, tablefmt="simple")
+
+
+def _speed(num_bytes: int, seconds: float) -> str:
+    return f"{format_bytes(num_bytes / seconds)}/s" if seconds else ""
 
 
 def _beside(measured: int, predicted: int) -> str:

@@ -3,18 +3,27 @@
 On a CPU (gloo) a collective is point-to-point messages between all pairs of ranks, which is faster than gloo's own
 all-gather and reduce-scatter, takes no hidden buffers, and lets the sum be taken in rank order: results depend neither
 on timing nor on how parameters are divided into buckets. On CUDA it is NCCL's, on a stream of its own.
+
+Messages go through a gloo group of the step's own: a rank whose step fails closes its connections there, so that the
+others fail too rather than wait for it, and the user's process group stays as it is. Under NCCL that is left to
+NCCL's own watchdog.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+_PATIENCE_SECONDS = 3600.0  # for a rank that neither comes nor fails: a step on a CPU can take minutes
+_NEVER_SENT = 2**31 - 1  # a tag that no message has
 
 
 @dataclass
@@ -38,9 +47,12 @@ class Transport(Protocol):
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None: ...
 
+    def abort(self) -> None:
+        """Behind a step that failed here: let ranks that wait for this one fail. Nothing can be moved after it."""
+
 
 class PointToPoint:
-    """Messages between all pairs of ranks of a gloo group."""
+    """Messages between all pairs of ranks of a gloo group that nobody else uses."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -97,6 +109,9 @@ class PointToPoint:
             if self.rank == 0:
                 self.sent_bytes += tensor.nbytes * (self.num_ranks - 1)
 
+    def abort(self) -> None:
+        close_connections(self._group)
+
     def _tag(self) -> int:
         self._next_tag += 1
         return self._next_tag
@@ -143,6 +158,9 @@ class Nccl:
             if self.rank == 0:
                 self.sent_bytes += tensor.nbytes * (self.num_ranks - 1)
 
+    def abort(self) -> None:
+        """Nothing: NCCL's watchdog ends ranks that wait too long."""
+
     def _start(
         self, result: torch.Tensor, launch: Callable[[], object], used: Sequence[torch.Tensor]
     ) -> Pending[torch.Tensor]:
@@ -164,10 +182,30 @@ class Nccl:
 
 
 def make_transport(group: dist.ProcessGroup | None, device: torch.device) -> Transport | None:
-    """The transport for a device; None for a world of one, where no step has a collective."""
+    """The transport for a device; None for a world of one, where no step has a collective. Collective itself."""
     if group is None or dist.get_world_size(group) == 1:
         return None
-    return Nccl(group, device) if device.type == "cuda" else PointToPoint(group)
+    if device.type == "cuda":
+        return Nccl(group, device)
+    own = dist.new_group(
+        dist.get_process_group_ranks(group), backend="gloo", timeout=timedelta(seconds=_PATIENCE_SECONDS)
+    )
+    assert isinstance(own, dist.ProcessGroup)
+    return PointToPoint(own)
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections of a gloo group: ranks that wait for it there, or come to, fail at once.
+
+    No call of gloo's does that for a process that lives on, but a message that does not come in time does.
+    """
+    rank = dist.get_rank(group)
+    for peer in range(dist.get_world_size(group)):
+        if peer != rank:
+            with contextlib.suppress(RuntimeError):
+                late = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+                assert late is not None
+                late.wait(timedelta(milliseconds=1))
 
 
 def is_on_cpu(device: torch.device) -> bool:

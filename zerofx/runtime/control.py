@@ -7,6 +7,7 @@ store, and who left none was not there.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import socket
 import time
@@ -21,12 +22,14 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # docum
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zerofx.errors import RankMismatchError, ZeroFXError
+from zerofx.runtime.collectives import close_connections
 
 T = TypeVar("T")
 
 _PURPOSE_BYTES = 96  # of a header; the rest is a SHA-256
 _GRACE_SECONDS = 1.0  # for the others' notes, once waiting has failed here
 _SHOWN_LINES = 3
+_FAILED = "failed"  # key of the first failure of a rank
 
 WORK_SECONDS = 3600.0  # how long ranks wait for one another's share of capturing, planning and compiling
 
@@ -187,6 +190,23 @@ class Control:
                 raise RankMismatchError(f"expected all ranks to {purpose}, found that rank {rank} could not: {failure}")
         return result
 
+    def fail(self, what: str) -> None:
+        """Tell the other ranks that this one has failed, and how; from here on they fail where they wait for it."""
+        if self._group is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(_FAILED, "", what)
+        close_connections(self._group)
+
+    def failure(self) -> str:
+        """``rank 1 ...``: the first failure that a rank has told of; empty where none has."""
+        if self._group is None:
+            return ""
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([_FAILED]):
+                return self._store.get(_FAILED).decode()
+        return ""
+
     def ranks_of_host(self, purpose: str) -> list[int]:
         """The ranks on this rank's host, itself among them, in order."""
         hosts = self.gather(socket.gethostname(), purpose)
@@ -221,7 +241,12 @@ class Control:
         return values
 
     def _absence(self, purpose: str, error: Exception, timeout: timedelta) -> RankMismatchError:
-        """The error for a meeting that failed, with the ranks that were not there."""
+        """The error for a meeting that failed, with the rank that has failed before or those that were not there."""
+        if failure := self.failure():
+            return RankMismatchError(
+                f"expected all {self.num_ranks} ranks to {purpose}, found that {failure}. Restart all ranks from a "
+                f"checkpoint"
+            )
         keys = [f"{self._num_meetings}/{rank}" for rank in range(self.num_ranks)]
         missing = "some"
         try:

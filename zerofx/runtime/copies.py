@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from zerofx.runtime.spans import SpanLog
 from zerofx.scheduler.streams import TO_DEVICE, TO_HOST
 
 
@@ -60,13 +61,14 @@ class Workers:
 class ThreadCopies:
     """Copies on a CPU machine: a thread for each direction."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: SpanLog) -> None:
+        self._log = log
         self._workers = {stream: Workers(stream) for stream in (TO_HOST, TO_DEVICE)}
 
     def start(
         self, stream: str, source: torch.Tensor, destination: torch.Tensor, after: Callable[[], None] | None = None
     ) -> Copy:
-        return _ThreadCopy(self._workers[stream].submit(_Job(source, destination, after).run))
+        return _ThreadCopy(self._workers[stream].submit(_Job(stream, source, destination, after, self._log).run))
 
     def settle(self) -> None:
         for workers in self._workers.values():
@@ -80,7 +82,15 @@ class ThreadCopies:
 class _Job:
     """One copy. It lets go of its tensors before it is known to be done, so that computation frees their memory."""
 
-    def __init__(self, source: torch.Tensor, destination: torch.Tensor, after: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        stream: str,
+        source: torch.Tensor,
+        destination: torch.Tensor,
+        after: Callable[[], None] | None,
+        log: SpanLog,
+    ) -> None:
+        self._stream, self._log = stream, log
         self._source: torch.Tensor | None = source
         self._destination: torch.Tensor | None = destination
         self._after = after
@@ -90,7 +100,8 @@ class _Job:
             assert self._source is not None and self._destination is not None, "a copy is run once"
             if self._after is not None:
                 self._after()
-            self._destination.copy_(self._source)
+            with self._log.span(self._stream, self._source.nbytes):
+                self._destination.copy_(self._source)
         finally:
             self._source = self._destination = self._after = None
 
@@ -113,15 +124,16 @@ class CudaCopies:
     still to be read from a file is launched by a thread, once it has been.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, log: SpanLog) -> None:
+        self._device, self._log = device, log
         self._streams = {stream: torch.cuda.Stream(device) for stream in (TO_HOST, TO_DEVICE)}
         self._launcher = Workers("launch")
 
     def start(
         self, stream: str, source: torch.Tensor, destination: torch.Tensor, after: Callable[[], None] | None = None
     ) -> Copy:
-        reached, done = torch.cuda.Event(), torch.cuda.Event()
+        timed = self._log.running
+        reached, done = torch.cuda.Event(), torch.cuda.Event(enable_timing=timed)
         reached.record(torch.cuda.current_stream(self._device))
 
         def launch() -> None:
@@ -129,8 +141,12 @@ class CudaCopies:
                 after()
             with torch.cuda.stream(self._streams[stream]):
                 self._streams[stream].wait_event(reached)
+                begun = torch.cuda.Event(enable_timing=timed)
+                begun.record(self._streams[stream])
                 destination.copy_(source, non_blocking=True)
                 done.record(self._streams[stream])
+            if timed:
+                self._log.add_events(stream, begun, done, source.nbytes)
 
         if after is None:
             launch()

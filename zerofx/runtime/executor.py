@@ -42,6 +42,11 @@ class Runtime:
         """A step without a collective has ended too."""
         self._agree()
 
+    def abort(self) -> None:
+        """Behind a step that failed here: let ranks that wait for this one in a collective fail too."""
+        if self._transport is not None:
+            self._transport.abort()
+
     @property
     def has_communicated(self) -> bool:
         """Whether the step has begun with its first collective."""

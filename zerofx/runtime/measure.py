@@ -22,8 +22,10 @@ from zerofx.buckets import BucketLayout
 from zerofx.graph import Role, StepGraph, placeholder
 from zerofx.runtime.collectives import Pending
 from zerofx.runtime.executor import Runtime, StepFunction, functions_of, with_functions
+from zerofx.runtime.spans import Span, SpanLog, StreamUse, stream_uses
 from zerofx.runtime.tiers import Stored
 from zerofx.scheduler.storage import storage_bytes
+from zerofx.scheduler.streams import COMPUTE, HOST
 
 T = TypeVar("T")
 
@@ -34,7 +36,8 @@ class Measurement:
 
     ``exposed_seconds`` is the time in which computation waited for collectives and for copies between tiers.
     ``model_state_bytes`` counts the tensors that are there, and gradients as ZeRO does (1910.02054, section 3).
-    ``region_seconds`` are those of one call of each distinct region, by the region's key.
+    ``region_seconds`` are those of one call of each distinct region, by the region's key. ``timeline`` is one step's:
+    when regions ran, and when each copy between tiers was under way; ``streams`` sums it up.
     """
 
     peak_bytes: dict[str, int]
@@ -45,6 +48,12 @@ class Measurement:
     num_steps: int
     link_bytes: dict[str, int] = field(default_factory=dict)
     region_seconds: Mapping[str, float] = field(default_factory=dict)
+    timeline: tuple[Span, ...] = ()
+
+    @property
+    def streams(self) -> dict[str, StreamUse]:
+        """What each stream did in the step of ``timeline``: bytes, seconds, and how many of these were hidden."""
+        return stream_uses(self.timeline)
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,7 @@ class _Run:
     tier_peaks: dict[str, int]
     link_bytes: dict[str, int]
     region_seconds: dict[str, float]
+    timeline: tuple[Span, ...]
 
 
 class Meter:
@@ -84,21 +94,24 @@ class Meter:
         """
         self._state = state
         last = len(self._runs) == self._num_steps - 1
-        waits, regions = _Stopwatch(self._device), _Stopwatch(self._device)
+        log = runtime.tiers.log
+        waits, regions = _Stopwatch(self._device), _Stopwatch(self._device, log)
         timed = _TimedRuntime(runtime, waits)
         called = functions_of(function, functions.values())
         function = with_functions(
-            function, {name: _timed(called[name], key, regions) for key, name in functions.items()}
+            function, {name: _TimedRegion(called[name], key, regions) for key, name in functions.items()}
         )
         sent, moved = runtime.sent_bytes, dict(runtime.tiers.moved_bytes)
         runtime.tiers.reset_peak()
         peak = CudaPeak(self._device) if self._device.type == "cuda" else CpuPeak() if last else None
         _synchronise(self._device)
         with peak or contextlib.nullcontext():
+            log.start(self._device)
             began = time.perf_counter()
             loss = function(timed, state, batch)  # type: ignore[arg-type]  # has a runtime's methods
             _synchronise(self._device)
             seconds = time.perf_counter() - began
+            timeline = log.stop()
         held = persistent_bytes((*state.values(), *batch.values()))
         self._runs.append(
             _Run(
@@ -114,6 +127,7 @@ class Meter:
                     if size > moved[stream]
                 },
                 region_seconds={key: statistics.fmean(spans) for key, spans in regions.spans().items()},
+                timeline=timeline,
             )
         )
         return loss
@@ -130,6 +144,7 @@ class Meter:
             num_steps=len(self._runs),
             link_bytes=self._runs[-1].link_bytes,
             region_seconds=_medians([run.region_seconds for run in timed]),
+            timeline=timed[-1].timeline,
         )
 
     def _model_state_bytes(self, step: StepGraph, layout: BucketLayout, stage: int) -> int:
@@ -161,25 +176,28 @@ def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class _Stopwatch:
-    """Spans of time by name: of the host, or of a CUDA device's compute stream."""
+    """Spans of time by name: of the host, or of a CUDA device's compute stream; also noted in ``log``, if given."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, log: SpanLog | None = None) -> None:
+        self._log = log or SpanLog()
         self._on_cuda = device.type == "cuda"
         self._seconds: dict[str, list[float]] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
-    def running(self, name: str) -> Iterator[None]:
-        if self._on_cuda:
+    def running(self, name: str, stream: str = COMPUTE) -> Iterator[None]:
+        if self._on_cuda and stream == COMPUTE:
             # The host runs ahead of a CUDA device; what the device's stream takes lies between these two events.
             before, behind = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             before.record()
             yield
             behind.record()
             self._events.append((name, before, behind))
+            self._log.add_events(stream, before, behind)
         else:
             began = time.perf_counter()
-            yield
+            with self._log.span(stream):
+                yield
             self._seconds.setdefault(name, []).append(time.perf_counter() - began)
 
     def spans(self) -> dict[str, list[float]]:
@@ -190,12 +208,21 @@ class _Stopwatch:
         return found
 
 
-def _timed(function: Callable[[list[Any]], Any], key: str, watch: _Stopwatch) -> Callable[[list[Any]], Any]:
-    def call(inputs: list[Any]) -> Any:
-        with watch.running(key):
-            return function(inputs)
+@dataclass(frozen=True)
+class _TimedRegion:
+    """A region function with a stopwatch."""
 
-    return call
+    function: Callable[[list[Any]], Any]
+    key: str
+    watch: _Stopwatch
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        with self.watch.running(self.key):
+            return self.function(inputs)
+
+    def on_host(self, inputs: list[Any]) -> Any:
+        with self.watch.running(self.key, HOST):
+            return self.function(inputs)
 
 
 class _TimedRuntime:
@@ -211,6 +238,9 @@ class _TimedRuntime:
     def wait(self, pending: Pending[T], source: object = None) -> T:
         with self._waits.running("wait"):
             return self._runtime.wait(pending, source)
+
+    def host(self, function: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        return self._runtime.host(function.on_host if isinstance(function, _TimedRegion) else function, inputs)
 
     def broadcast(self, buffers: list[torch.Tensor]) -> None:
         with self._waits.running("broadcast"):

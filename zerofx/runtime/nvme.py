@@ -1,192 +1,257 @@
-"""Memory of the nvme tier: files in a folder of this process's own, read and written past the page cache.
+"""Memory of the nvme tier: files read and written past the page cache, striped over drives, and checked when read.
 
-The folder lies in the one that ``ZEROFX_NVME_DIR`` names. It is removed when the step is closed or the process ends;
-what a process that was killed has left is removed by the next one that comes.
+A tensor is cut into blocks that go round the drives in turn. Each drive has threads for reading and others for writing,
+so that many blocks are under way at once, and what is read ahead does not queue behind what is written behind. The
+hash of every block (XXH3, 64 bits, which runs at the speed of memory) is taken on other threads while it is written,
+kept in this process, and compared when the block is read: what a drive, or another program, has changed or cut short is
+never trained on.
 """
 
 from __future__ import annotations
 
-import contextlib
+import concurrent.futures
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
-import uuid
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import xxhash
 
-from zerofx.errors import TierError, UsageError
+from zerofx.errors import TierError
 from zerofx.report.units import format_bytes
 from zerofx.runtime.copies import Workers
-from zerofx.runtime.host_memory import PAGE, size_class
+from zerofx.runtime.nvme_folders import OwnFolder
+from zerofx.runtime.spans import SpanLog
+from zerofx.scheduler.blocks import PAGE, whole_pages
+from zerofx.scheduler.streams import NVME_READ, NVME_WRITE
 
-_PREFIX = "zerofx-"
-_NUM_THREADS = 4  # transfers under way at once: a drive needs several to be busy
-_CHUNK_BYTES = 1 << 24  # of one system call
+BLOCK_BYTES = 1 << 22  # what one thread moves at a time, and what has one hash
+NUM_THREADS = 4  # for each drive and direction: a drive needs several transfers under way to be busy
+_NUM_HASHERS = 2
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-def check_folder(folder: Path | None, num_bytes: int) -> Path:
-    """The folder for files, if it can hold ``num_bytes``.
+class Part(NamedTuple):
+    """One drive's share of a file."""
 
-    Raises:
-        UsageError: there is none, it cannot be written to, or it has not enough space left.
-    """
-    if folder is None:
-        raise UsageError(
-            f"expected a folder for the {format_bytes(num_bytes)} that the plan puts on nvme, found none: set "
-            f"ZEROFX_NVME_DIR to a folder on a local drive"
-        )
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        what = "cannot be written to" if folder.is_dir() else "is no folder"
-        raise UsageError(f"expected ZEROFX_NVME_DIR to be a folder that can be written to, found that {folder} {what}")
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise UsageError(
-            f"expected {format_bytes(num_bytes)} of space in {folder} for what the plan puts on nvme, found "
-            f"{format_bytes(free)}: free some, or set ZEROFX_NVME_DIR to another drive"
-        )
-    return folder
+    drive: int
+    path: Path
+
+
+class NvmeFile:
+    """Where a tensor's bytes are: block ``k`` is in ``parts[k % len(parts)]``, behind the blocks before it there."""
+
+    def __init__(self, parts: tuple[Part, ...], num_bytes: int) -> None:
+        self.parts = parts
+        self.num_bytes = num_bytes
+        self.hashes: list[int | None] = [None] * self.num_blocks  # None: not written since the file was taken
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_bytes // BLOCK_BYTES)
+
+    @property
+    def file_bytes(self) -> int:
+        """What it takes on the drives: whole pages."""
+        return whole_pages(self.num_bytes)
+
+    def place(self, block: int) -> tuple[Part, int]:
+        """The part that a block is in, and its offset there in bytes."""
+        return self.parts[block % len(self.parts)], block // len(self.parts) * BLOCK_BYTES
+
+    def span(self, block: int) -> tuple[int, int]:
+        """The first byte of a block in the tensor, and how many there are."""
+        start = block * BLOCK_BYTES
+        return start, min(BLOCK_BYTES, self.num_bytes - start)
+
+
+class Transfer:
+    """Blocks under way."""
+
+    def __init__(self, blocks: Sequence[Future[None]]) -> None:
+        self._blocks = blocks
+
+    def result(self) -> None:
+        """Block until nothing of it is under way.
+
+        Raises:
+            TierError: one of the blocks could not be written, or is not what was written when it is read.
+        """
+        concurrent.futures.wait(self._blocks)
+        for block in self._blocks:
+            block.result()
 
 
 class NvmeFiles:
-    """Files of bytes, a tensor each; files that are given back are written over by later ones of their size class.
+    """Files of bytes, a tensor each, striped over a folder of this process's own in each of ``parents``.
+
+    Files that are given back are written over by later ones of their size, and removed where ``reserve`` asks for it.
+    ``log`` notes when blocks are written and read.
 
     Raises:
-        UsageError: a folder cannot be made in ``parent``.
+        UsageError: a folder cannot be made in one of ``parents``.
     """
 
-    def __init__(self, parent: Path) -> None:
+    def __init__(self, parents: Sequence[Path], log: SpanLog | None = None) -> None:
+        self._log = log or SpanLog()
+        self._folders: list[OwnFolder] = []
         try:
-            _remove_left_over(parent)
-            self._folder, lock = _own_folder(parent)
-            self._direct = _direct_flag(self._folder)
-        except OSError as error:
-            raise UsageError(
-                f"expected ZEROFX_NVME_DIR to be a folder that can be written to, found that {parent} is none ({error})"
-            ) from error
-        self._workers = Workers("nvme", _NUM_THREADS)
-        self._free: dict[int, list[Path]] = {}
-        self._num_files = 0
-        self._remove = weakref.finalize(self, _remove_own, os.getpid(), self._folder, lock)
+            for parent in parents:
+                self._folders.append(OwnFolder(parent))
+        except BaseException:
+            self._remove()
+            raise
+        self._readers = [Workers(f"nvme-read-{number}", NUM_THREADS) for number in range(len(parents))]
+        self._writers = [Workers(f"nvme-write-{number}", NUM_THREADS) for number in range(len(parents))]
+        self._hashers = Workers("nvme-hash", _NUM_HASHERS)
+        self._free: dict[int, list[NvmeFile]] = {}
+        self._num_files = self._file_bytes = self._reserved_bytes = 0
 
-    def take(self, num_bytes: int) -> Path:
+    def reserve(self, num_bytes: int) -> None:
+        """Keep files for ``num_bytes`` at most, those that are in use aside."""
+        self._reserved_bytes = num_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all files, those that wait for reuse among them."""
+        return self._file_bytes
+
+    def take(self, num_bytes: int) -> NvmeFile:
         """A file for ``num_bytes``."""
-        free = self._free.get(size_class(num_bytes))
+        size = whole_pages(num_bytes)
+        free = self._free.get(size)
         if free:
-            return free.pop()
+            return NvmeFile(free.pop().parts, num_bytes)
+        self._make_room(size)
         self._num_files += 1
-        return self._folder / f"{self._num_files}.bin"
+        self._file_bytes += size
+        # Files begin on one drive after the other, so that short ones spread as well.
+        num_drives = len(self._folders)
+        drives = [(self._num_files + number) % num_drives for number in range(num_drives)]
+        name = f"{self._num_files}.bin"
+        return NvmeFile(tuple(Part(drive, self._folders[drive].path / name) for drive in drives), num_bytes)
 
-    def give_back(self, path: Path, num_bytes: int) -> None:
+    def give_back(self, file: NvmeFile) -> None:
         """Take back a file that nothing reads or writes any more."""
-        self._free.setdefault(size_class(num_bytes), []).append(path)
+        self._free.setdefault(file.file_bytes, []).append(file)
 
-    def write(self, path: Path, buffer: torch.Tensor, num_bytes: int, after: Callable[[], None]) -> Future[None]:
-        """Write the first ``num_bytes`` of a page-aligned block, once ``after`` has returned."""
+    def _make_room(self, num_bytes: int) -> None:
+        for size in sorted(self._free, reverse=True):
+            while self._free[size] and self._file_bytes + num_bytes > self._reserved_bytes:
+                for part in self._free[size].pop().parts:
+                    part.path.unlink(missing_ok=True)
+                self._file_bytes -= size
 
-        def job() -> None:
-            after()
-            self._move(path, buffer, num_bytes, os.O_WRONLY | os.O_CREAT, os.pwritev, "written")
+    def write(self, file: NvmeFile, buffer: torch.Tensor, after: Callable[[], None]) -> Transfer:
+        """Write the file from a page-aligned host block, once ``after`` has returned."""
+        file.hashes = [None] * file.num_blocks
+        written = self._start(self._writers, file, partial(self._write_block, file, buffer, after))
+        hash_block = partial(_hash_block, file, file.hashes, buffer, after)
+        return Transfer([*written, *(self._hashers.submit(partial(hash_block, n)) for n in range(file.num_blocks))])
 
-        return self._workers.submit(job)
+    def read(self, file: NvmeFile, buffer: torch.Tensor) -> Transfer:
+        """Read the file into a page-aligned host block, and compare every block with what was written."""
+        return Transfer(self._start(self._readers, file, partial(self._read_block, file, buffer)))
 
-    def read(self, path: Path, buffer: torch.Tensor, num_bytes: int) -> Future[None]:
-        """Read ``num_bytes`` into a page-aligned block."""
-        return self._workers.submit(partial(self._move, path, buffer, num_bytes, os.O_RDONLY, os.preadv, "read"))
+    def _start(self, workers: Sequence[Workers], file: NvmeFile, job: Callable[[int], None]) -> list[Future[None]]:
+        blocks = range(file.num_blocks)
+        return [workers[file.place(block)[0].drive].submit(partial(job, block)) for block in blocks]
 
     def settle(self) -> None:
         """Block until nothing is under way."""
-        self._workers.settle()
+        for workers in (*self._readers, *self._writers, self._hashers):
+            workers.settle()
 
     def close(self) -> None:
-        """Remove all files, and the folder."""
-        self._workers.close()
+        """Remove all files, and the folders."""
+        for workers in (*self._readers, *self._writers, self._hashers):
+            workers.close()
         self._remove()
 
-    def _move(
-        self, path: Path, buffer: torch.Tensor, num_bytes: int, flags: int, call: Callable[..., int], what: str
-    ) -> None:
-        whole = -(-num_bytes // PAGE) * PAGE
-        view = memoryview((ctypes.c_char * whole).from_address(buffer.data_ptr()))
+    def _remove(self) -> None:
+        for folder in self._folders:
+            folder.remove()
+
+    def _write_block(self, file: NvmeFile, buffer: torch.Tensor, after: Callable[[], None], block: int) -> None:
+        after()
+        part, offset = file.place(block)
+        start, length = file.span(block)
+        view, path = _bytes(buffer, start, whole_pages(length)), part.path
         try:
-            file = os.open(path, flags | self._direct, 0o600)
-            try:
-                done = 0
-                while done < whole:
-                    moved = call(file, [view[done : done + _CHUNK_BYTES]], done)
-                    if moved == 0:
-                        raise OSError(errno.EIO, f"the file ends at {done} bytes")
-                    done += moved
-            finally:
-                os.close(file)
+            with self._log.span(NVME_WRITE, length):
+                self._move(part, os.O_WRONLY | os.O_CREAT, os.pwritev, view, offset)
+        except OSError as error:
+            file.hashes = [None] * file.num_blocks
+            raise TierError(_write_failure(path, offset, length, error)) from error
+
+    def _read_block(self, file: NvmeFile, buffer: torch.Tensor, block: int) -> None:
+        part, offset = file.place(block)
+        start, length = file.span(block)
+        view, path = _bytes(buffer, start, whole_pages(length)), part.path
+        expected = file.hashes[block]
+        if expected is None:
+            raise TierError(
+                f"expected bytes {offset} to {offset + length} of {path} to have been written, found that they were "
+                f"not, or not wholly: look for the error of the step that wrote them"
+            )
+        try:
+            with self._log.span(NVME_READ, length):
+                moved = self._move(part, os.O_RDONLY, os.preadv, view, offset)
         except OSError as error:
             raise TierError(
-                f"expected {format_bytes(num_bytes)} of the nvme tier to be {what}, found that {path} could not be "
-                f"({error}): look at the drive behind ZEROFX_NVME_DIR, and restart from a checkpoint"
+                f"expected to read bytes {offset} to {offset + length} of {path}, found that they could not be "
+                f"({error}): look at the drive behind ZEROFX_NVME_DIR"
             ) from error
+        if moved < length:
+            raise TierError(
+                f"expected {length} bytes at {offset} of {path}, found that the file ends at {offset + moved} bytes: "
+                f"something has cut it short; let no other program write to ZEROFX_NVME_DIR, and look at the drive"
+            )
+        found = xxhash.xxh3_64_intdigest(view[:length])
+        if found != expected:
+            raise TierError(
+                f"expected the hash {expected:016x} of bytes {offset} to {offset + length} of {path}, found "
+                f"{found:016x}: they are not what was written; let no other program write to ZEROFX_NVME_DIR, and look "
+                f"at the drive"
+            )
 
-
-def _own_folder(parent: Path) -> tuple[Path, int]:
-    """A fresh folder, and the descriptor of the file beside it that is locked for as long as this process lives."""
-    while True:
-        folder = parent / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        path = folder.with_suffix(".lock")
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        # Another process may have taken the fresh file for a left one, before it was locked.
-        if _try_lock(lock) and path.exists() and os.stat(path).st_ino == os.fstat(lock).st_ino:
-            folder.mkdir(mode=0o700)
-            return folder, lock
-        os.close(lock)
-
-
-def _remove_left_over(parent: Path) -> None:
-    """Remove the folders of processes that are gone."""
-    for path in parent.glob(f"{_PREFIX}*.lock"):
+    def _move(self, part: Part, flags: int, call: Callable[..., int], view: memoryview, offset: int) -> int:
+        """Bytes moved between ``view`` and the file at ``offset``; fewer than asked for where the file ends."""
+        file = os.open(part.path, flags | self._folders[part.drive].direct_flag, 0o600)
         try:
-            lock = os.open(path, os.O_RDWR)
-        except OSError:
-            continue  # removed meanwhile, or another user's
-        if _try_lock(lock):
-            _remove_folder(path.with_suffix(""), lock)
-        else:
-            os.close(lock)
+            done = 0
+            while done < len(view):
+                moved = call(file, [view[done:]], offset + done)
+                done += moved
+                if moved % PAGE or not moved:
+                    break
+            return done
+        finally:
+            os.close(file)
 
 
-def _remove_own(process: int, folder: Path, lock: int) -> None:
-    """Remove the folder, unless this is a copy of the process that made it."""
-    if os.getpid() == process:
-        _remove_folder(folder, lock)
+def _bytes(buffer: torch.Tensor, start: int, length: int) -> memoryview:
+    return memoryview((ctypes.c_char * length).from_address(buffer.data_ptr() + start)).cast("B")
 
 
-def _remove_folder(folder: Path, lock: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.with_suffix(".lock").unlink(missing_ok=True)
-    os.close(lock)
+def _hash_block(
+    file: NvmeFile, hashes: list[int | None], buffer: torch.Tensor, after: Callable[[], None], block: int
+) -> None:
+    """Note the hash of a block that is being written; ``hashes`` are no longer the file's where that fails."""
+    after()
+    hashes[block] = xxhash.xxh3_64_intdigest(_bytes(buffer, *file.span(block)))
 
 
-def _try_lock(lock: int) -> bool:
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
-
-
-def _direct_flag(folder: Path) -> int:
-    """``O_DIRECT`` where the file system has it; some, such as those in memory, have not."""
-    probe = folder / "probe"
-    flag = getattr(os, "O_DIRECT", 0)
-    try:
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | flag, 0o600))
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return 0
-    finally:
-        probe.unlink(missing_ok=True)
-    return flag
+def _write_failure(path: Path, offset: int, length: int, error: OSError) -> str:
+    text = f"expected to write bytes {offset} to {offset + length} of {path}, found that they could not be ({error})"
+    if error.errno not in _NO_ROOM:
+        return f"{text}: look at the drive behind ZEROFX_NVME_DIR"
+    free = format_bytes(shutil.disk_usage(path.parent).free)
+    return f"{text}, with {free} free: free some, or set ZEROFX_NVME_DIR to other drives or to more of them"

@@ -7,7 +7,7 @@ the step; other threads only move bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -18,11 +18,13 @@ from zerofx.graph import DEVICE
 from zerofx.runtime.collectives import Pending
 from zerofx.runtime.copies import Copies, CudaCopies, ThreadCopies
 from zerofx.runtime.host_memory import HostMemory
-from zerofx.runtime.nvme import NvmeFiles, check_folder
+from zerofx.runtime.nvme import NvmeFile, NvmeFiles
+from zerofx.runtime.nvme_folders import check_folders
+from zerofx.runtime.spans import SpanLog
 from zerofx.scheduler.storage import storage_bytes
 from zerofx.scheduler.streams import LINKS, NVME_READ, NVME_WRITE, TO_DEVICE, TO_HOST
 
-P = TypeVar("P", torch.Tensor, Path)
+P = TypeVar("P", torch.Tensor, NvmeFile)
 T = TypeVar("T")
 Place: TypeAlias = "torch.Tensor | Stored"
 
@@ -47,11 +49,11 @@ class Lease(Generic[P]):
 class Stored:
     """A tensor's bytes in a slower tier, there until the last name for it goes."""
 
-    def __init__(self, like: torch.Tensor | Stored, lease: Lease[torch.Tensor] | Lease[Path]) -> None:
+    def __init__(self, like: torch.Tensor | Stored, lease: Lease[torch.Tensor] | Lease[NvmeFile]) -> None:
         self.shape: torch.Size = like.shape
         self.dtype: torch.dtype = like.dtype
         self.stride: tuple[int, ...] = like.stride() if isinstance(like, torch.Tensor) else like.stride
-        self.lease: Lease[torch.Tensor] | Lease[Path] = lease
+        self.lease: Lease[torch.Tensor] | Lease[NvmeFile] = lease
         self.landed: Callable[[], None] | None = None  # blocks until the host may read what was last copied here
 
     @property
@@ -68,13 +70,14 @@ class Stored:
 class Tiers:
     """The tiers beyond one device. Nothing is allocated, and no thread started, before the first copy.
 
-    ``moved_bytes`` counts what each stream has moved so far.
+    ``moved_bytes`` counts what each stream has moved so far, and ``log`` notes when, where that is asked for.
     """
 
-    def __init__(self, device: torch.device, nvme_folder: Path | None) -> None:
+    def __init__(self, device: torch.device, nvme_folders: Sequence[Path], host_budget: int | None = None) -> None:
         self._device = device
-        self._nvme_folder = nvme_folder
-        self._host = HostMemory(pinned=device.type == "cuda")
+        self._nvme_folders = tuple(nvme_folders)
+        self._host = HostMemory(device.type == "cuda", host_budget)
+        self.log = SpanLog()
         self._copies: Copies | None = None
         self._files: NvmeFiles | None = None
         self._host_thread: ThreadPoolExecutor | None = None
@@ -86,6 +89,11 @@ class Tiers:
     def held_bytes(self) -> dict[str, int]:
         """Bytes in each slower tier now."""
         return dict(self._held)
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Bytes of the host's blocks, those that wait for reuse among them: at most the host budget."""
+        return self._host.num_bytes
 
     @property
     def peak_bytes(self) -> dict[str, int]:
@@ -103,8 +111,10 @@ class Tiers:
         """
         needed = peak_bytes.get("nvme", 0)
         if needed:
-            folder = check_folder(self._nvme_folder, max(0, needed - self._held["nvme"]) * num_local_ranks)
-            self._files = self._files or NvmeFiles(folder)
+            there = self._files.file_bytes if self._files is not None else 0
+            check_folders(self._nvme_folders, max(0, needed - there) * num_local_ranks)
+            self._files = self._files or NvmeFiles(self._nvme_folders, self.log)
+            self._files.reserve(needed)
 
     def offload(self, value: torch.Tensor, tier: str) -> Pending[Stored]:
         """Start copying ``value`` out to ``"host"`` or ``"nvme"``."""
@@ -156,7 +166,7 @@ class Tiers:
             return self._start_back(into, source)
         num_bytes, place = into.lease.num_bytes, into.lease.place
         if isinstance(source, torch.Tensor):
-            block = self._lease("host", num_bytes) if isinstance(place, Path) else into.lease
+            block = self._lease("host", num_bytes) if isinstance(place, NvmeFile) else into.lease
             assert isinstance(block.place, torch.Tensor)
             copy = self._running().start(TO_HOST, _bytes_of(source), block.place[:num_bytes])
             self.moved_bytes[TO_HOST] += num_bytes
@@ -164,11 +174,11 @@ class Tiers:
                 into.landed = copy.landed
                 return _pending(into, copy.finish)
             return self._start_write(into, block.place, copy.landed, copy.finish, then=block.end)
-        if isinstance(place, Path):
+        if isinstance(place, NvmeFile):
             assert isinstance(source.lease.place, torch.Tensor), "a copy is between two tiers"
             return self._start_write(into, source.lease.place, _nothing, _nothing, then=_nothing)
-        assert isinstance(source.lease.place, Path), "a copy is between two tiers"
-        read = self._connected().read(source.lease.place, place, num_bytes)
+        assert isinstance(source.lease.place, NvmeFile), "a copy is between two tiers"
+        read = self._connected().read(source.lease.place, place)
         self.moved_bytes[NVME_READ] += num_bytes
         return _pending(into, read.result)
 
@@ -181,8 +191,8 @@ class Tiers:
         *,
         then: Callable[[], None],
     ) -> Pending[Any]:
-        assert isinstance(into.lease.place, Path)
-        written = self._connected().write(into.lease.place, block, into.lease.num_bytes, after)
+        assert isinstance(into.lease.place, NvmeFile)
+        written = self._connected().write(into.lease.place, block, after)
         self.moved_bytes[NVME_WRITE] += into.lease.num_bytes
         return _pending(into, finish, written.result, then)
 
@@ -194,7 +204,7 @@ class Tiers:
             return _pending(into, copy.finish)
         block = self._lease("host", num_bytes)
         assert isinstance(block.place, torch.Tensor)
-        read = self._connected().read(place, block.place, num_bytes)
+        read = self._connected().read(place, block.place)
         self.moved_bytes[NVME_READ] += num_bytes
         copy = self._running().start(TO_DEVICE, block.place[:num_bytes], _bytes_of(into), after=read.result)
         return _pending(into, copy.finish, block.end)
@@ -220,14 +230,14 @@ class Tiers:
 
     def _running(self) -> Copies:
         if self._copies is None:
-            self._copies = CudaCopies(self._device) if self._device.type == "cuda" else ThreadCopies()
+            self._copies = CudaCopies(self._device, self.log) if self._device.type == "cuda" else ThreadCopies(self.log)
         return self._copies
 
     def _connected(self) -> NvmeFiles:
         assert self._files is not None, "a step that uses nvme has been prepared for"
         return self._files
 
-    def _lease(self, tier: str, num_bytes: int) -> Lease[torch.Tensor] | Lease[Path]:
+    def _lease(self, tier: str, num_bytes: int) -> Lease[torch.Tensor] | Lease[NvmeFile]:
         self._count(tier, num_bytes)
         if tier == "host":
             return Lease(self._host.take(num_bytes), num_bytes, self._give_back_block)
@@ -237,9 +247,9 @@ class Tiers:
         self._host.give_back(block)
         self._count("host", -num_bytes)
 
-    def _give_back_file(self, path: Path, num_bytes: int) -> None:
+    def _give_back_file(self, file: NvmeFile, num_bytes: int) -> None:
         if self._files is not None:
-            self._files.give_back(path, num_bytes)
+            self._files.give_back(file)
         self._count("nvme", -num_bytes)
 
     def _count(self, tier: str, num_bytes: int) -> None:

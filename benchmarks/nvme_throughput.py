@@ -1,0 +1,196 @@
+"""Throughput of the nvme tier's files beside what the drive gives, in one run on the same folder.
+
+    python benchmarks/nvme_throughput.py --folder /mnt/nvme
+
+Both write and read as many bytes with the same block size and as many blocks under way at once, past the page cache.
+What the drive gives is `fio`'s, where it is installed, and else that of a loop of ``os.pwritev`` and ``os.preadv`` on
+as many threads, which knows no hashes, no striping and no tensors; the result says which. Rounds alternate between
+the two; ratios are of their medians, and of the best rounds, which other programs have disturbed least.
+
+Writes ``benchmarks/results/nvme_throughput.json`` and a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from zerofx.runtime.host_memory import HostMemory
+from zerofx.runtime.nvme import BLOCK_BYTES, NUM_THREADS, NvmeFiles
+from zerofx.runtime.nvme_folders import OwnFolder
+
+RESULTS = Path(__file__).resolve().parent / "results"
+DIRECTIONS = ("write", "read")
+
+Round = dict[str, float]  # bytes per second by direction
+
+
+@contextlib.contextmanager
+def ours(folder: Path, num_bytes: int) -> Iterator[Callable[[], Round]]:
+    """The nvme tier's files: tensors of 64 MiB, hashed as they are written and checked as they are read."""
+    each = min(num_bytes, 1 << 26)
+    files, memory = NvmeFiles([folder]), HostMemory(pinned=False)
+    taken = [(files.take(each), memory.take(each)) for _ in range(num_bytes // each)]
+    for number, (_, block) in enumerate(taken):
+        block.random_(0, 256, generator=torch.Generator().manual_seed(number))
+
+    def run() -> Round:
+        found = {}
+        for direction in DIRECTIONS:
+            began = time.perf_counter()
+            if direction == "write":
+                transfers = [files.write(file, block, _nothing) for file, block in taken]
+            else:
+                transfers = [files.read(file, block) for file, block in taken]
+            for transfer in transfers:
+                transfer.result()
+            found[direction] = each * len(taken) / (time.perf_counter() - began)
+        return found
+
+    try:
+        yield run
+    finally:
+        files.close()
+
+
+@contextlib.contextmanager
+def plain_loop(folder: Path, num_bytes: int) -> Iterator[Callable[[], Round]]:
+    """Blocks of one file, written and read by a pool of threads: nothing but the system's calls."""
+    own = OwnFolder(folder)
+    memory = HostMemory(pinned=False).take(num_bytes)
+    memory.random_(0, 256, generator=torch.Generator().manual_seed(0))
+    view = memoryview((ctypes.c_char * num_bytes).from_address(memory.data_ptr())).cast("B")
+    path = own.path / "plain.bin"
+
+    def run() -> Round:
+        found = {}
+        for direction in DIRECTIONS:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | own.direct_flag, 0o600)
+            call: Callable[..., int] = os.pwritev if direction == "write" else os.preadv
+
+            def move(start: int, file: int = file, call: Callable[..., int] = call) -> None:
+                end = min(start + BLOCK_BYTES, num_bytes)
+                while start < end:
+                    start += call(file, [view[start:end]], start)
+
+            began = time.perf_counter()
+            with ThreadPoolExecutor(NUM_THREADS) as pool:
+                list(pool.map(move, range(0, num_bytes, BLOCK_BYTES)))
+            found[direction] = num_bytes / (time.perf_counter() - began)
+            os.close(file)
+        return found
+
+    try:
+        yield run
+    finally:
+        own.remove()
+
+
+@contextlib.contextmanager
+def fio(folder: Path, num_bytes: int) -> Iterator[Callable[[], Round]]:
+    """`fio` with the same block size and number of threads."""
+    own = OwnFolder(folder)
+
+    def run() -> Round:
+        found = {}
+        for direction in DIRECTIONS:
+            command = [
+                "fio", f"--name={direction}", f"--rw={direction}", f"--directory={own.path}", "--ioengine=psync",
+                f"--direct={int(bool(own.direct_flag))}", f"--bs={BLOCK_BYTES}", f"--numjobs={NUM_THREADS}",
+                f"--size={num_bytes // NUM_THREADS}", "--filename_format=part.$jobnum", "--thread", "--group_reporting",
+                "--output-format=json", "--end_fsync=0",
+            ]  # fmt: skip
+            shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            found[direction] = float(json.loads(shown)["jobs"][0][direction]["bw_bytes"])
+        return found
+
+    try:
+        yield run
+    finally:
+        own.remove()
+
+
+def measure(folder: Path, num_bytes: int, num_rounds: int) -> tuple[str, dict[str, list[Round]]]:
+    """The name of the reference, and all rounds of both."""
+    name, reference = ("fio", fio) if shutil.which("fio") else ("plain loop of pwritev and preadv", plain_loop)
+    rounds: dict[str, list[Round]] = {name: [], "zerofx": []}
+    with reference(folder, num_bytes) as theirs, ours(folder, num_bytes) as mine:
+        theirs(), mine()  # the first writes of a file make it
+        for _ in range(num_rounds):
+            rounds[name].append(theirs())
+            rounds["zerofx"].append(mine())
+    return name, rounds
+
+
+def rows(reference: str, rounds: dict[str, list[Round]]) -> list[dict[str, float | str]]:
+    """A row for each direction: medians in bytes per second, and the ratios of zerofx's to the reference's."""
+    found: list[dict[str, float | str]] = []
+    for direction in DIRECTIONS:
+        median = {name: statistics.median(one[direction] for one in taken) for name, taken in rounds.items()}
+        best = {name: max(one[direction] for one in taken) for name, taken in rounds.items()}
+        found.append(
+            {
+                "direction": direction,
+                "reference": median[reference],
+                "zerofx": median["zerofx"],
+                "ratio": median["zerofx"] / median[reference],
+                "best_ratio": best["zerofx"] / best[reference],
+            }
+        )
+    return found
+
+
+def table(reference: str, found: list[dict[str, float | str]]) -> str:
+    """The rows as Markdown."""
+    listed = []
+    for row in found:
+        speeds = [f"{float(row[name]) / 1e6:.0f}" for name in ("reference", "zerofx")]
+        listed.append([row["direction"], *speeds, f"{row['ratio']:.2f}", f"{row['best_ratio']:.2f}"])
+    headers = ["", f"{reference}, MB/s", "zerofx, MB/s", "ratio of medians", "ratio of the best"]
+    return tabulate(listed, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def _nothing() -> None:
+    """What there is to wait for before a write: the bytes are on the host."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="on the drive to measure; else the system's temporary folder")
+    parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    reference, rounds = measure(options.folder or Path(tempfile.gettempdir()), options.megabytes << 20, options.rounds)
+    found = rows(reference, rounds)
+    shown = table(reference, found)
+    print(shown)
+    options.out.mkdir(parents=True, exist_ok=True)
+    data = {
+        "reference": reference,
+        "num_bytes": options.megabytes << 20,
+        "block_bytes": BLOCK_BYTES,
+        "num_threads": NUM_THREADS,
+        "rows": found,
+        "rounds": rounds,
+    }
+    (options.out / "nvme_throughput.json").write_text(json.dumps(data, indent=1))
+    (options.out / "nvme_throughput.md").write_text(shown + "\n")
+
+
+if __name__ == "__main__":
+    main()

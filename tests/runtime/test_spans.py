@@ -1,0 +1,56 @@
+"""What streams did, from the stretches in which they were busy."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from zerofx.runtime.spans import Span, SpanLog, StreamUse, stream_uses
+
+CPU = torch.device("cpu")
+
+
+def test_overlapping_stretches_are_busy_once_and_hidden_where_anything_computes() -> None:
+    spans = [
+        Span("compute", 0.0, 2.0),
+        Span("nvme_read", 1.0, 2.0, 100),
+        Span("nvme_read", 1.5, 2.0, 300),
+        Span("host", 3.0, 1.0),
+        Span("nvme_read", 5.0, 1.0, 50),
+        Span("to_host", 2.0, 0.5, 7),
+    ]
+    found = stream_uses(spans)
+    assert found["nvme_read"] == StreamUse(450, 3.5, 1.5)
+    assert found["nvme_read"].bandwidth == pytest.approx(450 / 3.5)
+    assert found["to_host"] == StreamUse(7, 0.5, 0.0)
+    assert found["compute"] == StreamUse(0, 2.0, 2.0)
+    assert list(found) == ["compute", "nvme_read", "host", "to_host"]
+
+
+def test_nothing_is_noted_outside_of_a_step() -> None:
+    log = SpanLog()
+    with log.span("compute"):
+        assert not log.running
+    log.start(CPU)
+    assert log.stop() == ()
+
+
+def test_spans_of_all_threads_are_noted_in_order_of_their_begin() -> None:
+    log = SpanLog()
+    log.start(CPU)
+
+    def work() -> None:
+        with log.span("to_host", 5):
+            time.sleep(0.02)
+
+    with log.span("compute"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    compute, copy = log.stop()
+    assert (compute.stream, copy.stream, copy.num_bytes) == ("compute", "to_host", 5)
+    assert 0 <= compute.start_seconds <= copy.start_seconds
+    assert copy.seconds >= 0.02 and copy.end_seconds <= compute.end_seconds
