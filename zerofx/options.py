@@ -42,6 +42,7 @@ class CompileOptions:
     offload: Offload = "auto"
     accumulate: Accumulate = 1
     tile: Tiling = "auto"
+    weights: Path | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -63,6 +64,7 @@ def check_options(
     offload: Offload = "auto",
     accumulate: Accumulate = 1,
     tile: Tiling = "auto",
+    weights: str | Path | None = None,
 ) -> CompileOptions:
     """The options as one object.
 
@@ -110,6 +112,8 @@ def check_options(
         raise UsageError(f"expected a fraction up to 1.0, or a whole number of bytes, as memory_budget, found {budget}")
     if budget is None and offload in ("host", "nvme"):
         warn(f"offload={offload!r} is ignored without a memory_budget: nothing has to leave the device")
+    if weights is not None and not isinstance(weights, str | Path):
+        raise UsageError(f"expected weights to be the path of a file or folder, found {type(weights).__name__}")
     found = Machine.named(machine) if isinstance(machine, str) else machine
     policy = PolicyOptions(prefetch, keep_gathered)
     given = Path(plan) if isinstance(plan, str) else plan
@@ -127,6 +131,7 @@ def check_options(
         offload,
         accumulate,
         tile,
+        None if weights is None else Path(weights),
     )
 
 
