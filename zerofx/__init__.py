@@ -1,6 +1,7 @@
 """zerofx: one planned training step for models that do not fit."""
 
 from zerofx.api import compile
+from zerofx.deferred import empty_init
 from zerofx.errors import (
     CaptureError,
     CompilerError,
@@ -44,6 +45,7 @@ __all__ = [
     "ZeroFXError",
     "ZeroFXWarning",
     "compile",
+    "empty_init",
     "largest_micro_batch",
     "plan",
     "smallest_world",

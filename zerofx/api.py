@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from zerofx.checks import check_model, check_optimizer
+from zerofx.checks import check_model, check_optimizer, device_of
 from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
 from zerofx.optimizers import check_supported
@@ -48,12 +48,14 @@ def compile(
     keep_gathered: Collection[str] | Literal["all"] = (),
     max_shapes: int = 8,
     accumulate: Accumulate = 1,
+    weights: str | Path | None = None,
 ) -> Step:
     """Make one planned training step of a plain module and its optimizer.
 
     Args:
         model: any ``nn.Module``, unmodified. Its parameters move into flat buckets when the first step is built, with
-            rank 0's values on every rank.
+            rank 0's values on every rank. It need not have values: one that was built inside ``zerofx.empty_init()``,
+            or on ``meta``, gets them then, a parameter at a time.
         optimizer: an elementwise ``torch.optim`` optimizer over the model's parameters. Its ``param_groups`` are read
             at every step.
         stage: 0 replicate, 1 shard optimizer states, 2 and gradients, 3 and parameters (ZeRO, 1910.02054).
@@ -94,6 +96,12 @@ def compile(
             its size; tensors of another leading size are used whole by every micro-batch. ``"auto"`` with a memory
             budget takes the number whose plan is fastest among those that fit, and 1 without a budget.
 
+        weights: where to read the values of parameters and persistent buffers from, in the place of the model's own: a
+            ``.safetensors`` file, a folder with such files, their ``.index.json``, or a folder that
+            ``torch.distributed.checkpoint`` has saved to. Each rank reads its own slices. They are converted to the
+            dtypes of the model as ``load_state_dict`` does, with a warning where that rounds. Names are those of
+            ``model.state_dict()``: missing, additional and misshapen tensors are refused with their names.
+
     Returns:
         A ``Step``; ``loss = step(*batch, **kwargs)``. Ranks are those of the default process group, or this process
         alone. Until ``step.close()`` the model belongs to the step: it is not compiled again.
@@ -103,9 +111,9 @@ def compile(
     """
     options = check_options(
         stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
-        memory_budget, recompute, offload, accumulate, tile, host_budget,
+        memory_budget, recompute, offload, accumulate, tile, host_budget, weights,
     )  # fmt: skip
-    check_training(model, optimizer, options)
+    check_training(model, optimizer, options, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):
         raise UsageError(
             f"expected example_batch to be a tuple of what step() is called with, or a dict of its keywords, found "
@@ -125,17 +133,19 @@ def compile(
     return step
 
 
-def check_training(model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions) -> None:
-    """Check what is to be trained, as far as that can be before anything is captured.
+def check_training(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions, *, on_meta: bool = False
+) -> None:
+    """Check what is to be trained, as far as that can be before anything is captured; ``on_meta`` as in `check_model`.
 
     Raises:
         ZeroFXError: the model or the optimizer cannot be, or the backend's compiler is missing.
     """
-    check_model(model)
+    check_model(model, on_meta=on_meta)
     check_optimizer(model, optimizer)
     check_supported(optimizer)
     if options.backend == "inductor":
         # Inductor takes seconds to import: only who needs it pays.
         from zerofx.codegen.inductor import check_compiler
 
-        check_compiler(next(iter(model.parameters())).device)
+        check_compiler(device_of(model))

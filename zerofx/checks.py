@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zerofx.batch import Batch
+from zerofx.deferred import DeferredTensor
 from zerofx.errors import OptimizerError, UsageError
 from zerofx.loss import LossFunction
 
@@ -17,8 +18,8 @@ _WRAPPERS = (
 )
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuse what cannot be captured as it stands.
+def check_model(model: nn.Module, *, on_meta: bool = False) -> None:
+    """Refuse what cannot be captured as it stands. ``on_meta``: a model on ``meta`` is fine.
 
     Raises:
         UsageError: the model is wrapped, compiled, sharded already, on ``meta``, on several devices, or has nothing to
@@ -29,7 +30,7 @@ def check_model(model: nn.Module) -> None:
     for path, module in model.named_modules():
         _check_module(path, module)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        _check_tensor(name, tensor)
+        _check_tensor(name, tensor, on_meta=on_meta)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(
             f"expected a model with a parameter to train, found none with requires_grad=True among "
@@ -73,29 +74,41 @@ def _check_module(path: str, module: nn.Module) -> None:
         )
 
 
-def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+def _check_tensor(name: str, tensor: torch.Tensor, *, on_meta: bool) -> None:
     if nn.parameter.is_lazy(tensor):
         raise UsageError(
             f"expected parameters that have their shapes, found that {name} is not initialized: call the lazy model "
             f"once with a batch, and build the optimizer after that"
         )
-    if type(tensor.data) is not torch.Tensor:
+    if type(tensor.data) not in (torch.Tensor, DeferredTensor):
         hint = "an undivided model; zerofx does the sharding" if type(tensor.data).__name__ == "DTensor" else "a tensor"
         raise UsageError(
             f"expected plain tensors for parameters and buffers, found that {name} is a {type(tensor.data).__name__}: "
             f"give zerofx {hint}"
         )
-    if tensor.is_meta:
+    if tensor.is_meta and not on_meta:
         raise UsageError(
             f"expected a model whose parameters have values, found {name} on the meta device: give them values "
-            f"(model.to_empty(device=...), then initialize or load them); zerofx.plan works on meta"
+            f"(model.to_empty(device=...), then initialize or load them), or build the model inside "
+            f"zerofx.empty_init(); zerofx.plan works on meta"
         )
     if tensor.layout is not torch.strided:
         raise UsageError(f"expected dense parameters, found that {name} has layout {tensor.layout}: use to_dense()")
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model is trained: where its parameters are, or on the accelerator, if any, for those on ``meta``."""
+    found = next(iter(model.parameters())).device
+    if found.type != "meta":
+        return found
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer is one, and over parameters of this model alone.
+    """Check that an optimizer is one, over parameters of this model alone, and with values for the states it has.
 
     Raises:
         OptimizerError: it is not.
@@ -106,6 +119,13 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__}"
         )
     check_owner(model, optimizer)
+    for states in optimizer.state.values():
+        for name, value in states.items():
+            if isinstance(value, DeferredTensor) or (isinstance(value, torch.Tensor) and value.is_meta):
+                raise OptimizerError(
+                    f"expected an optimizer whose states have values, found a {name} of shape {list(value.shape)} that "
+                    f"has none: it was stepped before the model had values; build a fresh one over its parameters"
+                )
 
 
 def check_loss_function(loss_fn: LossFunction | None) -> None:

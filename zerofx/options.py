@@ -43,6 +43,7 @@ class CompileOptions:
     accumulate: Accumulate = 1
     tile: Tiling = "auto"
     host_budget: int | float | None = None
+    weights: Path | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -65,6 +66,7 @@ def check_options(
     accumulate: Accumulate = 1,
     tile: Tiling = "auto",
     host_budget: int | float | str | None = None,
+    weights: str | Path | None = None,
 ) -> CompileOptions:
     """The options as one object.
 
@@ -107,6 +109,8 @@ def check_options(
         warn(f"offload={offload!r} is ignored without a memory_budget: nothing has to leave the device")
     if limit is not None and budget is None and plan is None:
         warn("host_budget is ignored without a memory_budget or a plan: nothing has to leave the device")
+    if weights is not None and not isinstance(weights, str | Path):
+        raise UsageError(f"expected weights to be the path of a file or folder, found {type(weights).__name__}")
     found = Machine.named(machine) if isinstance(machine, str) else machine
     policy = PolicyOptions(prefetch, keep_gathered)
     given = Path(plan) if isinstance(plan, str) else plan
@@ -125,6 +129,7 @@ def check_options(
         accumulate,
         tile,
         limit,
+        None if weights is None else Path(weights),
     )
 
 

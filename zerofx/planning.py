@@ -13,6 +13,7 @@ from torch import nn
 from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout, layout_of
 from zerofx.compiler import Estimates, LoweredStep, budget_bytes, lower, make_plan
+from zerofx.deferred import make_buffers
 from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
 from zerofx.micro_batches import MicroBatches
@@ -114,7 +115,8 @@ def plan(
     """Plan a training step without hardware.
 
     Args:
-        model: any module; it may be on ``meta``, since only shapes are used.
+        model: any module; it may be on ``meta``, or be built inside ``zerofx.empty_init()``, since only shapes are
+            used.
         optimizer: the optimizer over its parameters.
         batch: one rank's batch of one step: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors
             will do.
@@ -204,6 +206,7 @@ def capture_for_plans(
     """
     settings = read_settings()
     check_disabled(settings)
+    make_buffers(model)
     taken = Batch.of((), batch) if isinstance(batch, Mapping) else Batch.of(tuple(batch), {})
     with watched("capturing the model", show=talk):
         captures = MicroBatches(model, taken, options, settings)

@@ -14,6 +14,7 @@ from torch import nn
 from zerofx.batch import Batch
 from zerofx.checks import check_batch, names
 from zerofx.compiler import load_step, read_edited
+from zerofx.deferred import is_deferred
 from zerofx.errors import RankMismatchError, UsageError, ZeroFXError, warn
 from zerofx.guards import ParameterWatch, release
 from zerofx.report.summary import summary
@@ -173,6 +174,11 @@ class Step(StepBuilder):
         back.
         """
         if self._state is None:
+            if is_deferred(self.model):
+                raise UsageError(
+                    "expected full parameters to be asked for once there are any, found a deferred model before its "
+                    "first step: call step.prepare(batch) first, which makes its values"
+                )
             yield self.model
             return
         if self._showing:

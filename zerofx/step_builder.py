@@ -13,7 +13,9 @@ from torch import nn
 from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout
 from zerofx.building import Prepared, build_within_budget, describe_request, machine_at_hand, prepare
+from zerofx.checks import device_of
 from zerofx.compiler import CompiledStep, host_budget_bytes
+from zerofx.deferred import becoming_real
 from zerofx.errors import RankMismatchError, UsageError, warn
 from zerofx.given_plan import take_plan
 from zerofx.guards import LossWatch, ModeWatch, ParameterWatch, claim, guard_model, release
@@ -28,6 +30,7 @@ from zerofx.runtime.measure import Measurement, Meter
 from zerofx.runtime.optimizer import Advance, OptimizerBinding, OptimizerState
 from zerofx.runtime.state import TrainingState, process_group
 from zerofx.runtime.tiers import Tiers
+from zerofx.runtime.values import Values
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import StateDecision
 from zerofx.settings import read_settings
@@ -74,8 +77,9 @@ class StepBuilder(LatestStep):
                 "model, optimizer and options",
                 "Compile the same on every rank.",
             )
+            self._values = Values(model, options.weights, self._control)
             if options.plan is not None:
-                self._machine = options.machine or machine_at_hand(next(iter(model.parameters())).device)
+                self._machine = options.machine or machine_at_hand(device_of(model))
                 self.options = take_plan(options, self._machine, self._control)
         except BaseException:
             release(model, self._owner)
@@ -206,7 +210,9 @@ class StepBuilder(LatestStep):
         transport = make_transport(self._group, device)
         assert self._tiers is not None
         state = TrainingState(self.model, layout, self.options.stage, transport, self._tiers)
-        state.take_over(decisions)
+        weights = self._values.source(state.parameters, device, transport)
+        with becoming_real(self.model):
+            state.take_over(weights, decisions)
         self._layout, self._binding, self._state, self._device = layout, binding, state, device
         self._runtime = Runtime(layout, transport, device, self._tiers)
         self._optimizer_state = OptimizerState(self.optimizer, state, self._control)

@@ -24,6 +24,7 @@ from zerofx.candidates import Planner, best_of, concluded, most_promising, promi
 from zerofx.checks import check_batch
 from zerofx.codegen.regions import Region
 from zerofx.compiler import budget_bytes, lower
+from zerofx.deferred import make_buffers
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.guards import claim, release
 from zerofx.loss import LossFunction
@@ -90,6 +91,7 @@ def tune(
         memory_budget, recompute, offload, accumulate,
     )  # fmt: skip
     check_training(model, optimizer, options)
+    make_buffers(model)
     for name, number, least in (("num_steps", num_steps, 2), ("num_candidates", num_candidates, 1)):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise UsageError(f"expected {name} to be at least {least}, found {number!r}")

@@ -15,6 +15,7 @@ from zerofx.graph import Role
 from zerofx.optimizers import UpdateProgram
 from zerofx.runtime.collectives import Transport
 from zerofx.runtime.tiers import Stored, Tiers
+from zerofx.runtime.weights import Weights, whole_bucket
 from zerofx.scheduler.plan import StateDecision
 
 
@@ -82,8 +83,7 @@ class TrainingState:
         self._transport = transport
         self._tiers = tiers
         self._tensors = _distinct_parameters(model)
-        whole = stage < 3 or layout.num_ranks == 1
-        self.resident = whole and not any(bucket.has_master for bucket in layout.buckets)
+        self.resident = self._keeps_full and not any(bucket.has_master for bucket in layout.buckets)
         self.buckets: list[BucketState] = []
 
     @property
@@ -91,8 +91,8 @@ class TrainingState:
         """Whether a rank updates a slice of each bucket."""
         return self.stage >= 1 and self.layout.num_ranks > 1
 
-    def take_over(self, decisions: Sequence[StateDecision] = ()) -> None:
-        """Move the model's parameters into flat buckets, a bucket at a time, with rank 0's values on every rank.
+    def take_over(self, weights: Weights, decisions: Sequence[StateDecision] = ()) -> None:
+        """Move the model's parameters into flat buckets with the values of ``weights``, a bucket at a time.
 
         ``decisions`` say where master copies and optimizer states live, as for ``place``.
         Where the step keeps whole parameters in their own dtype, the model's become views of them; elsewhere they are
@@ -101,10 +101,7 @@ class TrainingState:
         for buffer in self.model.buffers():
             self._broadcast(buffer)
         for bucket in self.layout.buckets:
-            whole = self._whole_bucket(bucket)
-            self._broadcast(whole)
-            self.buckets.append(self._divide(bucket, whole))
-            del whole
+            self.buckets.append(self._divide(bucket, weights.flat(bucket, *self._kept(bucket))))
             self.place(decisions)
         self.hide_parameters()
 
@@ -173,8 +170,8 @@ class TrainingState:
     def write_back(self) -> None:
         """Take the model's whole parameters as the values to train on from (rank by rank its own slice)."""
         for bucket in self.layout.buckets:
-            whole = self._whole_bucket(bucket)
             state = self.buckets[bucket.index]
+            whole = whole_bucket(bucket, self._tensors, state.low.device)
             mine = self.slice(whole)
             if isinstance(state.master, Stored):
                 state.master = self._put(state, mine.clone())
@@ -212,24 +209,29 @@ class TrainingState:
             for slot in bucket.slots:
                 yield bucket, state, slot
 
-    def _whole_bucket(self, bucket: Bucket) -> torch.Tensor:
-        first = self._tensors[bucket.slots[0].name]
-        whole = torch.zeros(bucket.numel, dtype=bucket.dtype, device=first.device)
-        with torch.no_grad():
-            for slot in bucket.slots:
-                slot.view(whole).copy_(self._tensors[slot.name])
-        return whole
+    @property
+    def _keeps_full(self) -> bool:
+        """Whether buckets stay whole on the device between steps."""
+        return self.stage < 3 or self.layout.num_ranks == 1
 
-    def _divide(self, bucket: Bucket, whole: torch.Tensor) -> BucketState:
-        low = whole.to(bucket.compute_dtype)
-        keep_full = self.stage < 3 or self.layout.num_ranks == 1
-        full = low if keep_full else None
+    def _kept(self, bucket: Bucket) -> tuple[int, int]:
+        """The first element that this rank keeps of a bucket's flat buffer, and the one after the last."""
+        if self._keeps_full:
+            return 0, bucket.numel
+        assert self._transport is not None
+        first = self._transport.rank * bucket.shard_numel
+        return first, first + bucket.shard_numel
+
+    def _divide(self, bucket: Bucket, values: torch.Tensor) -> BucketState:
+        """A bucket's tensors from the stored values that this rank keeps (``_kept``), which become its own."""
+        low = values.to(bucket.compute_dtype)
+        full = low if self._keeps_full else None
         shard = None
         if self.sharded:
-            shard = self.slice(low) if keep_full else self.slice(low).clone()
+            shard = self.slice(low) if self._keeps_full else low
         master = None
         if bucket.has_master:
-            master = self.slice(whole).clone() if self.sharded else whole
+            master = self.slice(values).clone() if self.sharded and self._keeps_full else values
         return BucketState(full, shard, master)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:

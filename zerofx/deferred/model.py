@@ -1,0 +1,258 @@
+"""Deferred models: what of one has no value yet, what has no recipe, and recipes for one that was built on ``meta``."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from zerofx.deferred.recipe import check_constants
+from zerofx.deferred.tensor import DeferredTensor, become, recording
+from zerofx.errors import UsageError
+
+_TABLES = ("_parameters", "_buffers", "_modules")  # of nn.Module
+_RESETS = ("reset_parameters", "_reset_parameters")  # of torch's own modules; nn.MultiheadAttention has the second
+
+
+@contextlib.contextmanager
+def empty_init() -> Iterator[None]:
+    """Build a model without memory for it: ``with zerofx.empty_init(): model = GPT(...)``.
+
+    Tensors that are made inside have shapes, dtypes and devices, and a recipe in the place of values: the operations
+    that a normal construction would have run. ``zerofx.compile`` takes such a model, and the first step makes each
+    bucket's values where the plan says they live. They are, bit for bit, those of a normal construction with the same
+    seed, whatever draws random numbers on the way: random numbers are drawn here as they are needed, a tensor at a
+    time, and again when the values are made.
+
+    What is done to the model after the block (``model.to(torch.bfloat16)``, ``nn.init.zeros_(model.head.weight)``,
+    ``copy.deepcopy``) becomes a part of the recipe too. Values that construction asks for (``tensor.item()``) are made
+    and dropped again. Refused, with a ``UsageError``: deferred values written into tensors from outside, tensors from
+    outside changed in place after they were used, changes of a tensor's shape in place, ``numpy()``, pickling.
+
+    Memory: the largest single tensor. Time: that of a normal construction here, and again when the values are made.
+    """
+    with recording():
+        yield
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Whether any of the model's parameters has no values yet."""
+    return any(isinstance(parameter, DeferredTensor) or parameter.is_meta for parameter in model.parameters())
+
+
+def check_recipes(model: nn.Module, without: frozenset[str] = frozenset()) -> None:
+    """Check that all that is deferred can be made; the tensors called ``without`` will get values from elsewhere.
+
+    Raises:
+        UsageError: names tensors that were never given values, or what their recipes read was changed.
+    """
+    undefined = []
+    with becoming_real(model):
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DeferredTensor) and weakref.getweakrefcount(parameter):
+                raise UsageError(
+                    f"expected deferred parameters that nothing refers to weakly, found that {name} is: drop what "
+                    f"holds it (a hook, a cache) before compile, since torch cannot give such a tensor its values"
+                )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, DeferredTensor) and name not in without:
+            check_constants(tensor.recipe)
+            if not _is_written(tensor):
+                undefined.append(name)
+    if undefined:
+        raise UsageError(
+            f"expected every parameter and buffer to be given values while the model is built, found none for "
+            f"{_some(undefined)}: initialize them (nn.init.normal_(...)) inside empty_init(), or give "
+            f"compile(weights=...)"
+        )
+
+
+def make_buffers(model: nn.Module, without: frozenset[str] = frozenset()) -> None:
+    """Give values to deferred buffers but those called ``without``, and to tensors that modules hold as attributes."""
+    made: dict[int, torch.Tensor] = {}
+
+    def make(one: Any) -> Any:
+        if not _is_deferred(one):
+            return one
+        if id(one) not in made:
+            made[id(one)] = one.materialise()
+        return made[id(one)]
+
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if (f"{path}.{name}" if path else name) not in without:
+                module._buffers[name] = make(buffer)
+        for name, value in vars(module).items():
+            if name not in _TABLES and any(_is_deferred(leaf) for leaf in pytree.tree_leaves(value)):
+                vars(module)[name] = pytree.tree_map(make, value)
+
+
+def _is_deferred(one: Any) -> bool:
+    """Whether this is a deferred tensor that is no parameter, wherever it is held."""
+    return isinstance(one, DeferredTensor) and not isinstance(one, nn.Parameter)
+
+
+@contextlib.contextmanager
+def becoming_real(model: nn.Module) -> Iterator[None]:
+    """While open, the model's parameters can be given other data for good (``become``).
+
+    torch refuses that for tensors that are weakly referred to, as its recurrent layers refer to theirs. Those
+    references are dropped and made again, as these layers do themselves when they are moved.
+    """
+    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for layer in layers:
+        layer._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._flat_weight_refs = [None if w is None else weakref.ref(w) for w in layer._flat_weights]
+
+
+def adopt_meta(model: nn.Module, device: torch.device, without: frozenset[str] = frozenset()) -> None:
+    """Give recipes to a model that was built on ``meta``, by its modules' own ``reset_parameters`` under this seed.
+
+    Modules are asked as their constructors finish: children in the order of registration, then their parent. A model
+    of transformers is asked for its ``init_weights`` after its modules. So values are those of a normal construction
+    where the modules' constructors draw in this order and nothing else initializes; ``empty_init`` knows no such
+    condition. Where some values will come from elsewhere (``without``), only modules that own others are asked.
+
+    Args:
+        device: where the parameters will be; random numbers are drawn on the CPU.
+
+    Raises:
+        UsageError: names the modules whose tensors none of these methods gives values to. The model is as it was.
+    """
+    _refuse_attributes(model)
+    where = _owners(model, without)
+    with becoming_real(model), contextlib.ExitStack() as undo:
+        with empty_init():
+            _defer(model, undo)
+            for path, module in _as_constructed(model):
+                if without and where.get(path):
+                    _initialize_own(model, path, module)
+                elif not without and path in where:
+                    _initialize(path, module)
+        _check_adopted(model, where, without)
+        undo.pop_all()
+    if device.type != "cpu":
+        model.to(device)
+
+
+def _refuse_attributes(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            leaves = [] if name in _TABLES else pytree.tree_leaves(value)
+            if any(
+                isinstance(one, torch.Tensor) and one.is_meta and not isinstance(one, nn.Parameter) for one in leaves
+            ):
+                raise UsageError(
+                    f"expected a model built on meta to hold its tensors as parameters and buffers, found "
+                    f"{type(module).__name__}{f' at {path}' if path else ''} with an attribute {name}, whose values "
+                    f"nobody knows: register it as a buffer, or build the model inside zerofx.empty_init()"
+                )
+
+
+def _owners(model: nn.Module, without: frozenset[str]) -> dict[str, list[str]]:
+    """By path, the modules to ask: those that own tensors on meta that need values, and all that are above them."""
+    owners: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        names = [f"{path}.{name}" if path else name for name, tensor in tensors if tensor.is_meta]
+        needed = [name for name in names if name not in without]
+        if needed:
+            owners[path] = needed
+            while path:
+                path = path.rpartition(".")[0]
+                owners.setdefault(path, [])
+    return owners
+
+
+def _as_constructed(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        yield from _as_constructed(child, f"{path}.{name}" if path else name)
+    yield path, module
+
+
+def _defer(model: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Put deferred tensors without values in the places of those on meta; ``undo`` puts those back."""
+
+    def fresh(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            undo.callback(torch.utils.swap_tensors, parameter, become(parameter, fresh(parameter)))
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                undo.callback(module._buffers.__setitem__, name, buffer)
+                module._buffers[name] = made.setdefault(id(buffer), fresh(buffer))
+
+
+def _initialize(path: str, module: nn.Module) -> None:
+    """Call the method of a module that gives values to its own tensors, if it has one."""
+    function: Callable[[], object] | None = None
+    if hasattr(module, "_init_weights") and hasattr(module, "init_weights"):
+        function = cast(Callable[[], object], module.init_weights)
+    else:
+        function = next((getattr(module, name) for name in _RESETS if hasattr(module, name)), None)
+    if function is not None:
+        _call(function, path, module)
+
+
+def _initialize_own(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Have a module's own tensors given values, and as few others as can be: those are about to be loaded."""
+    function = next((getattr(module, name) for name in _RESETS if hasattr(module, name)), None)
+    if function is not None:
+        _call(function, path, module)
+    above = path
+    while function is None and above:
+        above = above.rpartition(".")[0]
+        init_weights = getattr(model.get_submodule(above), "_init_weights", None)
+        if init_weights is not None:
+            function = init_weights
+            _call(partial(init_weights, module), path, module)
+
+
+def _call(function: Callable[..., object], path: str, module: nn.Module) -> None:
+    try:
+        function()
+    except Exception as error:
+        raise UsageError(
+            f"expected {type(module).__name__}{f' at {path}' if path else ''} to initialize a model built on meta, "
+            f"found {type(error).__name__}: {error}. Build the model inside "
+            f"zerofx.empty_init() instead, which needs no such method"
+        ) from error
+
+
+def _check_adopted(model: nn.Module, owners: dict[str, list[str]], without: frozenset[str]) -> None:
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    modules = dict(model.named_modules())
+    lacking = [
+        f"{type(modules[path]).__name__}{f' at {path}' if path else ''} ({', '.join(undefined)})"
+        for path, names in owners.items()
+        if (undefined := [n for n in names if not _is_written(tensors[n]) and n not in without])
+    ]
+    if lacking:
+        raise UsageError(
+            f"expected modules that can initialize a model built on meta, by reset_parameters() or by the "
+            f"_init_weights() of transformers, found none for {_some(lacking)}: give them reset_parameters(), build "
+            f"the model inside zerofx.empty_init(), or give compile(weights=...)"
+        )
+
+
+def _is_written(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are defined."""
+    return not isinstance(tensor, DeferredTensor) or tensor.recipe.cell.is_written or not tensor.numel()
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")

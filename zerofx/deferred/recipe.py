@@ -1,0 +1,284 @@
+"""Recipes: what was done to tensors that do not exist, and doing it again for one of them at a time.
+
+A ``Value`` stands for a tensor; a ``Cell`` for the memory that it and its views share, with all operations on that
+memory in order. An operation that draws random numbers is noted with the state its generator was in, so that it gives
+the same numbers again whenever it is done, and in whatever order tensors are made.
+
+```
+w = torch.empty(4, 4)    cell 1: empty
+w.uniform_(-1, 1)        cell 1: empty, uniform_ (generator state s0)
+v = w[0]; v.zero_()      cell 1: empty, uniform_ (s0), select, zero_
+b = w.sum(0)             cell 2: sum, of a value in cell 1: made from the operations of both cells
+```
+
+Operations carry numbers as Lamport clocks do: whatever touches a cell is numbered above all that touched it before, so
+the numbers order any two operations that depend on each other, without a counter for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from zerofx.errors import UsageError
+
+_aten = torch.ops.aten
+
+# Give every element of their first argument a value that depends on no value that it had.
+_FILLERS = frozenset(
+    {
+        _aten.bernoulli_.float,
+        _aten.cauchy_.default,
+        _aten.exponential_.default,
+        _aten.fill_.Scalar,
+        _aten.geometric_.default,
+        _aten.log_normal_.default,
+        _aten.normal_.default,
+        _aten.random_.default,
+        getattr(_aten.random_, "from"),
+        _aten.random_.to,
+        _aten.uniform_.default,
+        _aten.zero_.default,
+    }
+)
+# Leave the values of what they make undefined.
+_EMPTY = frozenset(
+    {
+        _aten.empty.memory_format,
+        _aten.empty_like.default,
+        _aten.empty_permuted.default,
+        _aten.empty_strided.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+    }
+)
+
+
+@dataclass(eq=False)
+class Cell:
+    """The memory of a tensor that does not exist, and of its views: the operations that touch it, in order.
+
+    ``clock`` is the number of the latest operation that wrote or read it, ``last_read`` that of the latest whose result
+    lies in another cell. ``is_written`` says whether its values are defined.
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    clock: int = 0
+    last_read: int = 0
+    is_written: bool = False
+
+
+@dataclass(eq=False, frozen=True)
+class Value:
+    """A tensor that does not exist: ``shadow`` (on meta) has its shape, strides and dtype; ``device`` is its own."""
+
+    shadow: torch.Tensor
+    cell: Cell
+    device: torch.device
+
+
+@dataclass(eq=False, frozen=True)
+class Constant:
+    """A tensor that exists and was read by an operation, at ``version``."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def read(self) -> torch.Tensor:
+        """The tensor, with the values that it had then.
+
+        Raises:
+            UsageError: it has been changed in place since.
+        """
+        if self.tensor._version != self.version:
+            raise UsageError(
+                f"expected tensors that a deferred model was made from to stay as they are, found one of shape "
+                f"{list(self.tensor.shape)} changed in place since: clone() it before it is used, or make it inside "
+                f"empty_init()"
+            )
+        return self.tensor
+
+
+@dataclass(eq=False, frozen=True)
+class Operation:
+    """One call: ``args`` and ``kwargs`` hold values and constants in the places of tensors.
+
+    ``outputs`` are the tensors in what it returns, in order. ``random_state`` is the state of the generator before it,
+    ``default_dtype`` torch's at that time, which decides over the dtypes of what is made from Python numbers.
+    """
+
+    number: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Value, ...]
+    written: frozenset[Cell]
+    random_state: torch.Tensor | None
+    default_dtype: torch.dtype
+
+    @property
+    def inputs(self) -> list[Value | Constant]:
+        """The tensors it was given."""
+        return tensors_in((self.args, self.kwargs))
+
+    @property
+    def cells(self) -> set[Cell]:
+        """What it touches."""
+        return {one.cell for one in (*self.inputs, *self.outputs) if isinstance(one, Value)}
+
+    def fills(self, cell: Cell) -> bool:
+        """Whether nothing is left afterwards of what ``cell`` had before."""
+        if self.function not in _FILLERS or self.written != {cell}:
+            return False
+        filled = self.args[0].shadow
+        return bool(filled.numel() * filled.itemsize == filled.untyped_storage().nbytes())
+
+
+def tensors_in(tree: Any) -> list[Any]:
+    """The values and constants among the leaves of ``tree``."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value | Constant)]
+
+
+def note(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: Sequence[Value],
+    written: Sequence[Value],
+    random_state: torch.Tensor | None,
+) -> None:
+    """Add an operation to the recipes of all that it makes or writes to; what it only reads is told that it was read.
+
+    ``outputs`` that lie in new memory come with a new cell each.
+    """
+    inputs = tensors_in((args, kwargs))
+    read = {one.cell for one in inputs if isinstance(one, Value)}
+    changed = {one.cell for one in (*outputs, *written)}
+    number = 1 + max((cell.clock for cell in read | changed), default=0)
+    written_cells = frozenset(value.cell for value in written)
+    operation = Operation(
+        number, function, args, kwargs, tuple(outputs), written_cells, random_state, torch.get_default_dtype()
+    )
+    defined = function not in _EMPTY and all(cell.is_written for cell in read - written_cells)
+    for cell in changed:
+        if operation.fills(cell):
+            cell.operations = [one for one in cell.operations if _is_needed(one, cell)]
+        cell.operations.append(operation)
+        if cell in written_cells or not cell.clock:
+            cell.is_written |= defined
+    for cell in read | changed:
+        cell.clock = number
+    if len(read | changed) > 1:
+        for cell in read:
+            cell.last_read = number
+
+
+def _is_needed(operation: Operation, cell: Cell) -> bool:
+    """Whether an operation on ``cell`` matters once all of it is about to be filled: it makes a tensor, or something
+    else may have read what it wrote."""
+    return operation.written != {cell} or operation.number <= cell.last_read
+
+
+def replay(value: Value) -> torch.Tensor:
+    """The tensor that ``value`` stands for, made by the operations that lead to it, and no others.
+
+    It is made anew at each call, on its own device. While it is made, no more is in memory than it and what it is
+    computed from. The state of all generators is afterwards as it was before.
+
+    Raises:
+        UsageError: a tensor from outside, which it was computed from, has been changed in place since.
+    """
+    operations = _leading_to(value.cell)
+    last_use = {one: index for index, operation in enumerate(operations) for one in _named_in(operation)}
+    made: dict[Value, torch.Tensor] = {}
+
+    def real(one: Any) -> Any:
+        if isinstance(one, Constant):
+            return one.read()
+        return made[one] if isinstance(one, Value) else one
+
+    with torch.no_grad(), _as_at_the_start():
+        for index, operation in enumerate(operations):
+            args, kwargs = pytree.tree_map(real, (operation.args, operation.kwargs))
+            torch.set_default_dtype(operation.default_dtype)
+            with _random_state(operation.random_state, kwargs, operation.outputs):
+                result = operation.function(*args, **kwargs)
+            tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            made.update(zip(operation.outputs, tensors, strict=True))
+            del args, kwargs, result, tensors
+            for one in _named_in(operation):
+                if last_use[one] == index and one is not value:
+                    del made[one]
+    return made[value]
+
+
+def check_constants(value: Value) -> None:
+    """Raise what ``replay`` would, without making anything."""
+    for operation in _leading_to(value.cell):
+        for one in operation.inputs:
+            if isinstance(one, Constant):
+                one.read()
+
+
+def _named_in(operation: Operation) -> set[Value]:
+    return {one for one in (*operation.inputs, *operation.outputs) if isinstance(one, Value)}
+
+
+def _leading_to(cell: Cell) -> list[Operation]:
+    """All operations on ``cell``, and on the cells that they read, in order."""
+    found: dict[Operation, None] = {}
+    seen, waiting = {cell}, [cell]
+    while waiting:
+        for operation in waiting.pop().operations:
+            if operation not in found:
+                found[operation] = None
+                fresh = operation.cells - seen
+                seen |= fresh
+                waiting += fresh
+    return sorted(found, key=lambda operation: operation.number)
+
+
+def fills_first_argument(function: Callable[..., Any]) -> bool:
+    """Whether the values of the first argument do not matter to ``function``, which replaces them."""
+    return function in _FILLERS
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator that random operations on ``device`` draw from unless told otherwise."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = device.index if device.index is not None else module.current_device()
+    found: torch.Generator = module.default_generators[index]
+    return found
+
+
+@contextlib.contextmanager
+def _random_state(state: torch.Tensor | None, kwargs: dict[str, Any], outputs: Sequence[Value]) -> Iterator[None]:
+    """Have the generator that an operation draws from in ``state`` while it runs."""
+    if state is None:
+        yield
+        return
+    generator = kwargs.get("generator") or generator_of(outputs[0].device)
+    before = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
+
+
+@contextlib.contextmanager
+def _as_at_the_start() -> Iterator[None]:
+    """Nothing records what is done inside, and the default dtype is afterwards as it was before."""
+    default = torch.get_default_dtype()
+    try:
+        with torch.utils._python_dispatch._disable_current_modes():
+            yield
+    finally:
+        torch.set_default_dtype(default)

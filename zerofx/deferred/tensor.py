@@ -1,0 +1,310 @@
+"""Deferred tensors: like real ones in all but memory. Every operation on them becomes a part of their recipe."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerofx.deferred.recipe import (
+    Cell,
+    Constant,
+    Value,
+    fills_first_argument,
+    generator_of,
+    note,
+    replay,
+)
+from zerofx.errors import UsageError
+
+_aten = torch.ops.aten
+_OWN = ("_value", "_is_param")  # attributes that make a deferred parameter one
+
+
+class DeferredTensor(torch.Tensor):
+    """A tensor with a recipe in the place of values: it has shape, strides, dtype and device, and takes no memory.
+
+    What is done to it, in place or not, inside ``empty_init`` or after it, is added to the recipe. What needs its
+    values (``item()``, ``if w.max() > 1``) gets them: they are made, and dropped again.
+    """
+
+    _value: Value
+
+    @staticmethod
+    def __new__(cls, value: Value) -> DeferredTensor:
+        shadow = value.shadow
+        made: DeferredTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            shadow.shape,
+            strides=shadow.stride(),
+            storage_offset=shadow.storage_offset(),
+            dtype=shadow.dtype,
+            layout=shadow.layout,
+            device=value.device,
+        )
+        made._value = value
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types a default that does nothing
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _perform(func, args, kwargs or {}, _Scratch())
+
+    @property
+    def recipe(self) -> Value:
+        """What this tensor stands for."""
+        return self._value
+
+    def materialise(self) -> torch.Tensor:
+        """A real tensor with the values of this one, made anew at each call."""
+        return replay(self._value)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As ``torch.Tensor.data``. A deferred parameter that is given real data becomes a real parameter."""
+        found: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return found
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        if isinstance(new, DeferredTensor):
+            torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+            self._value = new._value
+        else:
+            become(self, new)
+
+    def tolist(self) -> Any:
+        """The values as Python numbers, which exist for the time of the call."""
+        return self.materialise().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refuse: an array would share memory that there is not.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "expected a deferred tensor to stay in torch, found numpy() called on it: it shares no memory with "
+            "anybody; use tolist(), or build this part of the model outside empty_init()"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied: Any = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            copied = nn.Parameter(copied, requires_grad=self.requires_grad)
+        copied.__dict__.update({name: one for name, one in self.__dict__.items() if name not in copied.__dict__})
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "expected a model whose parameters have values to be saved or pickled, found that they are deferred by "
+            "empty_init(): use step.full_state_dict() once the first step has been prepared"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
+        kind = "deferred parameter" if isinstance(self, nn.Parameter) else "deferred tensor"
+        return f"<{kind} of shape {list(self.shape)}, {self.dtype}, on {self.device}>"
+
+
+def become(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
+    """Turn a parameter into one with ``data``, real or deferred: whoever holds it holds the new one.
+
+    Returns a parameter that is now what the other was.
+    """
+    other = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    other.__dict__.update({name: one for name, one in parameter.__dict__.items() if name not in _OWN})
+    torch.utils.swap_tensors(parameter, other)
+    return other
+
+
+class _Scratch:
+    """Memory for numbers that are drawn and dropped, kept from one tensor to the next.
+
+    Freed blocks of many sizes, with what is recorded between them, would stay with the process.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def like(self, shadow: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A tensor with the shape and strides of ``shadow``, of any values."""
+        if device.type != "cpu":
+            return torch.empty_strided(shadow.shape, shadow.stride(), dtype=shadow.dtype, device=device)
+        numel = 1 + sum((n - 1) * step for n, step in zip(shadow.shape, shadow.stride(), strict=True))
+        num_bytes = max(0, numel) * shadow.itemsize
+        if self._block.numel() < num_bytes:
+            self._block = torch.empty(0, dtype=torch.uint8)  # the smaller one goes first
+            self._block = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._block[:num_bytes].view(shadow.dtype).as_strided(shadow.shape, shadow.stride())
+
+
+class Recording(TorchDispatchMode):
+    """While it is on, tensors that are made are deferred, except those on ``meta``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._scratch = _Scratch()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func is _aten.lift_fresh.default and type(args[0]) is torch.Tensor and not args[0].is_meta:
+            return hold(func(*args))
+        makes = not tensors and any(isinstance(one.type, torch.TensorType) for one in func._schema.returns)
+        on_meta = torch.device(kwargs.get("device") or "cpu").type == "meta"
+        if any(isinstance(one, DeferredTensor) for one in tensors) or (makes and not on_meta):
+            return _perform(func, args, kwargs, self._scratch)
+        return func(*args, **kwargs)
+
+
+def recording() -> contextlib.AbstractContextManager[object]:
+    """A ``Recording`` to enter."""
+    return Recording()
+
+
+def hold(real: torch.Tensor) -> DeferredTensor:
+    """A deferred tensor with the values of ``real``, which nobody else may change."""
+    shadow = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
+    value = Value(shadow, Cell(), real.device)
+    note(_aten.clone.default, (Constant(real, real._version),), {}, [value], [], None)
+    return DeferredTensor(value)
+
+
+def _perform(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scratch: _Scratch) -> Any:
+    """Do an operation on deferred tensors: to their shadows now, to their values when they are asked for."""
+    written_tensors = _written(function, args, kwargs)
+    for tensor in written_tensors:
+        if not isinstance(tensor, DeferredTensor):
+            raise UsageError(
+                f"expected only deferred tensors to be given values from deferred ones, found {function} into a real "
+                f"tensor of shape {list(tensor.shape)}: make that tensor inside empty_init() too"
+            )
+    wrappers: dict[Value, DeferredTensor] = {}
+
+    def unwrap(one: Any) -> Any:
+        if isinstance(one, DeferredTensor):
+            wrappers[one._value] = one
+            return one._value
+        return Constant(one, one._version) if isinstance(one, torch.Tensor) else one
+
+    noted_args, noted_kwargs = pytree.tree_map(unwrap, (args, kwargs))
+    device = _device_of(function, noted_args, noted_kwargs)
+    if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(function.tags):
+        return _evaluate(function, noted_args, noted_kwargs)
+    random_state = _draw(function, noted_args, noted_kwargs, device, scratch)
+    by_shadow = {id(value.shadow): value for value in wrappers}
+    before = {value: (value.shadow.shape, value.shadow.stride()) for value in wrappers}
+    try:
+        result = function(*_on_meta(noted_args), **_on_meta(_without_generator(noted_kwargs)))
+    except NotImplementedError:
+        if written_tensors or random_state is not None:
+            raise
+        return _evaluate(function, noted_args, noted_kwargs)
+    if any((value.shadow.shape, value.shadow.stride()) != old for value, old in before.items()):
+        raise UsageError(
+            f"expected a deferred tensor to keep its shape and strides, found {function} changing them in place: use "
+            f"the form that returns a tensor"
+        )
+    cells = {value.shadow.untyped_storage()._cdata: value.cell for value in wrappers}
+    outputs: list[Value] = []
+
+    def wrap(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return one
+        value = by_shadow.get(id(one))
+        if value is None:
+            cell = cells.setdefault(one.untyped_storage()._cdata, Cell())
+            value = Value(one, cell, device)
+            wrappers[value] = DeferredTensor(value)
+        outputs.append(value)
+        return wrappers[value]
+
+    wrapped = pytree.tree_map(wrap, result)
+    written = [one._value for one in written_tensors if isinstance(one, DeferredTensor)]
+    note(function, noted_args, noted_kwargs, outputs, written, random_state)
+    return wrapped
+
+
+def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operation changes in place."""
+    schema = function._schema.arguments
+    given = dict(zip((one.name for one in schema), args, strict=False)) | kwargs
+    changed = [given.get(one.name) for one in schema if one.alias_info is not None and one.alias_info.is_write]
+    return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, torch.Tensor)]
+
+
+def _device_of(function: Any, args: Any, kwargs: Any) -> torch.device:
+    """Where an operation's result is: where it was told to, or where its first tensor with dimensions is."""
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Value | Constant)]
+    ranked = sorted(tensors, key=lambda one: not (one.shadow if isinstance(one, Value) else one.tensor).dim())
+    for one in ranked:
+        return one.device if isinstance(one, Value) else one.tensor.device
+    return torch.device("cpu")
+
+
+def _on_meta(tree: Any) -> Any:
+    """Shadows in the places of tensors, and meta in the place of any device."""
+
+    def shadow(one: Any) -> Any:
+        if isinstance(one, Value):
+            return one.shadow
+        if isinstance(one, Constant):
+            found = one.tensor
+            # A number in a tensor is a number to torch's promotion rules wherever it is.
+            return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="meta")
+        return torch.device("meta") if isinstance(one, torch.device) else one
+
+    mapped = pytree.tree_map(shadow, tree)
+    if isinstance(mapped, dict) and "device" in mapped:
+        mapped["device"] = torch.device("meta")
+    return mapped
+
+
+def _without_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if name == "generator" else one for name, one in kwargs.items() if name != "pin_memory"}
+
+
+def _draw(function: Any, args: Any, kwargs: Any, device: torch.device, scratch: _Scratch) -> torch.Tensor | None:
+    """Draw the random numbers of an operation and drop them: generators go on as if the tensor existed.
+
+    Returns the state of the generator before, or None for an operation that draws none.
+    """
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return None
+    generator = kwargs.get("generator") or generator_of(device)
+    state: torch.Tensor = generator.get_state()
+    first = [scratch.like(args[0].shadow, device)] if fills_first_argument(function) else []
+    rest, kwargs = _real((args[len(first) :], kwargs))
+    with torch.no_grad():
+        function(*first, *rest, **kwargs)
+    return state
+
+
+def _evaluate(function: Any, args: Any, kwargs: Any) -> Any:
+    """Do an operation that needs values to real tensors, at once; tensors that it gives are held."""
+    real_args, real_kwargs = _real((args, kwargs))
+    with torch.no_grad():
+        result = function(*real_args, **real_kwargs)
+    return pytree.tree_map(lambda one: hold(one) if isinstance(one, torch.Tensor) else one, result)
+
+
+def _real(tree: Any) -> Any:
+    def real(one: Any) -> Any:
+        if isinstance(one, Constant):
+            return one.tensor
+        return replay(one) if isinstance(one, Value) else one
+
+    return pytree.tree_map(real, tree)

@@ -1,0 +1,214 @@
+"""Files with a model's weights, read a few rows at a time: safetensors, and torch's distributed checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from zerofx.errors import UsageError
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
+
+_KINDS = (
+    "a .safetensors file, a folder with such files, a model.safetensors.index.json, or a folder that "
+    "torch.distributed.checkpoint has saved to"
+)
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """What a file says of a tensor; ``dtype`` is None for one that torch has no plain tensors of."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+class WeightFiles(Protocol):
+    """Tensors by name, of which any rows can be read."""
+
+    path: Path
+    tensors: Mapping[str, FileTensor]
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements ``start`` to ``stop`` along the first dimension, on the CPU; all of a tensor without dimensions.
+
+        Raises:
+            Exception: what the library raises for a file that cannot be read.
+        """
+        ...
+
+    def release(self) -> None:
+        """Close what is open; it is opened again as needed."""
+        ...
+
+
+def open_weights(path: Path) -> WeightFiles:
+    """The files at ``path``, by what is there; only their headers are read.
+
+    Raises:
+        UsageError: there are none, or they cannot be read.
+    """
+    if not path.exists():
+        raise UsageError(f"expected weights={str(path)!r} to be {_KINDS}, found nothing there")
+    try:
+        if path.is_file():
+            found = _index(path) if path.suffix == ".json" else [path] if path.suffix == ".safetensors" else []
+        elif (path / ".metadata").is_file():
+            return DistributedFiles(path)
+        else:
+            indices = sorted(path.glob("*.safetensors.index.json"))
+            found = _index(indices[0]) if len(indices) == 1 else sorted(path.glob("*.safetensors"))
+        if found:
+            return SafetensorsFiles(path, found)
+    except UsageError:
+        raise
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"expected the library that reads weights={str(path)!r} to be installed, found no module {error.name}: "
+            f"pip install 'zerofx[safetensors]'"
+        ) from error
+    except Exception as error:
+        raise UsageError(
+            f"expected weights={str(path)!r} to be {_KINDS}, found that it cannot be read: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    raise UsageError(
+        f"expected weights={str(path)!r} to be {_KINDS}, found none of them: convert the file with "
+        f"safetensors.torch.save_file"
+    )
+
+
+def _index(path: Path) -> list[Path]:
+    """The files that an index of Hugging Face's names."""
+    names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        raise UsageError(
+            f"expected the {len(names)} files that {path} names beside it, found that {len(missing)} are missing: "
+            f"{', '.join(missing[:5])}"
+        )
+    return [path.parent / name for name in names]
+
+
+class SafetensorsFiles:
+    """Tensors of one or more safetensors files, read through the library's ``get_slice``."""
+
+    def __init__(self, path: Path, files: list[Path]) -> None:
+        self.path = path
+        self._places: dict[str, Path] = {}
+        self._open: tuple[Path, safe_open] | None = None
+        tensors: dict[str, FileTensor] = {}
+        for file in files:
+            opened: Any = self._opened(file)
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                if name in self._places:
+                    raise UsageError(
+                        f"expected each tensor in one of the {len(files)} files at {path}, found {name} in "
+                        f"{self._places[name].name} and {file.name}: give one of the files, or their index"
+                    )
+                header = opened.get_slice(name)
+                tensors[name] = FileTensor(tuple(header.get_shape()), _DTYPES.get(str(header.get_dtype())))
+                self._places[name] = file
+        self.tensors: Mapping[str, FileTensor] = tensors
+        self.release()
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        opened: Any = self._opened(self._places[name])
+        if not self.tensors[name].shape:
+            whole: torch.Tensor = opened.get_tensor(name)
+            return whole
+        part: torch.Tensor = opened.get_slice(name)[start:stop]
+        return part
+
+    def release(self) -> None:
+        self._open = None
+
+    def _opened(self, file: Path) -> safe_open:
+        # Only who loads weights needs the library.
+        from safetensors import safe_open
+
+        if self._open is None or self._open[0] != file:
+            self._open = (file, safe_open(file, framework="pt", device="cpu"))
+        return self._open[1]
+
+
+class DistributedFiles:
+    """Tensors of a checkpoint that ``torch.distributed.checkpoint.save`` has written, by any number of ranks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reader = FileSystemReader(path)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        stored = metadata.state_dict_metadata
+        self._stored = {name: one for name, one in stored.items() if isinstance(one, TensorStorageMetadata)}
+        self.tensors: Mapping[str, FileTensor] = {
+            name: FileTensor(tuple(one.size), one.properties.dtype) for name, one in self._stored.items()
+        }
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        stored = self._stored[name]
+        shape = tuple(stored.size)
+        offsets = (start,) + (0,) * (len(shape) - 1) if shape else ()
+        sizes = (stop - start, *shape[1:]) if shape else ()
+        found = torch.empty(sizes, dtype=stored.properties.dtype)
+        wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        items = create_read_items_for_chunk_list(name, stored, [wanted])
+        self._reader.read_data(LoadPlan(items), _Into(found)).wait()
+        return found
+
+    def release(self) -> None:
+        """Nothing stays open between reads."""
+
+
+class _Into(LoadPlanner):
+    """Takes what torch's reader reads into the places of one tensor."""
+
+    def __init__(self, into: torch.Tensor) -> None:
+        self._into = into
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        place = self._into
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            place = place.narrow(dim, offset, length)
+        return place
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """It has been read into its place."""
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("the plan is given")
+
+    def create_local_plan(self) -> LoadPlan:
+        raise AssertionError("the plan is given")
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        raise AssertionError("the plan is given")
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        raise AssertionError("the plan is given")
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise AssertionError("only tensors are read")
