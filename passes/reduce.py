@@ -92,7 +92,7 @@ def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[list[tuple[fx.No
     graph, first = step.graph, members[0][0][0]
     turns = _turns_in_unit(step, bucket, first)
     if turns:
-        _put_behind_other_readers(step, first)
+        _put_behind_other_readers(step, first, [gradient for gradient, _ in members[0][1:]])
     with graph.inserting_before(tails.behind(first).next if turns else start_of_unit(step, first)):
         buffer = insert_call(
             graph, ops.empty_gradients, (bucket.index, bucket.numel), Origin(bucket.name, Phase.BACKWARD),
@@ -127,8 +127,11 @@ def _turns_in_unit(step: StepGraph, bucket: Bucket, first: fx.Node) -> bool:
     return origin(before).phase is Phase.FORWARD and step.unit_of(before) == step.unit_of(first) == unit
 
 
-def _put_behind_other_readers(step: StepGraph, gradient: fx.Node) -> None:
-    """Compute a weight's gradient last of what reads the same values: they die before its buffer is made."""
+def _put_behind_other_readers(step: StepGraph, gradient: fx.Node, others: list[fx.Node]) -> None:
+    """Compute a weight's gradient last of what reads the same values: they die before its buffer is made.
+
+    ``others`` are the bucket's other gradients, which need the buffer as well.
+    """
     order = step.positions()
     if gradient.target is operator.getitem or is_random(gradient):
         return
@@ -136,7 +139,7 @@ def _put_behind_other_readers(step: StepGraph, gradient: fx.Node) -> None:
     made = [storage for storage in read if origin(storage[0]).phase is Phase.BACKWARD]
     readers = [r for s in made for r in consumers(s[0]) if any(storage_source(n) == s for n in r.all_input_nodes)]
     last = max(readers, key=order.__getitem__, default=gradient)
-    if order[last] > order[gradient] and all(order[user] > order[last] for user in gradient.users):
+    if order[last] > order[gradient] and all(order[node] > order[last] for node in (*gradient.users, *others)):
         after(last).append(gradient)
 
 
