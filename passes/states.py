@@ -13,6 +13,9 @@
 
 The last copies of a bucket are awaited where the next one is updated, so that they run meanwhile, or where the step
 ends. States on nvme whose update runs on the host are read into its memory and written back.
+
+A slice of parameters that lives in a slower tier is brought to its update like a state. Where it is the optimizer's
+fp32 master that is updated, the slice is written only: the new values are cast, and copied over it.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.buckets import Bucket
 from zerofx.errors import PlanError
-from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, set_tier, tensor
+from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, set_tier, tensor, tier_of
 from zerofx.passes.base import consumers, start_of_unit
 from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.plan import Plan, StateDecision
@@ -64,23 +67,22 @@ def state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
 
 
 class PlacedStates:
-    """A bucket's tensors in a slower tier, by the name that the update has for them.
+    """A bucket's tensors that may be in a slower tier, by the name that the update has for them.
 
     What the update does not work on where it lives is copied to it from where the bucket's reduction starts, or on one
     rank from where the unit's run starts that completes its gradients.
     """
 
-    def __init__(self, step: StepGraph, bucket: Bucket, kept: Mapping[str, fx.Node], decision: StateDecision) -> None:
+    def __init__(self, step: StepGraph, bucket: Bucket, kept: Mapping[str, fx.Node], update: str) -> None:
         self._step, self._bucket, self._kept = step, bucket, kept
         self._where = Origin(bucket.name, Phase.UPDATE)
-        self._target = decision.update
+        self._target = update
         self._pending: dict[str, fx.Node] = {}
-        for node in kept.values():
-            set_tier(node, decision.tier)
-        if decision.tier == decision.update:
+        away = {name: node for name, node in kept.items() if tier_of(node) != update}
+        if not away:
             return
         with step.graph.inserting_before(_start_of_reduction(step, bucket)):
-            for name, node in kept.items():
+            for name, node in away.items():
                 args = (node,) if self._target == DEVICE else (node, self._target)
                 pending = insert_call(step.graph, ops.reload, args, self._where, name=f"{node.name}_reload")
                 self._pending[name] = set_tier(pending, self._target)
@@ -123,11 +125,19 @@ def copy_into(step: StepGraph, bucket: Bucket, into: fx.Node, source: fx.Node) -
     return Started(node, source, bucket)
 
 
-def parameters_up(step: StepGraph, bucket: Bucket, low: fx.Node, stored: fx.Node) -> Started:
-    """Start copying updated parameters on the host over the device's, cast there to the dtype of these."""
-    if bucket.compute_dtype == bucket.dtype:
-        return copy_into(step, bucket, low, stored)
+def new_values(step: StepGraph, bucket: Bucket, low: fx.Node, stored: fx.Node, update: str) -> list[Started]:
+    """Give ``low``, which the model computes with, the values of ``stored``, which have been updated on ``update``."""
     where = Origin(bucket.name, Phase.UPDATE)
+    if tier_of(low) == update:
+        written = insert_call(step.graph, _aten.copy_.default, (low, stored), where)
+        set_tier(written, update)
+        return []
+    if update == DEVICE:
+        low_dtype = {"dtype": bucket.compute_dtype}
+        cast = insert_call(step.graph, _aten._to_copy.default, (stored,), where, low_dtype, name=f"low_{bucket.index}")
+        return [copy_into(step, bucket, low, cast)]
+    if bucket.compute_dtype == bucket.dtype:
+        return [copy_into(step, bucket, low, stored)]
     args, kwargs = (tensor(low).numel(), bucket.compute_dtype, HOST), {"device": step.device}
     cast = insert_call(
         step.graph, ops.empty_stored, args, where, kwargs, name=f"low_{bucket.index}",
@@ -135,7 +145,7 @@ def parameters_up(step: StepGraph, bucket: Bucket, low: fx.Node, stored: fx.Node
     )  # fmt: skip
     set_tier(cast, HOST)
     set_tier(insert_call(step.graph, _aten.copy_.default, (cast, stored), where), HOST)
-    return copy_into(step, bucket, low, cast)
+    return [copy_into(step, bucket, low, cast)]
 
 
 def await_copies(step: StepGraph, started: Sequence[Started]) -> None:

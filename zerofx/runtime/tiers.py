@@ -53,6 +53,17 @@ class Stored:
         self.stride: tuple[int, ...] = like.stride() if isinstance(like, torch.Tensor) else like.stride
         self.lease: Lease[torch.Tensor] | Lease[Path] = lease
         self.landed: Callable[[], None] | None = None  # blocks until the host may read what was last copied here
+        self._num_copies = 0  # made over it so far
+
+    @property
+    def version(self) -> int:
+        """Another number than before if anything has been written here since."""
+        place = self.lease.place
+        return self._num_copies + (place._version if isinstance(place, torch.Tensor) else 0)
+
+    def count_copy(self) -> None:
+        """A copy over it begins."""
+        self._num_copies += 1
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -72,7 +83,7 @@ class Tiers:
     """
 
     def __init__(self, device: torch.device, nvme_folder: Path | None) -> None:
-        self._device = device
+        self.device = device
         self._nvme_folder = nvme_folder
         self._host = HostMemory(pinned=device.type == "cuda")
         self._copies: Copies | None = None
@@ -114,11 +125,13 @@ class Tiers:
         """Start copying what is stored into a fresh tensor of the same strides on the device, or back to the host."""
         if tier != DEVICE:
             return self._start(Stored(stored, self._lease(tier, stored.lease.num_bytes)), stored)
-        fresh = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self._device)
+        fresh = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self.device)
         return self._start(fresh, stored)
 
     def copy_into(self, into: Place, source: Place) -> Pending[Any]:
         """Start copying ``source`` over ``into``, which is on another tier and has its shape and strides."""
+        if isinstance(into, Stored):
+            into.count_copy()
         return self._start(into, source)
 
     def empty_stored(self, numel: int, dtype: torch.dtype, tier: str) -> Stored:
@@ -128,7 +141,7 @@ class Tiers:
 
     def hold(self, value: torch.Tensor, tier: str) -> Stored:
         """A copy of ``value`` in a slower tier, once it is there."""
-        return self.offload(value.to(self._device), tier).finish(value)
+        return self.offload(value.to(self.device), tier).finish(value)
 
     def load(self, stored: Stored) -> torch.Tensor:
         """A copy on the device of what is stored, once it is there."""
@@ -220,7 +233,7 @@ class Tiers:
 
     def _running(self) -> Copies:
         if self._copies is None:
-            self._copies = CudaCopies(self._device) if self._device.type == "cuda" else ThreadCopies()
+            self._copies = CudaCopies(self.device) if self.device.type == "cuda" else ThreadCopies()
         return self._copies
 
     def _connected(self) -> NvmeFiles:
