@@ -30,7 +30,7 @@ from zerofx import ops
 from zerofx.buckets import Bucket
 from zerofx.errors import PlanError
 from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, set_tier, tensor, tier_of
-from zerofx.passes.base import consumers, start_of_unit
+from zerofx.passes.base import consumers, named, start_of_unit
 from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.plan import Plan, StateDecision
 
@@ -69,31 +69,56 @@ def state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
 class PlacedStates:
     """A bucket's tensors that may be in a slower tier, by the name that the update has for them.
 
-    What the update does not work on where it lives is copied to it from where the bucket's reduction starts, or on one
-    rank from where the unit's run starts that completes its gradients.
+    What the update does not work on where it lives is copied to it from where the plan says, or else from where the
+    bucket's reduction starts: on one rank where the unit's run starts that completes its gradients. ``at_once``: it is
+    copied where it is awaited.
     """
 
-    def __init__(self, step: StepGraph, bucket: Bucket, kept: Mapping[str, fx.Node], update: str) -> None:
+    def __init__(
+        self, step: StepGraph, bucket: Bucket, kept: Mapping[str, fx.Node], decision: StateDecision | None
+    ) -> None:
         self._step, self._bucket, self._kept = step, bucket, kept
         self._where = Origin(bucket.name, Phase.UPDATE)
-        self._target = update
+        self._target = DEVICE if decision is None else decision.update
+        away = {name: node for name, node in kept.items() if tier_of(node) != self._target}
+        self._source = dict(away)  # what each is copied from last
         self._pending: dict[str, fx.Node] = {}
-        away = {name: node for name, node in kept.items() if tier_of(node) != update}
-        if not away:
+        self.at_once = decision is not None and decision.at_once
+        if not away or self.at_once:
             return
-        with step.graph.inserting_before(_start_of_reduction(step, bucket)):
-            for name, node in away.items():
-                args = (node,) if self._target == DEVICE else (node, self._target)
-                pending = insert_call(step.graph, ops.reload, args, self._where, name=f"{node.name}_reload")
-                self._pending[name] = set_tier(pending, self._target)
+        by_name = {node.name: node for node in step.graph.nodes}
+        if decision is not None and decision.reload is not None:
+            start = start_of_unit(step, named(by_name, decision.reload))
+        else:
+            start = _start_of_reduction(step, bucket)
+        if decision is not None and decision.read is not None and self._target == DEVICE:
+            with step.graph.inserting_before(start_of_unit(step, named(by_name, decision.read))):
+                on_nvme = {name: node for name, node in away.items() if tier_of(node) == "nvme"}
+                reads = {name: self._copy(node, HOST, f"{node.name}_read") for name, node in on_nvme.items()}
+            with step.graph.inserting_before(start):
+                for name, pending in reads.items():
+                    self._source[name] = self._await(pending, away[name], HOST, f"{away[name].name}_staged")
+        with step.graph.inserting_before(start):
+            self._reload()
+
+    def _reload(self) -> None:
+        for name, node in self._source.items():
+            self._pending[name] = self._copy(node, self._target, f"{self._kept[name].name}_reload")
+
+    def _copy(self, node: fx.Node, tier: str, name: str) -> fx.Node:
+        args = (node,) if tier == DEVICE else (node, tier)
+        return set_tier(insert_call(self._step.graph, ops.reload, args, self._where, name=name), tier)
+
+    def _await(self, pending: fx.Node, source: fx.Node, tier: str, name: str) -> fx.Node:
+        return set_tier(insert_call(self._step.graph, ops.wait, (pending, source), self._where, name=name), tier)
 
     def await_reloads(self) -> dict[str, fx.Node]:
         """What the update works on, awaited at the insertion point."""
+        if self.at_once:
+            self._reload()
         found = dict(self._kept)
         for name, pending in self._pending.items():
-            node = self._kept[name]
-            up = insert_call(self._step.graph, ops.wait, (pending, node), self._where, name=f"{node.name}_up")
-            found[name] = set_tier(up, self._target)
+            found[name] = self._await(pending, self._source[name], self._target, f"{self._kept[name].name}_up")
         return found
 
     def write_back(self, updated: Mapping[str, fx.Node]) -> list[Started]:

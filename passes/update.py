@@ -117,7 +117,7 @@ def _update_bucket(
     readers = consumers(full) if full is not None else _readers_of_gathered(low)
     # Nodes compare by their place in the graph.
     end = end_of_unit(step, max([reduced, *consumers(reduced), *readers])).next
-    placed = PlacedStates(step, bucket, kept, side)
+    placed = PlacedStates(step, bucket, kept, decision)
     with graph.inserting_before(end):
         await_copies(step, [one for one in earlier if one.node < end])
         left = [one for one in earlier if not one.node < end]
@@ -133,7 +133,11 @@ def _update_bucket(
                 await_copies(step, up)  # the gather below reads it
             else:
                 left += up
-        left += placed.write_back(tensors)
+        down = placed.write_back(tensors)
+        if placed.at_once:
+            await_copies(step, down)
+        else:
+            left += down
         if full is not None and plan.shards_optimizer:
             gather = insert_call(
                 graph, ops.all_gather_into, (full, low, bucket.index), where, name=f"gather_into_{bucket.index}"

@@ -14,11 +14,13 @@ from zerofx.passes.recompute import put_off, recompute
 from zerofx.passes.tile import tile
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.activations import Level, Segment, crossing_storages, menu, segments, value_node
+from zerofx.scheduler.arrivals import place_arrivals
 from zerofx.scheduler.gathers import Gathering, keep_menus, prefetch_menu, why_kept
 from zerofx.scheduler.machine import Machine, Tier
 from zerofx.scheduler.moves import Move, reached
 from zerofx.scheduler.offload import Wish, away_seconds, entries, joint_menu, place
-from zerofx.scheduler.plan import Plan, RecomputeDecision, StateDecision, TileDecision
+from zerofx.scheduler.parameters import Home, copies_menu, parameter_menus
+from zerofx.scheduler.plan import ParameterDecision, Plan, RecomputeDecision, StateDecision, TileDecision
 from zerofx.scheduler.policy import GraphIdentity, PolicyOptions, decide, identify, residencies
 from zerofx.scheduler.states import Placement, state_menus
 from zerofx.scheduler.storage import Storage, storage_bytes, tensors_of
@@ -115,9 +117,10 @@ class Keeping:
 
 @dataclass(frozen=True)
 class Prefetching:
-    """How many units ahead gathers are issued: one less with each level."""
+    """How many units ahead gathers are issued, by level; with none, copies from slower tiers are awaited at once."""
 
     levels: tuple[Gathering, ...]
+    units: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,15 @@ class States:
     levels: tuple[Placement, Placement]
 
 
-Item = Activations | Keeping | Prefetching | States
+@dataclass(frozen=True)
+class Parameters:
+    """Where a bucket's parameters live between uses."""
+
+    bucket: Bucket
+    levels: tuple[Home, Home]
+
+
+Item = Activations | Keeping | Prefetching | States | Parameters
 
 
 def items_of(question: Question, leaning: Leaning) -> list[Item]:
@@ -140,14 +151,39 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         found += [
             Keeping(bucket, levels) for bucket, levels in keep_menus(gathered, asked, seconds, question.machine).items()
         ]
-        found.append(Prefetching(prefetch_menu(gathered, question.layout, asked.prefetch, seconds, question.machine)))
+        levels = prefetch_menu(gathered, question.layout, asked.prefetch, seconds, question.machine)
+        found.append(Prefetching(levels, tuple(range(asked.prefetch, -1, -1))))
     if leaning != "recompute":
         menus = state_menus(
             question.layout, question.state_bytes, question.stage, question.captured.seconds_of_one, question.machine,
             question.tiers,
         )  # fmt: skip
         found += [States(bucket, levels) for bucket, levels in menus.items()]
+        if question.stage == 3:
+            found += _parameters(question, [levels[1].decision(bucket, 0) for bucket, levels in menus.items()])
+        prefetch = question.asked.prefetch
+        if question.tiers and prefetch and not any(isinstance(item, Prefetching) for item in found):
+            found.append(
+                Prefetching(
+                    copies_menu(question.layout, question.state_bytes, question.tiers[0], question.machine),
+                    (prefetch, 0),
+                )
+            )
     return found
+
+
+def _parameters(question: Question, states: Sequence[StateDecision]) -> list[Parameters]:
+    """``states`` are the decisions that may be made about states, which take room too."""
+    used = residencies(question.step, question.layout, question.asked)
+    menus = parameter_menus(
+        used,
+        question.layout,
+        question.state_bytes,
+        question.captured.seconds_of_one,
+        question.machine,
+        _room(question, states),
+    )
+    return [Parameters(bucket, levels) for bucket, levels in menus.items()]
 
 
 def _activations(question: Question, leaning: Leaning) -> list[Activations]:
@@ -179,6 +215,7 @@ class _Choice:
     extra_keeps: dict[str, None] = field(default_factory=dict)
     wishes: dict[str, Wish] = field(default_factory=dict)
     states: list[StateDecision] = field(default_factory=list)
+    parameters: list[ParameterDecision] = field(default_factory=list)
 
 
 def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) -> tuple[Plan, StepGraph]:
@@ -188,7 +225,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     carried_out = question.step.clone()
     tile(carried_out, question.tiles)
     recompute(carried_out, recomputed, extra)
-    room = _room(question, chosen.states)
+    room = _room(question, chosen.states, chosen.parameters)
     offloads = place(carried_out, list(chosen.wishes.values()), chosen.seconds, question.machine, room)
     if not offloads:
         put_off(carried_out)
@@ -204,9 +241,19 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         tiles=question.tiles,
         offloads=offloads,
         states=tuple(chosen.states),
+        parameters=tuple(chosen.parameters),
         memory_budget=question.memory_budget,
         carried_out=carried_out,
         identity=question.captured.identity,
+    )
+    plan = place_arrivals(
+        plan,
+        carried_out,
+        question.layout,
+        question.state_bytes,
+        chosen.seconds,
+        question.machine,
+        ahead=chosen.prefetch > 0,
     )
     return plan, carried_out
 
@@ -220,9 +267,11 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
         if isinstance(item, Keeping) and move is None:
             chosen.keep[item.bucket.name] = why_kept(item.bucket, item.levels)
         elif isinstance(item, Prefetching) and move is not None:
-            chosen.prefetch -= move.level
+            chosen.prefetch = item.units[move.level]
         elif isinstance(item, States) and move is not None:
             chosen.states.append(item.levels[1].decision(item.bucket, move.freed_bytes))
+        elif isinstance(item, Parameters) and move is not None:
+            chosen.parameters.append(item.levels[1].decision(item.bucket, move.freed_bytes))
         elif isinstance(item, Activations) and move is not None:
             _choose_activations(question, item, move, chosen)
     return chosen
@@ -248,13 +297,17 @@ def _choose_activations(question: Question, item: Activations, move: Move, chose
             chosen.wishes[node.name] = Wish(node.name, reached_level)
 
 
-def _room(question: Question, states: Sequence[StateDecision]) -> dict[Tier, int]:
-    """Bytes of each tier that one rank has left for activations, the tier to fill first in front."""
+def _room(
+    question: Question, states: Sequence[StateDecision], parameters: Sequence[ParameterDecision] = ()
+) -> dict[Tier, int]:
+    """Bytes of each tier that one rank has left beside these, the tier to fill first in front."""
     machine = question.machine
     sizes: dict[Tier, int] = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
     room = {tier: sizes[tier] for tier in question.tiers}
     for tier in room:
         room[tier] -= sum(question.state_bytes[decision.bucket] for decision in states if decision.tier == tier)
+        buckets = [question.layout.buckets[decision.bucket] for decision in parameters if decision.tier == tier]
+        room[tier] -= sum(bucket.shard_bytes for bucket in buckets)
     return room
 
 

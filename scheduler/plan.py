@@ -98,12 +98,19 @@ class StateDecision:
 
     ``update`` is ``"device"`` (the states come up for the update and go down again) or ``"host"`` (the gradient goes
     down, and the parameters come up). A bucket without a decision has its states on the device.
+    Positions are names of nodes of the captured graph: what the update works on is copied to it from before ``reload``
+    (None: from where the bucket's reduction starts), and from nvme into the host's memory from before ``read``
+    (None: with the copy). ``at_once``: all copies are made, and awaited, where the update is; nothing is held for it
+    beside other computation, and nothing hides behind that.
     """
 
     bucket: int
     tier: str
     update: str
     reason: str
+    reload: str | None = None
+    read: str | None = None
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
