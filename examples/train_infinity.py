@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import hashlib
 import math
 import resource
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from tabulate import tabulate
@@ -25,63 +27,92 @@ from gpt import GPT
 from text import VOCAB, batches, load_source
 from zerofx.report.units import format_bytes, parse_bytes
 
-DIM, DEPTH, HEADS = "dim", "depth", "heads"
-SIZES = {
-    "1B": {DIM: 1792, DEPTH: 26, HEADS: 14},
-    "125M": {DIM: 768, DEPTH: 18, HEADS: 12},
-    "tiny": {DIM: 64, DEPTH: 3, HEADS: 4},
-}
-BLOCK = 256  # bytes of text in a sequence; a batch is one
-LEARNING_RATE = 1e-4
+
+class Size(NamedTuple):
+    """Width, layers, heads, and a learning rate with which the first steps go down without warm-up."""
+
+    dim: int
+    depth: int
+    heads: int
+    learning_rate: float
+
+    def build(self) -> GPT:
+        """A model of this size."""
+        return GPT(VOCAB, self.dim, self.depth, self.heads, BLOCK)
+
+    def optimizer(self, model: GPT) -> torch.optim.Optimizer:
+        """AdamW over the model, with the kernel that needs no temporaries."""
+        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, fused=True)
+
+
+SIZES = {"1B": Size(1792, 26, 14, 4e-6), "125M": Size(768, 18, 12, 1e-5), "tiny": Size(64, 3, 4, 1e-4)}
+BLOCK = 128  # bytes of text in a sequence; a batch is one
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of glibc's malloc.h
 
 
 def main(args: argparse.Namespace) -> None:
+    give_back_freed_memory()
     with capped(args.cap):
         print(f"before the model: {format_bytes(resident_bytes())} resident (Python, torch and their libraries)")
-        step, losses = train(args)
+        trained = train_plainly(args) if args.plain else train(args)
         peak = peak_resident_bytes()
-        if args.table:
-            print(f"\n{table(args.size, step, peak)}")
-    assert all(math.isfinite(loss) for loss in losses), "a loss is not finite"
+        if args.table and isinstance(trained, zerofx.Step):
+            print(f"\n{table(args.size, trained, peak)}")
     if args.digest:
-        print(f"parameters {digest(step)}")
+        print(f"parameters {digest(trained)}")
 
 
-def train(args: argparse.Namespace) -> tuple[zerofx.Step, list[float]]:
-    """Build, compile and train; gives the step and its losses."""
+def train(args: argparse.Namespace) -> zerofx.Step:
+    """Build, compile and train."""
     started = time.perf_counter()
-    model, optimizer = build(args.size)
+    torch.manual_seed(0)
+    with zerofx.empty_init():
+        model = SIZES[args.size].build()
+    optimizer = SIZES[args.size].optimizer(model)
     stream = batches(load_source()[0], BLOCK, 1)
     batch = next(stream)
     step = zerofx.compile(model, optimizer, stage=3, memory_budget=args.budget, offload=args.offload, backend="eager")
     step.prepare(*batch)
     print(f"{step}\n\nbetween steps: {', '.join(f'{format_bytes(n)} on {tier}' for tier, n in step.tiers().items())}")
     print(f"ready after {time.perf_counter() - started:.0f} s, {format_bytes(peak_resident_bytes())} resident at most")
-    losses = []
-    for number in range(1, args.steps + 1):
+    for number in range(args.steps):
         began = time.perf_counter()
-        losses.append(float(step(*batch)))
-        print(
-            f"step {number}  loss {losses[-1]:.4f} ({losses[-1].hex()})  {time.perf_counter() - began:.1f} s  "
-            f"{format_bytes(peak_resident_bytes())} resident at most",
-            flush=True,
-        )
+        report(number, float(step(*batch)), began)
         batch = next(stream)
-    return step, losses
+    return step
 
 
-def build(size: str) -> tuple[GPT, torch.optim.Optimizer]:
-    """A model without memory, and its optimizer."""
+def train_plainly(args: argparse.Namespace) -> GPT:
+    """The same without zerofx."""
     torch.manual_seed(0)
-    with zerofx.empty_init():
-        model = GPT(VOCAB, **SIZES[size], block=BLOCK)
-    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    model = SIZES[args.size].build()
+    optimizer = SIZES[args.size].optimizer(model)
+    stream = batches(load_source()[0], BLOCK, 1)
+    for number in range(args.steps):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        loss = model(*next(stream))
+        loss.backward()
+        optimizer.step()
+        report(number, float(loss), began)
+    return model
+
+
+def report(number: int, loss: float, began: float) -> None:
+    """Print a line for a step that has been done."""
+    if not math.isfinite(loss):
+        raise ValueError(f"the loss of step {number + 1} is {loss}")
+    print(
+        f"step {number + 1}  loss {loss:.4f} ({loss.hex()})  {time.perf_counter() - began:.1f} s  "
+        f"{format_bytes(peak_resident_bytes())} resident at most",
+        flush=True,
+    )
 
 
 def table(size: str, step: zerofx.Step, peak_bytes: int) -> str:
     """What training takes without zerofx, and sharded without a budget (as FSDP2 shards), and here."""
     with torch.device("meta"):
-        model = GPT(VOCAB, **SIZES[size], block=BLOCK)
+        model = SIZES[size].build()
         batch = (torch.zeros(1, BLOCK, dtype=torch.long),) * 2
     numel = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), fused=False)
@@ -114,6 +145,16 @@ def capped(cap: str | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+def give_back_freed_memory() -> None:
+    """Have the C library give large blocks back to the system when they are freed, and keep all others in one place.
+
+    By itself glibc keeps blocks of up to 32 MiB for later, and reserves 64 MiB of addresses for each thread.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    libc.mallopt(M_ARENA_MAX, 1)
+
+
 def resident_bytes() -> int:
     """Bytes of this process in memory now."""
     return _status_bytes("VmRSS")
@@ -129,10 +170,11 @@ def _status_bytes(name: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:"))
 
 
-def digest(step: zerofx.Step) -> str:
+def digest(trained: zerofx.Step | GPT) -> str:
     """SHA-256 of all parameters: whole, so this needs memory for them."""
     found = hashlib.sha256()
-    with step.full_parameters() as model:
+    whole = trained.full_parameters() if isinstance(trained, zerofx.Step) else contextlib.nullcontext(trained)
+    with whole as model:
         for name, parameter in model.named_parameters():
             found.update(name.encode())
             found.update(parameter.detach().numpy().tobytes())
@@ -147,6 +189,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--offload", choices=["nvme", "host", "none"], default="nvme", help="default: %(default)s")
     parser.add_argument("--cap", help="address space beyond what Python and torch take: what needs more fails")
     parser.add_argument("--table", action="store_true", help="compare with plain AdamW and with FSDP2")
+    parser.add_argument("--plain", action="store_true", help="train without zerofx, for comparison")
     parser.add_argument("--digest", action="store_true", help="print a hash of all parameters, without the cap")
     return parser.parse_args()
 

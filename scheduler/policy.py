@@ -154,7 +154,8 @@ def _decide_gathers(
     together = [list(run) for _, run in itertools.groupby(found, key=lambda residency: residency.bucket.unit)]
     decisions = []
     for number, residency in ((n, residency) for n, run in enumerate(together) for residency in run):
-        distance = min(number, options.prefetch)
+        # On one rank there is nothing to issue ahead: a bucket that comes from a slower tier is copied, not gathered.
+        distance = min(number, options.prefetch) if layout.num_ranks > 1 else 0
         ahead = together[number - distance][0]
         early = f", issued {distance} ahead to hide behind {ahead.bucket.name}" if distance else ""
         decisions.append(

@@ -180,9 +180,10 @@ class TrainingState:
 
     def hide_parameters(self) -> None:
         """Show the model its parameters where they are whole, or NaN where they are not."""
+        resident = self.resident
         for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
             for slot in bucket.slots:
-                if self.resident:
+                if resident:
                     assert state.full is not None
                     self._tensors[slot.name].data = slot.view(state.full)
                 else:
