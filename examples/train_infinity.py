@@ -185,7 +185,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="1B", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--budget", default="1.75GiB", help="memory_budget of the plan (default: %(default)s)")
+    parser.add_argument("--budget", default="1.5GiB", help="memory_budget of the plan (default: %(default)s)")
     parser.add_argument("--offload", choices=["nvme", "host", "none"], default="nvme", help="default: %(default)s")
     parser.add_argument("--cap", help="address space beyond what Python and torch take: what needs more fails")
     parser.add_argument("--table", action="store_true", help="compare with plain AdamW and with FSDP2")

@@ -65,9 +65,9 @@ def compile(
             fraction of the device; None for no limit. A budget that no plan meets is refused before the first step.
         recompute: whether activations may be computed again in backward: ``"auto"`` as the budget asks, ``"none"``, or
             ``"full"`` for as many as possible.
-        offload: whether activations and optimizer states may leave the device: ``"auto"`` as the budget asks, to host
-            memory and then to NVMe (not on a CPU, whose memory is the host's), ``"none"``, or only ``"host"`` or
-            ``"nvme"``.
+        offload: whether activations, optimizer states and (at stage 3) parameters may leave the device: ``"auto"`` as
+            the budget asks, to host memory and then to NVMe (not on a CPU, whose memory is the host's), ``"none"``, or
+            only ``"host"`` or ``"nvme"``.
         tile: whether an output layer and its loss may run a few rows at a time, so that the logits never exist whole:
             ``"auto"`` where no other plan fits the budget, or ``"none"``. Sums over the rows are then taken in another
             order: of all that a plan can do, this alone does not give the same bits.

@@ -83,7 +83,7 @@ class Tiers:
     """
 
     def __init__(self, device: torch.device, nvme_folder: Path | None) -> None:
-        self.device = device
+        self._device = device
         self._nvme_folder = nvme_folder
         self._host = HostMemory(pinned=device.type == "cuda")
         self._copies: Copies | None = None
@@ -92,6 +92,11 @@ class Tiers:
         self._held = {"host": 0, "nvme": 0}
         self._peak = dict(self._held)
         self.moved_bytes = dict.fromkeys(LINKS, 0)
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose slower tiers these are."""
+        return self._device
 
     @property
     def held_bytes(self) -> dict[str, int]:
@@ -125,7 +130,7 @@ class Tiers:
         """Start copying what is stored into a fresh tensor of the same strides on the device, or back to the host."""
         if tier != DEVICE:
             return self._start(Stored(stored, self._lease(tier, stored.lease.num_bytes)), stored)
-        fresh = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self.device)
+        fresh = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self._device)
         return self._start(fresh, stored)
 
     def copy_into(self, into: Place, source: Place) -> Pending[Any]:
@@ -141,7 +146,7 @@ class Tiers:
 
     def hold(self, value: torch.Tensor, tier: str) -> Stored:
         """A copy of ``value`` in a slower tier, once it is there."""
-        return self.offload(value.to(self.device), tier).finish(value)
+        return self.offload(value.to(self._device), tier).finish(value)
 
     def load(self, stored: Stored) -> torch.Tensor:
         """A copy on the device of what is stored, once it is there."""
@@ -233,7 +238,7 @@ class Tiers:
 
     def _running(self) -> Copies:
         if self._copies is None:
-            self._copies = CudaCopies(self.device) if self.device.type == "cuda" else ThreadCopies()
+            self._copies = CudaCopies(self._device) if self._device.type == "cuda" else ThreadCopies()
         return self._copies
 
     def _connected(self) -> NvmeFiles:
