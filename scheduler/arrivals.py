@@ -138,7 +138,9 @@ def place_arrivals(
     for (number, arrival), start in zip(gathers, found, strict=False):
         new_gathers[number] = _gather(plan.gathers[number], arrival, start, names)
     for (number, _), start in zip(states, found[len(gathers) :], strict=True):
-        new_states[number] = _state(plan.states[number], start, names, ahead=ahead)
+        new_states[number] = _state(plan.states[number], start, names)
+    if not ahead:
+        new_states = [_at_once(decision) for decision in plan.states]
     return replace(plan, gathers=tuple(new_gathers), states=tuple(new_states))
 
 
@@ -153,9 +155,11 @@ def _gather(decision: GatherDecision, arrival: Arrival, start: Start, names: Seq
     return replace(decision, reload=names[start.copy], read=read, reason=reason)
 
 
-def _state(decision: StateDecision, start: Start, names: Sequence[str], *, ahead: bool) -> StateDecision:
-    if not ahead:
-        return replace(decision, at_once=True, reason=f"{decision.reason}; copied and awaited where the update is")
+def _at_once(decision: StateDecision) -> StateDecision:
+    return replace(decision, at_once=True, reason=f"{decision.reason}; copied and awaited where the update is")
+
+
+def _state(decision: StateDecision, start: Start, names: Sequence[str]) -> StateDecision:
     read = names[start.read] if start.read < start.copy else None
     return replace(decision, reload=names[start.copy], read=read)
 
