@@ -45,7 +45,7 @@ class Size(NamedTuple):
         return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, fused=True)
 
 
-SIZES = {"1B": Size(1792, 26, 14, 4e-6), "125M": Size(768, 18, 12, 1e-5), "tiny": Size(64, 3, 4, 1e-4)}
+SIZES = {"1B": Size(1792, 26, 14, 1e-6), "125M": Size(768, 18, 12, 1e-5), "tiny": Size(64, 3, 4, 1e-4)}
 BLOCK = 128  # bytes of text in a sequence; a batch is one
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of glibc's malloc.h
 

@@ -85,7 +85,7 @@ def test_copies_ahead_hold_a_bucket_and_copies_at_once_are_waited_for() -> None:
 
 def planned(memory_budget: str | None, num_ranks: int = 1) -> PlannedStep:
     with torch.device("meta"):
-        model = GPT(512, 1024, 12, 8, 128)
+        model = GPT(512, 1024, 4, 8, 128)
         ids = torch.zeros(1, 128, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters())
     return zerofx.plan(
@@ -98,10 +98,10 @@ def moved(plan: Plan) -> tuple[int, int]:
     return len(plan.states), len(plan.parameters)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_states_leave_before_parameters_and_a_smaller_budget_moves_more(num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "least"), [(1, 0.45), (2, 0.36)])
+def test_states_leave_before_parameters_and_a_smaller_budget_moves_more(num_ranks: int, least: float) -> None:
     most = planned(None, num_ranks).plan
-    some, more = (planned(f"{int(s * most.peak_bytes['device'])}B", num_ranks).plan for s in (0.5, 0.2))
+    some, more = (planned(f"{int(s * most.peak_bytes['device'])}B", num_ranks).plan for s in (0.65, least))
     assert moved(most) == (0, 0)
     assert 0 < moved(some)[0] <= moved(more)[0] and moved(some)[1] == 0 < moved(more)[1]
     assert all("between uses" in decision.reason for decision in more.parameters)
@@ -116,7 +116,7 @@ def test_states_leave_before_parameters_and_a_smaller_budget_moves_more(num_rank
 
 def test_a_plan_with_parameters_elsewhere_is_read_as_it_was_written(tmp_path: Path) -> None:
     most = planned(None).plan
-    plan = planned(f"{int(0.2 * most.peak_bytes['device'])}B").plan
+    plan = planned(f"{int(0.45 * most.peak_bytes['device'])}B").plan
     assert plan.parameters
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
