@@ -9,10 +9,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test nightly golden clean
+.PHONY: help venv demo demo-infinity check test nightly golden clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
 venv: $(STAMP) ## make .venv and install zerofx into it, as pinned in constraints.txt
 
@@ -25,6 +25,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: venv ## train a small GPT, sharded over two processes (a few minutes)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py
+
+# Alone on the machine, so it may have all cores.
+demo-infinity: venv ## train a GPT of 1.0 billion parameters within 4 GiB of memory (12 GB of disk, some minutes)
+	mkdir -p build/nvme
+	OMP_NUM_THREADS=$$(nproc) ZEROFX_NVME_DIR=$${ZEROFX_NVME_DIR:-build/nvme} $(BIN)/python examples/train_infinity.py --table
 
 check: venv ## format, lint and types
 	$(BIN)/ruff format --check

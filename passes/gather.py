@@ -12,7 +12,16 @@
 Each residency has views of its own, so that no view keeps a released buffer alive. Where the plan keeps a bucket
 between forward and backward, one residency spans both.
 
-Does not handle: how early a gather is issued (the prefetch pass).
+A slice in a slower tier is copied to the device first, one on nvme by way of the host where the plan reads it ahead:
+
+    read_0 = reload(shard_0, "host")
+    staged_0 = wait(read_0, shard_0)
+    reload_0 = reload(staged_0)
+    slice_0 = wait(reload_0, staged_0)                  # on one rank this is the whole: full_0
+    gather_0 = all_gather(slice_0)
+    full_0 = wait(gather_0, slice_0)
+
+Does not handle: how early gathers and copies are issued (the prefetch pass).
 """
 
 from __future__ import annotations
@@ -22,9 +31,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx import ops
-from zerofx.buckets import BucketLayout
+from zerofx.buckets import Bucket, BucketLayout
 from zerofx.errors import PlanError
-from zerofx.graph import Origin, StepGraph, insert_call, origin
+from zerofx.graph import DEVICE, Origin, Role, StepGraph, insert_call, origin, placeholder, set_tier, tier_of
 from zerofx.passes.base import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
 from zerofx.scheduler.plan import GatherDecision, Plan
 
@@ -39,17 +48,21 @@ class Gather:
     def run(self, step: StepGraph, plan: Plan) -> None:
         order = step.positions()
         by_name = {node.name: node for node in step.graph.nodes}
-        whole = {
-            int(node.args[1]): next(iter(node.users))  # type: ignore[arg-type]  # the op's schema says int
-            for node in step.calls()
-            if node.target is ops.all_gather
-        }
+        whole: dict[int, fx.Node] = {}
+        shards: dict[int, fx.Node] = {}
+        for shard in step.placeholders(Role.SHARD):
+            index = placeholder(shard).bucket
+            if index is not None and shard.users:
+                whole[index], shards[index] = _gathered_at_start(shard), shard
         reads = {index: sorted(consumers(full), key=order.__getitem__) for index, full in whole.items()}
         for number, decision in enumerate(plan.gathers):
             first, last = (named(by_name, name) for name in (decision.first, decision.last))
             inside = [n for n in reads[decision.bucket] if order[first] <= order[n] <= order[last]]
             reads[decision.bucket] = [n for n in reads[decision.bucket] if n not in inside]
-            _add_residency(step, self.layout, number, decision, whole[decision.bucket], inside)
+            if not inside:
+                raise PlanError(f"the plan gives bucket {decision.bucket} a residency without a use: {decision}")
+            bucket = self.layout.buckets[decision.bucket]
+            _add_residency(step, bucket, number, decision, shards[bucket.index], whole[bucket.index], inside)
         left = {index: nodes for index, nodes in reads.items() if nodes}
         if left:
             raise PlanError(f"the plan gives these uses of buckets no residency: {left}; make the plan anew")
@@ -57,18 +70,37 @@ class Gather:
             _erase_with_views(step.graph, full)
 
 
+def _gathered_at_start(shard: fx.Node) -> fx.Node:
+    """The whole bucket that the shard pass has made of a slice."""
+    node = shard
+    while started := [user for user in node.users if user.target in (ops.reload, ops.all_gather)]:
+        (node,) = started[0].users
+    return node
+
+
 def _add_residency(
-    step: StepGraph, layout: BucketLayout, number: int, decision: GatherDecision, whole: fx.Node, reads: list[fx.Node]
+    step: StepGraph,
+    bucket: Bucket,
+    number: int,
+    decision: GatherDecision,
+    shard: fx.Node,
+    whole: fx.Node,
+    reads: list[fx.Node],
 ) -> None:
-    graph, bucket = step.graph, layout.buckets[decision.bucket]
-    shard = whole.args[0].args[0]  # type: ignore[union-attr]  # wait(all_gather(shard))
+    graph = step.graph
     where = Origin(bucket.name, origin(reads[0]).phase)
     with graph.inserting_before(start_of_unit(step, reads[0])):
-        pending = insert_call(
-            graph, ops.all_gather, (shard, bucket.index, bucket.num_ranks), where, name=gather_name(number),
-            fake=step.fake((bucket.numel,), bucket.compute_dtype),
-        )  # fmt: skip
-        full = insert_call(graph, ops.wait, (pending,), where, name=f"full_{number}")
+        full = shard
+        if tier_of(shard) != DEVICE:
+            full = _bring_up(graph, bucket, number, decision, shard, where)
+        if bucket.num_ranks > 1:
+            pending = insert_call(
+                graph, ops.all_gather, (full, bucket.index, bucket.num_ranks), where, name=gather_name(number),
+                fake=step.fake((bucket.numel,), bucket.compute_dtype),
+            )  # fmt: skip
+            # A slice that stays needs nobody to hold it until then.
+            read = () if full is shard else (full,)
+            full = insert_call(graph, ops.wait, (pending, *read), where, name=f"full_{number}")
     clones = {whole: full}
     for node in reads:
         for source in list(node.all_input_nodes):
@@ -79,14 +111,39 @@ def _add_residency(
         insert_call(graph, ops.release, (full,), Origin(bucket.name, origin(reads[-1]).phase))
 
 
+def _bring_up(
+    graph: fx.Graph, bucket: Bucket, number: int, decision: GatherDecision, shard: fx.Node, where: Origin
+) -> fx.Node:
+    """This rank's slice, copied to the device from where it lives."""
+    stored = shard
+    if decision.read is not None:
+        read = set_tier(insert_call(graph, ops.reload, (shard, "host"), where, name=read_name(number)), "host")
+        stored = set_tier(insert_call(graph, ops.wait, (read, shard), where, name=f"staged_{number}"), "host")
+    pending = insert_call(graph, ops.reload, (stored,), where, name=reload_name(number))
+    name = f"slice_{number}" if bucket.num_ranks > 1 else f"full_{number}"
+    return insert_call(graph, ops.wait, (pending, stored), where, name=name)
+
+
+def read_name(number: int) -> str:
+    """The name of the node that reads a slice from nvme into the host's memory for the plan's decision ``number``."""
+    return f"read_{number}"
+
+
+def reload_name(number: int) -> str:
+    """The name of the node that copies a slice to the device for the plan's decision ``number``."""
+    return f"reload_{number}"
+
+
 def gather_name(number: int) -> str:
     """The name of the gather node of the plan's decision ``number``, by which later passes find it."""
     return f"gather_{number}"
 
 
 def _erase_with_views(graph: fx.Graph, full: fx.Node) -> None:
-    doomed = [*full.all_input_nodes, full]  # the started gather, its wait, then views of views
-    for node in doomed:
+    doomed = [full]
+    while doomed[0].args[0].op != "placeholder":  # type: ignore[union-attr]  # waits and what they wait for read one node
+        doomed.insert(0, doomed[0].args[0])  # type: ignore[arg-type]
+    for node in doomed:  # and views of views
         doomed.extend(user for user in node.users if user not in doomed)
     for node in reversed(doomed):
         graph.erase_node(node)

@@ -1,27 +1,34 @@
-"""Issue gathers ahead of their use, so that they run beside the computation before it.
+"""Issue gathers, and copies of slices from slower tiers, ahead of their use: they run beside the computation before it.
 
     y = mm(x, w0)                           gather_1 = all_gather(shard_1)
     gather_1 = all_gather(shard_1)          y = mm(x, w0)
     full_1 = wait(gather_1)                 full_1 = wait(gather_1)
 
-Where each gather goes is the plan's decision; the memory it takes from there on is the plan's too.
+A slice on nvme comes in up to three steps, each ahead of the next: read into the host's memory, copied to the device,
+gathered. Each is awaited where the next is issued.
+
+Where each goes is the plan's decision; the memory it takes from there on is the plan's too.
 
 Does not handle: waits of reductions, which the reduce pass puts where the plan says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch import fx
+
+from zerofx import ops
 from zerofx.graph import StepGraph
-from zerofx.passes.base import start_of_unit
-from zerofx.passes.gather import gather_name
-from zerofx.scheduler.plan import Plan
+from zerofx.passes.base import named, start_of_unit
+from zerofx.passes.gather import gather_name, read_name, reload_name
+from zerofx.scheduler.plan import GatherDecision, Plan
 
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Move each gather before the node that its decision names."""
+    """Move each gather, and each copy of a slice, before the node that its decision names."""
 
     name: str = "prefetch"
 
@@ -29,6 +36,22 @@ class Prefetch:
         by_name = {node.name: node for node in step.graph.nodes}
         order = step.positions()
         for number, decision in enumerate(plan.gathers):
-            gather, place = by_name[gather_name(number)], start_of_unit(step, by_name[decision.issue])
-            if order[place] < order[gather]:
-                place.prepend(gather)
+            for started, place in _places(number, decision):
+                node = by_name.get(started)
+                if node is None:
+                    continue
+                before = start_of_unit(step, named(by_name, place))
+                if order[before] < order[node]:
+                    source = node.args[0]
+                    assert isinstance(source, fx.Node)
+                    if source.target is ops.wait:
+                        before.prepend(source)
+                    before.prepend(node)
+
+
+def _places(number: int, decision: GatherDecision) -> Iterator[tuple[str, str]]:
+    """What is started for a residency, in order, and the node before which."""
+    reload = decision.reload or decision.issue
+    yield read_name(number), decision.read or reload
+    yield reload_name(number), reload
+    yield gather_name(number), decision.issue

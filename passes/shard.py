@@ -6,7 +6,11 @@
                                                 w = as_strided(full, [4, 8], ...)
 
 At stage 3 each bucket is gathered once, where the graph begins; the gather pass gives it its residencies. On one rank
-a slice is the whole, so nothing is gathered at any stage.
+a slice is the whole, so nothing is gathered at any stage. A slice in a slower tier is copied to the device first:
+
+    shard_0 = <this rank's slice, on host or nvme>
+    up = wait(reload(shard_0), shard_0)
+    full = wait(all_gather(up), up)             # on one rank, up is all there is to gather
 
 Does not handle: gradients and optimizer states (the reduce and update passes do).
 """
@@ -20,7 +24,20 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import Origin, Phase, Placeholder, Role, StepGraph, insert_call, placeholder
+from zerofx.errors import PlanError
+from zerofx.graph import (
+    DEVICE,
+    Origin,
+    Phase,
+    Placeholder,
+    Role,
+    StepGraph,
+    insert_call,
+    placeholder,
+    set_tier,
+    tier_of,
+)
+from zerofx.scheduler.machine import TIERS, Tier
 from zerofx.scheduler.plan import Plan
 
 
@@ -35,8 +52,9 @@ class Shard:
         by_name = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
         for bucket in self.layout.buckets:
             used = [slot for slot in bucket.slots if by_name[slot.name].users]
-            if plan.gathers_parameters:
-                shard = add_shard(step, bucket)
+            tier = parameter_tier(plan, bucket)
+            if plan.gathers_parameters or tier != DEVICE:
+                shard = set_tier(add_shard(step, bucket), tier)
                 full = _gather_at_start(step, bucket, shard) if used else shard
             else:
                 full = step.add_placeholder(
@@ -59,6 +77,22 @@ class Shard:
                 step.graph.erase_node(by_name[slot.name])
 
 
+def parameter_tier(plan: Plan, bucket: Bucket) -> Tier:
+    """Where this rank's slice of a bucket's parameters lives between uses.
+
+    Raises:
+        PlanError: the plan says what cannot be.
+    """
+    found = [decision for decision in plan.parameters if decision.bucket == bucket.index]
+    tier = next((tier for tier in TIERS if found and tier == found[0].tier), DEVICE)
+    if found and (len(found) > 1 or tier == DEVICE or plan.stage != 3):
+        raise PlanError(
+            f"expected at most one decision about the parameters of {bucket.name}, with tier host or nvme and at stage "
+            f"3; found {found} at stage {plan.stage}: make the plan anew"
+        )
+    return tier
+
+
 def add_shard(step: StepGraph, bucket: Bucket, alias_of: str | None = None) -> fx.Node:
     """The placeholder of this rank's slice in the compute dtype, shape ``[bucket.shard_numel]``."""
     return step.add_placeholder(
@@ -75,10 +109,14 @@ def add_master(step: StepGraph, bucket: Bucket, local: int) -> fx.Node:
 
 def _gather_at_start(step: StepGraph, bucket: Bucket, shard: fx.Node) -> fx.Node:
     where = Origin(bucket.name, Phase.FORWARD)
-    with step.graph.inserting_after(step.last_placeholder()):
-        pending = insert_call(
-            step.graph, ops.all_gather, (shard, bucket.index, bucket.num_ranks), where,
-            fake=step.fake((bucket.numel,), bucket.compute_dtype),
-        )  # fmt: skip
-    with step.graph.inserting_after(pending):
-        return insert_call(step.graph, ops.wait, (pending,), where)
+    whole = step.fake((bucket.numel,), bucket.compute_dtype)
+    with step.graph.inserting_before(step.last_placeholder().next):
+        up = shard
+        if tier_of(shard) != DEVICE:
+            pending = insert_call(step.graph, ops.reload, (shard,), where)
+            up = insert_call(step.graph, ops.wait, (pending, shard), where)
+            if bucket.num_ranks == 1:
+                return up
+
+        pending = insert_call(step.graph, ops.all_gather, (up, bucket.index, bucket.num_ranks), where, fake=whole)
+        return insert_call(step.graph, ops.wait, (pending,) if up is shard else (pending, up), where)

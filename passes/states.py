@@ -13,6 +13,9 @@
 
 The last copies of a bucket are awaited where the next one is updated, so that they run meanwhile, or where the step
 ends. States on nvme whose update runs on the host are read into its memory and written back.
+
+A slice of parameters that lives in a slower tier is brought to its update like a state. Where it is the optimizer's
+fp32 master that is updated, the slice is written only: the new values are cast, and copied over it.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ from torch import fx
 from zerofx import ops
 from zerofx.buckets import Bucket
 from zerofx.errors import PlanError
-from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, set_tier, tensor
-from zerofx.passes.base import consumers, start_of_unit
+from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, set_tier, tensor, tier_of
+from zerofx.passes.base import consumers, named, start_of_unit
 from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.plan import Plan, StateDecision
 
@@ -64,34 +67,58 @@ def state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
 
 
 class PlacedStates:
-    """A bucket's tensors in a slower tier, by the name that the update has for them.
+    """A bucket's tensors that may be in a slower tier, by the name that the update has for them.
 
-    What the update does not work on where it lives is copied to it from where the bucket's reduction starts, or on one
-    rank from where the unit's run starts that completes its gradients.
+    What the update does not work on where it lives is copied to it from where the plan says, or else from where the
+    bucket's reduction starts: on one rank where the unit's run starts that completes its gradients. ``at_once``: it is
+    copied where it is awaited.
     """
 
-    def __init__(self, step: StepGraph, bucket: Bucket, kept: Mapping[str, fx.Node], decision: StateDecision) -> None:
+    def __init__(
+        self, step: StepGraph, bucket: Bucket, kept: Mapping[str, fx.Node], decision: StateDecision | None
+    ) -> None:
         self._step, self._bucket, self._kept = step, bucket, kept
         self._where = Origin(bucket.name, Phase.UPDATE)
-        self._target = decision.update
+        self._target = DEVICE if decision is None else decision.update
+        away = {name: node for name, node in kept.items() if tier_of(node) != self._target}
+        self._source = dict(away)  # what each is copied from last
         self._pending: dict[str, fx.Node] = {}
-        for node in kept.values():
-            set_tier(node, decision.tier)
-        if decision.tier == decision.update:
+        self.at_once = decision is not None and decision.at_once
+        if not away or self.at_once:
             return
-        with step.graph.inserting_before(_start_of_reduction(step, bucket)):
-            for name, node in kept.items():
-                args = (node,) if self._target == DEVICE else (node, self._target)
-                pending = insert_call(step.graph, ops.reload, args, self._where, name=f"{node.name}_reload")
-                self._pending[name] = set_tier(pending, self._target)
+        by_name = {node.name: node for node in step.graph.nodes}
+        if decision is not None and decision.reload is not None:
+            start = start_of_unit(step, named(by_name, decision.reload))
+        else:
+            start = _start_of_reduction(step, bucket)
+        if decision is not None and decision.read is not None and self._target == DEVICE:
+            with step.graph.inserting_before(start_of_unit(step, named(by_name, decision.read))):
+                on_nvme = {name: node for name, node in away.items() if tier_of(node) == "nvme"}
+                reads = {name: self._copy(node, HOST, f"{node.name}_read") for name, node in on_nvme.items()}
+            with step.graph.inserting_before(start):
+                for name, pending in reads.items():
+                    self._source[name] = self._await(pending, away[name], HOST, f"{away[name].name}_staged")
+        with step.graph.inserting_before(start):
+            self._reload()
+
+    def _reload(self) -> None:
+        for name, node in self._source.items():
+            self._pending[name] = self._copy(node, self._target, f"{self._kept[name].name}_reload")
+
+    def _copy(self, node: fx.Node, tier: str, name: str) -> fx.Node:
+        args = (node,) if tier == DEVICE else (node, tier)
+        return set_tier(insert_call(self._step.graph, ops.reload, args, self._where, name=name), tier)
+
+    def _await(self, pending: fx.Node, source: fx.Node, tier: str, name: str) -> fx.Node:
+        return set_tier(insert_call(self._step.graph, ops.wait, (pending, source), self._where, name=name), tier)
 
     def await_reloads(self) -> dict[str, fx.Node]:
         """What the update works on, awaited at the insertion point."""
+        if self.at_once:
+            self._reload()
         found = dict(self._kept)
         for name, pending in self._pending.items():
-            node = self._kept[name]
-            up = insert_call(self._step.graph, ops.wait, (pending, node), self._where, name=f"{node.name}_up")
-            found[name] = set_tier(up, self._target)
+            found[name] = self._await(pending, self._source[name], self._target, f"{self._kept[name].name}_up")
         return found
 
     def write_back(self, updated: Mapping[str, fx.Node]) -> list[Started]:
@@ -123,11 +150,19 @@ def copy_into(step: StepGraph, bucket: Bucket, into: fx.Node, source: fx.Node) -
     return Started(node, source, bucket)
 
 
-def parameters_up(step: StepGraph, bucket: Bucket, low: fx.Node, stored: fx.Node) -> Started:
-    """Start copying updated parameters on the host over the device's, cast there to the dtype of these."""
-    if bucket.compute_dtype == bucket.dtype:
-        return copy_into(step, bucket, low, stored)
+def new_values(step: StepGraph, bucket: Bucket, low: fx.Node, stored: fx.Node, update: str) -> list[Started]:
+    """Give ``low``, which the model computes with, the values of ``stored``, which have been updated on ``update``."""
     where = Origin(bucket.name, Phase.UPDATE)
+    if tier_of(low) == update:
+        written = insert_call(step.graph, _aten.copy_.default, (low, stored), where)
+        set_tier(written, update)
+        return []
+    if update == DEVICE:
+        low_dtype = {"dtype": bucket.compute_dtype}
+        cast = insert_call(step.graph, _aten._to_copy.default, (stored,), where, low_dtype, name=f"low_{bucket.index}")
+        return [copy_into(step, bucket, low, cast)]
+    if bucket.compute_dtype == bucket.dtype:
+        return [copy_into(step, bucket, low, stored)]
     args, kwargs = (tensor(low).numel(), bucket.compute_dtype, HOST), {"device": step.device}
     cast = insert_call(
         step.graph, ops.empty_stored, args, where, kwargs, name=f"low_{bucket.index}",
@@ -135,7 +170,7 @@ def parameters_up(step: StepGraph, bucket: Bucket, low: fx.Node, stored: fx.Node
     )  # fmt: skip
     set_tier(cast, HOST)
     set_tier(insert_call(step.graph, _aten.copy_.default, (cast, stored), where), HOST)
-    return copy_into(step, bucket, low, cast)
+    return [copy_into(step, bucket, low, cast)]
 
 
 def await_copies(step: StepGraph, started: Sequence[Started]) -> None:

@@ -27,7 +27,19 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import DEVICE, Origin, Phase, Placeholder, Role, StepGraph, insert_call, placeholder, set_tier, tensor
+from zerofx.graph import (
+    DEVICE,
+    Origin,
+    Phase,
+    Placeholder,
+    Role,
+    StepGraph,
+    insert_call,
+    placeholder,
+    set_tier,
+    tensor,
+    tier_of,
+)
 from zerofx.optimizers import UpdateProgram
 from zerofx.passes.base import consumers, end_of_unit
 from zerofx.passes.shard import add_master, add_shard
@@ -37,7 +49,7 @@ from zerofx.passes.states import (
     Started,
     await_copies,
     gradient_on_host,
-    parameters_up,
+    new_values,
     state_decision,
 )
 from zerofx.scheduler.plan import Plan
@@ -81,7 +93,8 @@ def _update_bucket(
     """
     graph, where = step.graph, Origin(bucket.name, Phase.UPDATE)
     decision = state_decision(plan, bucket)
-    on_host = decision is not None and decision.update == HOST
+    side = DEVICE if decision is None else decision.update
+    on_host = side == HOST
     local = bucket.shard_numel if plan.shards_optimizer else bucket.numel
     full = _placeholder_of(step, Role.FULL, bucket)
     shard = _placeholder_of(step, Role.SHARD, bucket)
@@ -89,37 +102,42 @@ def _update_bucket(
         shard = add_shard(step, bucket, alias_of=full.name)
     low = shard if shard is not None else full
     assert low is not None
+    away = tier_of(low) != DEVICE
     master = _placeholder_of(step, Role.MASTER, bucket)
-    if master is None and on_host:
+    if master is None and on_host and not away:
         master = add_master(step, bucket, local)
     kept = _add_states(step, bucket, program, local) | ({} if master is None else {"param": master})
+    for node in kept.values():
+        set_tier(node, DEVICE if decision is None else decision.tier)
+    if master is None and away:
+        kept["param"] = low
     scalars = _add_scalars(step, bucket, program)
     reduced = step.reduced[bucket.index]
     # A gather reads the slice until it is done; its own readers, the release among them, come behind that.
-    reads = consumers(low) if full is None else []
-    readers = consumers(full) if full is not None else [reader for gather in reads for reader in consumers(gather)]
+    readers = consumers(full) if full is not None else _readers_of_gathered(low)
     # Nodes compare by their place in the graph.
     end = end_of_unit(step, max([reduced, *consumers(reduced), *readers])).next
-    placed = None if decision is None else PlacedStates(step, bucket, kept, decision)
+    placed = PlacedStates(step, bucket, kept, decision)
     with graph.inserting_before(end):
         await_copies(step, [one for one in earlier if one.node < end])
         left = [one for one in earlier if not one.node < end]
-        tensors = kept if placed is None else placed.await_reloads()
+        tensors = placed.await_reloads()
         grad = gradient_on_host(step, bucket, reduced) if on_host else reduced
         tier = HOST if on_host else DEVICE
         if tensor(grad).dtype != bucket.dtype:
             grad = set_tier(insert_call(graph, _aten._to_copy.default, (grad,), where, {"dtype": bucket.dtype}), tier)
         _inline(step, program, {"param": low, **tensors, **scalars, "grad": grad}, where, tier)
-        if on_host:
-            up = parameters_up(step, bucket, low, tensors["param"])
+        if master is not None:
+            up = new_values(step, bucket, low, tensors["param"], side)
             if full is not None and plan.shards_optimizer:
-                await_copies(step, [up])  # the gather below reads it
+                await_copies(step, up)  # the gather below reads it
             else:
-                left.append(up)
-        elif bucket.has_master:
-            insert_call(graph, _aten.copy_.default, (low, tensors["param"]), where)
-        if placed is not None:
-            left += placed.write_back(tensors)
+                left += up
+        down = placed.write_back(tensors)
+        if placed.at_once:
+            await_copies(step, down)
+        else:
+            left += down
         if full is not None and plan.shards_optimizer:
             gather = insert_call(
                 graph, ops.all_gather_into, (full, low, bucket.index), where, name=f"gather_into_{bucket.index}"
@@ -168,6 +186,15 @@ def _inline(step: StepGraph, program: UpdateProgram, known: Mapping[str, fx.Node
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             env[node] = set_tier(insert_call(step.graph, node.target, tuple(args), where, dict(kwargs)), tier)
+
+
+def _readers_of_gathered(shard: fx.Node) -> list[fx.Node]:
+    """All nodes that read a slice, or a bucket gathered from it; what starts or awaits a copy or a gather is one."""
+    found = consumers(shard)
+    for node in found:
+        if node.target in (ops.reload, ops.all_gather):
+            found.extend(reader for reader in consumers(node) if reader not in found)
+    return found
 
 
 def _placeholder_of(step: StepGraph, role: Role, bucket: Bucket) -> fx.Node | None:

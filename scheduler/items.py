@@ -14,11 +14,13 @@ from zerofx.passes.recompute import put_off, recompute
 from zerofx.passes.tile import tile
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.activations import Level, Segment, crossing_storages, menu, segments, value_node
+from zerofx.scheduler.arrivals import place_arrivals
 from zerofx.scheduler.gathers import Gathering, keep_menus, prefetch_menu, why_kept
 from zerofx.scheduler.machine import Machine, Tier
 from zerofx.scheduler.moves import Move, reached
 from zerofx.scheduler.offload import Room, Wish, away_seconds, entries, joint_menu, place
-from zerofx.scheduler.plan import Plan, RecomputeDecision, StateDecision, TileDecision
+from zerofx.scheduler.parameters import Home, copies_menu, parameter_menus
+from zerofx.scheduler.plan import ParameterDecision, Plan, RecomputeDecision, StateDecision, TileDecision
 from zerofx.scheduler.policy import GraphIdentity, PolicyOptions, decide, identify, residencies
 from zerofx.scheduler.states import Placement, state_menus
 from zerofx.scheduler.storage import Storage, storage_bytes, tensors_of
@@ -130,9 +132,10 @@ class Keeping:
 
 @dataclass(frozen=True)
 class Prefetching:
-    """How many units ahead gathers are issued: one less with each level."""
+    """How many units ahead gathers are issued, by level; with none, copies from slower tiers are awaited at once."""
 
     levels: tuple[Gathering, ...]
+    units: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,15 @@ class States:
     levels: tuple[Placement, Placement]
 
 
-Item = Activations | Keeping | Prefetching | States
+@dataclass(frozen=True)
+class Parameters:
+    """Where a bucket's parameters live between uses."""
+
+    bucket: Bucket
+    levels: tuple[Home, Home]
+
+
+Item = Activations | Keeping | Prefetching | States | Parameters
 
 
 def items_of(question: Question, leaning: Leaning) -> list[Item]:
@@ -155,14 +166,39 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         found += [
             Keeping(bucket, levels) for bucket, levels in keep_menus(gathered, asked, seconds, question.machine).items()
         ]
-        found.append(Prefetching(prefetch_menu(gathered, question.layout, asked.prefetch, seconds, question.machine)))
+        levels = prefetch_menu(gathered, question.layout, asked.prefetch, seconds, question.machine)
+        found.append(Prefetching(levels, tuple(range(asked.prefetch, -1, -1))))
     if leaning != "recompute":
         menus = state_menus(
             question.layout, question.state_bytes, question.stage, question.captured.seconds_of_one, question.machine,
             question.tiers,
         )  # fmt: skip
         found += [States(bucket, levels) for bucket, levels in menus.items()]
+        if question.stage == 3:
+            found += _parameters(question, [levels[1] for levels in menus.values()])
+        prefetch = question.asked.prefetch
+        if question.tiers and prefetch and not any(isinstance(item, Prefetching) for item in found):
+            found.append(
+                Prefetching(
+                    copies_menu(question.layout, question.state_bytes, question.tiers[0], question.machine),
+                    (prefetch, 0),
+                )
+            )
     return found
+
+
+def _parameters(question: Question, states: Sequence[Placement]) -> list[Parameters]:
+    """``states`` are where states may go, which takes room too."""
+    used = residencies(question.captured.tiled, question.layout, question.asked)
+    menus = parameter_menus(
+        used,
+        question.layout,
+        question.state_bytes,
+        question.captured.seconds_of_one,
+        question.machine,
+        _room(question, states).tiers,
+    )
+    return [Parameters(bucket, levels) for bucket, levels in menus.items()]
 
 
 def _activations(question: Question, leaning: Leaning) -> list[Activations]:
@@ -195,6 +231,7 @@ class _Choice:
     wishes: dict[str, Wish] = field(default_factory=dict)
     states: list[StateDecision] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)  # of the same buckets
+    parameters: list[ParameterDecision] = field(default_factory=list)
 
 
 def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) -> tuple[Plan, StepGraph]:
@@ -203,7 +240,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     recomputed, extra = frozenset(one.value for one in chosen.recomputes), frozenset(chosen.extra_keeps)
     carried_out = question.captured.tiled.clone()
     recompute(carried_out, recomputed, extra)
-    room = _room(question, chosen.placements)
+    room = _room(question, chosen.placements, chosen.parameters)
     offloads = place(carried_out, list(chosen.wishes.values()), chosen.seconds, question.machine, room)
     if not offloads:
         put_off(carried_out)
@@ -219,9 +256,19 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         tiles=question.tiles,
         offloads=offloads,
         states=tuple(chosen.states),
+        parameters=tuple(chosen.parameters),
         memory_budget=question.memory_budget,
         carried_out=carried_out,
         identity=question.captured.identity,
+    )
+    plan = place_arrivals(
+        plan,
+        carried_out,
+        question.layout,
+        question.state_bytes,
+        chosen.seconds,
+        question.machine,
+        ahead=chosen.prefetch > 0,
     )
     return plan, carried_out
 
@@ -235,10 +282,12 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
         if isinstance(item, Keeping) and move is None:
             chosen.keep[item.bucket.name] = why_kept(item.bucket, item.levels)
         elif isinstance(item, Prefetching) and move is not None:
-            chosen.prefetch -= move.level
+            chosen.prefetch = item.units[move.level]
         elif isinstance(item, States) and move is not None:
             chosen.states.append(item.levels[1].decision(item.bucket, move.freed_bytes))
             chosen.placements.append(item.levels[1])
+        elif isinstance(item, Parameters) and move is not None:
+            chosen.parameters.append(item.levels[1].decision(item.bucket, move.freed_bytes))
         elif isinstance(item, Activations) and move is not None:
             _choose_activations(question, item, move, chosen)
     return chosen
@@ -264,12 +313,14 @@ def _choose_activations(question: Question, item: Activations, move: Move, chose
             chosen.wishes[node.name] = Wish(node.name, reached_level)
 
 
-def _room(question: Question, states: Sequence[Placement]) -> Room:
-    """What one rank has left for activations beside its states."""
+def _room(question: Question, states: Sequence[Placement], parameters: Sequence[ParameterDecision] = ()) -> Room:
+    """What one rank has left for activations beside its states and parameters."""
     machine = question.machine
     left: dict[Tier, int] = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
     for tier in left:
         left[tier] -= sum(placement.stored_bytes for placement in states if placement.tier == tier)
+        buckets = [question.layout.buckets[decision.bucket] for decision in parameters if decision.tier == tier]
+        left[tier] -= sum(bucket.shard_bytes for bucket in buckets)
     left["host"] -= 2 * max((placement.passing_bytes for placement in states), default=0)
     return Room({tier: left[tier] for tier in question.tiers}, left["host"])
 

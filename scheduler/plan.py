@@ -21,7 +21,9 @@ class GatherDecision:
     """One residency of a bucket on the device.
 
     Positions are names of nodes of the captured graph: the gather is issued before ``issue``, awaited before ``first``
-    (the first use), and the full buffer is released after ``last``.
+    (the first use), and the full buffer is released after ``last``. Where parameters live in a slower tier, the copy of
+    this rank's slice to the device is issued before ``reload`` (None: before ``issue``), and its read from nvme into
+    the host's memory before ``read`` (None: with the copy). On one rank the copy is all there is to gather.
     """
 
     bucket: int
@@ -29,6 +31,8 @@ class GatherDecision:
     last: str
     issue: str
     reason: str
+    reload: str | None = None
+    read: str | None = None
 
 
 @dataclass(frozen=True)
@@ -94,11 +98,31 @@ class StateDecision:
 
     ``update`` is ``"device"`` (the states come up for the update and go down again) or ``"host"`` (the gradient goes
     down, and the parameters come up). A bucket without a decision has its states on the device.
+    Positions are names of nodes of the captured graph: what the update works on is copied to it from before ``reload``
+    (None: from where the bucket's reduction starts), and from nvme into the host's memory from before ``read``
+    (None: with the copy). ``at_once``: all copies are made, and awaited, where the update is; nothing is held for it
+    beside other computation, and nothing hides behind that.
     """
 
     bucket: int
     tier: str
     update: str
+    reason: str
+    reload: str | None = None
+    read: str | None = None
+    at_once: bool = False
+
+
+@dataclass(frozen=True)
+class ParameterDecision:
+    """The slower tier that a rank's slice of a bucket's parameters lives in between uses: ``"host"`` or ``"nvme"``.
+
+    The slice is in the compute dtype. It is copied to the device for each of the bucket's residencies, and brought to
+    where the bucket is updated. A bucket without a decision has its parameters on the device.
+    """
+
+    bucket: int
+    tier: str
     reason: str
 
 
@@ -173,6 +197,7 @@ class Plan:
     tiles: tuple[TileDecision, ...] = ()
     offloads: tuple[OffloadDecision, ...] = ()
     states: tuple[StateDecision, ...] = ()
+    parameters: tuple[ParameterDecision, ...] = ()
     memory_budget: int | None = None
     num_micro_batches: int = 1
     micro_batches_reason: str = ""
@@ -183,6 +208,11 @@ class Plan:
     def gathers_parameters(self) -> bool:
         """Whether parameters are sharded: stage 3 on more than one rank."""
         return self.stage == 3 and self.num_ranks > 1
+
+    @property
+    def has_residencies(self) -> bool:
+        """Whether some bucket is on the device, whole, only while it is used: sharded, or in a slower tier."""
+        return self.gathers_parameters or bool(self.parameters)
 
     @property
     def shards_optimizer(self) -> bool:
@@ -259,6 +289,7 @@ class Plan:
                 tiles=tuple(TileDecision(**t) for t in data["tiles"]),
                 offloads=tuple(OffloadDecision(**o) for o in data["offloads"]),
                 states=tuple(StateDecision(**s) for s in data["states"]),
+                parameters=tuple(ParameterDecision(**p) for p in data["parameters"]),
                 prediction=Prediction(**prediction) if prediction else None,
                 summary=GraphSummary(**summary) if summary else None,
             )

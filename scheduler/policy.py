@@ -25,6 +25,7 @@ from zerofx.scheduler.plan import (
     GatherDecision,
     GraphSummary,
     OffloadDecision,
+    ParameterDecision,
     Plan,
     RecomputeDecision,
     ReduceDecision,
@@ -78,6 +79,7 @@ def decide(
     recomputes: tuple[RecomputeDecision, ...] = (),
     extra_keeps: tuple[str, ...] = (),
     states: tuple[StateDecision, ...] = (),
+    parameters: tuple[ParameterDecision, ...] = (),
     tiles: tuple[TileDecision, ...] = (),
     memory_budget: int | None = None,
     offloads: tuple[OffloadDecision, ...] = (),
@@ -91,6 +93,8 @@ def decide(
     """
     sharded = stage == 3 and layout.num_ranks > 1
     identity = identity or identify(step)
+    away = {decision.bucket for decision in parameters}
+    resident = frozenset(bucket.index for bucket in layout.buckets if not sharded and bucket.index not in away)
     if carried_out is not None:
         step = carried_out
     elif recomputes or tiles:
@@ -106,12 +110,13 @@ def decide(
         machine=machine,
         graph=identity.fingerprint,
         buckets=tuple(summarise(bucket) for bucket in layout.buckets),
-        gathers=_decide_gathers(step, layout, options) if sharded else (),
+        gathers=_decide_gathers(step, layout, options, resident) if sharded or parameters else (),
         reduces=_decide_reduces(step, layout),
         recomputes=recomputes,
         extra_keeps=extra_keeps,
         offloads=offloads,
         states=states,
+        parameters=parameters,
         tiles=tiles,
         memory_budget=memory_budget,
         num_micro_batches=step.num_micro_batches,
@@ -140,13 +145,17 @@ def summarise(bucket: Bucket) -> BucketSummary:
     )
 
 
-def _decide_gathers(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -> tuple[GatherDecision, ...]:
-    found = residencies(step, layout, options)
+def _decide_gathers(
+    step: StepGraph, layout: BucketLayout, options: PolicyOptions, resident: Collection[int]
+) -> tuple[GatherDecision, ...]:
+    """``resident`` are the buckets that are on the device, whole, all the time."""
+    found = [one for one in residencies(step, layout, options) if one.bucket.index not in resident]
     # The buckets of one unit are needed together, and are gathered ahead together.
     together = [list(run) for _, run in itertools.groupby(found, key=lambda residency: residency.bucket.unit)]
     decisions = []
     for number, residency in ((n, residency) for n, run in enumerate(together) for residency in run):
-        distance = min(number, options.prefetch)
+        # On one rank there is nothing to issue ahead: a bucket that comes from a slower tier is copied, not gathered.
+        distance = min(number, options.prefetch) if layout.num_ranks > 1 else 0
         ahead = together[number - distance][0]
         early = f", issued {distance} ahead to hide behind {ahead.bucket.name}" if distance else ""
         decisions.append(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import DEVICE, tier_of
+from zerofx.graph import DEVICE, Role, placeholder, tier_of
 from zerofx.scheduler.machine import Tier
 from zerofx.scheduler.storage import storage_source
 
@@ -62,6 +62,15 @@ def passes_through_host(node: fx.Node) -> bool:
 def runs_on_host(node: fx.Node) -> bool:
     """Whether a node computes on the host: an update whose states live there."""
     return tier_of(node) == "host" and node.op == "call_function" and node.target not in ops.EVENTS
+
+
+def slice_behind(node: fx.Node) -> fx.Node | None:
+    """The placeholder of the parameters' slice whose values a copy, a gather or their wait has; None for others."""
+    while node.target in (ops.reload, ops.all_gather, ops.wait):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node if node.op == "placeholder" and placeholder(node).role is Role.SHARD else None
 
 
 def stream_of(node: fx.Node) -> str:

@@ -15,18 +15,34 @@ from zerofx.graph import Phase, StepGraph, is_random, origin, tensor
 from zerofx.passes.base import consumers
 from zerofx.passes.recompute import recompute
 from zerofx.scheduler.activations import crossing_values
-from zerofx.scheduler.plan import OffloadDecision, Plan, RecomputeDecision
+from zerofx.scheduler.plan import OffloadDecision, ParameterDecision, Plan, RecomputeDecision, StateDecision
 from zerofx.scheduler.policy import PolicyOptions, decide
 from zerofx.scheduler.storage import is_view, storage_bytes
 
 
-def prepare_case(case: Case, stage: int, num_ranks: int, num_micro_batches: int = 1) -> Prepared:
+def prepare_case(
+    case: Case, stage: int, num_ranks: int, num_micro_batches: int = 1, precision: str | None = None
+) -> Prepared:
     """A case's captured graph and plan, as ``compile`` makes them for its first batch."""
     model = build(case)
     args, keywords = next(parts(*next(batches(case, 0, 1)), num_micro_batches))
     return prepare(
         model, args, keywords=keywords, loss_fn=case.loss_fn, stage=stage, num_ranks=num_ranks,
-        optimizer=case.optimizer(model), num_micro_batches=num_micro_batches,
+        optimizer=case.optimizer(model), num_micro_batches=num_micro_batches, precision=precision,
+    )  # fmt: skip
+
+
+def parameters_away(prepared: Prepared, tier: str, states: tuple[str, str] | None, *, every: int = 1) -> Plan:
+    """The plan of ``prepared`` with the parameters of every so many buckets in ``tier``.
+
+    ``states``: the tier of all optimizer states, and where updates run; None for both on the device.
+    """
+    buckets = prepared.layout.buckets
+    return decide(
+        prepared.step, prepared.layout, stage=prepared.plan.stage, precision=prepared.plan.precision, machine="cpu",
+        options=PolicyOptions(),
+        parameters=tuple(ParameterDecision(bucket.index, tier, "by hand") for bucket in buckets[::every]),
+        states=tuple(StateDecision(b.index, *states, "by hand") for b in buckets if b.trainable) if states else (),
     )  # fmt: skip
 
 

@@ -178,7 +178,7 @@ def test_states_move_when_another_plan_asks_for_it() -> None:
         [],
     ):
         step._tiers.prepare({"nvme": 1}, 1)  # type: ignore[union-attr]
-        state.place(decisions)
+        state.place(replace(step.plan, states=tuple(decisions)))
         held = step.tiers()
         assert set(held) == {"device", *(decision.tier for decision in decisions)}
         assert torch.equal(step(*args), reference(*args))  # moves them back first

@@ -49,11 +49,11 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
             f"expected recompute='auto' beside a plan that computes {len(plan.recomputes)} values again, found "
             f"recompute='none': leave it out, or leave plan out to have another made"
         )
-    if options.offload == "none" and (plan.offloads or plan.states):
+    if options.offload == "none" and (plan.offloads or plan.states or plan.parameters):
         raise UsageError(
-            f"expected offload='auto' beside a plan that has {len(plan.offloads)} values and the states of "
-            f"{len(plan.states)} buckets off the device, found offload='none': leave it out, or leave plan out to have "
-            f"another made"
+            f"expected offload='auto' beside a plan that has {len(plan.offloads)} values, the states of "
+            f"{len(plan.states)} buckets and the parameters of {len(plan.parameters)} off the device, found "
+            f"offload='none': leave it out, or leave plan out to have another made"
         )
     default = PolicyOptions()
     if control.rank == 0 and (options.policy.prefetch, tuple(options.policy.keep)) != (default.prefetch, default.keep):

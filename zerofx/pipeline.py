@@ -38,7 +38,7 @@ def passes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Pl
         Recompute(),  # activations that are not kept, computed again in backward
         Offload(),  # activations that wait for backward in a slower tier
         Shard(layout),  # parameters become views of flat buckets
-        *((Gather(layout),) if plan.gathers_parameters else ()),  # a gather before first use, a release after last
+        *((Gather(layout),) if plan.has_residencies else ()),  # a gather before first use, a release after last
         Reduce(layout),  # gradients into flat buffers, reduced as soon as complete
         Direct(),  # products written straight into those buffers
         Update(layout, programs),  # the optimizer, on each bucket as soon as it is reduced

@@ -43,7 +43,9 @@ class Step(StepBuilder):
         batch = self._take_apart(args, kwargs)
         compiled, advance, agreed = self._step_for(batch, "call step(batch)")
         assert self._state is not None and self._runtime is not None
-        self._state.place(compiled.plan.states)
+        if self._state.place(compiled.plan):
+            self._state.hide_parameters()
+            self._watch_parameters()
         versions = self._versions()
         advance.swap(self._state)
         try:
@@ -108,7 +110,7 @@ class Step(StepBuilder):
     def _versions(self) -> dict[int, int]:
         """How often each bucket's stored values have been changed: tells which were updated in a step that failed."""
         assert self._layout is not None and self._state is not None
-        return {b.index: self._state.buckets[b.index].updated._version for b in self._layout.buckets if b.trainable}
+        return {b.index: self._state.buckets[b.index].version for b in self._layout.buckets if b.trainable}
 
     def _undo(self, advance: Advance, versions: Mapping[int, int], error: BaseException) -> BaseException:
         """Behind a step that failed: count no step for the buckets that had not been updated, and say which had.

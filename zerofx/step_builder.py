@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from zerofx.runtime.state import TrainingState, process_group
 from zerofx.runtime.tiers import Tiers
 from zerofx.runtime.values import Values
 from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.plan import StateDecision
+from zerofx.scheduler.plan import Plan
 from zerofx.settings import read_settings
 
 
@@ -169,7 +169,7 @@ class StepBuilder(LatestStep):
             compiled = build_within_budget(prepared, machine, self.options, self.settings, self._control)
         self._prepare_tiers(compiled, prepared.captured.device, machine)
         if self._state is None:
-            self._take_over(prepared.layout, prepared.binding, prepared.captured.device, compiled.plan.states)
+            self._take_over(prepared.layout, prepared.binding, prepared.captured.device, compiled.plan)
             self._allocate_states(prepared.programs)
         self._machine = machine
         return compiled
@@ -205,21 +205,27 @@ class StepBuilder(LatestStep):
         layout: BucketLayout,
         binding: OptimizerBinding,
         device: torch.device,
-        decisions: Sequence[StateDecision],
+        plan: Plan,
     ) -> None:
         transport = make_transport(self._group, device)
         assert self._tiers is not None
         state = TrainingState(self.model, layout, self.options.stage, transport, self._tiers)
         weights = self._values.source(state.parameters, device, transport)
         with becoming_real(self.model):
-            state.take_over(weights, decisions)
+            state.take_over(weights, plan)
         self._layout, self._binding, self._state, self._device = layout, binding, state, device
         self._runtime = Runtime(layout, transport, device, self._tiers)
         self._optimizer_state = OptimizerState(self.optimizer, state, self._control)
         self._owner.keep()
+        self._watch_parameters()
+
+    def _watch_parameters(self) -> None:
+        """Watch the parameters that the model has now, and guard it where they have no values."""
+        state = self._state
+        assert state is not None
         self._watch = ParameterWatch(self.model)
-        if not state.resident:
-            self._guards = guard_model(self.model, lambda: self._showing)
+        if not state.resident and not self._guards:
+            self._guards = guard_model(self.model, lambda: self._showing or state.resident)
 
     def _difference(self, described: Mapping[str, str]) -> str:
         """What the nearest known batch has otherwise."""

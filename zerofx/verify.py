@@ -3,11 +3,12 @@
 =====================  =====================================================================================
 order                  a node comes behind everything that it reads
 release                a gathered buffer is released once, and nothing reads it afterwards
-residency              once the gather pass has run, every gathered parameter buffer is released
+residency              once the gather pass has run, every whole parameter buffer, gathered or copied up, is released
 waits                  nothing but its wait reads a started collective or copy; each is awaited once
 gradients              every trained bucket is reduced at most once
-update                 a slice is not written before its last gather is done with it
-plan                   behind the last pass: one gather, reduction or offload for each decision of the plan, no others
+update                 a slice is not written before its last gather, or copy to a faster tier, is done with it
+plan                   behind the last pass: one gather, reduction or offload for each decision of the plan, no others,
+                       and states and parameters in the tiers that it says
 gather before use      a gather's buffer is not read before its wait (follows from order and waits)
 random operators       none is run twice
 states                 what lives in a slower tier is only copied, or read where it lives
@@ -40,7 +41,7 @@ from zerofx.graph import (
 from zerofx.passes.base import consumers
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import mutated_inputs
-from zerofx.scheduler.streams import runs_on_host
+from zerofx.scheduler.streams import runs_on_host, slice_behind
 
 _NEIGHBOURS = 6
 _STARTED = frozenset({ops.all_gather, ops.all_gather_into, ops.reduce_scatter, *ops.TRANSFERS})
@@ -140,23 +141,37 @@ def _check_residencies(step: StepGraph, after: str) -> None:
 
 
 def _parameter_gathers(step: StepGraph) -> list[fx.Node]:
-    """Gathers of a rank's slice of the parameters (at stage 0 reduced gradients are gathered as well)."""
-    return [
-        node for node in step.calls() if node.target is ops.all_gather and node.all_input_nodes[0].op == "placeholder"
-    ]
+    """What makes a whole bucket of a rank's slice: its gather, or on one rank its copy to the device."""
+    found = []
+    for node in step.calls():
+        gathers = node.target is ops.all_gather
+        comes_up = node.target is ops.reload and tier_of(node) == DEVICE and origin(node).phase is not Phase.UPDATE
+        if (gathers or comes_up) and slice_behind(node) is not None:
+            if any(reader.target is ops.all_gather for reader in consumers(node)):
+                continue  # a copy of what is gathered next
+            found.append(node)
+    return found
+
+
+def _bucket_gathered(gather: fx.Node) -> int | None:
+    shard = slice_behind(gather)
+    assert shard is not None
+    return placeholder(shard).bucket
 
 
 def _check_updates(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
-    for gather in _parameter_gathers(step):
-        shard = gather.all_input_nodes[0]
-        done = max(order[user] for user in (gather, *gather.users))
-        for writer in consumers(shard):
-            if shard in mutated_inputs(writer) and order[writer] < done:
-                _fail(step, after, writer, f"update: {writer.name} writes {shard.name} before {gather.name} is done")
+    for shard in step.placeholders(Role.SHARD):
+        writers = [reader for reader in consumers(shard) if shard in mutated_inputs(reader)]
+        for started in (user for user in shard.users if user.target in (ops.all_gather, ops.reload)):
+            done = max(order[user] for user in (started, *started.users))
+            for writer in writers:
+                if order[writer] < done:
+                    what = f"update: {writer.name} writes {shard.name} before {started.name} is done"
+                    _fail(step, after, writer, what)
 
 
 def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
-    gathered = [node.args[1] for node in _parameter_gathers(step)]
+    gathered = [_bucket_gathered(node) for node in _parameter_gathers(step)]
     reduced = [node.args[1] for node in step.calls() if node.target is ops.reduce_scatter]
     wanted = [decision.bucket for decision in plan.reduces] if plan.num_ranks > 1 else []
     offloaded = [
@@ -170,12 +185,18 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         for node in step.placeholders(role)
         if tier_of(node) != DEVICE
     }
+    parameters = [
+        f"{placeholder(node).bucket} on {tier_of(node)}"
+        for node in step.placeholders(Role.SHARD)
+        if tier_of(node) != DEVICE
+    ]
     stateful = {placeholder(n).bucket for role in (Role.MASTER, Role.STATE) for n in step.placeholders(role)}
     states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]
     for what, found, planned in (
         ("gathers buckets", gathered, [decision.bucket for decision in plan.gathers]),
         ("reduces buckets", reduced, wanted),
         ("keeps states of buckets", sorted(placed), states),
+        ("keeps parameters of buckets", parameters, [f"{one.bucket} on {one.tier}" for one in plan.parameters]),
         ("offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]),
     ):
         if Counter(found) != Counter(planned):

@@ -12,15 +12,16 @@ from zerofx import ops
 from zerofx.graph import DEVICE, Phase, Role, StepGraph, origin, placeholder, tier_of
 from zerofx.scheduler.liveness import Liveness
 from zerofx.scheduler.storage import storage_bytes, tensors_of
+from zerofx.scheduler.streams import slice_behind
 
 
 class Category(StrEnum):
     """A kind of bytes on the device."""
 
     PARAMETERS = "parameters"  # what stays between steps: whole buckets or slices, and fp32 master copies
-    GATHERED = "gathered"  # whole buckets, from gather to release
+    GATHERED = "gathered"  # whole buckets, from gather to release, and slices on their way from a slower tier
     GRADIENTS = "gradients"  # flat gradient buffers, and reduced slices
-    OPTIMIZER = "optimizer states"  # and what of them, and of fp32 masters, is there for an update only
+    OPTIMIZER = "optimizer states"  # and what of them, of masters and of slices is there for an update only
     BUFFERS = "buffers"  # the model's buffers and constants
     BATCH = "batch"
     ACTIVATIONS = "activations"  # made in forward, and what is reloaded of it
@@ -79,19 +80,17 @@ def peak_memory(step: StepGraph, live: Liveness) -> dict[Category, int]:
 def category_of(owner: fx.Node) -> Category:
     """The category of the storages that a call owns."""
     phase = origin(owner).phase
+    if owner.target is ops.reload and phase is Phase.UPDATE:
+        return Category.OPTIMIZER
+    if owner.target in (ops.reload, ops.all_gather) and slice_behind(owner) is not None:
+        return Category.GATHERED
     if owner.target is ops.reload:
-        return Category.OPTIMIZER if phase is Phase.UPDATE else Category.ACTIVATIONS
+        return Category.ACTIVATIONS
     if owner.target is ops.all_gather:
-        return Category.GATHERED if _gathers_parameters(owner) else Category.GRADIENTS
+        return Category.GRADIENTS  # stage 0 gathers what it has reduced
     if owner.target in (ops.empty_gradients, ops.reduce_scatter):
         return Category.GRADIENTS
     return Category.ACTIVATIONS if phase is Phase.FORWARD else Category.TEMPORARIES
-
-
-def _gathers_parameters(gather: fx.Node) -> bool:
-    """Stage 0 gathers reduced gradients too."""
-    source = gather.args[0]
-    return isinstance(source, fx.Node) and source.op == "placeholder"
 
 
 def _persistent(step: StepGraph) -> Counter[Category]:

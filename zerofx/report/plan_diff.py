@@ -34,6 +34,7 @@ def diff_plans(one: Plan, other: Plan) -> str:
         "gathers": _folded(_gathers(one, other)),
         "reductions": _folded(_reductions(one, other)),
         "tiled": list(_tiles(one, other)),
+        "parameters": _folded(_parameters(one, other)),
         "optimizer states": _folded(_states(one, other)),
         "recomputed": [*_folded(_recomputes(one, other)), *_extra_keeps(one, other)],
         **{f"offloaded to {tier}": _folded(_offloads(one, other, tier)) for tier in TIERS if tier != "device"},
@@ -115,9 +116,9 @@ def _gathers_of(plan: Plan) -> dict[str, list[tuple[GatherDecision, int]]]:
     return found
 
 
-def _when(timed: tuple[GatherDecision, int]) -> tuple[str, str, str]:
+def _when(timed: tuple[GatherDecision, int]) -> tuple[str | None, ...]:
     gather, _ = timed
-    return (gather.first, gather.last, gather.issue)
+    return (gather.first, gather.last, gather.issue, gather.reload, gather.read)
 
 
 def _times(number: int) -> str:
@@ -158,11 +159,22 @@ def _tiles(one: Plan, other: Plan) -> Iterator[str]:
             yield f"{name}: {old} -> {new}"
 
 
+def _parameters(one: Plan, other: Plan) -> list[_Change]:
+    def known(plan: Plan) -> dict[str, str]:
+        return {plan.buckets[d.bucket].name: f"on {d.tier}" for d in plan.parameters}
+
+    return _placed(known(one), known(other))
+
+
 def _states(one: Plan, other: Plan) -> list[_Change]:
     def known(plan: Plan) -> dict[str, str]:
         return {plan.buckets[d.bucket].name: f"on {d.tier}, updated on the {d.update}" for d in plan.states}
 
-    before, after = known(one), known(other)
+    return _placed(known(one), known(other))
+
+
+def _placed(before: dict[str, str], after: dict[str, str]) -> list[_Change]:
+    """What is in another place than before; what is not in ``before`` or ``after`` is on the device there."""
     sides = {
         name: (before.get(name, "on the device"), after.get(name, "on the device")) for name in {**before, **after}
     }

@@ -169,7 +169,7 @@ def _line(plan: Plan, alike: Sequence[int], gathers: Counter[int]) -> list[str]:
         format_bytes(first.shard_numel * itemsize(first)),
         format_bytes(first.shard_numel * plan.num_ranks * itemsize(first)),
         "frozen" if first.group is None else str(first.group),
-        str(gathers[alike[0]]) if plan.gathers_parameters else "",
+        str(gathers[alike[0]]) if plan.has_residencies else "",
     ]
 
 

@@ -12,7 +12,7 @@ from zerofx.report.fold import span
 from zerofx.report.units import format_bytes
 from zerofx.scheduler.plan import OffloadDecision, Plan, RecomputeDecision
 
-KINDS = ("gathers", "reductions", "optimizer states", "recomputed", "offloaded")
+KINDS = ("gathers", "reductions", "parameters", "optimizer states", "recomputed", "offloaded")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,9 @@ def reasons(plan: Plan) -> dict[str, list[Reason]]:
     gathers = [(names[decision.bucket], decision.reason) for decision in plan.gathers]
     reductions = [(names[decision.bucket], decision.reason) for decision in plan.reduces if plan.num_ranks > 1]
     again, out = (list(_of_values(found, names)) for found in (plan.recomputes, plan.offloads))
+    parameters = [(names[d.bucket], f"on {d.tier}; {d.reason}") for d in plan.parameters]
     states = [(names[d.bucket], f"on {d.tier}, updated on the {d.update}; {d.reason}") for d in plan.states]
-    found = [gathers, reductions, states, again, out]
+    found = [gathers, reductions, parameters, states, again, out]
     return {kind: _folded(entries, names) for kind, entries in zip(KINDS, found, strict=True) if entries}
 
 

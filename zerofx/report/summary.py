@@ -131,6 +131,6 @@ def _shares(held: Mapping[Category, int]) -> str:
 def _why(plan: Plan) -> Iterator[str]:
     for kind, found in reasons(plan).items():
         yield f"{kind}: {one_line(found)}"
-    if not plan.gathers_parameters:
+    if not plan.has_residencies:
         on = "one rank: it holds all of them" if plan.num_ranks == 1 else f"stage {plan.stage} keeps them whole"
         yield f"gathers: none, parameters stay on the device ({on})"

@@ -48,6 +48,8 @@ def _of_node(plan: Plan, name: str) -> Iterator[str]:
     for gather in plan.gathers:
         bucket = plan.buckets[gather.bucket].name
         at = [
+            *(["its slice is read from nvme before it"] if gather.read == name else []),
+            *(["its slice is copied to the device before it"] if gather.reload == name else []),
             *(["issued before it"] if gather.issue == name else []),
             *(["awaited before it, the first use"] if gather.first == name else []),
             *(["released after it, the last use"] if gather.last == name else []),
@@ -91,7 +93,9 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
             else ""
         )
         yield from (_gather(gather) for gather in plan.gathers if gather.bucket == index)
-        if not plan.gathers_parameters:
+        where = [decision for decision in plan.parameters if decision.bucket == index]
+        yield from (f"parameters on {one.tier} between uses: {one.reason}" for one in where)
+        if not plan.gathers_parameters and not where:
             yield f"never gathered: stage {plan.stage} on {plan.num_ranks} rank(s) keeps parameters whole on the device"
         if bucket.group is None:
             yield "never reduced: frozen, or without a gradient"
@@ -118,7 +122,9 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
 
 
 def _gather(gather: GatherDecision) -> str:
-    return f"gathered from {gather.first} to {gather.last}, issued before {gather.issue}: {gather.reason}"
+    ahead = "" if gather.read is None else f", read from nvme before {gather.read}"
+    ahead += "" if gather.reload is None else f", copied to the device before {gather.reload}"
+    return f"gathered from {gather.first} to {gather.last}{ahead}, issued before {gather.issue}: {gather.reason}"
 
 
 def _reduce(reduce: ReduceDecision) -> str:
@@ -166,7 +172,7 @@ def _nearest(plan: Plan, name: str) -> str:
         *(decision.value for decision in about_values),
         *(tiled.value for tiled in plan.tiles),
         *plan.extra_keeps,
-        *(node for gather in plan.gathers for node in (gather.first, gather.last, gather.issue)),
+        *(node for g in plan.gathers for node in (g.first, g.last, g.issue, g.reload, g.read) if node is not None),
         *(reduce.wait_after for reduce in plan.reduces if reduce.wait_after is not None),
     ]
     known = [one for one in dict.fromkeys(known) if one]

@@ -223,7 +223,7 @@ class OptimizerState:
             for name, value in states.scalars.items():
                 mine.scalars[name] = value.clone() if isinstance(value, torch.Tensor) else value
             for name, values in states.flat.items():
-                whole = torch.zeros(bucket.numel, dtype=values[0].dtype, device=mine.low.device)
+                whole = torch.zeros(bucket.numel, dtype=values[0].dtype, device=self._state.device)
                 for slot, value in zip(bucket.slots, values, strict=True):
                     slot.view(whole).copy_(value)
                 self._state.set_flat(bucket, name, self._state.slice(whole).clone())

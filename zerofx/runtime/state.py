@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx.buckets import Bucket, BucketLayout, Slot
-from zerofx.graph import Role
+from zerofx.graph import DEVICE, Role
 from zerofx.optimizers import UpdateProgram
 from zerofx.runtime.collectives import Transport
 from zerofx.runtime.tiers import Stored, Tiers
 from zerofx.runtime.weights import Weights, whole_bucket
-from zerofx.scheduler.plan import StateDecision
+from zerofx.scheduler.plan import Plan, StateDecision
 
 
 @dataclass
@@ -24,21 +24,23 @@ class BucketState:
     """One bucket's tensors on this rank.
 
     ``full`` ([numel], compute dtype) stays on the device at stages 0 to 2. ``shard`` ([shard_numel], compute dtype) is
-    this rank's slice, at stages 1 and 2 a view of ``full``. ``master`` holds the stored values where their dtype is
-    another, or the update runs on the host. ``flat`` and ``scalars`` are the optimizer's states; ``present`` names
-    those that have their values. ``decision`` says in which tier ``master`` and ``flat`` are; None is the device.
+    this rank's slice, at stages 1 and 2 a view of ``full``; ``tier`` is where it lives. ``master`` holds the stored
+    values where their dtype is another, or where the update runs on the host and ``shard`` is not in a slower tier.
+    ``flat`` and ``scalars`` are the optimizer's states; ``present`` names those that have their values. ``decision``
+    says in which tier ``master`` and ``flat`` are; None is the device.
     """
 
     full: torch.Tensor | None
-    shard: torch.Tensor | None
+    shard: torch.Tensor | Stored | None
     master: torch.Tensor | Stored | None
+    tier: str = DEVICE
     decision: StateDecision | None = None
     flat: dict[str, torch.Tensor | Stored] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     present: frozenset[str] = frozenset()
 
     @property
-    def low(self) -> torch.Tensor:
+    def low(self) -> torch.Tensor | Stored:
         """What the model computes with, in the compute dtype: this rank's slice, or the whole bucket at stage 0."""
         found = self.shard if self.shard is not None else self.full
         assert found is not None
@@ -50,9 +52,11 @@ class BucketState:
         return self.master if self.master is not None else self.low
 
     @property
-    def updated(self) -> torch.Tensor:
-        """The tensor on the device that shows by its version whether the bucket has been updated."""
-        return self.stored if isinstance(self.stored, torch.Tensor) else self.low
+    def version(self) -> int:
+        """Another number than before if the bucket has been updated since."""
+        if isinstance(self.stored, torch.Tensor):
+            return self.stored._version
+        return self.low._version if isinstance(self.low, torch.Tensor) else self.low.version
 
     def value(self, role: Role, name: str) -> Any:
         """What a placeholder of ``role`` stands for; ``name`` is that of a state."""
@@ -80,10 +84,10 @@ class TrainingState:
         self.layout = layout
         self.stage = stage
         self.model = model
+        self.device = tiers.device
         self._transport = transport
         self._tiers = tiers
         self._tensors = _distinct_parameters(model)
-        self.resident = self._keeps_full and not any(bucket.has_master for bucket in layout.buckets)
         self.buckets: list[BucketState] = []
 
     @property
@@ -91,10 +95,16 @@ class TrainingState:
         """Whether a rank updates a slice of each bucket."""
         return self.stage >= 1 and self.layout.num_ranks > 1
 
-    def take_over(self, weights: Weights, decisions: Sequence[StateDecision] = ()) -> None:
+    @property
+    def resident(self) -> bool:
+        """Whether the model's parameters are whole, in their own dtype, on the device."""
+        in_place = all(state.tier == DEVICE for state in self.buckets)
+        return self._keeps_full and in_place and not any(bucket.has_master for bucket in self.layout.buckets)
+
+    def take_over(self, weights: Weights, plan: Plan) -> None:
         """Move the model's parameters into flat buckets with the values of ``weights``, a bucket at a time.
 
-        ``decisions`` say where master copies and optimizer states live, as for ``place``.
+        ``plan`` says where parameters, master copies and optimizer states live, as for ``place``.
         Where the step keeps whole parameters in their own dtype, the model's become views of them; elsewhere they are
         replaced by NaN of the same shape that takes no memory.
         """
@@ -102,24 +112,44 @@ class TrainingState:
             self._broadcast(buffer)
         for bucket in self.layout.buckets:
             self.buckets.append(self._divide(bucket, weights.flat(bucket, *self._kept(bucket))))
-            self.place(decisions)
+            self._place_bucket(plan, bucket, self.buckets[-1])
         self.hide_parameters()
 
-    def place(self, decisions: Sequence[StateDecision]) -> None:
-        """Have master copies and optimizer states where ``decisions`` say; those without one are on the device."""
-        wanted = {decision.bucket: decision for decision in decisions}
-        for bucket, state in zip(self.layout.buckets, self.buckets, strict=False):
-            decision = wanted.get(bucket.index)
-            if _home(decision) == _home(state.decision) or not bucket.trainable:
-                continue
-            master = self.load(state.stored) if bucket.has_master or _home(decision)[1] == "host" else None
-            state.decision = decision
-            state.master = None if master is None else self._put(state, master)
-            del master
+    def place(self, plan: Plan) -> bool:
+        """Have parameters, master copies and optimizer states where ``plan`` says.
+
+        Returns whether parameters have moved: the model then has to be shown them anew (``hide_parameters``).
+        """
+        moved = [
+            self._place_bucket(plan, bucket, state)
+            for bucket, state in zip(self.layout.buckets, self.buckets, strict=True)
+        ]
+        return any(moved)
+
+    def _place_bucket(self, plan: Plan, bucket: Bucket, state: BucketState) -> bool:
+        tier = next((d.tier for d in plan.parameters if d.bucket == bucket.index), DEVICE)
+        decision = next((d for d in plan.states if d.bucket == bucket.index and bucket.trainable), None)
+        moves, regroups = tier != state.tier, _home(decision) != _home(state.decision)
+        needs_master = bucket.has_master or (_home(decision)[1] == "host" and tier == DEVICE)
+        state.decision = decision
+        if needs_master != (state.master is not None) or (needs_master and regroups):
+            state.master = self._put(state, self.load(state.stored)) if needs_master else None
+        if moves:
+            low = self.load(state.low)
+            state.full = state.shard = None
+            if tier != DEVICE:
+                state.shard = self._tiers.hold(low, tier)
+            elif self.sharded:
+                state.shard = low
+            else:
+                state.full = low
+            state.tier = tier
+        if regroups:
             for name in state.flat:
                 state.flat[name] = self._put(state, self.load(state.flat[name]))
-            device = _device_of_update(state)
+            device = self._device_of_update(state)
             state.scalars = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in state.scalars.items()}
+        return moves
 
     def set_flat(self, bucket: Bucket, name: str, values: torch.Tensor) -> None:
         """Give a bucket the values of one flat state."""
@@ -140,27 +170,32 @@ class TrainingState:
             if spec.name not in state.flat:
                 initial = torch.full(state.low.shape, spec.initial, dtype=spec.dtype, device=device)
                 state.flat[spec.name] = self._put(state, initial)
-        for name, scalar in program.new_scalar_states(_device_of_update(state)).items():
+        for name, scalar in program.new_scalar_states(self._device_of_update(state)).items():
             state.scalars.setdefault(name, scalar)
         state.present |= program.state_before
 
+    def _device_of_update(self, state: BucketState) -> torch.device:
+        """Where a bucket's update finds its scalar states."""
+        return torch.device("cpu") if _home(state.decision)[1] == "host" else self.device
+
     def hide_parameters(self) -> None:
         """Show the model its parameters where they are whole, or NaN where they are not."""
+        resident = self.resident
         for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
             for slot in bucket.slots:
-                if self.resident:
+                if resident:
                     assert state.full is not None
                     self._tensors[slot.name].data = slot.view(state.full)
                 else:
                     self._tensors[slot.name].data = torch.full(
-                        (), float("nan"), dtype=bucket.dtype, device=state.low.device
+                        (), float("nan"), dtype=bucket.dtype, device=self.device
                     ).expand(slot.shape)
 
     def show_parameters(self) -> None:
         """Give the model its whole parameters, gathered from all ranks, in their own dtype."""
         for bucket in self.layout.buckets:
-            stored = self.load(self.buckets[bucket.index].stored)
-            whole = self.gather(bucket, stored)
+            stored = self.buckets[bucket.index].stored
+            whole = self.gather(bucket, self.load(stored))
             if whole is stored and not self.resident:
                 # What is shown is a copy there too: changes that are not written back are dropped everywhere.
                 whole = whole.clone()
@@ -171,13 +206,16 @@ class TrainingState:
         """Take the model's whole parameters as the values to train on from (rank by rank its own slice)."""
         for bucket in self.layout.buckets:
             state = self.buckets[bucket.index]
-            whole = whole_bucket(bucket, self._tensors, state.low.device)
+            whole = whole_bucket(bucket, self._tensors, self.device)
             mine = self.slice(whole)
             if isinstance(state.master, Stored):
                 state.master = self._put(state, mine.clone())
             elif state.master is not None:
                 state.master.copy_(mine)
-            state.low.copy_(mine)
+            if isinstance(state.low, Stored):
+                state.shard = self._tiers.hold(mine.to(bucket.compute_dtype), state.tier)
+            else:
+                state.low.copy_(mine)
             if state.full is not None and state.full is not state.low:
                 state.full.copy_(whole)
 
@@ -242,11 +280,6 @@ class TrainingState:
 def _home(decision: StateDecision | None) -> tuple[str, str]:
     """The tier of a bucket's states, and where its update runs."""
     return ("device", "device") if decision is None else (decision.tier, decision.update)
-
-
-def _device_of_update(state: BucketState) -> torch.device:
-    """Where a bucket's update finds its scalar states."""
-    return torch.device("cpu") if _home(state.decision)[1] == "host" else state.low.device
 
 
 def _distinct_parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:

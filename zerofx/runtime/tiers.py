@@ -55,6 +55,17 @@ class Stored:
         self.stride: tuple[int, ...] = like.stride() if isinstance(like, torch.Tensor) else like.stride
         self.lease: Lease[torch.Tensor] | Lease[NvmeFile] = lease
         self.landed: Callable[[], None] | None = None  # blocks until the host may read what was last copied here
+        self._num_copies = 0  # made over it so far
+
+    @property
+    def version(self) -> int:
+        """Another number than before if anything has been written here since."""
+        place = self.lease.place
+        return self._num_copies + (place._version if isinstance(place, torch.Tensor) else 0)
+
+    def count_copy(self) -> None:
+        """A copy over it begins."""
+        self._num_copies += 1
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -84,6 +95,11 @@ class Tiers:
         self._held = {"host": 0, "nvme": 0}
         self._peak = dict(self._held)
         self.moved_bytes = dict.fromkeys(LINKS, 0)
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose slower tiers these are."""
+        return self._device
 
     @property
     def held_bytes(self) -> dict[str, int]:
@@ -129,6 +145,8 @@ class Tiers:
 
     def copy_into(self, into: Place, source: Place) -> Pending[Any]:
         """Start copying ``source`` over ``into``, which is on another tier and has its shape and strides."""
+        if isinstance(into, Stored):
+            into.count_copy()
         return self._start(into, source)
 
     def empty_stored(self, numel: int, dtype: torch.dtype, tier: str) -> Stored:
