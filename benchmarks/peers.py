@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="leave out groups that have been measured")
     parser.add_argument("--ranks", type=int, help="processes (default: 2 on CPU, the GPUs there are on CUDA)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each process; one process has those of all")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each contender in a round")
     parser.add_argument("--together", type=int, help="contenders in memory at a time (default: what it has room for)")
     parser.add_argument(
