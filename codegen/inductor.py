@@ -165,7 +165,9 @@ def _nll_loss_backward(
     A scatter is a buffer of its own, as large as the logits. Values are those of torch's decomposition, to the bit.
     """
     if log_probabilities.dim() != 2 or weight is not None or reduction == 0:
-        return NotImplemented  # type: ignore[no-any-return]  # what says so to make_fx
+        general = select_decomp_table()[aten.nll_loss_backward.default]
+        found: torch.Tensor = general(grad, log_probabilities, target, weight, reduction, ignore_index, total_weight)
+        return found
     scale = -(grad / total_weight) if reduction == 1 else -grad
     classes = torch.arange(log_probabilities.shape[1], device=target.device)
     picked = (classes == target.unsqueeze(1)) & (target != ignore_index).unsqueeze(1)

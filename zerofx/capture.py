@@ -105,7 +105,8 @@ class _LossModule(nn.Module):
         super().__init__()
         self.model = model
         self._batch = batch
-        self._loss_fn = loss_fn
+        # In a tuple, a loss that is a module is none of this one's: its buffers are constants of the step.
+        self._loss_fn = () if loss_fn is None else (loss_fn,)
         self._num_micro_batches = num_micro_batches
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
@@ -113,12 +114,12 @@ class _LossModule(nn.Module):
         return loss if self._num_micro_batches == 1 else loss / self._num_micro_batches
 
     def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        if self._loss_fn is None:
+        if not self._loss_fn:
             return find_loss(self.model(*args, **kwargs))
         model_args, model_kwargs = split_batch(self.model, args, kwargs)
         outputs = self.model(*model_args, **model_kwargs)
         with fx_traceback.annotate({_LAYER_KEY: _LOSS_LAYER}):
-            return find_loss(self._loss_fn(outputs, *args, **kwargs), from_loss_fn=True)
+            return find_loss(self._loss_fn[0](outputs, *args, **kwargs), from_loss_fn=True)
 
 
 _IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
