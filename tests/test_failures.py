@@ -163,7 +163,10 @@ def test_a_process_killed_in_mid_step_leaves_its_checkpoint_and_the_next_run_sta
     drive: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     saved = tmp_path_factory.mktemp("saved") / "model.pt"
-    run = subprocess.run([sys.executable, "-c", _IS_KILLED, str(saved)], capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, "-c", _IS_KILLED, str(saved)], env=environment, capture_output=True, text=True, check=False
+    )
     assert run.returncode == -signal.SIGKILL, run.stderr
     left = sorted(drive.iterdir())
     assert len(left) == 2

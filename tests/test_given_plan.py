@@ -174,7 +174,9 @@ def test_options_that_contradict_the_plan() -> None:
     assert plan.recomputes
     assert "expected recompute='auto' beside a plan" in refusal(UsageError, Wavy, plan=plan, recompute="none")
     away = replace(plan, recomputes=(), offloads=(OffloadDecision("tanh", "host", 4, "tanh", "tanh", "why"),))
-    assert "has 1 values and the states of 0 buckets off" in refusal(UsageError, Wavy, plan=away, offload="none")
+    assert "has 1 values, the states of 0 buckets and the parameters of 0 off" in refusal(
+        UsageError, Wavy, plan=away, offload="none"
+    )
     with pytest.warns(ZeroFXWarning, match="prefetch and keep_gathered have no effect beside a plan"):
         assert compile_eager(Wavy(), plan=plan, prefetch=3).plan == plan
 

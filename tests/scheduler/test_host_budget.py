@@ -47,7 +47,7 @@ def blocks_of(step: PlannedStep) -> int:
 
 @pytest.mark.parametrize("offload", ["nvme", "auto"])
 def test_a_plan_takes_no_more_of_the_host_than_it_may(offload: Offload) -> None:
-    memory_budget = int(0.7 * most())
+    memory_budget = int(0.8 * most())
     free = blocks_of(planned(memory_budget, offload=offload))
     found = planned(memory_budget, offload=offload, host_budget=int(0.8 * free))
     assert 0 < blocks_of(found) <= int(0.8 * free)
