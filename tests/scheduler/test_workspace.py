@@ -87,12 +87,16 @@ def test_rule(name: str) -> None:
     args = make()
     node = call(target, args)
     target(*args)  # the first call may set things up that stay
-    args = make()
+    # oneDNN now and then takes another way for the same call: what a plan has room for is the larger.
+    assert abs(max(_inside(target, make()) for _ in range(3)) - workspace_bytes(node)) <= TOLERANCE_BYTES
+
+
+def _inside(target: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    """Bytes at the worst moment of a call, without its outputs."""
     with CpuPeak() as peak:
         result = target(*args)
     outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
-    own = sum(t.untyped_storage().nbytes() for t in outputs if all(t is not arg for arg in args))
-    assert abs(peak.num_bytes - own - workspace_bytes(node)) <= TOLERANCE_BYTES
+    return peak.num_bytes - sum(t.untyped_storage().nbytes() for t in outputs if all(t is not arg for arg in args))
 
 
 def call(target: Any, args: tuple[Any, ...]) -> fx.Node:
