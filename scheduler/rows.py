@@ -178,11 +178,16 @@ def _permute(node: fx.Node, given: Given) -> Found:
     return _permuted(rows, [int(str(d)) % len(order) for d in order]) if rows is not None else None
 
 
-def _unsqueeze(node: fx.Node, given: Given) -> Found:
-    rows, dim = given[_read(node, 0)], _dim(node, 1, tensor(node).dim())
-    if rows is None or rows.first < dim < rows.first + rows.span:
-        return None
-    return _moved(rows, 1) if dim <= rows.first else rows
+def _with_dim(index: int) -> Rule:
+    """Of operators that put one dimension in, given as an argument."""
+
+    def rule(node: fx.Node, given: Given) -> Found:
+        rows, dim = given[_read(node, 0)], _dim(node, index, tensor(node).dim())
+        if rows is None or rows.first < dim < rows.first + rows.span:
+            return None
+        return _moved(rows, 1) if dim <= rows.first else rows
+
+    return rule
 
 
 def _without_dim(node: fx.Node, given: Given) -> Found:
@@ -331,18 +336,6 @@ def _attention(num_read: int, num_outputs: int) -> Rule:
     return rule
 
 
-def _slice_backward(node: fx.Node, given: Given) -> Found:
-    rows, dim = given[_read(node, 0)], _dim(node, 2, tensor(node).dim())
-    return None if rows is None or dim in rows.dims else rows
-
-
-def _select_backward(node: fx.Node, given: Given) -> Found:
-    rows, dim = given[_read(node, 0)], _dim(node, 2, tensor(node).dim())
-    if rows is None or rows.first < dim < rows.first + rows.span:
-        return None
-    return _moved(rows, 1) if dim <= rows.first else rows
-
-
 def _embedding(node: fx.Node, given: Given) -> Found:
     return given[_read(node, 1)] if given[_read(node, 0)] is None else None
 
@@ -369,14 +362,14 @@ _RULES: dict[object, Rule] = {
     _aten.transpose.int: _transpose,
     _aten.permute.default: _permute,
     _aten.expand.default: _expand,
-    _aten.unsqueeze.default: _unsqueeze,
+    _aten.unsqueeze.default: _with_dim(1),
     _aten.squeeze.dim: _squeeze,
     _aten.squeeze.dims: _squeeze,
     _aten.select.int: _without_dim,
     _aten.unbind.int: _without_dim,
     _aten.slice.Tensor: _along(1),
-    _aten.slice_backward.default: _slice_backward,
-    _aten.select_backward.default: _select_backward,
+    _aten.slice_backward.default: _along(2),
+    _aten.select_backward.default: _with_dim(2),
     _aten.split.Tensor: _along(2),
     _aten.split_with_sizes.default: _along(2),
     _aten.cat.default: _joined(0),
