@@ -1,4 +1,4 @@
-"""Plans that offload values picked by hand."""
+"""Plans that offload values picked by hand, and what is measured of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from torch import fx
 
 from tests.graphs import Prepared, prepare
@@ -14,10 +15,19 @@ from tests.training import build, parts
 from zerofx.graph import Phase, StepGraph, is_random, origin, tensor
 from zerofx.passes.base import consumers
 from zerofx.passes.recompute import recompute
+from zerofx.runtime.measure import Measurement
 from zerofx.scheduler.activations import crossing_values
 from zerofx.scheduler.plan import OffloadDecision, ParameterDecision, Plan, RecomputeDecision, StateDecision
 from zerofx.scheduler.policy import PolicyOptions, decide
 from zerofx.scheduler.storage import is_view, storage_bytes
+
+
+def check_measured(found: Measurement, predicted: Plan, num_bytes: int, share: float | None = None) -> None:
+    """Bytes moved, sent and held are those predicted; the device's peak within ``num_bytes`` or ``share``."""
+    assert found.link_bytes == predicted.link_bytes and found.wire_bytes == predicted.wire_bytes
+    assert {**found.peak_bytes, "device": 0} == {**predicted.peak_bytes, "device": 0}
+    assert found.peak_bytes["device"] == pytest.approx(predicted.peak_bytes["device"], rel=share, abs=num_bytes)
+    assert found.model_state_bytes == predicted.model_state_bytes
 
 
 def prepare_case(

@@ -15,7 +15,7 @@ import zerofx
 from tests.distributed import run_ranks
 from tests.graphs import Prepared
 from tests.models import CASES, batches
-from tests.offloads import parameters_away, prepare_case
+from tests.offloads import check_measured, parameters_away, prepare_case
 from tests.training import build, differences, train_compiled, train_plain
 from zerofx.scheduler.plan import ParameterDecision, Plan
 
@@ -81,10 +81,7 @@ def _on_ranks(drive: str, cases: Sequence[tuple[str, str, tuple[str, str] | None
         step = zerofx.compile(model, case.optimizer(model), 3, plan=plan, backend="eager", loss_fn=case.loss_fn)
         args, keywords = next(batches(case, 0, 1))
         found, predicted = step.measure(*args, num_steps=2, **keywords), step.plan
-        assert found.link_bytes == predicted.link_bytes and found.wire_bytes == predicted.wire_bytes
-        assert {**found.peak_bytes, "device": 0} == {**predicted.peak_bytes, "device": 0}
-        assert found.peak_bytes["device"] == pytest.approx(predicted.peak_bytes["device"], rel=0.001, abs=4096)
-        assert found.model_state_bytes == predicted.model_state_bytes
+        check_measured(found, predicted, 4096, share=0.001)
         step.close()
     return wrong
 
@@ -117,11 +114,8 @@ def test_bytes_in_every_tier_are_those_predicted(tier: str, states: tuple[str, s
     prepared = prepare_case(CASES["gpt"], 3, 1)
     step, args = _step(parameters_away(prepared, tier, states))
     found = step.measure(*args)
-    assert {**found.peak_bytes, "device": 0} == {**step.plan.peak_bytes, "device": 0}
     # The batch's two tensors overlap, which is measured once.
-    assert found.peak_bytes["device"] == pytest.approx(step.plan.peak_bytes["device"], abs=args[0].nbytes)
-    assert found.link_bytes == step.plan.link_bytes
-    assert found.model_state_bytes == step.plan.model_state_bytes
+    check_measured(found, step.plan, args[0].nbytes)
     full = sum(bucket.full_bytes for bucket in prepared.layout.buckets)
     held = {"device": 0, "host": 0, "nvme": 0}
     held[tier] += full
