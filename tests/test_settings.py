@@ -12,7 +12,7 @@ from zerofx.errors import UsageError
 from zerofx.settings import read_settings
 
 _DOCS = Path(__file__).parent.parent / "docs"
-_NAMES = ("DEBUG", "DUMP_DIR", "DISABLE", "VERIFY", "TIMEOUT", "NVME_DIR")
+_NAMES = ("DEBUG", "DUMP_DIR", "DISABLE", "VERIFY", "TIMEOUT", "NVME_DIR", "KEEP_FREED")
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +28,13 @@ def test_defaults() -> None:
 
 
 def test_every_switch_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in zip(_NAMES, ("5", str(tmp_path), "prefetch,simplify,", "2", "7", "drive:other"), strict=True):
+    for name, value in zip(_NAMES, ("5", str(tmp_path), "prefetch,simplify,", "2", "7", "drive:other", "0"), strict=True):
         monkeypatch.setenv(f"ZEROFX_{name}", value)
     found = read_settings()
     assert found.disable == {"prefetch", "simplify"}
     assert (found.debug, found.dump_dir, found.verify, found.timeout_seconds) == (5, tmp_path, 2, 7.0)
     assert found.nvme_dirs == (Path("drive"), Path("other"))
+    assert not found.keep_freed
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@
 ``ZEROFX_NVME_DIR``    folder for what plans put on nvme, or several with ``:`` between them, over which it is striped;
                        each process makes one of its own in each (default: none)
 ``ZEROFX_TIMEOUT``     seconds to wait for other ranks where they must agree (default 600)
+``ZEROFX_KEEP_FREED``  1 memory that a CPU step frees stays with the process for its next use (default), 0 it does not
 =====================  =========================================================================================
 """
 
@@ -33,6 +34,7 @@ class Settings:
     verify: int
     timeout_seconds: float
     nvme_dirs: tuple[Path, ...] = ()
+    keep_freed: bool = True
 
 
 def read_settings() -> Settings:
@@ -48,6 +50,7 @@ def read_settings() -> Settings:
         verify=_integer("ZEROFX_VERIFY", 1, 2),
         timeout_seconds=float(_integer("ZEROFX_TIMEOUT", 600, 86_400)),
         nvme_dirs=tuple(Path(part) for part in os.environ.get("ZEROFX_NVME_DIR", "").split(os.pathsep) if part),
+        keep_freed=bool(_integer("ZEROFX_KEEP_FREED", 1, 1)),
     )
 
 

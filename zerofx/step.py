@@ -18,6 +18,7 @@ from zerofx.deferred import is_deferred
 from zerofx.errors import RankMismatchError, UsageError, ZeroFXError, warn
 from zerofx.guards import ParameterWatch, release
 from zerofx.report.summary import summary
+from zerofx.runtime.allocator import return_freed_memory
 from zerofx.runtime.arguments import batch_tensors, state_tensors
 from zerofx.runtime.measure import Measurement, Meter, persistent_bytes
 from zerofx.runtime.optimizer import Advance
@@ -259,6 +260,7 @@ class Step(StepBuilder):
         self._state, self._binding, self._runtime, self._watch, self._optimizer_state = None, None, None, None, None
         self._steps.clear()
         release(self.model, self._owner)
+        return_freed_memory()
 
     # ------------------------------------------------------------------------------------------------ seeing
 

@@ -23,6 +23,7 @@ from zerofx.latest import LatestStep
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.pipeline import check_disabled
+from zerofx.runtime.allocator import keep_freed_memory
 from zerofx.runtime.collectives import make_transport
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.executor import Runtime
@@ -218,6 +219,9 @@ class StepBuilder(LatestStep):
         self._optimizer_state = OptimizerState(self.optimizer, state, self._control)
         self._owner.keep()
         self._watch_parameters()
+        # Whose plan moves memory off the device is after the resident set, which only shrinks with what is given back.
+        if self.settings.keep_freed and device.type == "cpu" and not plan.slower_peak_bytes:
+            keep_freed_memory()
 
     def _watch_parameters(self) -> None:
         """Watch the parameters that the model has now, and guard it where they have no values."""
