@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerofx
 from benchmarks.models import Workload
+from zerofx.runtime.allocator import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ def build(request: dict[str, Any], work: Workload, device: torch.device) -> Trai
     """The step of the family that ``request`` names, ready to run."""
     builders = {"torch": _torch, "ddp": _ddp, "fsdp2": _fsdp2, "deepspeed": _deepspeed, "zerofx": _zerofx}
     builder = builders.get(request["family"])
+    if request.get("keep_freed"):
+        keep_freed_memory()
     return _matmul(device) if builder is None else builder(request, work, device)
 
 

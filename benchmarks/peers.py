@@ -43,11 +43,13 @@ MATMUL = "matmul"
 
 @dataclass(frozen=True)
 class Contender:
-    """``request`` is what its workers are told; ``budget_of`` names those whose least peak is its memory budget."""
+    """``request`` is what its workers are told. The least peak of those that ``budget_of`` names, times
+    ``budget_share``, is its memory budget."""
 
     name: str
     request: dict[str, Any]
     budget_of: tuple[str, ...] = ()
+    budget_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,13 @@ GROUPS = (
         (
             Contender("FSDP2 + compile", {"family": "fsdp2", "compile": True}),
             Contender("zerofx stage 3", {"family": "zerofx", "stage": 3}),
+            Contender("zerofx stage 3, 70 %", {"family": "zerofx", "stage": 3}, ("FSDP2 + compile",), 0.70),
+            Contender("FSDP2 + compile, memory kept", {"family": "fsdp2", "compile": True, "keep_freed": True}),
             Contender("FSDP2", {"family": "fsdp2"}),
             Contender("DeepSpeed ZeRO-3", {"family": "deepspeed", "stage": 3}),
             Contender(_CHECKPOINTED[0], {"family": "fsdp2", "checkpoint": True}),
             Contender(_CHECKPOINTED[1], {"family": "fsdp2", "checkpoint": True, "compile": True}),
-            Contender("zerofx stage 3, budget", {"family": "zerofx", "stage": 3}, budget_of=_CHECKPOINTED),
+            Contender("zerofx stage 3, budget", {"family": "zerofx", "stage": 3}, _CHECKPOINTED),
         ),
     ),
     Group(
@@ -78,6 +82,7 @@ GROUPS = (
         (
             Contender("DDP + compile", {"family": "ddp", "compile": True}),
             *(Contender(f"zerofx stage {stage}", {"family": "zerofx", "stage": stage}) for stage in (0, 1, 2)),
+            Contender("DDP + compile, memory kept", {"family": "ddp", "compile": True, "keep_freed": True}),
             Contender("DDP", {"family": "ddp"}),
             *(Contender(f"DeepSpeed ZeRO-{stage}", {"family": "deepspeed", "stage": stage}) for stage in (1, 2)),
         ),
@@ -87,6 +92,8 @@ GROUPS = (
         (
             Contender("torch.compile", {"family": "torch", "compile": True}),
             Contender("zerofx", {"family": "zerofx", "stage": 0}),
+            Contender("zerofx, 95 %", {"family": "zerofx", "stage": 0}, ("torch.compile",), 0.95),
+            Contender("torch.compile, memory kept", {"family": "torch", "compile": True, "keep_freed": True}),
             Contender("eager", {"family": "torch"}),
         ),
         alone=True,
@@ -148,7 +155,7 @@ def _measure_few(
                 if not known:
                     say(f"  {contender.name}: left out, the peaks that are its budget were not measured")
                     continue
-                request["budget"] = min(known)
+                request["budget"] = int(min(known) * contender.budget_share)
             told = {"shape": options.shape, "device": options.device, "dtype": options.dtype, "contender": request}
             began = time.monotonic()
             ranks = Ranks(contender.name, "benchmarks.peers_worker", told, num_ranks, num_threads, cache)
