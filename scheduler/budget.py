@@ -14,6 +14,9 @@ Where no plan fits, and the user allows it, logits are tiled (``scheduler.heads`
 of operators between which values are large (``scheduler.chains``) as well, into more and more tiles. That comes last
 because it alone does not train the same bits. Each rung of this ladder is turned to where none before it fits. What the
 user has tiled by name is, and nothing else.
+
+What is left of the budget then buys fewer collectives: gathers that latency dominates are merged
+(``scheduler.merging``).
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ _HALVED_AFTER = 5  # of as many guesses, one halves what is left, in case moves 
 Peak = Callable[[Plan, StepGraph], int]
 Evaluate = Callable[[Plan], Prediction]
 Progress = Callable[[Iterable[Leaning]], Iterable[Leaning]]
+Merge = Callable[[Plan], Plan]
 
 
 class BudgetMissedError(MemoryBudgetError):
@@ -49,7 +53,9 @@ class BudgetMissedError(MemoryBudgetError):
         return str(self.args[0])
 
 
-def fit(question: Question, peak: Peak, evaluate: Evaluate, progress: Progress = iter) -> Plan:
+def fit(
+    question: Question, peak: Peak, evaluate: Evaluate, progress: Progress = iter, merge: Merge | None = None
+) -> Plan:
     """The fastest plan that fits.
 
     Args:
@@ -57,6 +63,7 @@ def fit(question: Question, peak: Peak, evaluate: Evaluate, progress: Progress =
         peak: the peak in bytes of a plan, given a copy of the graph with its recomputation carried out, to be used up.
         evaluate: the whole simulation of a plan, which takes longer.
         progress: wraps the iteration over the orders that are searched, for a progress bar.
+        merge: merges gathers of a plan that fits as far as what is left allows; None where none may be merged.
 
     Raises:
         BudgetMissedError: none fits; says the least peak of all plans that were tried, and where it is.
@@ -83,11 +90,21 @@ def fit(question: Question, peak: Peak, evaluate: Evaluate, progress: Progress =
             lowest.append(min((search.lowest() for search in searches), key=lambda one: one[0]))
             fitting = [plan for num_bytes, plan in lowest if num_bytes <= budget]
         if fitting:
-            predicted = [(evaluate(plan), plan) for plan in fitting]
-            prediction, plan = min(predicted, key=lambda one: one[0].step_seconds)
-            return plan.with_prediction(prediction)
+            predicted = [_predicted(plan, budget, evaluate, merge) for plan in fitting]
+            return min(predicted, key=lambda plan: plan.step_seconds)
     num_bytes, plan = min(lowest, key=lambda one: one[0])
     raise BudgetMissedError(_explain(question, evaluate(plan)), num_bytes)
+
+
+def _predicted(plan: Plan, budget: int, evaluate: Evaluate, merge: Merge | None) -> Plan:
+    """A plan that fits, with its gathers merged where that is possible, and with what it leads to."""
+    if merge is not None:
+        merged = merge(plan)
+        merged = merged.with_prediction(evaluate(merged))
+        # What compiled regions hold is estimated, and a gather that moves may change where they are cut.
+        if merged.peak_bytes["device"] <= budget:
+            return merged
+    return plan.with_prediction(evaluate(plan))
 
 
 def least_memory(question: Question, evaluate: Evaluate) -> Plan:

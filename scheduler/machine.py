@@ -247,9 +247,7 @@ def collective_seconds(
     sent = wire_bytes(kind, num_bytes_full, world_size)
     if world_size == 1:
         return 0.0
-    local = min(world_size, machine.ranks_per_node) if ranks_on_node is None else ranks_on_node
-    if not 1 <= local <= world_size:
-        raise UsageError(f"ranks_on_node must be between 1 and world_size={world_size}, got {local}")
+    local = _ranks_on_node(world_size, machine, ranks_on_node)
     nodes = math.ceil(world_size / local)
     if nodes == 1:
         bandwidth = machine.intra_node.bandwidth
@@ -257,9 +255,27 @@ def collective_seconds(
         bandwidth = machine.inter_node.bandwidth
     else:
         bandwidth = min(machine.intra_node.bandwidth, local * machine.inter_node.bandwidth)
+    latency = collective_latency(kind, world_size, machine, ranks_on_node=ranks_on_node)
+    return latency + sent / (bandwidth * machine.efficiency.link)
+
+
+def collective_latency(
+    kind: CollectiveKind, world_size: int, machine: Machine, *, ranks_on_node: int | None = None
+) -> float:
+    """Seconds of ``collective_seconds`` that do not depend on the bytes: what collectives that are merged pay once."""
+    _check_collective(kind, 0, world_size)
+    if world_size == 1:
+        return 0.0
+    nodes = math.ceil(world_size / _ranks_on_node(world_size, machine, ranks_on_node))
     rounds = 2 if kind == "all_reduce" else 1
-    latency = (world_size - nodes) * machine.intra_node.latency + (nodes - 1) * machine.inter_node.latency
-    return rounds * latency + sent / (bandwidth * machine.efficiency.link)
+    return rounds * ((world_size - nodes) * machine.intra_node.latency + (nodes - 1) * machine.inter_node.latency)
+
+
+def _ranks_on_node(world_size: int, machine: Machine, asked: int | None) -> int:
+    local = min(world_size, machine.ranks_per_node) if asked is None else asked
+    if not 1 <= local <= world_size:
+        raise UsageError(f"ranks_on_node must be between 1 and world_size={world_size}, got {local}")
+    return local
 
 
 def copy_seconds(num_bytes: int, source: Tier, destination: Tier, machine: Machine) -> float:

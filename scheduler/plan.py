@@ -24,6 +24,7 @@ class GatherDecision:
     (the first use), and the full buffer is released after ``last``. Where parameters live in a slower tier, the copy of
     this rank's slice to the device is issued before ``reload`` (None: before ``issue``), and its read from nvme into
     the host's memory before ``read`` (None: with the copy). On one rank the copy is all there is to gather.
+    ``merged``: the gather starts as one collective with that of the decision before it, whose ``issue`` it has.
     """
 
     bucket: int
@@ -33,6 +34,7 @@ class GatherDecision:
     reason: str
     reload: str | None = None
     read: str | None = None
+    merged: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,17 @@ class Plan:
     micro_batches_reason: str = ""
     prediction: Prediction | None = field(default=None, compare=False)
     summary: GraphSummary | None = field(default=None, compare=False)
+
+    @property
+    def launches(self) -> list[list[int]]:
+        """The gathers that start together, as positions in ``gathers``: a list for each collective, in order."""
+        found: list[list[int]] = []
+        for number, gather in enumerate(self.gathers):
+            if gather.merged and found:
+                found[-1].append(number)
+            else:
+                found.append([number])
+        return found
 
     @property
     def gathers_parameters(self) -> bool:

@@ -20,10 +20,17 @@ from zerofx.graph import Role, StepGraph, tensor
 from zerofx.report.memory import peak_memory
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.liveness import Liveness, liveness
-from zerofx.scheduler.machine import CollectiveKind, Machine, collective_seconds, copy_seconds, wire_bytes
+from zerofx.scheduler.machine import (
+    CollectiveKind,
+    Machine,
+    collective_latency,
+    collective_seconds,
+    copy_seconds,
+    wire_bytes,
+)
 from zerofx.scheduler.plan import Plan, Prediction
 from zerofx.scheduler.storage import storage_bytes, tensors_of
-from zerofx.scheduler.streams import LINKS, hops_of, runs_on_host, stream_of
+from zerofx.scheduler.streams import LINKS, hops_of, num_gathers_behind, runs_on_host, stream_of
 
 
 @dataclass(frozen=True)
@@ -119,17 +126,20 @@ def simulate(
     compute_free = collective_free = 0.0
     link_free = dict.fromkeys(LINKS, 0.0)
     done: dict[fx.Node, float] = {}
+    together: list[fx.Node] = []
     for node in step.calls():
         if node.target in ops.COLLECTIVES:
-            kind, full_bytes = _collective(node)
-            seconds = collective_seconds(kind, full_bytes, num_ranks, machine)
-            sent = wire_bytes(kind, full_bytes, num_ranks)
+            together.append(node)
+            if num_gathers_behind(node):
+                continue
             start = max(collective_free, compute_free)
-            collective_free = done[node] = start + seconds
-            exposed = 0.0
+            for one, timing in zip(together, _collectives(together, start, num_ranks, machine), strict=True):
+                timings[one] = timing
+                collective_free = timing.start_seconds + timing.seconds
+            done.update(dict.fromkeys(together, collective_free))
             if node.target is ops.broadcast:
-                exposed, compute_free = seconds, collective_free
-            timings[node] = NodeTiming(start, seconds, exposed, full_bytes, full_bytes, sent, 0)
+                compute_free = collective_free
+            together = []
         elif node.target in ops.TRANSFERS:
             legs = _legs(node, machine, compute_free, link_free)
             done[node] = legs[-1].start_seconds + legs[-1].seconds
@@ -219,6 +229,20 @@ def model_state_bytes(step: StepGraph, plan: Plan, layout: BucketLayout) -> int:
 def gradient_bytes(bucket: Bucket, plan: Plan) -> int:
     """Bytes of a trained bucket's gradients on one rank as ``model_state_bytes`` counts them."""
     return bucket.shard_bytes if plan.stage >= 2 else bucket.full_bytes
+
+
+def _collectives(together: list[fx.Node], start: float, num_ranks: int, machine: Machine) -> list[NodeTiming]:
+    """What starts as one collective at ``start``: one latency, which is the first one's, and the bytes of all."""
+    timings: list[NodeTiming] = []
+    latency = collective_latency(_collective(together[0])[0], num_ranks, machine)
+    for node in together:
+        kind, full_bytes = _collective(node)
+        seconds = collective_seconds(kind, full_bytes, num_ranks, machine) - (latency if timings else 0.0)
+        sent = wire_bytes(kind, full_bytes, num_ranks)
+        exposed = seconds if node.target is ops.broadcast else 0.0
+        timings.append(NodeTiming(start, seconds, exposed, full_bytes, full_bytes, sent, 0))
+        start += seconds
+    return timings
 
 
 def _collective(node: fx.Node) -> tuple[CollectiveKind, int]:

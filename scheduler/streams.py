@@ -73,6 +73,15 @@ def slice_behind(node: fx.Node) -> fx.Node | None:
     return node if node.op == "placeholder" and placeholder(node).role is Role.SHARD else None
 
 
+def num_gathers_behind(node: fx.Node) -> int:
+    """How many gathers directly behind a node start with it as one collective; 0 for the last of them, and others."""
+    if node.target is not ops.all_gather or len(node.args) < 4:
+        return 0
+    more = node.args[3]
+    assert isinstance(more, int)
+    return more
+
+
 def stream_of(node: fx.Node) -> str:
     """The stream that a node runs on; of a copy of two legs, that of the one beyond the host."""
     if node.target in ops.COLLECTIVES:

@@ -32,6 +32,7 @@ from zerofx.scheduler.items import Captured, Leaning, Question
 from zerofx.scheduler.liveness import Liveness, MemoryEvent, liveness, with_profiles
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.measured import MeasuredCosts
+from zerofx.scheduler.merging import may_merge, merge_gathers
 from zerofx.scheduler.plan import Plan, Prediction
 from zerofx.scheduler.policy import decide
 from zerofx.scheduler.simulate import Simulation, predict, simulate
@@ -99,10 +100,9 @@ def lower(
     with watched("carrying out the plan", show=talk):
         stages = run_passes(step, plan, layout, programs, settings, on_cpu=on_cpu, talk=talk)
         instructions = cut(step)
-        measured = costs.of_nodes(regions_of(instructions), machine) if costs is not None else None
-        simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu, measured=measured)
-        if fused:
-            simulation = replace(simulation, live=_live_when_fused(simulation.live, step, instructions, estimates))
+        simulation = _simulate(
+            step, layout, machine, on_cpu, costs, fused=fused, estimates=estimates, instructions=instructions
+        )
         if plan.machine != machine.name:
             plan = replace(plan, prediction=None)  # what was predicted for another machine bounds nothing here
         plan = plan.with_prediction(predict(step, plan, layout, simulation))
@@ -190,6 +190,15 @@ def make_plan(
             run_quietly(step, plan, layout, programs, settings)
             return _predict(step, plan, layout, machine, on_cpu, costs, fused=fused, estimates=known)
 
+        def merge(plan: Plan) -> Plan:
+            assert memory_budget is not None
+            if not may_merge(plan, layout, machine):
+                return plan
+            step = captured.clone()
+            run_quietly(step, plan, layout, programs, settings)
+            simulation = _simulate(step, layout, machine, on_cpu, costs, fused=fused, estimates=known)
+            return merge_gathers(plan, step, layout, simulation, machine, memory_budget)
+
         def progress(leanings: Iterable[Leaning]) -> Iterator[Leaning]:
             for leaning in leanings:
                 bar.set_description(f"planning ({leaning})", refresh=False)
@@ -204,7 +213,7 @@ def make_plan(
             return liveness(step, on_cpu).host_block_bytes
 
         limit = host_budget_bytes(options.host_budget, machine)
-        found = fit_host(question, limit, lambda one: fit(one, peak, evaluate, progress), host_bytes)
+        found = fit_host(question, limit, lambda one: fit(one, peak, evaluate, progress, merge), host_bytes)
         # The bound is on times by rule, and says nothing of measured ones.
         if costs is not None:
             return found
@@ -251,12 +260,28 @@ def _predict(
     fused: bool,
     estimates: Estimates | None = None,
 ) -> Prediction:
-    instructions = cut(step)
+    simulation = _simulate(step, layout, machine, on_cpu, costs, fused=fused, estimates=estimates)
+    return predict(step, plan, layout, simulation)
+
+
+def _simulate(
+    step: StepGraph,
+    layout: BucketLayout,
+    machine: Machine,
+    on_cpu: bool,
+    costs: MeasuredCosts | None,
+    *,
+    fused: bool,
+    estimates: Estimates | None,
+    instructions: tuple[Instruction, ...] | None = None,
+) -> Simulation:
+    """The step as measured costs, if there are any, and compiled regions make it; see ``lower``."""
+    instructions = cut(step) if instructions is None else instructions
     measured = costs.of_nodes(regions_of(instructions), machine) if costs is not None else None
     simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu, measured=measured)
     if fused:
         simulation = replace(simulation, live=_live_when_fused(simulation.live, step, instructions, estimates))
-    return predict(step, plan, layout, simulation)
+    return simulation
 
 
 def _live_when_fused(

@@ -5,7 +5,8 @@ reads them like any other operator. They have no kernels: what runs is the emitt
 (``zerofx/runtime/collectives.py``) in their place.
 
 ====================  ==============================================================================================
-``all_gather``        start gathering every rank's slice of a flat bucket into a fresh full buffer
+``all_gather``        start gathering every rank's slice of a flat bucket into a fresh full buffer; ``more``
+                      gathers stand directly behind it, and all of them start with the last, as one collective
 ``all_gather_into``   the same into a full buffer that exists, of which this rank's slice is already up to date
 ``reduce_scatter``    start summing a flat gradient buffer over the ranks; the result is this rank's slice
 ``wait``              the value of what was started; ``source`` is the buffer that it still reads until then
@@ -27,7 +28,7 @@ from __future__ import annotations
 import torch
 
 _library = torch.library.Library("zerofx", "DEF")  # torch unregisters the operators when this object goes
-_library.define("all_gather(Tensor shard, int bucket, int num_ranks) -> Tensor")
+_library.define("all_gather(Tensor shard, int bucket, int num_ranks, int more=0) -> Tensor")
 _library.define("all_gather_into(Tensor(a!) full, Tensor shard, int bucket) -> Tensor(a!)")
 _library.define("reduce_scatter(Tensor gradients, int bucket, int num_ranks) -> Tensor")
 _library.define("wait(Tensor(a) pending, Tensor? source=None) -> Tensor(a)")
@@ -42,7 +43,7 @@ _library.define("empty_stored(int numel, ScalarType dtype, str tier, *, Device d
 _library.define("part(Tensor(a) whole, int[] size, int[] stride, int offset) -> Tensor(a)")
 
 
-def _all_gather(shard: torch.Tensor, bucket: int, num_ranks: int) -> torch.Tensor:
+def _all_gather(shard: torch.Tensor, bucket: int, num_ranks: int, more: int = 0) -> torch.Tensor:
     return shard.new_empty(shard.numel() * num_ranks)
 
 

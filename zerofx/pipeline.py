@@ -15,6 +15,7 @@ from zerofx.passes.base import Pass, PassReport, op_counts
 from zerofx.passes.buffers import Buffers
 from zerofx.passes.direct import Direct
 from zerofx.passes.gather import Gather
+from zerofx.passes.merge import Merge
 from zerofx.passes.offload import Offload
 from zerofx.passes.prefetch import Prefetch
 from zerofx.passes.recompute import Recompute
@@ -44,6 +45,7 @@ def passes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Pl
         Update(layout, programs),  # the optimizer, on each bucket as soon as it is reduced
         Buffers(),  # mutated buffers written back
         Prefetch(),  # gathers issued ahead of their use
+        *((Merge(),) if any(gather.merged for gather in plan.gathers) else ()),  # several gathers as one collective
     )
 
 

@@ -4,11 +4,12 @@
 order                  a node comes behind everything that it reads
 release                a gathered buffer is released once, and nothing reads it afterwards
 residency              once the gather pass has run, every whole parameter buffer, gathered or copied up, is released
+launches               gathers that start as one collective stand one behind the other, and all of them are there
 waits                  nothing but its wait reads a started collective or copy; each is awaited once
 gradients              every trained bucket is reduced at most once
 update                 a slice is not written before its last gather, or copy to a faster tier, is done with it
 plan                   behind the last pass: one gather, reduction or offload for each decision of the plan, no others,
-                       and states and parameters in the tiers that it says
+                       gathers merged as it says, and states and parameters in the tiers that it says
 gather before use      a gather's buffer is not read before its wait (follows from order and waits)
 random operators       none is run twice
 states                 what lives in a slower tier is only copied, or read where it lives
@@ -41,7 +42,7 @@ from zerofx.graph import (
 from zerofx.passes.base import consumers
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import mutated_inputs
-from zerofx.scheduler.streams import runs_on_host, slice_behind
+from zerofx.scheduler.streams import num_gathers_behind, runs_on_host, slice_behind
 
 _NEIGHBOURS = 6
 _STARTED = frozenset({ops.all_gather, ops.all_gather_into, ops.reduce_scatter, *ops.TRANSFERS})
@@ -67,6 +68,7 @@ def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
             _check_release(step, after, node, order)
         if node.target is ops.offload:
             _check_offload(step, after, node, order)
+    _check_launches(step, after)
     _check_placed(step, after)
     _check_residencies(step, after)
     _check_reductions(step, after)
@@ -81,6 +83,18 @@ def _check_started(step: StepGraph, after: str, node: fx.Node) -> None:
     others = [user.name for user in node.users if user.target is not ops.wait]
     if len(waits) != 1 or others:
         _fail(step, after, node, f"waits: {node.name} has {len(waits)} waits and is read by {others}")
+
+
+def _check_launches(step: StepGraph, after: str) -> None:
+    behind = 0
+    for node in step.calls():
+        more = num_gathers_behind(node)
+        if behind and (node.target is not ops.all_gather or more != behind - 1):
+            what = f"launches: {node.name} stands where one of {behind} gathers should that start with those before it"
+            _fail(step, after, node, what)
+        behind = more
+    if behind:
+        _fail(step, after, step.output, f"launches: {behind} gathers are missing that should start with the last one")
 
 
 def _check_release(step: StepGraph, after: str, node: fx.Node, order: dict[fx.Node, int]) -> None:
@@ -190,10 +204,15 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         for node in step.placeholders(Role.SHARD)
         if tier_of(node) != DEVICE
     ]
+    launched = [
+        num_gathers_behind(node) for node in step.calls() if node.target is ops.all_gather and slice_behind(node)
+    ]
+    merged = [behind for numbers in plan.launches for behind in reversed(range(len(numbers)))]
     stateful = {placeholder(n).bucket for role in (Role.MASTER, Role.STATE) for n in step.placeholders(role)}
     states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]
     for what, found, planned in (
         ("gathers buckets", gathered, [decision.bucket for decision in plan.gathers]),
+        ("merges gathers with as many behind them", launched, merged if plan.num_ranks > 1 else []),
         ("reduces buckets", reduced, wanted),
         ("keeps states of buckets", sorted(placed), states),
         ("keeps parameters of buckets", parameters, [f"{one.bucket} on {one.tier}" for one in plan.parameters]),

@@ -97,6 +97,8 @@ def _gathers(one: Plan, other: Plan) -> list[_Change]:
             text = f"{_times(len(old))} -> {_times(len(new))}"
             if {len(old), len(new)} == {1, 2}:
                 text += f" ({_kept(len(old))} -> {_kept(len(new))})"
+        elif _merged(old) != _merged(new):
+            text = f"{_merged(old)} -> {_merged(new)}"
         elif _ahead(old) != _ahead(new):
             text = f"issued {_ahead(old)} -> {_ahead(new)} gathers ahead"
         else:
@@ -116,9 +118,15 @@ def _gathers_of(plan: Plan) -> dict[str, list[tuple[GatherDecision, int]]]:
     return found
 
 
-def _when(timed: tuple[GatherDecision, int]) -> tuple[str | None, ...]:
+def _when(timed: tuple[GatherDecision, int]) -> tuple[str | bool | None, ...]:
     gather, _ = timed
-    return (gather.first, gather.last, gather.issue, gather.reload, gather.read)
+    return (gather.first, gather.last, gather.issue, gather.reload, gather.read, gather.merged)
+
+
+def _merged(gathers: list[tuple[GatherDecision, int]]) -> str:
+    """How each gather of a bucket starts."""
+    ways = ["as one collective with the gather before it" if gather.merged else "alone" for gather, _ in gathers]
+    return f"gathered {' and '.join(dict.fromkeys(ways))}"
 
 
 def _times(number: int) -> str:

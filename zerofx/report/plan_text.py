@@ -33,6 +33,8 @@ def describe_plan(plan: Plan) -> str:
             f"{format_count(plan.prediction.flops)} FLOPs"
         )
         lines += _from_best(plan)
+    if any(gather.merged for gather in plan.gathers):
+        lines.append(f"{len(plan.gathers)} gathers in {len(plan.launches)} collectives")
     if plan.num_micro_batches > 1:
         lines.append(f"{plan.num_micro_batches} micro-batches before each update: {plan.micro_batches_reason}")
     lines += ["", bucket_table(plan)]

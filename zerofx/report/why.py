@@ -124,7 +124,10 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
 def _gather(gather: GatherDecision) -> str:
     ahead = "" if gather.read is None else f", read from nvme before {gather.read}"
     ahead += "" if gather.reload is None else f", copied to the device before {gather.reload}"
-    return f"gathered from {gather.first} to {gather.last}{ahead}, issued before {gather.issue}: {gather.reason}"
+    together = " as one collective with the gather before it" if gather.merged else ""
+    return (
+        f"gathered from {gather.first} to {gather.last}{ahead}, issued before {gather.issue}{together}: {gather.reason}"
+    )
 
 
 def _reduce(reduce: ReduceDecision) -> str:

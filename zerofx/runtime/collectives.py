@@ -43,12 +43,49 @@ class Transport(Protocol):
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]: ...
 
+    def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
+        """Gather several slices of one dtype as one collective."""
+
     def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]: ...
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None: ...
 
     def abort(self) -> None:
         """Behind a step that failed here: let ranks that wait for this one fail. Nothing can be moved after it."""
+
+
+class Joint:
+    """Gathers that start as one collective, and are done as one; each has a buffer, and a name, of its own."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._pending: Pending[None] | None = None
+
+    @property
+    def num_parts(self) -> int:
+        """Gathers that have not been started."""
+        return len(self._parts)
+
+    def add(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
+        """One more; nothing is moved before ``start``."""
+        self._parts.append((full, shard))
+
+        def finish(_source: object) -> torch.Tensor:
+            self._finish()
+            return full
+
+        return Pending(full, finish)
+
+    def start(self, transport: Transport) -> None:
+        fulls, shards = zip(*self._parts, strict=True)
+        self._parts.clear()
+        self._pending = transport.all_gather_many(fulls, shards)
+
+    def _finish(self) -> None:
+        # Only once, and nothing is held behind it: a bucket that is released must not live on in another's name.
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.finish(None)
 
 
 class PointToPoint:
@@ -78,6 +115,16 @@ class PointToPoint:
             return full
 
         return Pending(full, finish)
+
+    def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
+        # Their messages leave back to back, which is all that a group of gathers can save here.
+        parts = [self.all_gather_into(full, shard) for full, shard in zip(fulls, shards, strict=True)]
+
+        def finish(_source: object) -> None:
+            for part in parts:
+                part.finish(None)
+
+        return Pending(None, finish)
 
     def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]:
         num_shard = gradients.numel() // self.num_ranks
@@ -143,14 +190,26 @@ class Nccl:
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
         self.sent_bytes += shard.nbytes * (self.num_ranks - 1)
-        return self._start(full, lambda: dist.all_gather_into_tensor(full, shard, group=self._group), (full, shard))
+
+        def launch() -> None:
+            if full.numel():
+                dist.all_gather_into_tensor(full, shard, group=self._group)
+
+        return self._start(full, launch, (full, shard))
+
+    def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
+        self.sent_bytes += sum(shard.nbytes for shard in shards) * (self.num_ranks - 1)
+        return self._start(None, lambda: gather_coalesced(self._group, fulls, shards), (*fulls, *shards))
 
     def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]:
         shard = gradients.new_empty(gradients.numel() // self.num_ranks)
         self.sent_bytes += shard.nbytes * (self.num_ranks - 1)
-        return self._start(
-            shard, lambda: dist.reduce_scatter_tensor(shard, gradients, group=self._group), (shard, gradients)
-        )
+
+        def launch() -> None:
+            if shard.numel():
+                dist.reduce_scatter_tensor(shard, gradients, group=self._group)
+
+        return self._start(shard, launch, (shard, gradients))
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -161,20 +220,17 @@ class Nccl:
     def abort(self) -> None:
         """Nothing: NCCL's watchdog ends ranks that wait too long."""
 
-    def _start(
-        self, result: torch.Tensor, launch: Callable[[], object], used: Sequence[torch.Tensor]
-    ) -> Pending[torch.Tensor]:
+    def _start(self, result: T, launch: Callable[[], None], used: Sequence[torch.Tensor]) -> Pending[T]:
         compute = torch.cuda.current_stream()
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
-            if result.numel():
-                launch()
+            launch()
             done = torch.cuda.Event()
             done.record(self._stream)
         for tensor in used:
             tensor.record_stream(self._stream)
 
-        def finish(_source: object) -> torch.Tensor:
+        def finish(_source: object) -> T:
             torch.cuda.current_stream().wait_event(done)
             return result
 
@@ -192,6 +248,13 @@ def make_transport(group: dist.ProcessGroup | None, device: torch.device) -> Tra
     )
     assert isinstance(own, dist.ProcessGroup)
     return PointToPoint(own)
+
+
+def gather_coalesced(group: dist.ProcessGroup, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+    """Gather slices into a buffer each with one call of the process group, which NCCL makes one launch."""
+    outputs, inputs = ([one for one in found if one.numel()] for found in (fulls, shards))
+    if outputs:
+        group.allgather_into_tensor_coalesced(outputs, inputs).wait()
 
 
 def close_connections(group: dist.ProcessGroup) -> None:

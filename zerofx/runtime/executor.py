@@ -11,7 +11,7 @@ import torch
 
 from zerofx.buckets import BucketLayout
 from zerofx.errors import PlanError
-from zerofx.runtime.collectives import Pending, Transport
+from zerofx.runtime.collectives import Joint, Pending, Transport
 from zerofx.runtime.tiers import Stored, Tiers
 
 T = TypeVar("T")
@@ -27,6 +27,7 @@ class Runtime:
         self._device = device
         self._scalars: Mapping[int, tuple[float, ...]] = {}
         self._agreed: Callable[[], None] | None = None
+        self._joint = Joint()
 
     def begin(self, scalars: Mapping[int, tuple[float, ...]], agreed: Callable[[], None]) -> None:
         """A step begins.
@@ -37,6 +38,7 @@ class Runtime:
         """
         self._scalars = scalars
         self._agreed = agreed
+        self._joint = Joint()  # a step that failed may have left some
 
     def end(self) -> None:
         """A step without a collective has ended too."""
@@ -68,8 +70,15 @@ class Runtime:
             buffer[start:end].zero_()
         return buffer
 
-    def all_gather(self, shard: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
-        return self._connected().all_gather_into(shard.new_empty(shard.numel() * num_ranks), shard)
+    def all_gather(self, shard: torch.Tensor, bucket: int, num_ranks: int, more: int = 0) -> Pending[torch.Tensor]:
+        full = shard.new_empty(shard.numel() * num_ranks)
+        if not more and not self._joint.num_parts:
+            return self._connected().all_gather_into(full, shard)
+        pending = self._joint.add(full, shard)
+        if not more:
+            self._joint.start(self._connected())
+            self._joint = Joint()
+        return pending
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, bucket: int) -> Pending[torch.Tensor]:
         return self._connected().all_gather_into(full, shard)

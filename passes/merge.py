@@ -1,0 +1,47 @@
+"""Start several gathers as one collective, where latency takes longer than bytes do.
+
+    gather_1 = all_gather(shard_1, 1, 2)        |   gather_1 = all_gather(shard_1, 1, 2, 1)
+    y = mm(x, w0)                               |   gather_2 = all_gather(shard_2, 2, 2)    # both start here
+    gather_2 = all_gather(shard_2, 2, 2)        |   y = mm(x, w0)
+    full_1 = wait(gather_1)                     |   full_1 = wait(gather_1)
+
+Each bucket keeps a buffer, a wait and a release of its own: only the start is shared. No byte more is sent, and nothing
+is copied out of a common buffer.
+
+Does not handle: slices that come up from a slower tier, whose pace is that of the copies; reductions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx.errors import PlanError
+from zerofx.graph import StepGraph
+from zerofx.passes.base import named
+from zerofx.passes.gather import gather_name
+from zerofx.scheduler.plan import Plan
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Move each gather that the plan merges right behind the one before it, and have them start together."""
+
+    name: str = "merge"
+
+    def run(self, step: StepGraph, plan: Plan) -> None:
+        by_name = {node.name: node for node in step.graph.nodes}
+        for numbers in plan.launches:
+            if len(numbers) == 1:
+                continue
+            gathers = [named(by_name, gather_name(number)) for number in numbers]
+            for behind, node in zip(reversed(range(len(gathers))), gathers, strict=True):
+                shard = node.args[0]
+                if not isinstance(shard, fx.Node) or shard.op != "placeholder":
+                    raise PlanError(f"the plan merges {node.name} with others, whose slice has to be copied up first")
+                if behind:
+                    node.args = (*node.args[:3], behind)
+            for node, follower in itertools.pairwise(gathers):
+                node.append(follower)
