@@ -2,6 +2,7 @@
 
 What is measured is a region as a whole: one run of nodes that is compiled, and timed, as one piece. Equal regions have
 equal keys, whatever the plan, so that what one plan's run has shown holds for every plan that leads to the same region.
+Collectives and copies between tiers are measured too, and correct the machine's links (``scheduler.links``).
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from torch import fx
 
 from zerofx.errors import PlanError
 from zerofx.scheduler.costs import node_cost
+from zerofx.scheduler.links import MeasuredLink, Transfer, corrected_machine, measured_links
 from zerofx.scheduler.machine import Machine
 
-FORMAT = 1
+FORMAT = 2
 
 
 class TimedRegion(Protocol):
@@ -33,14 +35,16 @@ class TimedRegion(Protocol):
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Measured seconds of one call of each distinct region, by the region's key.
+    """Measured seconds of one call of each distinct region, by the region's key, and ``links`` by stream.
 
     ``scale`` is how much longer all measured regions took together than was predicted for them. A region that was never
-    measured is taken to be off by as much: a plan must not look better for what is not known of it.
+    measured is taken to be off by as much: a plan must not look better for what is not known of it. A link over which
+    nothing was moved is as the machine has it.
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     scale: float = 1.0
+    links: Mapping[str, MeasuredLink] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value in (("scale", self.scale), *self.seconds.items()):
@@ -48,19 +52,31 @@ class MeasuredCosts:
                 raise PlanError(f"expected measured costs to be finite and positive, found {value} as {name}")
 
     @staticmethod
-    def of(seconds: Mapping[str, float], regions: Iterable[TimedRegion], machine: Machine) -> MeasuredCosts:
+    def of(
+        seconds: Mapping[str, float],
+        regions: Iterable[TimedRegion],
+        machine: Machine,
+        transfers: Mapping[str, Iterable[Transfer]] | None = None,
+        num_ranks: int = 1,
+    ) -> MeasuredCosts:
         """What was measured, compared with what ``machine`` predicts.
 
         Args:
             seconds: of one call, by region key.
             regions: the regions that ran; those that were not measured do not count.
+            transfers: collectives among ``num_ranks`` ranks, and copies between tiers, by stream.
         """
         measured = predicted = 0.0
         for region in regions:
             if region.key in seconds:
                 measured += seconds[region.key]
                 predicted += sum(_predicted(region, machine))
-        return MeasuredCosts(dict(seconds), measured / predicted if measured and predicted else 1.0)
+        scale = measured / predicted if measured and predicted else 1.0
+        return MeasuredCosts(dict(seconds), scale, measured_links(transfers or {}, machine, num_ranks))
+
+    def machine(self, machine: Machine, num_ranks: int) -> Machine:
+        """``machine`` with the links that were measured, for steps of ``num_ranks`` ranks."""
+        return corrected_machine(machine, self.links, num_ranks)
 
     def of_nodes(self, regions: Iterable[TimedRegion], machine: Machine) -> dict[str, float]:
         """Seconds of every node of ``regions``, by name, for ``simulate``.
@@ -80,7 +96,8 @@ class MeasuredCosts:
 
     def to_json(self) -> str:
         """The costs as JSON text; ``MeasuredCosts.from_json`` gives equal costs back."""
-        data = {"format": FORMAT, "scale": self.scale, "seconds": dict(self.seconds)}
+        links = {stream: asdict(link) for stream, link in self.links.items()}
+        data = {"format": FORMAT, "scale": self.scale, "seconds": dict(self.seconds), "links": links}
         return json.dumps(data, indent=1, sort_keys=True)
 
     @staticmethod
@@ -95,7 +112,8 @@ class MeasuredCosts:
             if data["format"] != FORMAT:
                 raise PlanError(f"expected measured costs of format {FORMAT}, found {data['format']!r}: measure anew")
             seconds = {str(key): float(value) for key, value in data["seconds"].items()}
-            return MeasuredCosts(seconds, float(data["scale"]))
+            links = {str(stream): MeasuredLink(**link) for stream, link in data["links"].items()}
+            return MeasuredCosts(seconds, float(data["scale"]), links)
         except PlanError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -32,11 +32,15 @@ from zerofx import (
     UsageError,
     ZeroFXError,
     ZeroFXWarning,
+    building,
     trial,
     tuning,
 )
+from zerofx.compiler import predict_plan
 from zerofx.options import check_options
 from zerofx.runtime.measure import Measurement
+from zerofx.scheduler.machine import Link, Machine
+from zerofx.settings import read_settings
 from zerofx.variations import variations
 
 WIDTH = 16
@@ -362,6 +366,68 @@ def test_ranks_return_the_same_result() -> None:
     assert re.search("rank 0: num_steps: 2\n  rank 1: num_steps: 3", errors["number"])
     assert errors["budget"] == others["budget"] and "MemoryBudgetError" in errors["budget"]
     assert errors["folder"].startswith("UsageError") and "rank 0 could not" in others["folder"]
+
+
+def far_off(**links: Link) -> Machine:
+    """The CPU's row with links that it does not have."""
+    cpu = Machine.named("cpu")
+    host = replace(cpu.host, **{name: link for name, link in links.items() if name.startswith("to_")})  # type: ignore[arg-type]
+    between = links.get("between", cpu.intra_node)
+    return replace(cpu, intra_node=between, inter_node=between, host=host)
+
+
+def regions_alone(result: TuneResult, prepared: Any, machine: Machine) -> float:
+    """What the best plan is predicted to take if regions are corrected, and links are not."""
+    return predict_plan(
+        prepared.captured, result.plan, prepared.layout, prepared.programs, machine, read_settings(),
+        on_cpu=True, fused=False, costs=replace(result.costs, links={}),
+    ).step_seconds  # fmt: skip
+
+
+def tune_from(machine: Machine, model: nn.Module, batch: Any, **options: Any) -> tuple[TuneResult, float]:
+    """The result, and the best plan's seconds with links as the machine has them."""
+    seen: list[Any] = []
+
+    def noted(*args: Any, **keywords: Any) -> Any:
+        seen.append(building.prepare(*args, **keywords))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zerofx.tuning.prepare", noted)
+        result = tune(model, adamw(model), batch, machine=machine, **options)
+    return result, regions_alone(result, seen[0], machine)
+
+
+def tune_over_a_wrong_link() -> tuple[TuneResult, float]:
+    os.environ["ZEROFX_TIMEOUT"] = "60"
+    batch = {"ids": ids(dist.get_rank()), "labels": ids(9)}
+    return tune_from(far_off(between=Link(1e4, 1.0)), tiny(), batch, num_candidates=1)
+
+
+def test_collectives_that_took_other_times_correct_the_links_between_ranks() -> None:
+    zero, one = run_ranks(tune_over_a_wrong_link, 2)
+    assert zero == one
+    result, without = zero
+    corrected, measured = result.plan.step_seconds, result.measured.step_seconds
+    assert abs(corrected - measured) < abs(without - measured)
+    assert without > 5.0 and corrected < 1.0
+    assert result.costs.links["collective"].seconds(1 << 10) < 1.0
+    assert "collective: " in str(result)
+
+
+def test_copies_that_took_other_times_correct_the_links_to_the_host() -> None:
+    slow = Link(1e4, 0.5)
+    machine = far_off(to_host=slow, to_device=slow)
+    model = noisy()
+    most = peak_of("none")
+    options: dict[str, Any] = {"memory_budget": most - 6000, "offload": "host", "recompute": "none"}
+    result, without = tune_from(machine, model, rows(), num_candidates=1, **options)
+    check(result)
+    assert result.plan.link_bytes["to_host"] > 0
+    assert set(result.costs.links) == {"to_host", "to_device"}
+    corrected, measured = result.plan.step_seconds, result.measured.step_seconds
+    assert abs(corrected - measured) < abs(without - measured)
+    assert without > 1.0 > corrected
 
 
 class FailingOnOne(zerofx.Step):

@@ -16,6 +16,7 @@ from zerofx.report.units import format_bytes
 from zerofx.runtime.collectives import is_on_cpu
 from zerofx.scheduler.accumulate import choose_micro_batches
 from zerofx.scheduler.budget import BudgetMissedError
+from zerofx.scheduler.links import Transfer
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.measured import MeasuredCosts
 from zerofx.scheduler.plan import Plan
@@ -56,7 +57,11 @@ class Planner:
         return found
 
     def corrected(
-        self, candidates: Sequence[Candidate], measured: Mapping[str, Sequence[float]], regions: Sequence[Region]
+        self,
+        candidates: Sequence[Candidate],
+        measured: Mapping[str, Sequence[float]],
+        regions: Sequence[Region],
+        transfers: Mapping[str, Sequence[Transfer]],
     ) -> tuple[MeasuredCosts, list[Candidate]]:
         """Costs from what was measured, and the candidates with predictions from them; within a budget also those that
         are made from them and were not there before.
@@ -64,9 +69,10 @@ class Planner:
         Args:
             measured: seconds of each distinct region in each candidate that had it, by the region's key.
             regions: all regions that ran.
+            transfers: all collectives, and copies between tiers, by stream.
         """
         seconds = {key: statistics.median(spans) for key, spans in measured.items()}
-        costs = MeasuredCosts.of(seconds, regions, self.machine)
+        costs = MeasuredCosts.of(seconds, regions, self.machine, transfers, self.num_ranks)
         found = list(candidates)
         if self.budget is not None:  # without one, nothing of a plan depends on costs
             for variation in variations(self.options, self.num_ranks):

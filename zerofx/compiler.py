@@ -97,6 +97,7 @@ def lower(
     regions will be compiled, and so hold less inside. ``costs`` are measured costs to go by. ``estimates`` are those of
     ``make_plan``.
     """
+    machine = costs.machine(machine, layout.num_ranks) if costs is not None else machine
     with watched("carrying out the plan", show=talk):
         stages = run_passes(step, plan, layout, programs, settings, on_cpu=on_cpu, talk=talk)
         instructions = cut(step)
@@ -157,6 +158,7 @@ def make_plan(
         MemoryBudgetError: no plan fits ``memory_budget`` bytes, or none does within the host budget.
         UsageError: ``options.tile`` names what cannot be tiled.
     """
+    machine = costs.machine(machine, layout.num_ranks) if costs is not None else machine
     tiles = named_tiles(captured, options.tile) if isinstance(options.tile, Mapping) else ()
     if memory_budget is None and options.recompute != "full":
         return decide(
@@ -244,6 +246,7 @@ def predict_plan(
     costs: MeasuredCosts | None = None,
 ) -> Plan:
     """``plan`` with what it leads to, carried out on a copy of the captured graph; see ``lower`` for the rest."""
+    machine = costs.machine(machine, layout.num_ranks) if costs is not None else machine
     step = captured.clone()
     run_quietly(step, plan, layout, programs, settings)
     return plan.with_prediction(_predict(step, plan, layout, machine, on_cpu, costs, fused=fused))

@@ -208,8 +208,8 @@ class StepBuilder(LatestStep):
         device: torch.device,
         plan: Plan,
     ) -> None:
-        transport = make_transport(self._group, device)
         assert self._tiers is not None
+        transport = make_transport(self._group, device, self._tiers.log)
         state = TrainingState(self.model, layout, self.options.stage, transport, self._tiers)
         weights = self._values.source(state.parameters, device, transport)
         with becoming_real(self.model):

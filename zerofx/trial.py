@@ -20,7 +20,9 @@ from zerofx.errors import UsageError, ZeroFXError
 from zerofx.optimizers import copy_optimizer
 from zerofx.options import CompileOptions
 from zerofx.runtime.measure import Measurement
+from zerofx.scheduler.links import Transfer
 from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.streams import COLLECTIVE
 from zerofx.step import Step
 
 _WARM_UP = 2  # steps: the first, and one of the update that the others run
@@ -115,6 +117,7 @@ def slowest(measured: Sequence[Measurement]) -> Measurement:
     """What ranks have measured as one: the longest times and the highest peaks among them."""
     tiers = dict.fromkeys(tier for one in measured for tier in one.peak_bytes)
     keys = dict.fromkeys(key for one in measured for key in one.region_seconds)
+    streams = dict.fromkeys(stream for one in measured for stream in one.transfers)
     return Measurement(
         peak_bytes={tier: max(one.peak_bytes.get(tier, 0) for one in measured) for tier in tiers},
         model_state_bytes=max(one.model_state_bytes for one in measured),
@@ -123,7 +126,20 @@ def slowest(measured: Sequence[Measurement]) -> Measurement:
         exposed_seconds=max(one.exposed_seconds for one in measured),
         num_steps=measured[0].num_steps,
         region_seconds={key: max(one.region_seconds.get(key, 0.0) for one in measured) for key in keys},
+        transfers={
+            stream: _transfers(stream, [one.transfers.get(stream, ()) for one in measured]) for stream in streams
+        },
     )
+
+
+def _transfers(stream: str, of_ranks: Sequence[tuple[Transfer, ...]]) -> tuple[Transfer, ...]:
+    """What all ranks have moved: each copy of each rank, and each collective once.
+
+    A rank that comes early to a collective waits for the others there: it takes what it takes on the last to come.
+    """
+    if stream != COLLECTIVE:
+        return tuple(transfer for made in of_ranks for transfer in made)
+    return tuple(min(together, key=lambda one: one.seconds) for together in zip(*of_ranks, strict=True))
 
 
 @contextmanager

@@ -67,7 +67,14 @@ class TuneResult:
         peak, seconds = self.measured.peak_bytes["device"], self.measured.step_seconds
         return (
             f"{self.best.name}: the fastest{budget}, {format_seconds(seconds)} a step, peak {format_bytes(peak)}; "
-            f"regions take {self.costs.scale:.2g} times what is predicted\n\n{candidate_table(self.candidates)}"
+            f"regions take {self.costs.scale:.2g} times what is predicted{self._links()}\n\n"
+            f"{candidate_table(self.candidates)}"
+        )
+
+    def _links(self) -> str:
+        return "".join(
+            f"; {stream}: {format_seconds(link.latency)} and {format_bytes(1 / link.seconds_per_byte)}/s"
+            for stream, link in self.costs.links.items()
         )
 
 

@@ -1,9 +1,9 @@
 """Run the plans that could be the fastest, and keep the one that is: ``zerofx.tune``.
 
 Plans that lean one way or another are made (``variations``), the most promising are run on a copy of what is trained,
-and predictions are corrected by the seconds that their regions took. From the corrected costs plans are made anew; one
-that now promises to beat the best is run too. Rank 0 plans, times are those of the slowest rank, and all ranks return
-the same result.
+and predictions are corrected by the seconds that their regions, collectives and copies took. From the corrected costs
+plans are made anew; one that now promises to beat the best is run too. Rank 0 plans, times are those of the slowest
+rank, and all ranks return the same result.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from zerofx.report.units import format_bytes
 from zerofx.runtime.collectives import is_on_cpu
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.state import process_group
+from zerofx.scheduler.links import Transfer
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.measured import MeasuredCosts
 from zerofx.settings import read_settings
@@ -118,6 +119,7 @@ class _Tuner:
         self._candidates: list[Candidate] = []
         self._region_seconds: dict[str, list[float]] = {}
         self._regions: list[Region] = []
+        self._transfers: dict[str, list[Transfer]] = {}
         self._in_step = True
 
     def run(self, save: Path | None) -> TuneResult:
@@ -189,6 +191,8 @@ class _Tuner:
         measured = self._candidates[index].measured
         for key, seconds in measured.region_seconds.items() if measured else ():
             self._region_seconds.setdefault(key, []).append(seconds)
+        for stream, made in measured.transfers.items() if measured else ():
+            self._transfers.setdefault(stream, []).extend(made)
         self._regions += regions
         bar.update()
 
@@ -206,7 +210,7 @@ class _Tuner:
         """Costs from all that was measured; predictions, and plans within a budget, are made anew from them."""
         costs, self._candidates = self._control.share(
             "share corrected costs",
-            lambda: planner.corrected(self._candidates, self._region_seconds, self._regions),
+            lambda: planner.corrected(self._candidates, self._region_seconds, self._regions, self._transfers),
             WORK_SECONDS,
         )
         return costs

@@ -86,6 +86,11 @@ def _measure_on_ranks() -> list[tuple[int, int]]:
         assert found.wire_bytes == step.plan.wire_bytes > 0
         assert found.model_state_bytes == step.plan.model_state_bytes
         assert 0 < found.exposed_seconds < found.step_seconds
+        use = found.streams["collective"]
+        assert use.num_bytes == found.wire_bytes and 0 < use.busy_seconds < found.step_seconds
+        made = found.transfers["collective"]
+        assert sum(one.num_bytes for one in made) == found.wire_bytes  # of the one step that the profiler left alone
+        assert all(one.seconds > 0 for one in made)
         taken.append((found.wire_bytes, found.model_state_bytes))
     return taken
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from zerofx.runtime.spans import Span, SpanLog, StreamUse, stream_uses
+from zerofx.runtime.spans import Span, SpanLog, StreamUse, stream_uses, transfers_of
 
 CPU = torch.device("cpu")
 
@@ -28,6 +28,18 @@ def test_overlapping_stretches_are_busy_once_and_hidden_where_anything_computes(
     assert found["to_host"] == StreamUse(7, 0.5, 0.0)
     assert found["compute"] == StreamUse(0, 2.0, 2.0)
     assert list(found) == ["compute", "nvme_read", "host", "to_host"]
+
+
+def test_blocks_of_a_drive_are_one_transfer_and_collectives_in_a_row_are_several() -> None:
+    spans = [
+        Span("compute", 0.0, 9.0),
+        Span("nvme_read", 1.0, 2.0, 100),
+        Span("nvme_read", 1.5, 2.0, 300),
+        Span("collective", 2.0, 1.0, 10),
+        Span("collective", 3.0, 1.5, 20),
+        Span("nvme_read", 5.0, 1.0, 50),
+    ]
+    assert transfers_of(spans) == {"nvme_read": ((400, 2.5), (50, 1.0)), "collective": ((10, 1.0), (20, 1.5))}
 
 
 def test_nothing_is_noted_outside_of_a_step() -> None:

@@ -20,6 +20,7 @@ from zerofx.errors import PlanError
 from zerofx.graph import origin
 from zerofx.options import check_options
 from zerofx.scheduler.costs import node_cost
+from zerofx.scheduler.links import MeasuredLink, predicted_link
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.measured import MeasuredCosts
 from zerofx.scheduler.plan import Plan
@@ -121,6 +122,20 @@ def test_corrected_costs_change_which_plan_is_the_fastest() -> None:
         assert predicted_seconds(prepared, faster, costs) < predicted_seconds(prepared, other, costs)
 
 
+def test_links_that_were_measured_are_those_of_the_prediction() -> None:
+    """Gathers that are awaited at once are exposed for as long as they take."""
+    prepared = prepare(Waves(), (torch.randn(64, WIDTH),), num_ranks=2)
+    plan = made(prepared, None, None, prefetch=0, recompute="none")
+    said = predicted_link("collective", CPU, 2)
+    assert said is not None
+    seconds = []
+    for factor in (1.0, 10.0, 1000.0):
+        link = MeasuredLink(said.latency * factor, said.seconds_per_byte * factor)
+        seconds.append(predicted_seconds(prepared, plan, MeasuredCosts(links={"collective": link})))
+    assert seconds[0] == pytest.approx(predicted_seconds(prepared, plan, MeasuredCosts()))
+    assert seconds[2] - seconds[1] > 50 * (seconds[1] - seconds[0]) > 0
+
+
 def test_plans_that_are_sought_within_a_budget_go_by_measured_costs() -> None:
     prepared = prepare(Waves(), (torch.randn(64, WIDTH),), num_ranks=2)
     costs = MeasuredCosts(scale=100.0)
@@ -133,15 +148,21 @@ def test_plans_that_are_sought_within_a_budget_go_by_measured_costs() -> None:
 @given(
     st.dictionaries(st.text("0123456789abcdef", min_size=1), st.floats(0, 1e6)),
     st.floats(0, 1e6, exclude_min=True),
+    st.dictionaries(
+        st.sampled_from(["collective", "to_host"]),
+        st.builds(MeasuredLink, st.floats(0, 1e3), st.floats(0, 1e3, exclude_min=True)),
+    ),
 )
 @settings(max_examples=30, deadline=None, derandomize=True)
-def test_json_gives_the_same_costs_back(seconds: dict[str, float], scale: float) -> None:
-    costs = MeasuredCosts(seconds, scale)
+def test_json_gives_the_same_costs_back(
+    seconds: dict[str, float], scale: float, links: dict[str, MeasuredLink]
+) -> None:
+    costs = MeasuredCosts(seconds, scale, links)
     assert MeasuredCosts.from_json(costs.to_json()) == costs
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 1, "scale": 1}', '{"format": 1, "scale": "x", "seconds": {}}']
+    "text", ["", "[]", "{}", '{"format": 2, "scale": 1}', '{"format": 2, "scale": "x", "seconds": {}, "links": {}}']
 )
 def test_what_is_no_costs_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="expected the JSON of measured costs"):
@@ -150,7 +171,7 @@ def test_what_is_no_costs_is_refused(text: str) -> None:
 
 def test_another_format_and_numbers_that_cannot_be_are_refused() -> None:
     data = json.loads(MeasuredCosts({"a": 1.0}).to_json())
-    with pytest.raises(PlanError, match="of format 1, found 7"):
+    with pytest.raises(PlanError, match="of format 2, found 7"):
         MeasuredCosts.from_json(json.dumps({**data, "format": 7}))
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(PlanError, match="finite and positive"):

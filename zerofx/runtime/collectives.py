@@ -12,6 +12,7 @@ NCCL's own watchdog.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +20,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from zerofx.runtime.copies import Workers
+from zerofx.runtime.spans import SpanLog
+from zerofx.scheduler.streams import COLLECTIVE
 
 T = TypeVar("T")
 
@@ -89,40 +94,33 @@ class Joint:
 
 
 class PointToPoint:
-    """Messages between all pairs of ranks of a gloo group that nobody else uses."""
+    """Messages between all pairs of ranks of a gloo group that nobody else uses. ``log`` notes how long they take."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, log: SpanLog) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.sent_bytes = 0
         self._group = group
         self._peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         self._next_tag = 0
+        self._log = log
+        self._watch: _Watch | None = None
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
-        slices = full.chunk(self.num_ranks) if full.numel() else []
-        works: list[dist.Work] = []
-        if slices:
-            tag = self._tag()
-            works += [self._receive(slices[peer], peer, tag) for peer in self._peers]
-            works += [self._send(shard, peer, tag) for peer in self._peers]
-            own = slices[self.rank]
-            if own.data_ptr() != shard.data_ptr():
-                own.copy_(shard)
+        arrived = self._under_way(self._gather(full, shard), shard.nbytes)
 
         def finish(_source: object) -> torch.Tensor:
-            for work in works:
-                work.wait()
+            arrived()
             return full
 
         return Pending(full, finish)
 
     def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
         # Their messages leave back to back, which is all that a group of gathers can save here.
-        parts = [self.all_gather_into(full, shard) for full, shard in zip(fulls, shards, strict=True)]
+        works = [work for full, shard in zip(fulls, shards, strict=True) for work in self._gather(full, shard)]
+        arrived = self._under_way(works, sum(shard.nbytes for shard in shards))
 
         def finish(_source: object) -> None:
-            for part in parts:
-                part.finish(None)
+            arrived()
 
         return Pending(None, finish)
 
@@ -135,11 +133,11 @@ class PointToPoint:
             slices = gradients.chunk(self.num_ranks)
             works += [self._receive(buffer, peer, tag) for buffer, peer in zip(received, self._peers, strict=True)]
             works += [self._send(slices[peer], peer, tag) for peer in self._peers]
+        arrived = self._under_way(works, received[0].nbytes)
 
         def finish(source: torch.Tensor | None) -> torch.Tensor:
             assert source is not None
-            for work in works:
-                work.wait()
+            arrived()
             own = source.narrow(0, self.rank * num_shard, num_shard)
             parts = [*received[: self.rank], own, *received[self.rank :]]
             total = torch.add(parts[0], parts[1], out=received[0])
@@ -159,6 +157,33 @@ class PointToPoint:
     def abort(self) -> None:
         close_connections(self._group)
 
+    def _gather(self, full: torch.Tensor, shard: torch.Tensor) -> list[dist.Work]:
+        works: list[dist.Work] = []
+        slices = full.chunk(self.num_ranks) if full.numel() else []
+        if slices:
+            tag = self._tag()
+            works += [self._receive(slices[peer], peer, tag) for peer in self._peers]
+            works += [self._send(shard, peer, tag) for peer in self._peers]
+            own = slices[self.rank]
+            if own.data_ptr() != shard.data_ptr():
+                own.copy_(shard)
+        return works
+
+    def _under_way(self, works: list[dist.Work], num_bytes: int) -> Callable[[], None]:
+        """What waits for messages, ``num_bytes`` to each other rank; as a step is measured, a thread sees them come."""
+        if self._log.running and works:
+            self._watch = self._watch or _Watch(self._log)
+            return self._watch.see(works, num_bytes * len(self._peers))
+        if self._watch is not None and not self._log.running:
+            self._watch.close()
+            self._watch = None
+
+        def arrived() -> None:
+            while works:
+                works.pop().wait()
+
+        return arrived
+
     def _tag(self) -> int:
         self._next_tag += 1
         return self._next_tag
@@ -175,6 +200,33 @@ class PointToPoint:
         return work
 
 
+class _Watch:
+    """A thread that notes when messages have come: whoever waits for them may come later than they do.
+
+    Collectives are taken to run one behind the other, as in predictions: one begins where the one before it ends.
+    """
+
+    def __init__(self, log: SpanLog) -> None:
+        self._log = log
+        self._workers = Workers("messages")
+        self._free = 0.0
+
+    def see(self, works: list[dist.Work], num_bytes: int) -> Callable[[], None]:
+        began = time.perf_counter()
+
+        def watch() -> None:
+            while works:
+                works.pop(0).wait()
+            begin, self._free = max(began, self._free), time.perf_counter()
+            self._log.add(COLLECTIVE, begin, self._free, num_bytes)
+
+        seen = self._workers.submit(watch)
+        return seen.result
+
+    def close(self) -> None:
+        self._workers.close()
+
+
 class Nccl:
     """NCCL collectives on a stream of their own.
 
@@ -182,34 +234,32 @@ class Nccl:
     that earlier computation read; computation waits for it only where the step says so.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, log: SpanLog) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.sent_bytes = 0
         self._group = group
         self._stream = torch.cuda.Stream(device)
+        self._log = log
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
-        self.sent_bytes += shard.nbytes * (self.num_ranks - 1)
-
         def launch() -> None:
             if full.numel():
                 dist.all_gather_into_tensor(full, shard, group=self._group)
 
-        return self._start(full, launch, (full, shard))
+        return self._start(full, launch, shard.nbytes * (self.num_ranks - 1), (full, shard))
 
     def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
-        self.sent_bytes += sum(shard.nbytes for shard in shards) * (self.num_ranks - 1)
-        return self._start(None, lambda: gather_coalesced(self._group, fulls, shards), (*fulls, *shards))
+        num_bytes = sum(shard.nbytes for shard in shards) * (self.num_ranks - 1)
+        return self._start(None, lambda: gather_coalesced(self._group, fulls, shards), num_bytes, (*fulls, *shards))
 
     def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]:
         shard = gradients.new_empty(gradients.numel() // self.num_ranks)
-        self.sent_bytes += shard.nbytes * (self.num_ranks - 1)
 
         def launch() -> None:
             if shard.numel():
                 dist.reduce_scatter_tensor(shard, gradients, group=self._group)
 
-        return self._start(shard, launch, (shard, gradients))
+        return self._start(shard, launch, shard.nbytes * (self.num_ranks - 1), (shard, gradients))
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -220,13 +270,18 @@ class Nccl:
     def abort(self) -> None:
         """Nothing: NCCL's watchdog ends ranks that wait too long."""
 
-    def _start(self, result: T, launch: Callable[[], None], used: Sequence[torch.Tensor]) -> Pending[T]:
+    def _start(self, result: T, launch: Callable[[], None], num_bytes: int, used: Sequence[torch.Tensor]) -> Pending[T]:
+        self.sent_bytes += num_bytes
         compute = torch.cuda.current_stream()
         self._stream.wait_stream(compute)
+        timed = self._log.running
+        begun, done = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
         with torch.cuda.stream(self._stream):
+            begun.record(self._stream)
             launch()
-            done = torch.cuda.Event()
             done.record(self._stream)
+        if timed:
+            self._log.add_events(COLLECTIVE, begun, done, num_bytes)
         for tensor in used:
             tensor.record_stream(self._stream)
 
@@ -237,17 +292,23 @@ class Nccl:
         return Pending(result, finish)
 
 
-def make_transport(group: dist.ProcessGroup | None, device: torch.device) -> Transport | None:
-    """The transport for a device; None for a world of one, where no step has a collective. Collective itself."""
+def make_transport(
+    group: dist.ProcessGroup | None, device: torch.device, log: SpanLog | None = None
+) -> Transport | None:
+    """The transport for a device; None for a world of one, where no step has a collective. Collective itself.
+
+    ``log`` notes how long each collective takes, where a step is measured.
+    """
+    log = log or SpanLog()
     if group is None or dist.get_world_size(group) == 1:
         return None
     if device.type == "cuda":
-        return Nccl(group, device)
+        return Nccl(group, device, log)
     own = dist.new_group(
         dist.get_process_group_ranks(group), backend="gloo", timeout=timedelta(seconds=_PATIENCE_SECONDS)
     )
     assert isinstance(own, dist.ProcessGroup)
-    return PointToPoint(own)
+    return PointToPoint(own, log)
 
 
 def gather_coalesced(group: dist.ProcessGroup, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:

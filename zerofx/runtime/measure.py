@@ -22,8 +22,9 @@ from zerofx.buckets import BucketLayout
 from zerofx.graph import Role, StepGraph, placeholder
 from zerofx.runtime.collectives import Pending
 from zerofx.runtime.executor import Runtime, StepFunction, functions_of, with_functions
-from zerofx.runtime.spans import Span, SpanLog, StreamUse, stream_uses
+from zerofx.runtime.spans import Span, SpanLog, StreamUse, stream_uses, transfers_of
 from zerofx.runtime.tiers import Stored
+from zerofx.scheduler.links import Transfer
 from zerofx.scheduler.storage import storage_bytes
 from zerofx.scheduler.streams import COMPUTE, HOST
 
@@ -37,7 +38,8 @@ class Measurement:
     ``exposed_seconds`` is the time in which computation waited for collectives and for copies between tiers.
     ``model_state_bytes`` counts the tensors that are there, and gradients as ZeRO does (1910.02054, section 3).
     ``region_seconds`` are those of one call of each distinct region, by the region's key. ``timeline`` is one step's:
-    when regions ran, and when each copy between tiers was under way; ``streams`` sums it up.
+    when regions ran, and when each collective and each copy between tiers was under way; ``streams`` sums it up.
+    ``transfers`` are the collectives and copies of all steps, by stream.
     """
 
     peak_bytes: dict[str, int]
@@ -49,6 +51,7 @@ class Measurement:
     link_bytes: dict[str, int] = field(default_factory=dict)
     region_seconds: Mapping[str, float] = field(default_factory=dict)
     timeline: tuple[Span, ...] = ()
+    transfers: Mapping[str, tuple[Transfer, ...]] = field(default_factory=dict)
 
     @property
     def streams(self) -> dict[str, StreamUse]:
@@ -145,6 +148,7 @@ class Meter:
             link_bytes=self._runs[-1].link_bytes,
             region_seconds=_medians([run.region_seconds for run in timed]),
             timeline=timed[-1].timeline,
+            transfers=_joined(transfers_of(run.timeline) for run in timed),
         )
 
     def _model_state_bytes(self, step: StepGraph, layout: BucketLayout, stage: int) -> int:
@@ -168,6 +172,14 @@ def persistent_bytes(values: Iterable[Any]) -> int:
         total += max(0, end - max(start, reached))
         reached = max(reached, end)
     return total
+
+
+def _joined(runs: Iterable[Mapping[str, tuple[Transfer, ...]]]) -> dict[str, tuple[Transfer, ...]]:
+    found: dict[str, tuple[Transfer, ...]] = {}
+    for run in runs:
+        for stream, made in run.items():
+            found[stream] = found.get(stream, ()) + made
+    return found
 
 
 def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zerofx.scheduler.streams import COMPUTE, HOST
+from zerofx.scheduler.links import Transfer
+from zerofx.scheduler.streams import COMPUTE, HOST, NVME_READ, NVME_WRITE
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class SpanLog:
         began = time.perf_counter()
         yield
         spans.append(Span(stream, began - self._began, time.perf_counter() - began, num_bytes))
+
+    def add(self, stream: str, began: float, ended: float, num_bytes: int = 0) -> None:
+        """A stretch of work between two readings of ``time.perf_counter``."""
+        if self._spans is not None:
+            self._spans.append(Span(stream, began - self._began, ended - began, num_bytes))
 
     def add_events(self, stream: str, before: torch.cuda.Event, behind: torch.cuda.Event, num_bytes: int = 0) -> None:
         """A stretch of work of a CUDA device's, between two events that measure time."""
@@ -108,13 +114,32 @@ def stream_uses(spans: Sequence[Span]) -> dict[str, StreamUse]:
     return found
 
 
+def transfers_of(spans: Iterable[Span]) -> dict[str, tuple[Transfer, ...]]:
+    """What each stream that moves bytes has moved, in order.
+
+    A drive is read and written in blocks, several at a time: there, stretches that overlap are one transfer.
+    """
+    found: dict[str, list[Span]] = {}
+    for span in spans:
+        if span.num_bytes:
+            found.setdefault(span.stream, []).append(span)
+    return {
+        stream: tuple(
+            Transfer(span.num_bytes, span.seconds)
+            for span in (_merged(own) if stream in (NVME_READ, NVME_WRITE) else own)
+        )
+        for stream, own in found.items()
+    }
+
+
 def _merged(spans: Iterable[Span]) -> list[Span]:
     """Stretches without overlap that cover the same time."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start_seconds):
         if found and span.start_seconds <= found[-1].end_seconds:
-            end = max(found[-1].end_seconds, span.end_seconds)
-            found[-1] = replace(found[-1], seconds=end - found[-1].start_seconds)
+            before = found[-1]
+            seconds = max(before.end_seconds, span.end_seconds) - before.start_seconds
+            found[-1] = replace(before, seconds=seconds, num_bytes=before.num_bytes + span.num_bytes)
         else:
             found.append(span)
     return found
