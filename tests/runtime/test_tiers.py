@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,71 @@ def test_blocks_are_used_again() -> None:
     assert address % PAGE == 0
     memory.give_back(first)
     assert memory.take(6000).data_ptr() == address
+
+
+class QueuedCopy:
+    """A copy that a device has queued: it has not run when computation has been told to wait for it."""
+
+    def __init__(self) -> None:
+        self.under_way, self.num_waits = True, 0
+
+    def landed(self) -> None:
+        self.under_way, self.num_waits = False, self.num_waits + 1
+
+    def finish(self) -> None:
+        pass
+
+
+def test_a_block_is_not_used_again_while_a_copy_of_it_is_queued() -> None:
+    memory, queued = HostMemory(pinned=False), QueuedCopy()
+    first, second = memory.take(5000), memory.take(5000)
+    memory.give_back(first, [queued])
+    memory.give_back(second)
+    assert memory.take(5000) is second and queued.under_way  # an idle one goes first
+    assert memory.take(5000) is first and queued.num_waits == 1
+    memory.give_back(first, [queued])
+    assert memory.take(5000) is first and queued.num_waits == 1  # it had landed when it was given back
+    queued.under_way = True
+    memory.give_back(first, [queued])
+    memory.clear()
+    assert queued.num_waits == 2 and memory.num_bytes == second.numel()
+
+
+class QueuedCopies:
+    """Copies as on a device with streams: started at once, and queued until someone waits for them."""
+
+    def __init__(self) -> None:
+        self.started: list[QueuedCopy] = []
+
+    def start(
+        self, stream: str, source: torch.Tensor, destination: torch.Tensor, after: Callable[[], None] | None = None
+    ) -> QueuedCopy:
+        if after is not None:
+            after()
+        destination.copy_(source)
+        self.started.append(QueuedCopy())
+        return self.started[-1]
+
+    def settle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_what_a_queued_copy_to_the_device_reads_is_not_overwritten(tier: str, tmp_path: Path) -> None:
+    tiers, copies = make_tiers(tmp_path), QueuedCopies()
+    tiers._copies = copies
+    value = torch.randn(1000)
+    stored = tiers.offload(value, tier).finish(value)
+    (out,) = copies.started
+    out.under_way = False
+    tiers.reload(stored).finish(stored)
+    back = copies.started[-1]
+    del stored
+    assert back.under_way and tiers.held_bytes["host"] == 0
+    other = tiers.offload(value, "host")  # takes the same block
+    assert back.num_waits == 1
+    del other
+    tiers.close()

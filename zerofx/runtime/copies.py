@@ -22,6 +22,10 @@ class Copy(Protocol):
     def finish(self) -> None:
         """Hold computation until the bytes are there; raises what went wrong."""
 
+    @property
+    def under_way(self) -> bool:
+        """Whether its bytes may still be read and written: on CUDA also behind ``finish``."""
+
 
 class Copies(Protocol):
     """Starts copies of bytes; those of one stream run one behind the other."""
@@ -116,6 +120,10 @@ class _ThreadCopy:
     def finish(self) -> None:
         self._future.result()
 
+    @property
+    def under_way(self) -> bool:
+        return not self._future.done()
+
 
 class CudaCopies:
     """Copies between a CUDA device and pinned memory: a CUDA stream for each direction.
@@ -178,3 +186,8 @@ class _CudaCopy:
         if self._launched is not None:
             self._launched.result()
         torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    @property
+    def under_way(self) -> bool:
+        # An event that is still to be recorded counts as reached.
+        return (self._launched is not None and not self._launched.done()) or not self._done.query()

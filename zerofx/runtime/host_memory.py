@@ -8,11 +8,13 @@ there is the device's alone.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 
 import torch
 
 from zerofx.errors import TierError
 from zerofx.report.units import format_bytes
+from zerofx.runtime.copies import Copy
 from zerofx.scheduler.blocks import size_class
 
 
@@ -20,14 +22,15 @@ class HostMemory:
     """Hands out blocks of bytes. Blocks that are given back are used again, and freed by ``clear``.
 
     ``num_bytes`` are those of all blocks, those that wait for reuse among them: never more than ``budget``, where there
-    is one. Blocks of other sizes that wait are freed first.
+    is one. Blocks of other sizes that wait are freed first. A block that copies still read or write when it is given
+    back is used again, or freed, once they have landed.
     """
 
     def __init__(self, pinned: bool, budget: int | None = None) -> None:
         self.num_bytes = 0
         self._pinned = pinned
         self._budget = budget
-        self._free: dict[int, list[torch.Tensor]] = {}
+        self._free: dict[int, list[tuple[torch.Tensor, tuple[Copy, ...]]]] = {}
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """A page-aligned block of at least ``num_bytes``: uint8, shape ``[size_class(num_bytes)]``, on the CPU.
@@ -38,7 +41,9 @@ class HostMemory:
         size = size_class(num_bytes)
         free = self._free.get(size)
         if free:
-            return free.pop()
+            # The one that has waited longest where a copy of each may be under way.
+            idle = next((n for n, (_, copies) in enumerate(free) if not any(c.under_way for c in copies)), 0)
+            return _landed(*free.pop(idle))
         self._make_room(size)
         if self._pinned:
             block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -47,13 +52,17 @@ class HostMemory:
         self.num_bytes += size
         return block
 
-    def give_back(self, block: torch.Tensor) -> None:
-        """Take back a block that nothing reads or writes any more."""
-        self._free.setdefault(block.numel(), []).append(block)
+    def give_back(self, block: torch.Tensor, copies: Sequence[Copy] = ()) -> None:
+        """Take back a block that nothing but ``copies`` reads or writes any more."""
+        busy = tuple(copy for copy in copies if copy.under_way)
+        self._free.setdefault(block.numel(), []).append((block, busy))
 
     def clear(self) -> None:
         """Free all blocks that are not in use."""
-        self.num_bytes -= sum(size * len(blocks) for size, blocks in self._free.items())
+        for size, blocks in self._free.items():
+            for block, copies in blocks:
+                _landed(block, copies)
+                self.num_bytes -= size
         self._free.clear()
 
     def _make_room(self, num_bytes: int) -> None:
@@ -62,10 +71,18 @@ class HostMemory:
             return
         for size in sorted(self._free, reverse=True):
             while self._free[size] and self.num_bytes + num_bytes > budget:
-                self._free[size].pop()
+                _landed(*self._free[size].pop())
                 self.num_bytes -= size
         if self.num_bytes + num_bytes > budget:
             raise TierError(
                 f"expected {format_bytes(num_bytes)} more of host memory within host_budget={format_bytes(budget)}, "
                 f"found {format_bytes(self.num_bytes)} in use: raise host_budget"
             )
+
+
+def _landed(block: torch.Tensor, copies: Sequence[Copy]) -> torch.Tensor:
+    """The block, once nothing reads or writes it."""
+    for copy in copies:
+        if copy.under_way:
+            copy.landed()
+    return block

@@ -16,7 +16,7 @@ import torch
 
 from zerofx.graph import DEVICE
 from zerofx.runtime.collectives import Pending
-from zerofx.runtime.copies import Copies, CudaCopies, ThreadCopies
+from zerofx.runtime.copies import Copies, Copy, CudaCopies, ThreadCopies
 from zerofx.runtime.host_memory import HostMemory
 from zerofx.runtime.nvme import NvmeFile, NvmeFiles
 from zerofx.runtime.nvme_folders import check_folders
@@ -32,15 +32,20 @@ Place: TypeAlias = "torch.Tensor | Stored"
 class Lease(Generic[P]):
     """A block of the host, or a file, of which ``num_bytes`` are used: given back by ``end``, or with its last name."""
 
-    def __init__(self, place: P, num_bytes: int, give_back: Callable[[P, int], None]) -> None:
+    def __init__(self, place: P, num_bytes: int, give_back: Callable[[P, int, Sequence[Copy]], None]) -> None:
         self.place: P = place
         self.num_bytes = num_bytes
-        self._give_back: Callable[[P, int], None] | None = give_back
+        self._give_back: Callable[[P, int, Sequence[Copy]], None] | None = give_back
+        self._copies: list[Copy] = []
+
+    def used_by(self, copy: Copy) -> None:
+        """``copy`` reads or writes the place, on CUDA perhaps still when the last name for it goes."""
+        self._copies = [*(one for one in self._copies if one.under_way), copy]
 
     def end(self) -> None:
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
-            give_back(self.place, self.num_bytes)
+            give_back(self.place, self.num_bytes, self._copies)
 
     def __del__(self) -> None:
         self.end()
@@ -187,6 +192,7 @@ class Tiers:
             block = self._lease("host", num_bytes) if isinstance(place, NvmeFile) else into.lease
             assert isinstance(block.place, torch.Tensor)
             copy = self._running().start(TO_HOST, _bytes_of(source), block.place[:num_bytes])
+            block.used_by(copy)
             self.moved_bytes[TO_HOST] += num_bytes
             if isinstance(place, torch.Tensor):
                 into.landed = copy.landed
@@ -219,12 +225,14 @@ class Tiers:
         self.moved_bytes[TO_DEVICE] += num_bytes
         if isinstance(place, torch.Tensor):
             copy = self._running().start(TO_DEVICE, place[:num_bytes], _bytes_of(into))
+            source.lease.used_by(copy)
             return _pending(into, copy.finish)
         block = self._lease("host", num_bytes)
         assert isinstance(block.place, torch.Tensor)
         read = self._connected().read(place, block.place)
         self.moved_bytes[NVME_READ] += num_bytes
         copy = self._running().start(TO_DEVICE, block.place[:num_bytes], _bytes_of(into), after=read.result)
+        block.used_by(copy)
         return _pending(into, copy.finish, block.end)
 
     def settle(self) -> None:
@@ -261,11 +269,11 @@ class Tiers:
             return Lease(self._host.take(num_bytes), num_bytes, self._give_back_block)
         return Lease(self._connected().take(num_bytes), num_bytes, self._give_back_file)
 
-    def _give_back_block(self, block: torch.Tensor, num_bytes: int) -> None:
-        self._host.give_back(block)
+    def _give_back_block(self, block: torch.Tensor, num_bytes: int, copies: Sequence[Copy]) -> None:
+        self._host.give_back(block, copies)
         self._count("host", -num_bytes)
 
-    def _give_back_file(self, file: NvmeFile, num_bytes: int) -> None:
+    def _give_back_file(self, file: NvmeFile, num_bytes: int, _copies: Sequence[Copy]) -> None:
         if self._files is not None:
             self._files.give_back(file)
         self._count("nvme", -num_bytes)
