@@ -22,7 +22,7 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.codegen.regions import Event, Instruction, Region, is_free_view
-from zerofx.graph import Role, StepGraph, origin, placeholder, value
+from zerofx.graph import Role, StepGraph, delayed_bucket, origin, placeholder, value
 from zerofx.report.units import format_bytes, on_tiers
 from zerofx.scheduler.liveness import Liveness
 from zerofx.scheduler.streams import runs_on_host, stream_of
@@ -189,10 +189,18 @@ def _step_body(
             text = given + (f"; del {', '.join(dead)}" if dead else "")
             lines += _wrapped(f"    {text}")
             function = functions[instruction.key]
-            text = left + (f"runtime.host({function}, x)" if runs_on_host(node) else f"{function}(x)")
+            text = left + _region_call(function, node)
         lines += _wrapped(f"    {text}  {note}")
     lines += ["", f"    return {names[step.loss]}"]
     return lines
+
+
+def _region_call(function: str, node: fx.Node) -> str:
+    """The call of a region that ends in ``node``."""
+    if not runs_on_host(node):
+        return f"{function}(x)"
+    bucket = delayed_bucket(node)
+    return f"runtime.host({function}, x)" if bucket is None else f"runtime.host_later({function}, x, {bucket})"
 
 
 def _live(live: Liveness, node: fx.Node) -> str:

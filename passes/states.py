@@ -14,6 +14,15 @@
 The last copies of a bucket are awaited where the next one is updated, so that they run meanwhile, or where the step
 ends. States on nvme whose update runs on the host are read into its memory and written back.
 
+A delayed update (2101.06840, section 5) leaves the host to itself. What it did in the step before is awaited where
+computation needs the old parameters no more; then the new ones come up, this step's gradient goes down, and the host
+begins with that. It runs on beside the rest of this step and the next one:
+
+    settle(0)                                         # what the host began in the step before is done
+    shard_0_up = copy_into(shard_0, master_0)         # low_0, where the compute dtype is lower
+    grad_0_down = copy_into(grad_0_host, grad_0)
+    mul_(exp_avg_0, ...); addcdiv_(master_0, ...)     # on the host, which waits for both copies by itself
+
 A slice of parameters that lives in a slower tier is brought to its update like a state. Where it is the optimizer's
 fp32 master that is updated, the slice is written only: the new values are cast, and copied over it.
 """
@@ -62,6 +71,13 @@ def state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
         raise PlanError(
             f"expected one decision about the states of {bucket.name}, with tier host or nvme and update on device or "
             f"host; found {found}: make the plan anew"
+        )
+    away = [one for one in plan.parameters if one.bucket == bucket.index]
+    if decision.delayed and (decision.tier != HOST or decision.update != HOST or away):
+        raise PlanError(
+            f"expected a delayed update of {bucket.name} with states on host, the update on host and parameters on the "
+            f"device, found states on {decision.tier}, the update on {decision.update} and parameters on "
+            f"{away[0].tier if away else DEVICE}: make the plan anew"
         )
     return decision
 

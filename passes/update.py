@@ -36,6 +36,7 @@ from zerofx.graph import (
     StepGraph,
     insert_call,
     placeholder,
+    set_delayed,
     set_tier,
     tensor,
     tier_of,
@@ -48,6 +49,7 @@ from zerofx.passes.states import (
     PlacedStates,
     Started,
     await_copies,
+    copy_into,
     gradient_on_host,
     new_values,
     state_decision,
@@ -111,6 +113,7 @@ def _update_bucket(
         set_tier(node, DEVICE if decision is None else decision.tier)
     if master is None and away:
         kept["param"] = low
+    delayed = _add_delayed(step, bucket, local) if decision is not None and decision.delayed else {}
     scalars = _add_scalars(step, bucket, program)
     reduced = step.reduced[bucket.index]
     # A gather reads the slice until it is done; its own readers, the release among them, come behind that.
@@ -121,6 +124,18 @@ def _update_bucket(
     with graph.inserting_before(end):
         await_copies(step, [one for one in earlier if one.node < end])
         left = [one for one in earlier if not one.node < end]
+        if delayed:
+            assert master is not None, "what is updated on the host, and lives on the device, has a master there"
+            insert_call(graph, ops.settle, (bucket.index,), where, name=f"settled_{bucket.index}")
+            new = copy_into(step, bucket, low, delayed.get("low", master))
+            left.append(copy_into(step, bucket, delayed["grad"], reduced))
+            _update_later(step, bucket, program, kept | scalars | delayed, where)
+            if full is not None and plan.shards_optimizer:
+                await_copies(step, [new])  # the gather below reads it
+                gathers.append((bucket, _gather_into(step, bucket, full, low)))
+            else:
+                left.append(new)
+            return left
         tensors = placed.await_reloads()
         grad = gradient_on_host(step, bucket, reduced) if on_host else reduced
         tier = HOST if on_host else DEVICE
@@ -139,11 +154,48 @@ def _update_bucket(
         else:
             left += down
         if full is not None and plan.shards_optimizer:
-            gather = insert_call(
-                graph, ops.all_gather_into, (full, low, bucket.index), where, name=f"gather_into_{bucket.index}"
-            )
-            gathers.append((bucket, gather))
+            gathers.append((bucket, _gather_into(step, bucket, full, low)))
     return left
+
+
+def _gather_into(step: StepGraph, bucket: Bucket, full: fx.Node, low: fx.Node) -> fx.Node:
+    """Start gathering the new values at the insertion point."""
+    where = Origin(bucket.name, Phase.UPDATE)
+    args = (full, low, bucket.index)
+    return insert_call(step.graph, ops.all_gather_into, args, where, name=f"gather_into_{bucket.index}")
+
+
+def _add_delayed(step: StepGraph, bucket: Bucket, local: int) -> dict[str, fx.Node]:
+    """What stays on the host from one step to the next for a delayed update, in the compute dtype: the gradient, and
+    the parameters' new values where the master has them in another dtype."""
+    names = ["grad", "low"] if bucket.has_master else ["grad"]
+    return {
+        name: set_tier(
+            step.add_placeholder(
+                f"{name}_{bucket.index}_host", Placeholder(Role.DELAYED, name, bucket.index), (local,),
+                bucket.compute_dtype,
+            ),
+            HOST,
+        )
+        for name in names
+    }  # fmt: skip
+
+
+def _update_later(
+    step: StepGraph, bucket: Bucket, program: UpdateProgram, known: Mapping[str, fx.Node], where: Origin
+) -> None:
+    """Insert the update that the host runs by itself, and the cast of the new values where there is one."""
+    grad = known["grad"]
+    added = []
+    if tensor(grad).dtype != bucket.dtype:
+        grad = insert_call(step.graph, _aten._to_copy.default, (grad,), where, {"dtype": bucket.dtype})
+        added.append(set_tier(grad, HOST))
+    added += _inline(step, program, {**known, "grad": grad}, where, HOST)
+    if "low" in known:
+        cast = insert_call(step.graph, _aten.copy_.default, (known["low"], known["param"]), where)
+        added.append(set_tier(cast, HOST))
+    for node in added:
+        set_delayed(node, bucket.index)
 
 
 def _add_states(step: StepGraph, bucket: Bucket, program: UpdateProgram, local: int) -> dict[str, fx.Node]:
@@ -173,8 +225,11 @@ def _add_scalars(step: StepGraph, bucket: Bucket, program: UpdateProgram) -> dic
     return found
 
 
-def _inline(step: StepGraph, program: UpdateProgram, known: Mapping[str, fx.Node], where: Origin, tier: str) -> None:
-    """Copy the program's operators into the step at the insertion point, to run where ``tier`` is."""
+def _inline(
+    step: StepGraph, program: UpdateProgram, known: Mapping[str, fx.Node], where: Origin, tier: str
+) -> list[fx.Node]:
+    """Copy the program's operators into the step at the insertion point, to run where ``tier`` is; returns them."""
+    added = []
     env: dict[fx.Node, fx.Node] = {}
     num_scalars = 0
     for node in program.graph.nodes:
@@ -186,6 +241,8 @@ def _inline(step: StepGraph, program: UpdateProgram, known: Mapping[str, fx.Node
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             env[node] = set_tier(insert_call(step.graph, node.target, tuple(args), where, dict(kwargs)), tier)
+            added.append(env[node])
+    return added
 
 
 def _readers_of_gathered(shard: fx.Node) -> list[fx.Node]:

@@ -22,7 +22,7 @@ from zerofx.scheduler.offload import Room, Wish, away_seconds, entries, joint_me
 from zerofx.scheduler.parameters import Home, copies_menu, parameter_menus
 from zerofx.scheduler.plan import ParameterDecision, Plan, RecomputeDecision, StateDecision, TileDecision
 from zerofx.scheduler.policy import GraphIdentity, PolicyOptions, decide, identify, residencies
-from zerofx.scheduler.states import Placement, state_menus
+from zerofx.scheduler.states import Placement, decisions_of, state_menus
 from zerofx.scheduler.storage import Storage, storage_bytes, tensors_of
 from zerofx.scheduler.timeline import Place, runs, seconds_by_place
 
@@ -77,6 +77,7 @@ class Question:
     ``recompute``: whether activations may be computed again. ``tiers``: where they may be offloaded to, the first being
     filled first; none if empty. ``asked``: how buckets are gathered as long as memory allows. ``state_bytes``: bytes of
     one rank's optimizer states and masters, by bucket index. ``tile``: whether values may be tiled.
+    ``delayed``: where states are in any case, so that their updates run beside the next step; none if empty.
     """
 
     captured: Captured
@@ -89,6 +90,7 @@ class Question:
     asked: PolicyOptions = field(default_factory=PolicyOptions)
     state_bytes: Mapping[int, int] = field(default_factory=dict)
     tile: bool = False
+    delayed: Mapping[Bucket, Placement] = field(default_factory=dict)
 
     def tiled(self, tiles: tuple[TileDecision, ...]) -> Question:
         """The same question where values are tiled so."""
@@ -168,7 +170,9 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         ]
         levels = prefetch_menu(gathered, question.layout, asked.prefetch, seconds, question.machine)
         found.append(Prefetching(levels, tuple(range(asked.prefetch, -1, -1))))
-    if leaning != "recompute":
+    if leaning != "recompute" and question.delayed:
+        found += _prefetching_copies(question, found)
+    elif leaning != "recompute":
         menus = state_menus(
             question.layout, question.state_bytes, question.stage, question.captured.seconds_of_one, question.machine,
             question.tiers,
@@ -176,15 +180,17 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         found += [States(bucket, levels) for bucket, levels in menus.items()]
         if question.stage == 3:
             found += _parameters(question, [levels[1] for levels in menus.values()])
-        prefetch = question.asked.prefetch
-        if question.tiers and prefetch and not any(isinstance(item, Prefetching) for item in found):
-            found.append(
-                Prefetching(
-                    copies_menu(question.layout, question.state_bytes, question.tiers[0], question.machine),
-                    (prefetch, 0),
-                )
-            )
+        found += _prefetching_copies(question, found)
     return found
+
+
+def _prefetching_copies(question: Question, others: Sequence[Item]) -> list[Item]:
+    """Whether copies are issued ahead, where no gathers are."""
+    prefetch = question.asked.prefetch
+    if not question.tiers or not prefetch or any(isinstance(item, Prefetching) for item in others):
+        return []
+    levels = copies_menu(question.layout, question.state_bytes, question.tiers[0], question.machine)
+    return [Prefetching(levels, (prefetch, 0))]
 
 
 def _parameters(question: Question, states: Sequence[Placement]) -> list[Parameters]:
@@ -277,6 +283,8 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
     """What is decided about each item, given the last move made for those that have been moved."""
     asked = question.asked
     chosen = _Choice(asked.prefetch, dict.fromkeys(_named(asked), "as asked"), dict(question.captured.seconds))
+    chosen.states += decisions_of(question.delayed)
+    chosen.placements += question.delayed.values()
     for number, item in enumerate(items):
         move = levels.get(number)
         if isinstance(item, Keeping) and move is None:

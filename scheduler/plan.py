@@ -104,6 +104,8 @@ class StateDecision:
     (None: from where the bucket's reduction starts), and from nvme into the host's memory from before ``read``
     (None: with the copy). ``at_once``: all copies are made, and awaited, where the update is; nothing is held for it
     beside other computation, and nothing hides behind that.
+    ``delayed``: an update on the host runs beside the next step, which computes with the parameters from before it and
+    brings the new ones up when it needs the old no more (2101.06840, section 5: one-step delayed parameter update).
     """
 
     bucket: int
@@ -113,6 +115,12 @@ class StateDecision:
     reload: str | None = None
     read: str | None = None
     at_once: bool = False
+    delayed: bool = False
+
+    @property
+    def place(self) -> str:
+        """Where the states live and are updated, in words."""
+        return f"on {self.tier}, updated on the {self.update}{' beside the next step' if self.delayed else ''}"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 Computation runs in the graph's order on one stream, collectives in theirs on another, and the copies between tiers on
 one for each link and direction. What is started begins when its stream is free and computation has reached it, a second
 leg when the first is done; a wait holds computation until then, and so does an update on the host. What computation
-waits for is *exposed*. (The emitted step behaves so; see ``zerofx/runtime/collectives.py`` and
+waits for is *exposed*. A delayed update on the host holds nothing: it begins when the host is free and its copies are
+there, and where it ends beyond the step, the next step begins with it under way. (The emitted step behaves so; see ``zerofx/runtime/collectives.py`` and
 ``zerofx/runtime/tiers.py``.)
 """
 
@@ -16,7 +17,7 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import Role, StepGraph, tensor
+from zerofx.graph import Role, StepGraph, delayed_bucket, tensor
 from zerofx.report.memory import peak_memory
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.liveness import Liveness, liveness
@@ -29,8 +30,15 @@ from zerofx.scheduler.machine import (
     wire_bytes,
 )
 from zerofx.scheduler.plan import Plan, Prediction
+<<<<<<< HEAD
 from zerofx.scheduler.storage import storage_bytes, tensors_of
 from zerofx.scheduler.streams import LINKS, hops_of, num_gathers_behind, runs_on_host, stream_of
+=======
+from zerofx.scheduler.storage import storage_bytes, storage_source, tensors_of
+from zerofx.scheduler.streams import HOST, LINKS, hops_of, runs_on_host, stream_of
+
+_STEPS_TO_SETTLE = 8  # simulated steps until each begins with the same delayed updates under way; two, as a rule
+>>>>>>> 7d912e0 (passes(update), runtime: delayed_update=, the host's update beside the next step's computation)
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,9 @@ class Simulation:
 
     @property
     def step_seconds(self) -> float:
-        return max((t.start_seconds + t.seconds for t in self.timings.values()), default=0.0)
+        """Until the last node ends that the next step does not run beside."""
+        ends = (t.start_seconds + t.seconds for n, t in self.timings.items() if delayed_bucket(n) is None)
+        return max(ends, default=0.0)
 
     @property
     def exposed_seconds(self) -> float:
@@ -120,10 +130,38 @@ def simulate(
 ) -> Simulation:
     """Simulate one step of one rank; see the module for the rules and ``liveness`` for ``on_cpu``.
 
-    ``measured``: seconds by node name that replace what ``machine`` predicts (``MeasuredCosts.of_nodes``).
+    ``measured``: seconds by node name that replace what ``machine`` predicts (``MeasuredCosts.of_nodes``). With delayed
+    updates it is a step among steps like it.
     """
+    live, before = liveness(step, on_cpu), dict[int, float]()
+    for _ in range(_STEPS_TO_SETTLE):
+        simulation = Simulation(_timings(step, machine, num_ranks, measured, before), live)
+        left = _under_way(simulation)
+        if left == before:
+            break
+        before = left
+    return simulation
+
+
+def _under_way(simulation: Simulation) -> dict[int, float]:
+    """Seconds from the step's end to that of each delayed update that ends beyond it, by bucket."""
+    end, found = simulation.step_seconds, dict[int, float]()
+    for node, timing in simulation.timings.items():
+        bucket, done = delayed_bucket(node), timing.start_seconds + timing.seconds
+        if bucket is not None and done > end:
+            found[bucket] = done - end
+    return found
+
+
+def _timings(
+    step: StepGraph, machine: Machine, num_ranks: int, measured: Mapping[str, float] | None, before: Mapping[int, float]
+) -> dict[fx.Node, NodeTiming]:
+    """A timing for each call; ``before`` are the seconds that delayed updates of the last step still take."""
     timings: dict[fx.Node, NodeTiming] = {}
     compute_free = collective_free = 0.0
+    host_free = max(before.values(), default=0.0)
+    settled = dict(before)
+    landed: dict[fx.Node, float] = {}  # when what is kept in a slower tier was last copied
     link_free = dict.fromkeys(LINKS, 0.0)
     done: dict[fx.Node, float] = {}
     together: list[fx.Node] = []
@@ -143,6 +181,7 @@ def simulate(
         elif node.target in ops.TRANSFERS:
             legs = _legs(node, machine, compute_free, link_free)
             done[node] = legs[-1].start_seconds + legs[-1].seconds
+            landed.update(dict.fromkeys((storage_source(end)[0] for end in node.all_input_nodes), done[node]))
             start, size = legs[0].start_seconds, legs[0].num_bytes
             timings[node] = NodeTiming(start, done[node] - start, 0.0, size, size, 0, 0, legs)
         elif node.target is ops.wait:
@@ -152,22 +191,31 @@ def simulate(
             added = _sum_seconds(pending, machine)
             timings[node] = NodeTiming(compute_free + exposed, added, exposed, 0, 0, 0, 0)
             compute_free += exposed + added
+        elif node.target is ops.settle:
+            bucket = node.args[0]
+            assert isinstance(bucket, int)
+            exposed = max(0.0, settled.get(bucket, 0.0) - compute_free)
+            timings[node] = NodeTiming(compute_free + exposed, 0.0, exposed, 0, 0, 0, 0)
+            compute_free += exposed
         elif node.target in ops.EVENTS:
             timings[node] = NodeTiming(compute_free, 0.0, 0.0, 0, 0, 0, 0)  # bookkeeping on the host
         elif runs_on_host(node):
             cost = node_cost(node, machine)
             seconds = machine.host_seconds(cost.flops, cost.bytes_read + cost.bytes_written)
-            timings[node] = NodeTiming(
-                compute_free, seconds, seconds, cost.bytes_read, cost.bytes_written, 0, cost.flops
-            )
-            compute_free += seconds
+            start, exposed = compute_free, seconds
+            if delayed_bucket(node) is not None:
+                ready = (landed.get(storage_source(source)[0], 0.0) for source in node.all_input_nodes)
+                start, exposed = max(compute_free, host_free, *ready), 0.0
+                host_free = start + seconds
+            timings[node] = NodeTiming(start, seconds, exposed, cost.bytes_read, cost.bytes_written, 0, cost.flops)
+            compute_free += exposed
         else:
             cost = node_cost(node, machine, overrides=measured)
             timings[node] = NodeTiming(
                 compute_free, cost.seconds, 0.0, cost.bytes_read, cost.bytes_written, 0, cost.flops
             )
             compute_free += cost.seconds
-    return Simulation(timings, liveness(step, on_cpu))
+    return timings
 
 
 def _legs(node: fx.Node, machine: Machine, reached: float, free: dict[str, float]) -> tuple[Leg, ...]:
@@ -184,6 +232,8 @@ def _legs(node: fx.Node, machine: Machine, reached: float, free: dict[str, float
 
 def _awaited_stream(node: fx.Node) -> str:
     """The stream that computation waits for at a node."""
+    if node.target is ops.settle:
+        return HOST
     if node.target is not ops.wait:
         return stream_of(node)
     pending = node.args[0]

@@ -26,7 +26,7 @@ class Placement:
     """One level of a menu about a bucket's states: bytes on the device, exposed seconds, tier, side of the update.
 
     ``stored_bytes`` are what it takes of its tier throughout, ``passing_bytes`` of the host while the bucket is
-    updated.
+    updated. ``delayed_bytes`` are those that a delayed update frees on the device.
     """
 
     num_bytes: int
@@ -35,6 +35,7 @@ class Placement:
     update: Tier = "device"
     stored_bytes: int = 0
     passing_bytes: int = 0
+    delayed_bytes: int = 0
 
     def decision(self, bucket: Bucket, freed_bytes: int) -> StateDecision:
         """The decision, with its reason."""
@@ -125,3 +126,35 @@ def _on_host(num_bytes: int, gradient_bytes: int, numel: int, tier: Tier, machin
     if tier == "nvme":
         waits += copy_seconds(num_bytes, "nvme", "host", machine)
     return waits
+
+
+def delayed_placements(layout: BucketLayout, state_bytes: Mapping[int, int], stage: int) -> dict[Bucket, Placement]:
+    """States on the host, each bucket's with what its delayed update hands over from one step to the next: the
+    gradient, and new parameters where their dtype is not the one that is updated.
+
+    Args:
+        layout: the buckets.
+        state_bytes: bytes of one rank's states and masters, by bucket index.
+        stage: the ZeRO stage.
+    """
+    found = {}
+    for bucket in layout.buckets:
+        if not bucket.trainable:
+            continue
+        local = bucket.shard_numel if stage >= 1 else bucket.numel
+        num_bytes = state_bytes.get(bucket.index, 0)
+        master = 0 if bucket.has_master else local * bucket.dtype.itemsize
+        handed_over = (2 if bucket.has_master else 1) * local * bucket.compute_dtype.itemsize
+        found[bucket] = Placement(0, 0.0, "host", "host", num_bytes + master + handed_over, 0, delayed_bytes=num_bytes)
+    return found
+
+
+def decisions_of(delayed: Mapping[Bucket, Placement]) -> tuple[StateDecision, ...]:
+    """The decisions about ``delayed_placements``, with their reasons."""
+    return tuple(
+        StateDecision(
+            bucket.index, "host", "host",
+            f"delayed_update: frees {format_bytes(placement.delayed_bytes)}; gradients down, parameters up", delayed=True,
+        )
+        for bucket, placement in delayed.items()
+    )  # fmt: skip

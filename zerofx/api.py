@@ -49,6 +49,7 @@ def compile(
     max_shapes: int = 8,
     accumulate: Accumulate = 1,
     weights: str | Path | None = None,
+    delayed_update: int | None = None,
 ) -> Step:
     """Make one planned training step of a plain module and its optimizer.
 
@@ -95,7 +96,12 @@ def compile(
             divided by the number, so that the step's loss and gradient are means. The first tensor of the batch says
             its size; tensors of another leading size are used whole by every micro-batch. ``"auto"`` with a memory
             budget takes the number whose plan is fastest among those that fit, and 1 without a budget.
-
+        delayed_update: None for exact training, or how many steps to train exactly before updates are delayed by one
+            step (ZeRO-Offload, 2101.06840, section 5). From then on the update with a step's gradient runs on the host
+            beside the next step, which computes with the parameters from before it: step t's gradient is that of the
+            parameters behind update t - 2. Optimizer states live on the host. Hyperparameters are those of the step
+            whose gradient it is. The model has its values inside ``step.full_parameters()``, and checkpoints are those
+            behind all updates (``step.flush``).
         weights: where to read the values of parameters and persistent buffers from, in the place of the model's own: a
             ``.safetensors`` file, a folder with such files, their ``.index.json``, or a folder that
             ``torch.distributed.checkpoint`` has saved to. Each rank reads its own slices. They are converted to the
@@ -111,7 +117,7 @@ def compile(
     """
     options = check_options(
         stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
-        memory_budget, recompute, offload, accumulate, tile, host_budget, weights,
+        memory_budget, recompute, offload, accumulate, tile, host_budget, weights, delayed_update,
     )  # fmt: skip
     check_training(model, optimizer, options, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):

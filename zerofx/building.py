@@ -46,6 +46,7 @@ _SHARED = frozenset(
         "offload",
         "accumulate",
         "tile",
+        "delayed_update",
     }
 )
 _FIT_ROUNDS = 5  # plans to try until compiled regions are within the budget too

@@ -36,6 +36,7 @@ from zerofx.scheduler.merging import may_merge, merge_gathers
 from zerofx.scheduler.plan import Plan, Prediction
 from zerofx.scheduler.policy import decide
 from zerofx.scheduler.simulate import Simulation, predict, simulate
+from zerofx.scheduler.states import decisions_of, delayed_placements
 from zerofx.scheduler.tiling import named_tiles
 from zerofx.settings import Settings
 
@@ -160,10 +161,12 @@ def make_plan(
     """
     machine = costs.machine(machine, layout.num_ranks) if costs is not None else machine
     tiles = named_tiles(captured, options.tile) if isinstance(options.tile, Mapping) else ()
+    state_bytes = _state_bytes(layout, programs, options.stage)
+    delayed = delayed_placements(layout, state_bytes, options.stage) if options.delayed_update is not None else {}
     if memory_budget is None and options.recompute != "full":
         return decide(
             captured, layout, stage=options.stage, precision=options.precision, machine=machine.name,
-            options=options.policy, tiles=tiles,
+            options=options.policy, tiles=tiles, states=decisions_of(delayed),
         )  # fmt: skip
 
     question = Question(
@@ -176,7 +179,8 @@ def make_plan(
         tiers=tiers_for(options.offload, machine),
         asked=options.policy,
         tile=options.tile == "auto",
-        state_bytes=_state_bytes(layout, programs, options.stage),
+        state_bytes=state_bytes,
+        delayed=delayed,
     )
     fused, known = options.backend == "inductor", estimates if estimates is not None else {}
     with watched("planning", "plans tried", show=talk) as bar:

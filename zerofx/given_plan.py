@@ -55,10 +55,21 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
             f"{len(plan.states)} buckets and the parameters of {len(plan.parameters)} off the device, found "
             f"offload='none': leave it out, or leave plan out to have another made"
         )
+    _check_delayed(plan, options)
     default = PolicyOptions()
     if control.rank == 0 and (options.policy.prefetch, tuple(options.policy.keep)) != (default.prefetch, default.keep):
         warn("prefetch and keep_gathered have no effect beside a plan: it says when every bucket is gathered")
     return replace(options, plan=plan)
+
+
+def _check_delayed(plan: Plan, options: CompileOptions) -> None:
+    delayed = [decision for decision in plan.states if decision.delayed]
+    if bool(delayed) != (options.delayed_update is not None):
+        wanted, found = ("a number of steps", "None") if delayed else ("None", f"{options.delayed_update}")
+        raise UsageError(
+            f"expected delayed_update={wanted} beside a plan that delays the updates of {len(delayed)} buckets, found "
+            f"{found}: give it so, or leave plan out to have another made"
+        )
 
 
 def check_budget(plan: Plan, options: CompileOptions, machine: Machine) -> None:

@@ -38,6 +38,7 @@ class Role(StrEnum):
     SHARD = "shard"  # this rank's slice of a flat bucket, in the compute dtype
     MASTER = "master"  # this rank's fp32 slice, where the compute dtype is lower
     STATE = "state"  # one flat optimizer state of a bucket
+    DELAYED = "delayed"  # what a delayed update hands over: "grad", the gradient, and "low", the parameters' new values
     SCALAR_STATE = "scalar_state"  # a 0-dim optimizer state, such as Adam's step count
     BUFFER = "buffer"  # a buffer of the model
     INPUT = "input"  # a tensor of the batch
@@ -272,6 +273,18 @@ def tier_of(node: fx.Node) -> Tier:
 def set_tier(node: fx.Node, tier: str) -> fx.Node:
     """Record where the storage of ``node`` lives; returns it."""
     node.meta["zerofx_tier"] = tier
+    return node
+
+
+def delayed_bucket(node: fx.Node) -> int | None:
+    """The bucket whose delayed update a node on the host is of; None for what computation waits for."""
+    found = node.meta.get("zerofx_delayed")
+    return found if isinstance(found, int) else None
+
+
+def set_delayed(node: fx.Node, bucket: int) -> fx.Node:
+    """Record that ``node`` is of the delayed update of ``bucket``; returns it."""
+    node.meta["zerofx_delayed"] = bucket
     return node
 
 

@@ -18,6 +18,7 @@ reads them like any other operator. They have no kernels: what runs is the emitt
 ``reload``            start copying what is stored in a slower tier into a fresh tensor on a faster one
 ``copy_into``         start copying a tensor over one that exists, on another tier
 ``empty_stored``      a tensor on a slower tier that is still to be written
+``settle``            hold until the host is done with the delayed update of a bucket, started in the step before
 ``part``              a view of some elements of a tensor that enters a region as it stands: one serves them all
 ``mm_into``           a matrix product written over a tensor: ``mm(..., out=)`` for compiled regions, and their kernel
 ====================  ==============================================================================================
@@ -40,6 +41,7 @@ _library.define("reload(Tensor stored, str tier='device') -> Tensor")
 _library.define("copy_into(Tensor(a!) into, Tensor source) -> Tensor(a!)")
 _library.define("mm_into(Tensor(a!) into, Tensor a, Tensor b) -> ()")
 _library.define("empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor")
+_library.define("settle(int bucket) -> ()")
 _library.define("part(Tensor(a) whole, int[] size, int[] stride, int offset) -> Tensor(a)")
 
 
@@ -96,6 +98,7 @@ for _name, _fake in (
     ("reduce_scatter", _reduce_scatter),
     ("wait", _wait),
     ("release", _nothing),
+    ("settle", _nothing),
     ("empty_gradients", _empty_gradients),
     ("broadcast", _nothing),
     ("offload", _copied),
@@ -117,6 +120,7 @@ offload = torch.ops.zerofx.offload.default
 reload = torch.ops.zerofx.reload.default
 copy_into = torch.ops.zerofx.copy_into.default
 empty_stored = torch.ops.zerofx.empty_stored.default
+settle = torch.ops.zerofx.settle.default
 part = torch.ops.zerofx.part.default
 
 
@@ -127,4 +131,6 @@ def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:
 
 COLLECTIVES = frozenset({all_gather, all_gather_into, reduce_scatter, broadcast})
 TRANSFERS = frozenset({offload, reload, copy_into})
-EVENTS = frozenset({*COLLECTIVES, *TRANSFERS, wait, release, empty_gradients, empty_stored, part, hyperparameters})
+EVENTS = frozenset(
+    {*COLLECTIVES, *TRANSFERS, wait, release, settle, empty_gradients, empty_stored, part, hyperparameters}
+)

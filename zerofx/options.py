@@ -44,6 +44,7 @@ class CompileOptions:
     tile: Tiling = "auto"
     host_budget: int | float | None = None
     weights: Path | None = None
+    delayed_update: int | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -67,6 +68,7 @@ def check_options(
     tile: Tiling = "auto",
     host_budget: int | float | str | None = None,
     weights: str | Path | None = None,
+    delayed_update: int | None = None,
 ) -> CompileOptions:
     """The options as one object.
 
@@ -103,11 +105,12 @@ def check_options(
         raise UsageError(f"expected offload 'auto' (as the budget asks), 'none', 'host' or 'nvme', found {offload!r}")
     _check_accumulate(accumulate, plan)
     _check_tile(tile)
+    _check_delayed(delayed_update, offload)
     budget = _check_budget("memory_budget", memory_budget, "the device")
     limit = _check_budget("host_budget", host_budget, "a rank's share of the host's memory")
-    if budget is None and offload in ("host", "nvme"):
+    if budget is None and offload in ("host", "nvme") and delayed_update is None:
         warn(f"offload={offload!r} is ignored without a memory_budget: nothing has to leave the device")
-    if limit is not None and budget is None and plan is None:
+    if limit is not None and budget is None and plan is None and delayed_update is None:
         warn("host_budget is ignored without a memory_budget or a plan: nothing has to leave the device")
     if weights is not None and not isinstance(weights, str | Path):
         raise UsageError(f"expected weights to be the path of a file or folder, found {type(weights).__name__}")
@@ -130,6 +133,7 @@ def check_options(
         tile,
         limit,
         None if weights is None else Path(weights),
+        delayed_update,
     )
 
 
@@ -160,6 +164,21 @@ def _check_tile(tile: object) -> None:
         f"expected tile 'auto' (where no other plan fits the budget), 'none', or numbers of tiles, 2 or more, by the "
         f"name of a module, found {tile!r}"
     )
+
+
+def _check_delayed(delayed_update: int | None, offload: Offload) -> None:
+    if delayed_update is None:
+        return
+    if type(delayed_update) is not int or delayed_update < 0:
+        raise UsageError(
+            f"expected delayed_update to be a number of steps to train without delay first, 0 or more, or None, found "
+            f"{delayed_update!r}"
+        )
+    if offload in ("none", "nvme"):
+        raise UsageError(
+            f"expected offload='auto' or 'host' beside delayed_update, which runs on the host with the optimizer's "
+            f"states in its memory, found offload={offload!r}"
+        )
 
 
 def _check_budget(name: str, asked: int | float | str | None, whole: str) -> int | float | None:

@@ -111,6 +111,7 @@ def plan(
     prefetch: int = 1,
     keep_gathered: Collection[str] | Literal["all"] = (),
     accumulate: Accumulate = 1,
+    delayed_update: int | None = None,
 ) -> PlannedStep:
     """Plan a training step without hardware.
 
@@ -121,7 +122,7 @@ def plan(
         batch: one rank's batch of one step: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors
             will do.
         stage, loss_fn, precision, memory_budget, host_budget, recompute, offload, tile, prefetch, keep_gathered,
-            accumulate: as for ``zerofx.compile``.
+            accumulate, delayed_update: as for ``zerofx.compile``.
         backend: as for ``zerofx.compile``: what a compiled region holds inside is estimated (``scheduler/fusion.py``),
             an eager one is simulated node by node, to the byte. Times are those of single operators either way.
         world_size: number of ranks.
@@ -133,7 +134,7 @@ def plan(
     check_world_size(world_size)
     options = check_options(
         stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
-        memory_budget, recompute, offload, accumulate, tile, host_budget,
+        memory_budget, recompute, offload, accumulate, tile, host_budget, delayed_update=delayed_update,
     )  # fmt: skip
     return plan_captured(capture_for_plans(model, optimizer, batch, options), world_size)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from zerofx.batch import Batch
 from zerofx.checks import check_batch, names
-from zerofx.compiler import load_step, read_edited
+from zerofx.compiler import CompiledStep, load_step, read_edited
 from zerofx.deferred import is_deferred
 from zerofx.errors import RankMismatchError, UsageError, ZeroFXError, warn
 from zerofx.guards import ParameterWatch, release
@@ -65,6 +65,7 @@ class Step(StepBuilder):
                 raise failure from error
             raise
         self._after_step(loss)
+        self._finish_updates(compiled)
         return loss
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -136,6 +137,8 @@ class Step(StepBuilder):
             )
         else:
             error.add_note(f"zerofx: when step {number} failed, nothing had been updated yet")
+        if self._control.num_ranks == 1:
+            self._finish_updates_behind(error)
         if self._control.num_ranks > 1:
             self._failure = elsewhere or (
                 f"step {number} failed on rank {self._control.rank} ({type(error).__name__}: {error})"
@@ -148,12 +151,44 @@ class Step(StepBuilder):
             )
         return error
 
+    def _finish_updates_behind(self, error: BaseException) -> None:
+        """Bring all parameters up to date: a step that failed may have done so with some."""
+        assert self._state is not None
+        self._state.count_delayed()
+        try:
+            self._state.flush()
+        except (ZeroFXError, RuntimeError) as failed:
+            error.add_note(
+                f"zerofx: a delayed update failed too ({type(failed).__name__}: {failed}): restore a checkpoint before "
+                f"training on"
+            )
+
     def _after_step(self, loss: torch.Tensor) -> None:
         self.num_steps += 1
         # torch's schedulers warn when they are stepped before the optimizer; the update has been done here.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._losses.add(self.num_steps, loss)
         self._report_losses()
+
+    def _finish_updates(self, compiled: CompiledStep) -> None:
+        """Behind a step with delayed updates: leave them to the host, or finish them while that is warming up."""
+        assert self._state is not None
+        if any(decision.delayed for decision in compiled.plan.states):
+            self._state.count_delayed()
+            if self.num_steps <= (self.options.delayed_update or 0):
+                self._state.flush()
+
+    def flush(self) -> None:
+        """Finish delayed updates, so that the parameters are those behind all steps so far. Collective.
+
+        Whatever shows parameters or states does so by itself: ``full_parameters``, ``full_state_dict``,
+        ``optimizer.state_dict`` and ``close``. The step behind a flush computes with parameters that are up to date, as
+        the first one behind the warm-up does. Without ``delayed_update`` there is nothing to finish.
+        """
+        self._check_open("flush the step")
+        if self._state is not None:
+            self._control.meet("flush the step")
+            self._state.flush()
 
     def _report_losses(self, *, wait: bool = False) -> None:
         for number, loss in self._losses.report(wait=wait):
@@ -194,6 +229,7 @@ class Step(StepBuilder):
             return
         self._check_world()
         self._control.meet("enter full_parameters()")
+        self._state.flush()
         if not self._state.resident:
             self._state.show_parameters()
         self._showing = True
@@ -247,6 +283,7 @@ class Step(StepBuilder):
             self._check_world()
             self._control.meet("close the step")
             self._report_losses(wait=True)
+            self._state.flush()
             for guard in self._guards:
                 guard.remove()
             self._state.show_parameters()

@@ -12,6 +12,7 @@ plan                   behind the last pass: one gather, reduction or offload fo
                        gathers merged as it says, and states and parameters in the tiers that it says
 gather before use      a gather's buffer is not read before its wait (follows from order and waits)
 random operators       none is run twice
+delayed                the host is done with a bucket's delayed update before the next one of it begins
 states                 what lives in a slower tier is only copied, or read where it lives
 offload                what is stored in a slower tier is reloaded, and read by nothing else; a value is not read on the
                        device behind the wait that frees it
@@ -33,6 +34,7 @@ from zerofx.graph import (
     Role,
     StepGraph,
     copied_from,
+    delayed_bucket,
     is_random,
     origin,
     placeholder,
@@ -70,6 +72,7 @@ def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
             _check_offload(step, after, node, order)
     _check_launches(step, after)
     _check_placed(step, after)
+    _check_delayed(step, after, order)
     _check_residencies(step, after)
     _check_reductions(step, after)
     _check_updates(step, after, order)
@@ -145,6 +148,16 @@ def _check_placed(step: StepGraph, after: str) -> None:
                 _fail(step, after, reader, f"states: {reader.name} reads {node.name} on {tier_of(node)}")
 
 
+def _check_delayed(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
+    settled = {node.args[0]: order[node] for node in step.calls() if node.target is ops.settle}
+    for node in step.calls():
+        bucket = delayed_bucket(node)
+        if bucket is not None and settled.get(bucket, len(order)) > order[node]:
+            _fail(
+                step, after, node, f"delayed: {node.name} begins before the last update of bucket {bucket} is awaited"
+            )
+
+
 def _check_residencies(step: StepGraph, after: str) -> None:
     # The shard pass gathers everything once at the start; releases come with the gather pass.
     if not any(node.target is ops.release for node in step.calls()):
@@ -204,10 +217,14 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         for node in step.placeholders(Role.SHARD)
         if tier_of(node) != DEVICE
     ]
+<<<<<<< HEAD
     launched = [
         num_gathers_behind(node) for node in step.calls() if node.target is ops.all_gather and slice_behind(node)
     ]
     merged = [behind for numbers in plan.launches for behind in reversed(range(len(numbers)))]
+=======
+    settled = [node.args[0] for node in step.calls() if node.target is ops.settle]
+>>>>>>> 7d912e0 (passes(update), runtime: delayed_update=, the host's update beside the next step's computation)
     stateful = {placeholder(n).bucket for role in (Role.MASTER, Role.STATE) for n in step.placeholders(role)}
     states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]
     for what, found, planned in (
@@ -216,6 +233,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         ("reduces buckets", reduced, wanted),
         ("keeps states of buckets", sorted(placed), states),
         ("keeps parameters of buckets", parameters, [f"{one.bucket} on {one.tier}" for one in plan.parameters]),
+        ("delays updates of buckets", settled, [one.bucket for one in plan.states if one.delayed]),
         ("offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]),
     ):
         if Counter(found) != Counter(planned):

@@ -13,7 +13,7 @@ from tests.graphs import Prepared, TwoBlocks, calls, prepare
 from zerofx import ops
 from zerofx.codegen.regions import Region, cut
 from zerofx.errors import InvalidGraphError, PlanError
-from zerofx.graph import Role, insert_call, origin, placeholder, tier_of
+from zerofx.graph import Role, delayed_bucket, insert_call, origin, placeholder, tier_of
 from zerofx.scheduler.plan import StateDecision
 from zerofx.scheduler.streams import hops_of, runs_on_host
 from zerofx.verify import verify
@@ -42,6 +42,41 @@ def test_states_are_brought_to_their_update(golden: Callable[..., None], tier: s
 
 def test_parameters_are_cast_on_the_host(golden: Callable[..., None]) -> None:
     golden(placed("host", "host", stage=2, precision="bf16").changes("update"))
+
+
+def delaying(stage: int, num_ranks: int = 2, precision: str | None = None) -> Prepared:
+    prepared = placed("host", "host", stage, num_ranks, precision)
+    states = tuple(replace(decision, delayed=True) for decision in prepared.plan.states)
+    prepared.plan = replace(prepared.plan, states=states)
+    return prepared
+
+
+def test_a_delayed_update_is_left_to_the_host(golden: Callable[..., None]) -> None:
+    golden(delaying(3).changes("update"))
+
+
+def test_a_delayed_update_casts_on_the_host(golden: Callable[..., None]) -> None:
+    golden(delaying(2, precision="bf16").changes("update"))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_delayed_updates_are_accepted(stage: int, num_ranks: int, precision: str | None) -> None:
+    prepared = delaying(stage, num_ranks, precision)
+    prepared.run_pipeline()
+    late = [node for node in prepared.step.calls() if delayed_bucket(node) is not None]
+    assert late and all(runs_on_host(node) for node in late)
+    assert {delayed_bucket(node) for node in late} == {one.bucket for one in prepared.plan.states}
+
+
+def test_an_update_that_begins_before_the_last_one_is_done_is_refused() -> None:
+    prepared = delaying(3).run()
+    settled = calls(prepared.step, ops.settle)[0]
+    late = [node for node in prepared.step.calls() if delayed_bucket(node) == settled.args[0]]
+    late[-1].append(settled)
+    with pytest.raises(InvalidGraphError, match=r"delayed: .* begins before the last update of bucket"):
+        verify(prepared.step, "test")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

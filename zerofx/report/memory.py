@@ -34,6 +34,7 @@ _OF_ROLE: Mapping[Role, Category] = {
     Role.SHARD: Category.PARAMETERS,
     Role.MASTER: Category.PARAMETERS,
     Role.STATE: Category.OPTIMIZER,
+    Role.DELAYED: Category.OPTIMIZER,
     Role.SCALAR_STATE: Category.OPTIMIZER,
     Role.BUFFER: Category.BUFFERS,
     Role.CONSTANT: Category.BUFFERS,

@@ -176,7 +176,7 @@ def _parameters(one: Plan, other: Plan) -> list[_Change]:
 
 def _states(one: Plan, other: Plan) -> list[_Change]:
     def known(plan: Plan) -> dict[str, str]:
-        return {plan.buckets[d.bucket].name: f"on {d.tier}, updated on the {d.update}" for d in plan.states}
+        return {plan.buckets[d.bucket].name: d.place for d in plan.states}
 
     return _placed(known(one), known(other))
 

@@ -37,7 +37,7 @@ def reasons(plan: Plan) -> dict[str, list[Reason]]:
     reductions = [(names[decision.bucket], decision.reason) for decision in plan.reduces if plan.num_ranks > 1]
     again, out = (list(_of_values(found, names)) for found in (plan.recomputes, plan.offloads))
     parameters = [(names[d.bucket], f"on {d.tier}; {d.reason}") for d in plan.parameters]
-    states = [(names[d.bucket], f"on {d.tier}, updated on the {d.update}; {d.reason}") for d in plan.states]
+    states = [(names[d.bucket], f"{d.place}; {d.reason}") for d in plan.states]
     found = [gathers, reductions, parameters, states, again, out]
     return {kind: _folded(entries, names) for kind, entries in zip(KINDS, found, strict=True) if entries}
 

@@ -105,7 +105,7 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
             yield from (_reduce(reduce) for reduce in plan.reduces if reduce.bucket == index)
         for state in plan.states:
             if state.bucket == index:
-                yield f"optimizer states on {state.tier}, updated on the {state.update}: {state.reason}"
+                yield f"optimizer states {state.place}: {state.reason}"
     yield from (_tile(tiled) for tiled in plan.tiles if _within(tiled.layer, name))
     found = [decision for decision in plan.recomputes if _within(decision.layer, name)]
     if found:

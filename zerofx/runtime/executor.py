@@ -101,6 +101,12 @@ class Runtime:
     def host(self, function: Callable[[list[Any]], object], inputs: list[Any]) -> Any:
         return self.tiers.on_host(function, inputs)
 
+    def host_later(self, function: Callable[[list[Any]], object], inputs: list[Any], bucket: int) -> None:
+        self.tiers.on_host_later(function, inputs, bucket)
+
+    def settle(self, bucket: int) -> None:
+        self.tiers.settle_host(bucket)
+
     def part(self, whole: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
         return whole.as_strided(size, stride, whole.storage_offset() + offset)
 

@@ -254,6 +254,14 @@ class _TimedRuntime:
     def host(self, function: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         return self._runtime.host(function.on_host if isinstance(function, _TimedRegion) else function, inputs)
 
+    def host_later(self, function: Callable[[list[Any]], Any], inputs: list[Any], bucket: int) -> None:
+        timed = function.on_host if isinstance(function, _TimedRegion) else function
+        self._runtime.host_later(timed, inputs, bucket)
+
+    def settle(self, bucket: int) -> None:
+        with self._waits.running("settle"):
+            self._runtime.settle(bucket)
+
     def broadcast(self, buffers: list[torch.Tensor]) -> None:
         with self._waits.running("broadcast"):
             self._runtime.broadcast(buffers)

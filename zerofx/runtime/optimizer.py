@@ -192,6 +192,7 @@ class OptimizerState:
     def _fill(self) -> None:
         """Put every parameter's whole states where ``state_dict`` looks for them. A collective call."""
         self._control.meet("call optimizer.state_dict()")
+        self._state.flush()
         for bucket, state in zip(self._state.layout.buckets, self._state.buckets, strict=True):
             if not bucket.trainable or not state.present:
                 continue
@@ -214,6 +215,8 @@ class OptimizerState:
         """Take over the states that the optimizer holds per parameter, if any."""
         if not self._optimizer.state:
             return
+        # What is under way for the states that go must not reach those that come.
+        self._state.settle()
         try:
             held = held_states(self._optimizer, self._state.layout, self._state.parameters)
         finally:

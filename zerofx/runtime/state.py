@@ -27,7 +27,8 @@ class BucketState:
     this rank's slice, at stages 1 and 2 a view of ``full``; ``tier`` is where it lives. ``master`` holds the stored
     values where their dtype is another, or where the update runs on the host and ``shard`` is not in a slower tier.
     ``flat`` and ``scalars`` are the optimizer's states; ``present`` names those that have their values. ``decision``
-    says in which tier ``master`` and ``flat`` are; None is the device.
+    says in which tier ``master`` and ``flat`` are; None is the device. ``delayed`` is what a delayed update hands over
+    from one step to the next, by the names that ``Role.DELAYED`` has.
     """
 
     full: torch.Tensor | None
@@ -38,6 +39,7 @@ class BucketState:
     flat: dict[str, torch.Tensor | Stored] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     present: frozenset[str] = frozenset()
+    delayed: dict[str, Stored] = field(default_factory=dict)
 
     @property
     def low(self) -> torch.Tensor | Stored:
@@ -53,7 +55,10 @@ class BucketState:
 
     @property
     def version(self) -> int:
-        """Another number than before if the bucket has been updated since."""
+        """Another number than before if the bucket has been updated since, or its delayed update has been started."""
+        if self.delayed:
+            assert isinstance(self.stored, Stored)
+            return self.stored.num_writes
         if isinstance(self.stored, torch.Tensor):
             return self.stored._version
         return self.low._version if isinstance(self.low, torch.Tensor) else self.low.version
@@ -69,6 +74,8 @@ class BucketState:
                 return self.master
             case Role.STATE:
                 return self.flat[name]
+            case Role.DELAYED:
+                return self.delayed[name]
             case Role.SCALAR_STATE:
                 return self.scalars[name]
             case _:
@@ -89,6 +96,7 @@ class TrainingState:
         self._tiers = tiers
         self._tensors = _distinct_parameters(model)
         self.buckets: list[BucketState] = []
+        self._behind = False  # whether updates may be under way whose results the device has not
 
     @property
     def sharded(self) -> bool:
@@ -98,7 +106,7 @@ class TrainingState:
     @property
     def resident(self) -> bool:
         """Whether the model's parameters are whole, in their own dtype, on the device."""
-        in_place = all(state.tier == DEVICE for state in self.buckets)
+        in_place = all(state.tier == DEVICE and not state.delayed for state in self.buckets)
         return self._keeps_full and in_place and not any(bucket.has_master for bucket in self.layout.buckets)
 
     def take_over(self, weights: Weights, plan: Plan) -> None:
@@ -120,16 +128,47 @@ class TrainingState:
 
         Returns whether parameters have moved: the model then has to be shown them anew (``hide_parameters``).
         """
+        if any(self._is_elsewhere(plan, *pair) for pair in zip(self.layout.buckets, self.buckets, strict=True)):
+            self.flush()
         moved = [
             self._place_bucket(plan, bucket, state)
             for bucket, state in zip(self.layout.buckets, self.buckets, strict=True)
         ]
         return any(moved)
 
+    def _is_elsewhere(self, plan: Plan, bucket: Bucket, state: BucketState) -> bool:
+        return _planned(plan, bucket) != (state.tier, _home(state.decision))
+
+    def count_delayed(self) -> None:
+        """A step with delayed updates has run: parameters on the device are one update behind."""
+        self._behind = any(state.delayed for state in self.buckets)
+
+    def settle(self) -> None:
+        """Block until the host is done with all delayed updates; parameters on the device stay as they are."""
+        for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
+            if state.delayed:
+                self._tiers.settle_host(bucket.index)
+
+    def flush(self) -> None:
+        """Finish delayed updates, and bring the parameters on the device up to date. Collective at stages 1 and 2."""
+        if not self._behind:
+            return
+        self.settle()
+        for state in self.buckets:
+            if not state.delayed:
+                continue
+            source, low = state.delayed.get("low", state.stored), state.low
+            self._tiers.copy_into(low, source).finish(source)
+            if self.sharded and state.full is not None:
+                assert self._transport is not None and isinstance(low, torch.Tensor)
+                self._transport.all_gather_into(state.full, low).finish(None)
+        self._behind = False
+
     def _place_bucket(self, plan: Plan, bucket: Bucket, state: BucketState) -> bool:
-        tier = next((d.tier for d in plan.parameters if d.bucket == bucket.index), DEVICE)
-        decision = next((d for d in plan.states if d.bucket == bucket.index and bucket.trainable), None)
+        tier, _ = _planned(plan, bucket)
+        decision = _state_decision(plan, bucket)
         moves, regroups = tier != state.tier, _home(decision) != _home(state.decision)
+        was_delayed = bool(state.delayed)
         needs_master = bucket.has_master or (_home(decision)[1] == "host" and tier == DEVICE)
         state.decision = decision
         if needs_master != (state.master is not None) or (needs_master and regroups):
@@ -149,7 +188,17 @@ class TrainingState:
                 state.flat[name] = self._put(state, self.load(state.flat[name]))
             device = self._device_of_update(state)
             state.scalars = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in state.scalars.items()}
-        return moves
+            state.delayed = {}
+            if decision is not None and decision.delayed:
+                self._make_delayed(bucket, state)
+        return moves or was_delayed != bool(state.delayed)
+
+    def _make_delayed(self, bucket: Bucket, state: BucketState) -> None:
+        low = state.low
+        assert isinstance(low, torch.Tensor), "parameters whose updates are delayed are on the device"
+        state.delayed["grad"] = self._tiers.empty_stored(low.numel(), low.dtype, "host")
+        if bucket.has_master:
+            state.delayed["low"] = self._tiers.hold(low, "host")
 
     def set_flat(self, bucket: Bucket, name: str, values: torch.Tensor) -> None:
         """Give a bucket the values of one flat state."""
@@ -218,6 +267,8 @@ class TrainingState:
                 state.low.copy_(mine)
             if state.full is not None and state.full is not state.low:
                 state.full.copy_(whole)
+            if "low" in state.delayed:
+                state.delayed["low"] = self._tiers.hold(mine.to(bucket.compute_dtype), "host")
 
     def gather(self, bucket: Bucket, stored: torch.Tensor) -> torch.Tensor:
         """A flat tensor ``[bucket.numel]`` from every rank's slice; the tensor itself where ranks hold it whole."""
@@ -277,9 +328,19 @@ class TrainingState:
             self._transport.broadcast([tensor])
 
 
-def _home(decision: StateDecision | None) -> tuple[str, str]:
-    """The tier of a bucket's states, and where its update runs."""
-    return ("device", "device") if decision is None else (decision.tier, decision.update)
+def _home(decision: StateDecision | None) -> tuple[str, str, bool]:
+    """The tier of a bucket's states, where its update runs, and whether that is delayed."""
+    return ("device", "device", False) if decision is None else (decision.tier, decision.update, decision.delayed)
+
+
+def _state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
+    return next((d for d in plan.states if d.bucket == bucket.index and bucket.trainable), None)
+
+
+def _planned(plan: Plan, bucket: Bucket) -> tuple[str, tuple[str, str, bool]]:
+    """The tier of a bucket's parameters, and the home of its states."""
+    tier = next((d.tier for d in plan.parameters if d.bucket == bucket.index), DEVICE)
+    return tier, _home(_state_decision(plan, bucket))
 
 
 def _distinct_parameters(model: nn.Module) -> Mapping[str, torch.Tensor]:

@@ -7,8 +7,9 @@ the step; other threads only move bytes.
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -42,6 +43,11 @@ class Lease(Generic[P]):
         """``copy`` reads or writes the place, on CUDA perhaps still when the last name for it goes."""
         self._copies = [*(one for one in self._copies if one.under_way), copy]
 
+    def landed(self) -> None:
+        """Block until no copy reads or writes the place any more."""
+        for copy in self._copies:
+            copy.landed()
+
     def end(self) -> None:
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
@@ -68,8 +74,13 @@ class Stored:
         place = self.lease.place
         return self._num_copies + (place._version if isinstance(place, torch.Tensor) else 0)
 
+    @property
+    def num_writes(self) -> int:
+        """How many copies over it, and delayed updates of it, have been started."""
+        return self._num_copies
+
     def count_copy(self) -> None:
-        """A copy over it begins."""
+        """A copy over it, or a delayed update of it, begins."""
         self._num_copies += 1
 
     @property
@@ -97,6 +108,7 @@ class Tiers:
         self._copies: Copies | None = None
         self._files: NvmeFiles | None = None
         self._host_thread: ThreadPoolExecutor | None = None
+        self._later: dict[int, Future[None]] = {}  # what the host has been given to do by itself, by bucket
         self._held = {"host": 0, "nvme": 0}
         self._peak = dict(self._held)
         self.moved_bytes = dict.fromkeys(LINKS, 0)
@@ -175,12 +187,33 @@ class Tiers:
         It runs on a thread of its own, so that what it allocates does not count as the device's on a CPU machine.
         """
         given = [one.tensor if isinstance(one, Stored) else one for one in inputs]
-        if self._host_thread is None:
-            self._host_thread = ThreadPoolExecutor(1, thread_name_prefix="zerofx-host")
         try:
-            return self._host_thread.submit(_without_gradients, function, given).result()
+            return self._host_worker().submit(_without_gradients, function, given).result()
         finally:
             inputs.clear()
+
+    def on_host_later(self, function: Callable[[list[Any]], object], inputs: list[Any], bucket: int) -> None:
+        """Have ``function`` run on the host, as ``on_host`` does, and do not wait for it: ``settle_host`` does.
+
+        It begins once the copies that read or write what it is given have landed. ``inputs`` is emptied.
+        """
+        given = list(inputs)
+        inputs.clear()
+        for one in given:
+            if isinstance(one, Stored):
+                one.count_copy()
+        self._later[bucket] = self._host_worker().submit(_when_landed, function, given)
+
+    def settle_host(self, bucket: int) -> None:
+        """Block until what the host was given to do later for ``bucket`` is done; raises what went wrong there."""
+        under_way = self._later.pop(bucket, None)
+        if under_way is not None:
+            under_way.result()
+
+    def _host_worker(self) -> ThreadPoolExecutor:
+        if self._host_thread is None:
+            self._host_thread = ThreadPoolExecutor(1, thread_name_prefix="zerofx-host")
+        return self._host_thread
 
     def _start(self, into: Place, source: Place) -> Pending[Any]:
         """Start a copy between two tiers, through a block on the host where neither end is there."""
@@ -237,6 +270,7 @@ class Tiers:
 
     def settle(self) -> None:
         """Block until nothing is under way: behind a step that failed."""
+        concurrent.futures.wait(self._later.values())
         if self._files is not None:
             self._files.settle()
         if self._copies is not None:
@@ -295,6 +329,15 @@ def _pending(result: T, *finish: Callable[[], object]) -> Pending[T]:
 def _without_gradients(function: Callable[[list[Any]], object], inputs: list[Any]) -> object:
     with torch.no_grad():  # which holds for one thread
         return function(inputs)
+
+
+def _when_landed(function: Callable[[list[Any]], object], inputs: list[Any]) -> None:
+    for one in inputs:
+        if isinstance(one, Stored):
+            one.lease.landed()
+    given = [one.tensor if isinstance(one, Stored) else one for one in inputs]
+    inputs.clear()
+    _without_gradients(function, given)
 
 
 def _nothing() -> None:
