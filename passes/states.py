@@ -42,6 +42,7 @@ from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, set_tier
 from zerofx.passes.base import consumers, named, start_of_unit
 from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.plan import Plan, StateDecision
+from zerofx.scheduler.streams import ends_of
 
 _aten = torch.ops.aten
 
@@ -87,11 +88,17 @@ class PlacedStates:
 
     What the update does not work on where it lives is copied to it from where the plan says, or else from where the
     bucket's reduction starts: on one rank where the unit's run starts that completes its gradients. ``at_once``: it is
-    copied where it is awaited.
+    copied where it is awaited. ``free``: the node behind which the buffers that it passes through are free, if it has
+    to wait for that.
     """
 
     def __init__(
-        self, step: StepGraph, bucket: Bucket, kept: Mapping[str, fx.Node], decision: StateDecision | None
+        self,
+        step: StepGraph,
+        bucket: Bucket,
+        kept: Mapping[str, fx.Node],
+        decision: StateDecision | None,
+        free: fx.Node | None = None,
     ) -> None:
         self._step, self._bucket, self._kept = step, bucket, kept
         self._where = Origin(bucket.name, Phase.UPDATE)
@@ -107,8 +114,11 @@ class PlacedStates:
             start = start_of_unit(step, named(by_name, decision.reload))
         else:
             start = _start_of_reduction(step, bucket)
+        if free is not None:
+            start = max(start, free.next)  # nodes compare by their place in the graph
         if decision is not None and decision.read is not None and self._target == DEVICE:
-            with step.graph.inserting_before(start_of_unit(step, named(by_name, decision.read))):
+            first = start_of_unit(step, named(by_name, decision.read))
+            with step.graph.inserting_before(first if free is None else max(first, free.next)):
                 on_nvme = {name: node for name, node in away.items() if tier_of(node) == "nvme"}
                 reads = {name: self._copy(node, HOST, f"{node.name}_read") for name, node in on_nvme.items()}
             with step.graph.inserting_before(start):
@@ -189,8 +199,17 @@ def new_values(step: StepGraph, bucket: Bucket, low: fx.Node, stored: fx.Node, u
     return [copy_into(step, bucket, low, cast)]
 
 
-def await_copies(step: StepGraph, started: Sequence[Started]) -> None:
-    """Await copies at the insertion point."""
+def await_copies(step: StepGraph, started: Sequence[Started]) -> dict[int, fx.Node]:
+    """Await copies at the insertion point; returns the last wait for what each bucket has written to nvme."""
+    written = {}
     for one in started:
         where = Origin(one.bucket.name, Phase.UPDATE)
-        insert_call(step.graph, ops.wait, (one.node, one.source), where, name=f"{one.node.name}_done")
+        done = insert_call(step.graph, ops.wait, (one.node, one.source), where, name=f"{one.node.name}_done")
+        if leads_to_nvme(one):
+            written[one.bucket.index] = done
+    return written
+
+
+def leads_to_nvme(copy: Started) -> bool:
+    """Whether a copy ends on nvme."""
+    return ends_of(copy.node)[1] == "nvme"

@@ -51,6 +51,7 @@ from zerofx.passes.states import (
     await_copies,
     copy_into,
     gradient_on_host,
+    leads_to_nvme,
     new_values,
     state_decision,
 )
@@ -72,9 +73,10 @@ class Update:
     def run(self, step: StepGraph, plan: Plan) -> None:
         gathers: list[tuple[Bucket, fx.Node]] = []
         copies: list[Started] = []
+        written: dict[int, fx.Node] = {}
         for decision in plan.reduces:
             bucket = self.layout.buckets[decision.bucket]
-            copies = _update_bucket(step, plan, bucket, self.programs[bucket.index], copies, gathers)
+            copies = _update_bucket(step, plan, bucket, self.programs[bucket.index], copies, gathers, written)
         with step.graph.inserting_before(step.output):
             await_copies(step, copies)
             for bucket, gather in gathers:
@@ -88,10 +90,12 @@ def _update_bucket(
     program: UpdateProgram,
     earlier: Sequence[Started],
     gathers: list[tuple[Bucket, fx.Node]],
+    written: dict[int, fx.Node],
 ) -> list[Started]:
     """Insert the update behind the waits of ``earlier`` copies; returns the copies that are still to be awaited.
 
-    At stages 1 and 2 the started gather of the new values is added to ``gathers``.
+    At stages 1 and 2 the started gather of the new values is added to ``gathers``, and the last wait for what a bucket
+    copies back to ``written``.
     """
     graph, where = step.graph, Origin(bucket.name, Phase.UPDATE)
     decision = state_decision(plan, bucket)
@@ -120,9 +124,16 @@ def _update_bucket(
     readers = consumers(full) if full is not None else _readers_of_gathered(low)
     # Nodes compare by their place in the graph.
     end = end_of_unit(step, max([reduced, *consumers(reduced), *readers])).next
-    placed = PlacedStates(step, bucket, kept, decision)
+    free = None
+    if decision is not None and decision.behind is not None:
+        # Where that bucket's buffers are free only behind this update's place, there is no time to read ahead.
+        free = written.get(decision.behind, end.prev)
+        free = min(free, end.prev)
+    placed = PlacedStates(step, bucket, kept, decision, free)
     with graph.inserting_before(end):
-        await_copies(step, [one for one in earlier if one.node < end])
+        # What is written to nvme is still being written while the next bucket is updated on the host.
+        beside = [one for one in earlier if one.node < end and on_host and leads_to_nvme(one)]
+        written |= await_copies(step, [one for one in earlier if one.node < end and one not in beside])
         left = [one for one in earlier if not one.node < end]
         if delayed:
             assert master is not None, "what is updated on the host, and lives on the device, has a master there"
@@ -142,6 +153,7 @@ def _update_bucket(
         if tensor(grad).dtype != bucket.dtype:
             grad = set_tier(insert_call(graph, _aten._to_copy.default, (grad,), where, {"dtype": bucket.dtype}), tier)
         _inline(step, program, {"param": low, **tensors, **scalars, "grad": grad}, where, tier)
+        written |= await_copies(step, beside)
         if master is not None:
             up = new_values(step, bucket, low, tensors["param"], side)
             if full is not None and plan.shards_optimizer:

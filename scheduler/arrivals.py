@@ -7,6 +7,9 @@ make it wait less. On that timeline every copy is then put as late as it can be.
 computation is always busy, and yet little has arrived before it is wanted; one that is faster is used just in time.
 From nvme there are two copies, into the host's memory and from there to the device, each as late as it can be:
 with a gather behind them that is the three-deep prefetch of ZeRO-Infinity (2104.07857), as deep as the timeline says.
+
+States from nvme pass through the host in the buffers of three buckets, whatever the number of buckets: one is read
+while the one before it is updated and the one before that is written back. A read waits for its buffers to be free.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from zerofx.scheduler.plan import GatherDecision, Plan, ReduceDecision, StateDec
 from zerofx.scheduler.policy import parameter_uses
 from zerofx.scheduler.timeline import Place, Run, runs
 
+NUM_BUFFERS = 3  # buckets whose states are on their way from and to nvme: read, updated, written back
 _ROUNDING = 1e-9  # of the step's seconds: sums of the same numbers in another order may differ by as much
 
 
@@ -139,7 +143,9 @@ def place_arrivals(
         new_gathers[number] = _gather(plan.gathers[number], arrival, start, names)
     for (number, _), start in zip(states, found[len(gathers) :], strict=True):
         new_states[number] = _state(plan.states[number], start, names)
-    if not ahead:
+    if ahead:
+        new_states = _in_turn(new_states, updated)
+    else:
         new_states = [_at_once(decision) for decision in plan.states]
     return replace(plan, gathers=tuple(new_gathers), states=tuple(new_states))
 
@@ -157,6 +163,13 @@ def _gather(decision: GatherDecision, arrival: Arrival, start: Start, names: Seq
 
 def _at_once(decision: StateDecision) -> StateDecision:
     return replace(decision, at_once=True, reason=f"{decision.reason}; copied and awaited where the update is")
+
+
+def _in_turn(decisions: Sequence[StateDecision], updated: Mapping[int, int]) -> list[StateDecision]:
+    """States from nvme with the buckets whose buffers they take over, in the order of updates."""
+    order = [bucket for bucket in updated if any(d.bucket == bucket and d.tier == "nvme" for d in decisions)]
+    before = dict(zip(order[NUM_BUFFERS:], order, strict=False))
+    return [replace(decision, behind=before.get(decision.bucket)) for decision in decisions]
 
 
 def _state(decision: StateDecision, start: Start, names: Sequence[str]) -> StateDecision:

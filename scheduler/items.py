@@ -14,7 +14,7 @@ from zerofx.passes.recompute import put_off, recompute
 from zerofx.passes.tile import tile
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.activations import Level, Segment, crossing_storages, menu, segments, value_node
-from zerofx.scheduler.arrivals import place_arrivals
+from zerofx.scheduler.arrivals import NUM_BUFFERS, place_arrivals
 from zerofx.scheduler.gathers import Gathering, keep_menus, prefetch_menu, why_kept
 from zerofx.scheduler.machine import Machine, Tier
 from zerofx.scheduler.moves import Move, reached
@@ -329,7 +329,7 @@ def _room(question: Question, states: Sequence[Placement], parameters: Sequence[
         left[tier] -= sum(placement.stored_bytes for placement in states if placement.tier == tier)
         buckets = [question.layout.buckets[decision.bucket] for decision in parameters if decision.tier == tier]
         left[tier] -= sum(bucket.shard_bytes for bucket in buckets)
-    left["host"] -= 2 * max((placement.passing_bytes for placement in states), default=0)
+    left["host"] -= NUM_BUFFERS * max((placement.passing_bytes for placement in states), default=0)
     return Room({tier: left[tier] for tier in question.tiers}, left["host"])
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import Phase
 from zerofx.report.units import format_bytes, format_seconds
+from zerofx.scheduler.arrivals import NUM_BUFFERS
 from zerofx.scheduler.machine import Machine, Tier, copy_seconds
 from zerofx.scheduler.plan import StateDecision
 from zerofx.scheduler.timeline import Place
@@ -89,8 +90,7 @@ def _menus(
         beside = seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
         for tier in tiers:
             off = _off_the_device(bucket, num_bytes, local, beside, tier, machine)
-            # Two buckets' copies may pass through the host at once: one's back, and the next one's.
-            on_host = 2 * off.passing_bytes + (off.stored_bytes + reserve if tier == "host" else 0)
+            on_host = NUM_BUFFERS * off.passing_bytes + (off.stored_bytes + reserve if tier == "host" else 0)
             if room[tier] >= off.stored_bytes and room["host"] >= on_host:
                 room[tier] -= off.stored_bytes
                 menus[bucket] = (Placement(num_bytes, 0.0), off)

@@ -102,7 +102,8 @@ def test_the_pool_keeps_to_it_and_the_bits_are_the_same(
     step, found = trained(**options, host_budget=limit)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert step._tiers is not None
-    assert 0 < step._tiers.host_block_bytes <= step.compiled.simulation.live.host_block_bytes <= limit
+    # Blocks of other sizes wait for reuse as long as the limit allows.
+    assert 0 < step._tiers.host_block_bytes <= limit and step.compiled.simulation.live.host_block_bytes <= limit
 
 
 def test_a_plan_that_was_given_is_held_to_it() -> None:
