@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.report.lowered import lowered
+from zerofx.report.axes import time_axis
 from zerofx.report.memory import Category
 from zerofx.report.pictures import COLOURS, timeline_picture
 from zerofx.report.schedule import Schedule, make_schedule
@@ -82,6 +83,35 @@ def test_limits_are_drawn_when_near_and_always_told(tmp_path: Path) -> None:
     assert f"The peak is {format_bytes(peak - peak // 2)} ABOVE the budget" in text
     assert f"The peak is {format_bytes(peak * 99)} below the device" in text
     assert "<pre>because</pre>" in text
+
+
+def test_slower_tiers_have_a_picture_each_and_survive_json(tmp_path: Path) -> None:
+    step = lowered(tiers=("host", "nvme"))
+    schedule = make_schedule(step)
+    text = page(schedule, tmp_path)
+    pictures = re.findall(r'<svg id="([\w-]+)"', text)
+    assert pictures == ["memory", "memory-host", "memory-nvme", "timeline"]
+    for tier, use in step.simulation.live.slower.items():
+        sizes = [size for _, size in schedule.slower_memory[tier]]
+        assert max(sizes) == use.peak_bytes and sizes[0] == use.persistent_bytes
+        assert f"{tier}, peak: {format_bytes(use.peak_bytes)}" in text
+    again = Schedule.from_dict(json.loads(schedule.to_json()))
+    assert again == schedule
+    assert page(again, tmp_path) == text
+
+
+def test_only_what_the_step_uses_is_explained(tmp_path: Path) -> None:
+    alone = page(make_schedule(lowered(stage=0, num_ranks=1)), tmp_path)
+    together = page(make_schedule(lowered(stage=3, num_ranks=2, tiers=("nvme",))), tmp_path)
+    for word in ("<dt>all_gather</dt>", "<dt>offload</dt>", "<i>nvme_write</i>", "<i>collective</i>"):
+        assert word in together and word not in alone
+
+
+@pytest.mark.parametrize("seconds", [3e-6, 0.119, 40.0])
+def test_times_on_the_axis_are_round(seconds: float) -> None:
+    marks = re.findall(r">([^<]+)</text>", "".join(time_axis(0, seconds)))
+    assert marks[0] == "0" and 3 <= len(marks) <= 9
+    assert all(re.fullmatch(r"[1-9]\d*(\.[1-9])? (µs|ms|s)", mark) for mark in marks[1:])
 
 
 def test_what_the_pointer_reads_is_the_curve(tmp_path: Path) -> None:

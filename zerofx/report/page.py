@@ -11,7 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zerofx.report.pictures import KINDS, colour_of, legend, memory_data, memory_picture, timeline_picture
+from zerofx.report.pictures import KINDS, colour_of, legend, memory_data, memory_picture, tier_picture, timeline_picture
+from zerofx.report.rows import legs_of
 from zerofx.report.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _STYLE = """
 body { margin: 0 auto; max-width: 1240px; padding: 24px 20px 60px; background: var(--back); color: var(--text);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 36px 0 4px; }
-p { margin: 4px 0 10px; max-width: 90ch; } .soft, small { color: var(--soft); }
+p { margin: 4px 0 10px; max-width: 90ch; } .apart { margin-top: 22px; } .soft, small { color: var(--soft); }
 .numbers { display: flex; flex-wrap: wrap; gap: 10px; margin: 16px 0; }
 .numbers div { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: 8px 14px; }
 .numbers b { display: block; font-size: 21px; font-weight: 600; }
@@ -40,13 +41,23 @@ svg text.limit { fill: var(--alarm); stroke: none; } svg text.peak { fill: var(-
 #here { min-height: 3em; font-variant-numeric: tabular-nums; }
 pre { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: 12px;
   font: 12px/1.45 ui-monospace, monospace; }
+#words { display: grid; grid-template-columns: max-content 1fr; gap: 0 14px; margin: 6px 0 10px; font-size: 14px;
+  max-width: 90ch; }
+#words dt { font: 12px/21px ui-monospace, monospace; } #words dd { margin: 0; color: var(--soft); }
+@media (max-width: 900px) { svg text { font-size: 15px; } }
+@media print { :root { --back: #fff; --text: #000; --soft: #444; --line: #ccc; --card: #fff; --alarm: #c4161c; }
+  body { padding: 0; font-size: 11px; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+  #here { display: none; } svg, .numbers, .legend { break-inside: avoid; } h2 { break-after: avoid; }
+  p, #words { max-width: none; } #words, #words dt { font-size: 10px; line-height: 1.4; }
+  pre { overflow: visible; border: 0; padding: 0; font-size: 6.6px; } }
 """
 
 # Says under the memory picture what is held at the time under the pointer.
 _SCRIPT = """
 const data = JSON.parse(document.getElementById("data").textContent);
 const svg = document.getElementById("memory"), cursor = svg.querySelector(".cursor");
-const here = document.getElementById("here"), idle = here.textContent;
+const here = document.getElementById("here");
+const idle = here.textContent = "Move the pointer over the picture to read the bytes at a time.";
 const size = mib => mib >= 1024 ? (mib / 1024).toFixed(1) + " GiB" : mib + " MiB";
 svg.addEventListener("pointermove", event => {
   const x = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse()).x;
@@ -78,7 +89,31 @@ _ABOUT_KINDS: Mapping[str, str] = {
     "gathers": "parameters are collected from all ranks",
     "reductions": "gradients are summed over all ranks",
     "offloads": "copied out to a slower tier",
-    "reloads": "copied back to the device",
+    "reloads": "copied back towards the device",
+    "write-backs": "what an update has changed, to the tier where it stays",
+}
+_ABOUT_STREAMS: Mapping[str, str] = {
+    "compute": "the device's operators",
+    "collective": "communication between ranks",
+    "host": "updates on the CPU",
+    "to_host": "copies from the device to host memory",
+    "to_device": "copies from host memory to the device",
+    "nvme_read": "reads from the drive",
+    "nvme_write": "writes to the drive",
+}
+_ABOUT_INSTRUCTIONS: Mapping[str, str] = {
+    "all_gather": "starts to collect a bucket's parameters, whole, from the slices that the ranks keep",
+    "all_gather_into": "the same into a buffer that the parameters stay in",
+    "reduce_scatter": "starts to sum a bucket's gradients over the ranks, of which each gets a slice",
+    "wait": "computation goes on only when what was started before is there",
+    "release": "the memory of whole parameters is given back",
+    "empty_gradients": "memory for a bucket's gradients is taken",
+    "offload": "starts a copy from the device to a slower tier",
+    "reload": "starts a copy back",
+    "copy_into": "starts to write back what an update has changed",
+    "empty_stored": "room on a slower tier is taken",
+    "part": "some rows or elements of a tensor, for a tile that is computed by itself",
+    "broadcast": "rank 0's buffers go to all ranks",
 }
 
 
@@ -104,6 +139,8 @@ def write_html(
 def _page(schedule: Schedule, title: str, limits: Mapping[str, int], notes: str) -> str:
     totals, seconds = schedule.totals, schedule.totals.step_seconds
     memory, categories = memory_picture(schedule.memory, schedule.instructions, limits, seconds, totals.peak_bytes)
+    tiers = "".join(tier_picture(tier, curve, seconds) for tier, curve in schedule.slower_memory.items())
+    about_tiers = '<p class="apart">Bytes on the slower tiers, with what passes through them:</p>' if tiers else ""
     timeline, kinds = timeline_picture(schedule.instructions, seconds)
     highest = max((held for _, held in schedule.memory), key=lambda held: sum(held.values()), default={})
     shares = {name: (colour_of(name), _share(name, highest.get(name, 0))) for name in reversed(categories)}
@@ -125,20 +162,23 @@ ranks do the same. All numbers are predictions of the plan.</p>
 The dashed line is the peak, which a single operator may reach for a moment above the curve; the dot is
 where.{about_limits}</p>
 {memory}
-<p id="here" class="soft">Move the pointer over the picture to read the bytes at a time.</p>
+<p id="here" class="soft"></p>
 <p class="soft">Bytes where the curve is highest:</p>
 {legend(shares)}
+{about_tiers}{tiers}
 <h2>Streams</h2>
-<p>The device computes and communicates at the same time: a track each, time from left to right as above. Communication
-that runs below computation costs nothing; where computation has to wait for it, the track is red. Rest the pointer on a
-slice to read its operator, layer, bytes and time.</p>
+<p>What runs at the same time, a track each, time from left to right as above: {_about_streams(schedule)}. What runs
+below computation costs no time; where computation has to wait, its track is red. Rest the pointer on a slice to read
+its operator, layer, bytes and time.</p>
 {timeline}
 {legend(words)}
 <h2>Schedule</h2>
 <p>Every instruction in the order it runs. Layers that run the same instructions are shown once, under a line with their
 number and sums. <i>in</i> and <i>out</i> are bytes read and written in device memory, <i>live</i> what is held
 afterwards, <i>peak</i> the most while it runs, <i>wire</i> what the rank sends, <i>waits</i> how long computation stood
-still before it.</p>
+still before it. A <i>bucket</i> is the parameters that are gathered and reduced together, mostly those of a layer.
+Names that end in <i>forward</i>, <i>backward</i> or <i>update</i> are functions of the generated step; the others:</p>
+{_words(schedule)}
 <pre>{escape(schedule.table())}</pre>
 {plan_text}
 <script type="application/json" id="data">{memory_data(schedule.memory, categories, seconds)}</script>
@@ -153,12 +193,24 @@ def _numbers(schedule: Schedule) -> str:
     numbers = [
         (format_bytes(totals.peak_bytes), "peak on the device"),
         (format_seconds(totals.step_seconds), "time of a step"),
-        (format_seconds(totals.exposed_seconds), f"of it waits for communication ({waits:.1%})"),
+        (format_seconds(totals.exposed_seconds), f"of it computation waits ({waits:.1%})"),
         (format_bytes(totals.wire_bytes), "sent by each rank"),
         (format_count(totals.flops), "FLOPs on each rank"),
         *((format_bytes(size), f"peak on {tier}") for tier, size in totals.slower_peak_bytes.items()),
     ]
     return "".join(f"<div><b>{value}</b><small>{escape(name)}</small></div>" for value, name in numbers)
+
+
+def _about_streams(schedule: Schedule) -> str:
+    used = {row.stream for one in schedule.instructions for row in legs_of(one)} | {"compute"}
+    return ", ".join(f"<i>{stream}</i> ({about})" for stream, about in _ABOUT_STREAMS.items() if stream in used)
+
+
+def _words(schedule: Schedule) -> str:
+    """What the instructions in the table that are no computation do."""
+    used = {row.op for row in schedule.instructions}
+    entries = (f"<dt>{op}</dt><dd>{about}</dd>" for op, about in _ABOUT_INSTRUCTIONS.items() if op in used)
+    return f'<dl id="words">{"".join(entries)}</dl>'
 
 
 def _share(category: str, num_bytes: int) -> str:

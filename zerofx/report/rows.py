@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from zerofx.scheduler.simulate import Leg
 
@@ -43,6 +45,15 @@ class Row:
     exposed_seconds: float
     tier: str = "device"
     legs: tuple[Leg, ...] = ()
+
+
+def row_from(data: Mapping[str, Any]) -> Row:
+    """A row from its fields as JSON has them.
+
+    Raises:
+        KeyError, TypeError: fields are missing, or are others.
+    """
+    return Row(**{**data, "legs": tuple(Leg(**leg) for leg in data["legs"])})
 
 
 @dataclass(frozen=True)

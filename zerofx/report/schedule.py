@@ -8,8 +8,8 @@ that Inductor has compiled, memory is known for the region as a whole: its last 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from zerofx.compiler import LoweredStep
 from zerofx.graph import origin, target_name, tier_of
 from zerofx.report.memory import memory_curve
 from zerofx.report.page import write_html
-from zerofx.report.rows import Row, Totals
+from zerofx.report.rows import Row, Totals, row_from
 from zerofx.report.table import schedule_table
 from zerofx.report.trace import chrome_trace
+from zerofx.scheduler.liveness import TierUse
 from zerofx.scheduler.storage import is_view, storage_bytes, storage_source, tensors_of
 from zerofx.scheduler.streams import stream_of
 
@@ -35,13 +36,15 @@ class Schedule:
     """The table of a step. ``print`` shows it by instruction, with layers that repeat folded into one.
 
     ``rows`` has every node, ``instructions`` every region and event. ``memory`` has seconds from the step's begin and
-    the bytes on the device from there on, by category.
+    the bytes on the device from there on, by category; ``slower_memory`` has seconds and bytes of each slower tier in
+    use.
     """
 
     rows: tuple[Row, ...]
     instructions: tuple[Row, ...]
     totals: Totals
     memory: tuple[tuple[float, dict[str, int]], ...]
+    slower_memory: dict[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
 
     def table(self, fold: bool = True) -> str:
         """The instructions as text; ``fold=False`` writes every layer out."""
@@ -62,15 +65,19 @@ class Schedule:
             KeyError, TypeError: fields are missing, or are others.
         """
         return Schedule(
-            rows=tuple(Row(**row) for row in data["rows"]),
-            instructions=tuple(Row(**row) for row in data["instructions"]),
+            rows=tuple(row_from(row) for row in data["rows"]),
+            instructions=tuple(row_from(row) for row in data["instructions"]),
             totals=Totals(**data["totals"]),
             memory=tuple((seconds, dict(held)) for seconds, held in data["memory"]),
+            slower_memory={
+                tier: tuple((seconds, size) for seconds, size in curve) for tier, curve in data["slower_memory"].items()
+            },
         )
 
     def to_chrome_trace(self, path: str | Path) -> None:
-        """Write a trace for https://ui.perfetto.dev or chrome://tracing: a track a stream, and the memory curve."""
-        Path(path).write_text(json.dumps(chrome_trace(self.rows, self.instructions, self.memory)), encoding="utf-8")
+        """Write a trace for https://ui.perfetto.dev or chrome://tracing: a track a stream, and memory curves."""
+        trace = chrome_trace(self.rows, self.instructions, self.memory, self.slower_memory)
+        Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
     def to_html(
         self,
@@ -114,7 +121,8 @@ def make_schedule(lowered: LoweredStep) -> Schedule:
         simulation.link_bytes,
     )
     instructions = tuple(_instruction(lowered, instruction, rows) for instruction in lowered.instructions)
-    return Schedule(tuple(rows.values()), instructions, totals, _memory(lowered, rows))
+    slower = {tier: _slower_memory(lowered, rows, use) for tier, use in simulation.live.slower.items()}
+    return Schedule(tuple(rows.values()), instructions, totals, _memory(lowered, rows), slower)
 
 
 def _row(lowered: LoweredStep, node: fx.Node, position: int, region: str) -> Row:
@@ -194,12 +202,29 @@ def _instruction(lowered: LoweredStep, instruction: Instruction, rows: Mapping[f
 def _memory(lowered: LoweredStep, rows: Mapping[fx.Node, Row]) -> tuple[tuple[float, dict[str, int]], ...]:
     """The memory curve in time. A collective takes its memory when computation reaches it, before it starts."""
     points: list[tuple[float, dict[str, int]]] = []
-    now = 0.0
-    for node, held in memory_curve(lowered.graph, lowered.simulation.live):
-        row = rows.get(node)
-        if row is not None and row.stream == "compute":
-            now = row.start_seconds + row.seconds
+    curve = list(memory_curve(lowered.graph, lowered.simulation.live))
+    for now, (_, held) in zip(_clock([node for node, _ in curve], rows), curve, strict=True):
         found = {str(category): num_bytes for category, num_bytes in held.items()}
         if not points or points[-1][1] != found:
             points.append((now, found))
     return tuple(points)
+
+
+def _slower_memory(lowered: LoweredStep, rows: Mapping[fx.Node, Row], use: TierUse) -> tuple[tuple[float, int], ...]:
+    """Bytes on a slower tier in time: the most while a node runs, where that changes."""
+    points: list[tuple[float, int]] = [(0.0, use.persistent_bytes)]
+    nodes = list(lowered.graph.calls())
+    for now, node in zip(_clock(nodes, rows), nodes, strict=True):
+        if points[-1][1] != use.during[node]:
+            points.append((now, use.during[node]))
+    return tuple(points)
+
+
+def _clock(nodes: Sequence[fx.Node], rows: Mapping[fx.Node, Row]) -> Iterator[float]:
+    """The time of computation behind each node, in seconds."""
+    now = 0.0
+    for node in nodes:
+        row = rows.get(node)
+        if row is not None and row.stream == "compute":
+            now = row.start_seconds + row.seconds
+        yield now

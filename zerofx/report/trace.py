@@ -16,13 +16,17 @@ _TRACKS = {stream: number for number, stream in enumerate(STREAMS, 1)}
 
 
 def chrome_trace(
-    rows: Sequence[Row], instructions: Sequence[Row], memory: Sequence[tuple[float, Mapping[str, int]]]
+    rows: Sequence[Row],
+    instructions: Sequence[Row],
+    memory: Sequence[tuple[float, Mapping[str, int]]],
+    slower_memory: Mapping[str, Sequence[tuple[float, int]]],
 ) -> dict[str, Any]:
-    """A track a stream, with regions around their nodes and waits where computation stands still, and the memory curve.
+    """A track a stream, with regions around their nodes and waits where computation stands still, and memory curves.
 
     Args:
         rows: the nodes. ``instructions``: the same as regions and events.
         memory: seconds from the step's begin, and bytes on the device by category, in order.
+        slower_memory: seconds and bytes, by slower tier.
     """
     events: list[dict[str, Any]] = [_named("process_name", 0, "zerofx step (predicted, one rank)")]
     used = {"compute", "collective", *(leg.stream for row in rows for leg in row.legs)}
@@ -40,6 +44,11 @@ def chrome_trace(
             "args": {category: held.get(category, 0) for category in categories},
         }
         for seconds, held in memory
+    ]
+    events += [
+        {"ph": "C", "pid": _PROCESS, "name": f"{tier} memory", "ts": seconds * 1e6, "args": {"bytes": size}}
+        for tier, curve in slower_memory.items()
+        for seconds, size in curve
     ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
