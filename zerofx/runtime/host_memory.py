@@ -7,6 +7,7 @@ there is the device's alone.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 
@@ -16,6 +17,8 @@ from zerofx.errors import TierError
 from zerofx.report.units import format_bytes
 from zerofx.runtime.copies import Copy
 from zerofx.scheduler.blocks import size_class
+
+_HUGE_PAGE = 2 << 20
 
 
 class HostMemory:
@@ -48,7 +51,7 @@ class HostMemory:
         if self._pinned:
             block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         else:
-            block = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+            block = torch.frombuffer(_pages(size), dtype=torch.uint8)
         self.num_bytes += size
         return block
 
@@ -86,3 +89,16 @@ def _landed(block: torch.Tensor, copies: Sequence[Copy]) -> torch.Tensor:
         if copy.under_way:
             copy.landed()
     return block
+
+
+def _pages(num_bytes: int) -> mmap.mmap:
+    """Memory of the operating system's, in huge pages where it has them.
+
+    A drive that reads or writes past the page cache has every page of a block pinned: with pages of 4 KiB that takes
+    three times the CPU time.
+    """
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel that was built without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
