@@ -4,7 +4,8 @@ ZEROFX_NVME_DIR=/path/on/a/local/drive python examples/train_infinity.py
 ZEROFX_NVME_DIR=/path/on/a/local/drive python examples/train_infinity.py --size 125M --cap 1.0GiB
 
 The model never exists whole: `zerofx.empty_init()` builds it without memory, and its values are made a parameter at a
-time and written to the drive. Parameters and optimizer states come from there for each use, and go back.
+time and written to the drive. Parameters and optimizer states come from there for each use, and go back. It is trained
+on one batch again and again, whose loss falls from step to step: a few steps on other text each would not show that.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from zerofx.report.units import format_bytes, parse_bytes
 
 
 class Size(NamedTuple):
-    """Width, layers, heads, and a learning rate with which the first steps go down without warm-up."""
+    """Width, layers, heads, and a learning rate far below what makes first steps without warm-up overshoot."""
 
     dim: int
     depth: int
@@ -46,6 +47,7 @@ class Size(NamedTuple):
 
 
 SIZES = {"1B": Size(1792, 26, 14, 1e-6), "125M": Size(768, 18, 12, 1e-5), "tiny": Size(64, 3, 4, 1e-4)}
+PREDICTED = "predicted from zerofx's own graph: tensors alone"
 BLOCK = 128  # bytes of text in a sequence; a batch is one
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of glibc's malloc.h
 
@@ -69,8 +71,7 @@ def train(args: argparse.Namespace) -> zerofx.Step:
     with zerofx.empty_init():
         model = SIZES[args.size].build()
     optimizer = SIZES[args.size].optimizer(model)
-    stream = batches(load_source()[0], BLOCK, 1)
-    batch = next(stream)
+    batch = one_batch()
     step = zerofx.compile(model, optimizer, stage=3, memory_budget=args.budget, offload=args.offload, backend="eager")
     step.prepare(*batch)
     print(f"{step}\n\nbetween steps: {', '.join(f'{format_bytes(n)} on {tier}' for tier, n in step.tiers().items())}")
@@ -78,7 +79,6 @@ def train(args: argparse.Namespace) -> zerofx.Step:
     for number in range(args.steps):
         began = time.perf_counter()
         report(number, float(step(*batch)), began)
-        batch = next(stream)
     return step
 
 
@@ -87,15 +87,20 @@ def train_plainly(args: argparse.Namespace) -> GPT:
     torch.manual_seed(0)
     model = SIZES[args.size].build()
     optimizer = SIZES[args.size].optimizer(model)
-    stream = batches(load_source()[0], BLOCK, 1)
+    batch = one_batch()
     for number in range(args.steps):
         began = time.perf_counter()
         optimizer.zero_grad()
-        loss = model(*next(stream))
+        loss = model(*batch)
         loss.backward()
         optimizer.step()
         report(number, float(loss), began)
     return model
+
+
+def one_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """The text that every step trains on: tokens and targets, each int64 [1, BLOCK]."""
+    return next(batches(load_source()[0], BLOCK, 1))
 
 
 def report(number: int, loss: float, began: float) -> None:
@@ -110,21 +115,22 @@ def report(number: int, loss: float, began: float) -> None:
 
 
 def table(size: str, step: zerofx.Step, peak_bytes: int) -> str:
-    """What training takes without zerofx, and sharded without a budget (as FSDP2 shards), and here."""
+    """What training takes plainly, and sharded without a budget (parameters, gradients and states, as by FSDP2), and
+    here."""
     with torch.device("meta"):
         model = SIZES[size].build()
         batch = (torch.zeros(1, BLOCK, dtype=torch.long),) * 2
     numel = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), fused=False)
     rows = []
-    for name, stage, num_ranks in (("plain AdamW", 0, 1), ("FSDP2, 2 processes", 3, 2)):
+    for name, stage, num_ranks in (("plain AdamW", 0, 1), ("sharded as by FSDP2, 2 processes together", 3, 2)):
         planned = zerofx.plan(
             model, optimizer, batch, stage, world_size=num_ranks, machine="cpu", backend="eager", offload="none"
         )
-        rows.append([name, format_bytes(num_ranks * planned.plan.peak_bytes["device"]), "", "predicted"])
+        rows.append([name, format_bytes(num_ranks * planned.plan.peak_bytes["device"]), "", PREDICTED])
     planned_bytes = sum(step.plan.peak_bytes.get(tier, 0) for tier in ("device", "host"))
     stored = format_bytes(step.plan.peak_bytes.get("nvme", 0))
-    rows.append(["zerofx", format_bytes(planned_bytes), stored, "predicted"])
+    rows.append(["zerofx", format_bytes(planned_bytes), stored, PREDICTED])
     rows.append(
         ["zerofx", format_bytes(peak_bytes), stored, "measured: all that was ever resident, Python and torch too"]
     )
