@@ -134,20 +134,31 @@ def test_depths_are_compared_with_the_first_with_torch_compile_and_warm_with_col
 
 
 def test_drive_throughput_is_compared_by_medians() -> None:
+    def round_(write: float, read: float) -> nvme_throughput.Round:
+        return {"write": nvme_throughput.Taken(write, 1 / write), "read": nvme_throughput.Taken(read, 1 / read)}
+
     rounds = {
-        "plain": [{"write": 4e8, "read": 1e9}, {"write": 2e8, "read": 2e9}, {"write": 9e8, "read": 3e9}],
-        "zerofx": [{"write": 2e8, "read": 3e9}, {"write": 1e8, "read": 1e9}, {"write": 9e8, "read": 1e9}],
+        "plain": [round_(4e8, 1e9), round_(2e8, 2e9), round_(9e8, 3e9)],
+        "zerofx": [round_(2e8, 3e9), round_(1e8, 1e9), round_(9e8, 1e9)],
     }
     found = nvme_throughput.rows("plain", rounds)
     assert [(row["ratio"], row["best_ratio"]) for row in found] == [(0.5, 1.0), (0.5, 1.0)]
-    assert "| write | 400" in nvme_throughput.table("plain", found)
+    text = nvme_throughput.table("plain", found)
+    assert "| write | 400" in text and "| 2.50 " in text and "| 5.00 " in text  # CPU seconds of 1e9 bytes
 
 
 def test_both_write_and_read_and_leave_nothing(tmp_path: Path) -> None:
-    name, rounds = nvme_throughput.measure(tmp_path, 8 << 20, 2)
+    name, rounds = nvme_throughput.measure(tmp_path, 32 << 20, 2)
     assert set(rounds) == {name, "zerofx"}
-    assert all(taken[direction] > 0 for one in rounds.values() for taken in one for direction in ("write", "read"))
+    assert all(taken[direction].rate > 0 for one in rounds.values() for taken in one for direction in ("write", "read"))
     assert not list(tmp_path.iterdir())
+
+
+def test_without_fio_a_plain_loop_is_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    name, rounds = nvme_throughput.measure(tmp_path, 8 << 20, 1)
+    assert name == "plain loop of pwritev and preadv"
+    assert all(taken.rate > 0 and taken.cpu_seconds >= 0 for taken in rounds[name][0].values())
 
 
 def test_the_update_is_compared_with_the_copy_round_by_round() -> None:
