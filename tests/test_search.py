@@ -165,7 +165,7 @@ def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         captures.append(args)
         return capture(*args, **kwargs)
 
-    monkeypatch.setattr("zerofx.micro_batches.capture", counted)
+    monkeypatch.setattr("zerofx.micro_batches.capture_by_layer", counted)
     assert len(fewest(200).tried) > 1
     assert len(captures) == 1
 

@@ -103,7 +103,7 @@ def prepare(
         ZeroFXError: the model cannot be captured, or the optimizer does not belong to it.
     """
     with watched("capturing the model", show=talk):
-        captures = MicroBatches(model, batch, options, settings)
+        captures = MicroBatches(model, batch, options, settings, talk=talk)
         captured = captures.first
     groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
     layout = layout or layout_of(captured, groups, num_ranks)

@@ -11,6 +11,7 @@ import contextlib
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from zerofx.graph import (
     set_placeholder,
 )
 from zerofx.layers import find_units
-from zerofx.loss import LossFunction, find_loss, split_batch
+from zerofx.loss import LossFunction, LossModule
 from zerofx.normalise import lift_constants, own_storage, refuse_sparse, replace_tangent, sum_gradients
 
 _LAYER_KEY = "zerofx_layer"
@@ -76,50 +77,49 @@ def capture(
     Raises:
         CaptureError: the model cannot be one graph; the message names the source line.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    parameters = _parameter_infos(model, compute_dtype)
-    device = _device_of(model, batch)
-    lossy = _LossModule(model, batch, loss_fn, num_micro_batches)
+    parameters = parameter_infos(model, compute_dtype)
     watcher = _CallWatcher()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_fake_state(model, mode, compute_dtype, device))
-        fakes = tuple(_fake(mode, t, _cast_of(t, compute_dtype), device) for t in batch.tensors)
+    with traceable(model, batch, loss_fn, compute_dtype, num_micro_batches) as (lossy, fakes, device, _):
         watcher.inputs = fakes
-        stack.enter_context(_layer_annotations(model))
-        stack.enter_context(_compiling())
-        stack.enter_context(watcher)
-        inner = stack.enter_context(contextlib.ExitStack())
-        try:
-            joint = aot_export_joint_with_descriptors(inner, lossy, fakes, decompositions=_decompositions(device))
-        except ZeroFXError:
-            raise
-        except Exception as error:
-            raise explain(error) from error
+        with watcher, contextlib.ExitStack() as inner:
+            try:
+                joint = aot_export_joint_with_descriptors(inner, lossy, fakes, decompositions=_decompositions(device))
+            except ZeroFXError:
+                raise
+            except Exception as error:
+                raise explain(error) from error
     return _to_step_graph(joint.graph_module, model, batch, parameters, device, watcher)
 
 
-class _LossModule(nn.Module):
-    """The model followed by its loss, called with the batch's tensors alone."""
+@contextlib.contextmanager
+def traceable(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFunction | None,
+    compute_dtype: torch.dtype | None,
+    num_micro_batches: int,
+) -> Iterator[tuple[nn.Module, tuple[torch.Tensor, ...], torch.device, FakeTensorMode]]:
+    """While open, the model is on fake tensors, and what runs knows its layer (``running_layer``).
 
-    def __init__(self, model: nn.Module, batch: Batch, loss_fn: LossFunction | None, num_micro_batches: int) -> None:
-        super().__init__()
-        self.model = model
-        self._batch = batch
-        # In a tuple, a loss that is a module is none of this one's: its buffers are constants of the step.
-        self._loss_fn = () if loss_fn is None else (loss_fn,)
-        self._num_micro_batches = num_micro_batches
+    Gives a module that makes the loss, the fake tensors of the batch to call it with, their device, and their mode.
+    """
+    mode, device = FakeTensorMode(allow_non_fake_inputs=True), _device_of(model, batch)
+    with _fake_state(model, mode, compute_dtype, device), _layer_annotations(model), _compiling():
+        fakes = tuple(_fake(mode, t, _cast_of(t, compute_dtype), device) for t in batch.tensors)
+        loss_scope = partial(fx_traceback.annotate, {_LAYER_KEY: _LOSS_LAYER})
+        yield LossModule(model, batch, loss_fn, num_micro_batches, loss_scope), fakes, device, mode
 
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        loss = self._loss(*self._batch.rebuild(tensors))
-        return loss if self._num_micro_batches == 1 else loss / self._num_micro_batches
 
-    def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        if not self._loss_fn:
-            return find_loss(self.model(*args, **kwargs))
-        model_args, model_kwargs = split_batch(self.model, args, kwargs)
-        outputs = self.model(*model_args, **model_kwargs)
-        with fx_traceback.annotate({_LAYER_KEY: _LOSS_LAYER}):
-            return find_loss(self._loss_fn[0](outputs, *args, **kwargs), from_loss_fn=True)
+def running_layer() -> str:
+    """The dotted path of the module whose forward is running, inside ``traceable``."""
+    found = fx_traceback.current_meta.get("custom", {}).get(_LAYER_KEY, "")
+    assert isinstance(found, str)
+    return found
+
+
+def saves_by_hook() -> bool:
+    """Whether what backward needs is saved through hooks, as ``torch.utils.checkpoint`` does."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 _IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
@@ -149,7 +149,8 @@ class _CallWatcher(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-def _parameter_infos(model: nn.Module, compute_dtype: torch.dtype | None) -> tuple[ParameterInfo, ...]:
+def parameter_infos(model: nn.Module, compute_dtype: torch.dtype | None) -> tuple[ParameterInfo, ...]:
+    """The distinct parameters of a model in order; ``compute_dtype`` as for ``capture``."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -377,11 +378,16 @@ def _set_origins(graph: fx.Graph) -> None:
 
 
 def _rename(node: fx.Node, role: Role, name: str) -> fx.Node:
-    prefix = {Role.PARAMETER: "", Role.BUFFER: "buffer_", Role.INPUT: "batch_"}[role]
-    stem = re.sub(r"\W+", "_", name).strip("_")
-    node.name = node.graph._graph_namespace.create_name(prefix + stem.removeprefix(prefix), None)
+    node.name = node.graph._graph_namespace.create_name(placeholder_name(role, name), None)
     node.target = node.name
     return set_placeholder(node, Placeholder(role, name))
+
+
+def placeholder_name(role: Role, name: str) -> str:
+    """What the placeholder of a parameter, a buffer or a batch tensor is called, unless the name is taken."""
+    prefix = {Role.PARAMETER: "", Role.BUFFER: "buffer_", Role.INPUT: "batch_"}[role]
+    stem = prefix + re.sub(r"\W+", "_", name).strip("_").removeprefix(prefix)
+    return f"_{stem}" if stem[0].isdigit() else stem
 
 
 def _inner_name(name: str) -> str:

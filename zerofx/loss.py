@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from zerofx.batch import Batch
 from zerofx.errors import CaptureError
 
 LossFunction = Callable[..., Any]
@@ -36,6 +38,41 @@ def find_loss(outputs: Any, *, from_loss_fn: bool = False) -> torch.Tensor:
         f"expected a scalar loss from {source}, found {_describe(outputs)}: return a scalar, an object with .loss, a "
         f'dict with "loss", or give loss_fn=lambda outputs, *batch: ...'
     )
+
+
+class LossModule(nn.Module):
+    """The model followed by its loss, called with the batch's tensors alone.
+
+    ``loss_scope`` opens a context that ``loss_fn`` runs in.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        loss_fn: LossFunction | None,
+        num_micro_batches: int,
+        loss_scope: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._batch = batch
+        # In a tuple, a loss that is a module is none of this one's: its buffers are constants of the step.
+        self._loss_fn = () if loss_fn is None else (loss_fn,)
+        self._num_micro_batches = num_micro_batches
+        self._loss_scope = loss_scope
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        loss = self._loss(*self._batch.rebuild(tensors))
+        return loss if self._num_micro_batches == 1 else loss / self._num_micro_batches
+
+    def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        if not self._loss_fn:
+            return find_loss(self.model(*args, **kwargs))
+        model_args, model_kwargs = split_batch(self.model, args, kwargs)
+        outputs = self.model(*model_args, **model_kwargs)
+        with self._loss_scope():
+            return find_loss(self._loss_fn[0](outputs, *args, **kwargs), from_loss_fn=True)
 
 
 def split_batch(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from zerofx.batch import Batch, micro_batch
-from zerofx.capture import capture
+from zerofx.depth import capture_by_layer
 from zerofx.errors import UsageError
 from zerofx.graph import StepGraph
 from zerofx.options import CompileOptions
@@ -22,11 +23,15 @@ class MicroBatches:
     """The step of one batch in any number of micro-batches, each captured when it is asked for first.
 
     ``candidates`` are the numbers that may be planned for, the least first: the divisors of the batch size where the
-    number is left to the plan and a memory budget gives it a reason to take more than one.
+    number is left to the plan and a memory budget gives it a reason to take more than one. ``talk``: whether this rank
+    writes how it was captured, where ``ZEROFX_DEBUG`` asks for passes.
     """
 
-    def __init__(self, model: nn.Module, batch: Batch, options: CompileOptions, settings: Settings) -> None:
+    def __init__(
+        self, model: nn.Module, batch: Batch, options: CompileOptions, settings: Settings, *, talk: bool = False
+    ) -> None:
         self._model, self._batch, self._options, self._settings = model, batch, options, settings
+        self._talk = talk and settings.debug > 0
         self._captured: dict[int, StepGraph] = {}
         self.candidates: Sequence[int] = _candidates(batch, options)
 
@@ -59,14 +64,19 @@ class MicroBatches:
             named = zip(batch.names, batch.tensors, strict=True)
             first = tuple(micro_batch(tensor, 0, num) if name in divided else tensor for name, tensor in named)
             batch = replace(batch, tensors=first)
-        step = capture(
+        step = capture_by_layer(
             self._model, batch, loss_fn=self._options.loss_fn, compute_dtype=self._options.compute_dtype,
-            num_micro_batches=num,
+            num_micro_batches=num, allowed="stamp" not in self._settings.disable, check=self._settings.verify == 2,
+            say=self._say,
         )  # fmt: skip
         if "simplify" not in self._settings.disable:
             simplify(step)
         accumulate(step, num, divided)
         return step
+
+    def _say(self, text: str) -> None:
+        if self._talk:
+            sys.stderr.write(f"{text}\n")
 
 
 def _candidates(batch: Batch, options: CompileOptions) -> tuple[int, ...]:

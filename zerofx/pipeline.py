@@ -67,7 +67,7 @@ def check_disabled(settings: Settings) -> None:
     Raises:
         UsageError: one of them is no pass that can be left out.
     """
-    allowed = _OPTIONAL | {"simplify"}
+    allowed = _OPTIONAL | {"simplify", "stamp"}
     unknown = settings.disable - allowed
     if unknown:
         raise UsageError(

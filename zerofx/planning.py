@@ -210,7 +210,7 @@ def capture_for_plans(
     make_buffers(model)
     taken = Batch.of((), batch) if isinstance(batch, Mapping) else Batch.of(tuple(batch), {})
     with watched("capturing the model", show=talk):
-        captures = MicroBatches(model, taken, options, settings)
+        captures = MicroBatches(model, taken, options, settings, talk=talk)
         captured = captures.first
     groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
     return CapturedStep(captures, optimizer, groups, options, settings)

@@ -1,11 +1,13 @@
 """Every switch that is read from the environment, in one place.
 
 =====================  =========================================================================================
-``ZEROFX_DEBUG``       0 nothing, 1 passes and peaks, 2 operators added and removed, 3 the schedule, 4 the
-                       generated source, 5 the graph after each pass; written to stderr by rank 0
+``ZEROFX_DEBUG``       0 nothing, 1 how the model was captured, passes and peaks, 2 operators added and removed, 3 the
+                       schedule, 4 the generated source, 5 the graph after each pass; written to stderr by rank 0
 ``ZEROFX_DUMP_DIR``    folder for generated files (default: ``zerofx-<user>`` in the system's temporary folder)
-``ZEROFX_DISABLE``     comma-separated names of passes to leave out (``prefetch`` and ``simplify`` can be)
-``ZEROFX_VERIFY``      0 no checks, 1 checks after the last pass (default), 2 after every pass
+``ZEROFX_DISABLE``     comma-separated names of what to leave out: ``prefetch``, ``simplify``, ``stamp`` (repeated
+                       layers are then captured one by one)
+``ZEROFX_VERIFY``      0 no checks, 1 checks after the last pass (default), 2 after every pass, and of repeated layers
+                       that were stamped out against a whole capture
 ``ZEROFX_NVME_DIR``    folder for what plans put on nvme, or several with ``:`` between them, over which it is striped;
                        each process makes one of its own in each (default: none)
 ``ZEROFX_TIMEOUT``     seconds to wait for other ranks where they must agree (default 600)

@@ -1,0 +1,191 @@
+"""Capture at a cost that does not grow with depth: a model with fewer of its repeated layers, and the rest stamped out.
+
+Nothing is taken on trust. The whole model's forward is run and recorded, operator by operator, and has to be what the
+shortened model's record gives when it is stamped; and the shortened model's joint graph, with one layer taken out, has
+to be the joint graph of a model with one layer less. Where anything differs, or the model cannot be shortened, all of
+it is captured as it is, and the reason is written where ``ZEROFX_DEBUG`` asks for passes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx, nn
+
+from zerofx.batch import Batch
+from zerofx.capture import capture, parameter_infos, placeholder_name
+from zerofx.forward_record import record_forward
+from zerofx.graph import Role, StepGraph, placeholder
+from zerofx.layers import find_units
+from zerofx.loss import LossFunction
+from zerofx.repeats import Repeat, find_repeats, shortened
+from zerofx.stamp import NotRepeatedError, Stamped, canonical, erase, same_outputs, shrink, stamp, without_outputs
+
+
+def capture_by_layer(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss_fn: LossFunction | None = None,
+    compute_dtype: torch.dtype | None = None,
+    num_micro_batches: int = 1,
+    allowed: bool = True,
+    check: bool = False,
+    say: Callable[[str], object] = lambda _: None,
+) -> StepGraph:
+    """What ``capture`` gives, to the name, where layers repeat at a fraction of its cost; arguments as there.
+
+    ``allowed``: whether layers may be stamped out. ``check``: whether what was stamped out is compared with a whole
+    capture. ``say`` is told which layers were stamped out, or why none were, of a model that has enough.
+
+    Raises:
+        CaptureError: as ``capture``.
+    """
+    whole = _Whole(model, batch, loss_fn, compute_dtype, num_micro_batches)
+    repeats = find_repeats(model) if allowed else ()
+    if repeats:
+        try:
+            found = _stamped(whole, repeats)
+        except Exception as error:  # noqa: BLE001 - what a shortened model raises says nothing of the whole one
+            say(f"captured layer by layer: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        else:
+            say(", ".join(f"captured {len(one.kept)} of {len(one.keys)} layers of {one.path}" for one in repeats))
+            assert not check or found.text() == whole.capture().text(), "layers were stamped out as they are not"
+            return found
+    return whole.capture()
+
+
+@dataclass(frozen=True)
+class _Whole:
+    model: nn.Module
+    batch: Batch
+    loss_fn: LossFunction | None
+    compute_dtype: torch.dtype | None
+    num_micro_batches: int
+
+    def capture(self) -> StepGraph:
+        return capture(
+            self.model, self.batch, loss_fn=self.loss_fn, compute_dtype=self.compute_dtype,
+            num_micro_batches=self.num_micro_batches,
+        )  # fmt: skip
+
+    def record(self) -> fx.Graph:
+        return record_forward(self.model, self.batch, self.loss_fn, self.compute_dtype, self.num_micro_batches)
+
+
+def _stamped(whole: _Whole, repeats: Sequence[Repeat]) -> StepGraph:
+    model = whole.model
+    kept = [(one, one.kept) for one in repeats]
+    expected = canonical(whole.record())
+    with shortened(model, kept):
+        record = whole.record()
+        for one in repeats:
+            stamp(record, one)
+        if canonical(record) != expected:
+            raise NotRepeatedError("the forward does not run all layers alike")
+        short = whole.capture()
+    if short.constants:
+        raise NotRepeatedError("the model has tensors that are neither parameters nor buffers")
+    names = _Names(short)
+    for one in repeats:
+        with shortened(model, [(other, other.fewer if other is one else other.kept) for other in repeats]):
+            names.learn(one, short, whole.capture())
+    for one in repeats:
+        stamped = stamp(short.graph, one)
+        same_outputs(short, stamped)
+        names.extend(stamped)
+    names.give(short)
+    parameters = parameter_infos(model, whole.compute_dtype)
+    found = replace(short, parameters=parameters, units=frozenset(find_units(model)))
+    found.graph.lint()
+    return found.clone()
+
+
+class _Names:
+    """The names that nodes would have in the whole model's graph.
+
+    Tracing numbers the calls of an operator as they come, so that a number grows linearly with the layers that there
+    are, and with the layers that come before. The growth is read from two graphs; what comes of it is checked to be
+    unique, since nothing but texts depends on it.
+    """
+
+    def __init__(self, short: StepGraph) -> None:
+        self._stems: dict[fx.Node, str] = {}
+        self._numbers: dict[fx.Node, int] = {}
+        self._grown: dict[fx.Node, int] = {}
+        for node in short.calls():
+            self._stems[node], self._numbers[node] = _numbered(node.name)
+
+    def learn(self, repeat: Repeat, short: StepGraph, fewer: StepGraph) -> None:
+        """Compare ``short`` with the graph of a model that has one layer of ``repeat`` less.
+
+        Raises:
+            NotRepeatedError: ``short`` without a layer is another graph.
+        """
+        own = {node.name: node for node in short.graph.nodes}
+        shrunk = short.clone()
+        others = shrink(shrunk.graph, repeat)
+        replaced = [(own[gone.name], own[stays.name]) for gone, stays in others.items()]
+        without_outputs(shrunk, repeat)
+        erase(shrunk.graph, others)
+        if _text(shrunk) != _text(fewer):
+            raise NotRepeatedError(f"{repeat.path} with a layer less is another graph")
+        more = len(repeat.between)
+        growth: dict[fx.Node, int] = {}
+        for one, other in zip(shrunk.calls(), fewer.calls(), strict=True):
+            stem, number = _numbered(other.name)
+            node = own[one.name]
+            if stem != self._stems[node]:
+                raise NotRepeatedError(f"{one.name} is called {other.name} in a model with a layer less")
+            growth[node] = (self._numbers[node] - number) * more
+        growth |= {gone: growth[stays] for gone, stays in replaced if gone in self._numbers}
+        for node, grown in growth.items():
+            self._grown[node] = self._grown.get(node, 0) + grown
+
+    def extend(self, stamped: Stamped) -> None:
+        """Number the nodes of the layers that were put in, and those of the layer behind them."""
+        for ordinal, (node, last) in enumerate(zip(stamped.layers[0], stamped.layers[-1], strict=True)):
+            if node not in self._numbers:
+                continue
+            each = self._numbers[last] - self._numbers[node]
+            for number, layer in enumerate(stamped.layers[1:-1], 1):
+                made = layer[ordinal]
+                self._stems[made], self._numbers[made] = self._stems[node], self._numbers[node] + each * number
+                self._grown[made] = self._grown[node]
+            self._grown[last] += each * len(stamped.layers[1:-1])
+
+    def give(self, step: StepGraph) -> None:
+        """Rename the nodes.
+
+        Raises:
+            NotRepeatedError: two of them would have one name.
+        """
+        found: dict[fx.Node, str] = {}
+        for node in step.graph.nodes:
+            if node in self._numbers:
+                number = self._numbers[node] + self._grown[node]
+                found[node] = f"{self._stems[node]}_{number}" if number else self._stems[node]
+            elif node.op == "placeholder" and placeholder(node).role in (Role.PARAMETER, Role.BUFFER):
+                found[node] = placeholder_name(placeholder(node).role, placeholder(node).name)
+            else:
+                found[node] = node.name
+        if len(set(found.values())) != len(found):
+            raise NotRepeatedError("names of operators do not grow with depth")
+        for node, name in found.items():
+            node.name = name
+            if node.op == "placeholder":
+                node.target = name
+
+
+def _numbered(name: str) -> tuple[str, int]:
+    """``mm_3`` as ``("mm", 3)``; ``mm`` is the zeroth."""
+    match = re.fullmatch(r"(.+?)(?:_([1-9]\d*))?", name)
+    assert match is not None
+    return match[1], int(match[2] or 0)
+
+
+def _text(step: StepGraph) -> str:
+    return f"{canonical(step.graph)}\n{step.mutation_names}\n{step.gradient_names}"

@@ -1,0 +1,92 @@
+"""Lists of layers that are alike, found by structure, and the model with fewer of them for a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+# Of n layers, these are captured: what is between the second and the last but one is made from those two.
+_NUM_KEPT = 4
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A list of layers: its dotted path, and the names of its children in order."""
+
+    path: str
+    keys: tuple[str, ...]
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The first two layers and the last two."""
+        return (*self.keys[:2], *self.keys[-2:])
+
+    @property
+    def fewer(self) -> tuple[str, ...]:
+        """``kept`` without the last but one."""
+        return (*self.keys[:2], self.keys[-1])
+
+    @property
+    def between(self) -> tuple[str, ...]:
+        """The layers that are not kept."""
+        return self.keys[2:-2]
+
+    def unit(self, key: str) -> str:
+        """The dotted path of a layer."""
+        return f"{self.path}.{key}" if self.path else key
+
+
+def find_repeats(model: nn.Module, most: float = 0.5) -> tuple[Repeat, ...]:
+    """The lists to shorten: those with which capturing shorter models costs least.
+
+    Lists share no module and no parameter with anything else, and none is inside another. One capture is made with all
+    of them shortened, and one more for each; ``()`` where these have more than ``most`` of the model's layers together.
+    """
+    lists = sorted(_lists(model), key=lambda one: len(one.keys), reverse=True)
+    total = sum(len(one.keys) for one in lists)
+    best: tuple[float, int] = (most * total, 0)
+    saved = 0
+    for count, one in enumerate(lists, 1):
+        saved += len(one.keys) - _NUM_KEPT
+        best = min(best, ((count + 1) * (total - saved) - count, count))
+    return tuple(lists[: best[1]])
+
+
+def _lists(model: nn.Module) -> Iterator[Repeat]:
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    tied = [aliases for aliases in names.values() if len(aliases) > 1]
+    inside: list[str] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(path.startswith(one) for one in inside):
+            continue
+        one = Repeat(path, tuple(module._modules))
+        prefix = f"{path}." if path else ""
+        own = all(places[id(part)] == 1 for part in module.modules())
+        apart = all(not name.startswith(prefix) for aliases in tied for name in aliases)
+        if len(one.keys) > _NUM_KEPT and own and apart:
+            inside.append(prefix)
+            yield one
+
+
+@contextlib.contextmanager
+def shortened(model: nn.Module, kept: Sequence[tuple[Repeat, Sequence[str]]]) -> Iterator[None]:
+    """While open, each list has only the layers named beside it; then it is what it was."""
+    tables = []
+    for repeat, _ in kept:
+        owner = model.get_submodule(repeat.path)
+        tables.append((owner, owner._modules))
+    try:
+        for (owner, whole), (_, keys) in zip(tables, kept, strict=True):
+            # Past the module's own checks: names stay as they are, so that they have gaps.
+            owner.__dict__["_modules"] = {key: whole[key] for key in keys}
+        yield
+    finally:
+        for owner, whole in tables:
+            owner.__dict__["_modules"] = whole
