@@ -143,10 +143,7 @@ def place_arrivals(
         new_gathers[number] = _gather(plan.gathers[number], arrival, start, names)
     for (number, _), start in zip(states, found[len(gathers) :], strict=True):
         new_states[number] = _state(plan.states[number], start, names)
-    if ahead:
-        new_states = _in_turn(new_states, updated)
-    else:
-        new_states = [_at_once(decision) for decision in plan.states]
+    new_states = _in_turn(new_states, updated) if ahead else [_at_once(decision) for decision in plan.states]
     return replace(plan, gathers=tuple(new_gathers), states=tuple(new_states))
 
 

@@ -4,8 +4,8 @@ Computation runs in the graph's order on one stream, collectives in theirs on an
 one for each link and direction. What is started begins when its stream is free and computation has reached it, a second
 leg when the first is done; a wait holds computation until then, and so does an update on the host. What computation
 waits for is *exposed*. A delayed update on the host holds nothing: it begins when the host is free and its copies are
-there, and where it ends beyond the step, the next step begins with it under way. (The emitted step behaves so; see ``zerofx/runtime/collectives.py`` and
-``zerofx/runtime/tiers.py``.)
+there, and where it ends beyond the step, the next step begins with it under way. (The emitted step behaves so; see
+``zerofx/runtime/collectives.py`` and ``zerofx/runtime/tiers.py``.)
 """
 
 from __future__ import annotations
@@ -30,15 +30,10 @@ from zerofx.scheduler.machine import (
     wire_bytes,
 )
 from zerofx.scheduler.plan import Plan, Prediction
-<<<<<<< HEAD
-from zerofx.scheduler.storage import storage_bytes, tensors_of
-from zerofx.scheduler.streams import LINKS, hops_of, num_gathers_behind, runs_on_host, stream_of
-=======
 from zerofx.scheduler.storage import storage_bytes, storage_source, tensors_of
-from zerofx.scheduler.streams import HOST, LINKS, hops_of, runs_on_host, stream_of
+from zerofx.scheduler.streams import HOST, LINKS, hops_of, num_gathers_behind, runs_on_host, stream_of
 
 _STEPS_TO_SETTLE = 8  # simulated steps until each begins with the same delayed updates under way; two, as a rule
->>>>>>> 7d912e0 (passes(update), runtime: delayed_update=, the host's update beside the next step's computation)
 
 
 @dataclass(frozen=True)

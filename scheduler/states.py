@@ -154,7 +154,8 @@ def decisions_of(delayed: Mapping[Bucket, Placement]) -> tuple[StateDecision, ..
     return tuple(
         StateDecision(
             bucket.index, "host", "host",
-            f"delayed_update: frees {format_bytes(placement.delayed_bytes)}; gradients down, parameters up", delayed=True,
+            f"delayed_update: frees {format_bytes(placement.delayed_bytes)}; gradients down, parameters up",
+            delayed=True,
         )
         for bucket, placement in delayed.items()
     )  # fmt: skip

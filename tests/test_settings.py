@@ -28,7 +28,9 @@ def test_defaults() -> None:
 
 
 def test_every_switch_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in zip(_NAMES, ("5", str(tmp_path), "prefetch,simplify,", "2", "7", "drive:other", "0"), strict=True):
+    for name, value in zip(
+        _NAMES, ("5", str(tmp_path), "prefetch,simplify,", "2", "7", "drive:other", "0"), strict=True
+    ):
         monkeypatch.setenv(f"ZEROFX_{name}", value)
     found = read_settings()
     assert found.disable == {"prefetch", "simplify"}

@@ -217,14 +217,11 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         for node in step.placeholders(Role.SHARD)
         if tier_of(node) != DEVICE
     ]
-<<<<<<< HEAD
     launched = [
         num_gathers_behind(node) for node in step.calls() if node.target is ops.all_gather and slice_behind(node)
     ]
     merged = [behind for numbers in plan.launches for behind in reversed(range(len(numbers)))]
-=======
     settled = [node.args[0] for node in step.calls() if node.target is ops.settle]
->>>>>>> 7d912e0 (passes(update), runtime: delayed_update=, the host's update beside the next step's computation)
     stateful = {placeholder(n).bucket for role in (Role.MASTER, Role.STATE) for n in step.placeholders(role)}
     states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]
     for what, found, planned in (
