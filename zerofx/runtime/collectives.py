@@ -277,11 +277,11 @@ class Nccl:
         timed = self._log.running
         begun, done = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
         with torch.cuda.stream(self._stream):
-            begun.record(self._stream)
+            if timed:
+                begun.record(self._stream)
+                self._log.add_events(COLLECTIVE, begun, done, num_bytes)
             launch()
             done.record(self._stream)
-        if timed:
-            self._log.add_events(COLLECTIVE, begun, done, num_bytes)
         for tensor in used:
             tensor.record_stream(self._stream)
 
