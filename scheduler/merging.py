@@ -19,7 +19,7 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import StepGraph
+from zerofx.graph import StepGraph, delayed_bucket
 from zerofx.passes.gather import gather_name
 from zerofx.report.units import format_seconds
 from zerofx.scheduler.machine import Machine, collective_latency, collective_seconds
@@ -153,6 +153,16 @@ class _Wait:
 
 
 @dataclass(frozen=True)
+class _Until:
+    """Computation waits for an update of the last step, which ends so many seconds behind this step's begin."""
+
+    seconds: float
+
+
+_Event = _Start | _Wait | _Until
+
+
+@dataclass(frozen=True)
 class _Merged:
     """``first``: with which gather another starts; ``extra``: the seconds that this adds to that one; both by name."""
 
@@ -164,20 +174,24 @@ class _Merged:
         return _Merged({**self.first, gather.name: first.name}, extra)
 
 
-def _timeline(step: StepGraph, simulation: Simulation) -> list[float | _Start | _Wait]:
+def _timeline(step: StepGraph, simulation: Simulation) -> list[float | _Event]:
     """The step as ``simulate`` runs it, with all computation between two events as one number of seconds."""
-    found: list[float | _Start | _Wait] = []
+    found: list[float | _Event] = []
     computing = 0.0
     for node in step.calls():
         timing = simulation.timings[node]
         if node.target in ops.COLLECTIVES:
-            event: _Start | _Wait = _Start(node.name, ((COLLECTIVE, timing.seconds),))
+            event: _Event = _Start(node.name, ((COLLECTIVE, timing.seconds),))
         elif node.target in ops.TRANSFERS:
             event = _Start(node.name, tuple((leg.stream, leg.seconds) for leg in timing.legs))
         elif node.target is ops.wait:
             pending = node.args[0]
             assert isinstance(pending, fx.Node)
             event = _Wait(pending.name, timing.seconds)
+        elif node.target is ops.settle:
+            event = _Until(timing.start_seconds if timing.exposed_seconds else 0.0)
+        elif delayed_bucket(node) is not None:
+            continue  # beside the next step
         else:
             computing += timing.seconds
             continue
@@ -188,7 +202,7 @@ def _timeline(step: StepGraph, simulation: Simulation) -> list[float | _Start | 
     return [*found, computing]
 
 
-def _end(timeline: Sequence[float | _Start | _Wait], merged: _Merged) -> float:
+def _end(timeline: Sequence[float | _Event], merged: _Merged) -> float:
     """When the step ends, in seconds."""
     now = 0.0
     free: dict[str, float] = {}
@@ -196,6 +210,8 @@ def _end(timeline: Sequence[float | _Start | _Wait], merged: _Merged) -> float:
     for event in timeline:
         if isinstance(event, float):
             now += event
+        elif isinstance(event, _Until):
+            now = max(now, event.seconds)
         elif isinstance(event, _Wait):
             now = max(now, done[merged.first.get(event.name, event.name)]) + event.seconds
         elif event.name not in merged.first:

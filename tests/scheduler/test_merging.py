@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import zerofx
 from tests import graphs
 from tests.graphs import prepare, sgd
+from tests.passes.test_states import delaying as with_delayed_updates
 from zerofx.graph import StepGraph
 from zerofx.pipeline import run_quietly
 from zerofx.scheduler.machine import Link, Machine, collective_latency, collective_seconds
@@ -177,6 +178,18 @@ def test_whatever_the_link_merging_takes_no_longer_and_stays_within_the_limit(
     assert found.merged.live.peak_bytes <= limit
     assert found.merged.wire_bytes == found.plain.wire_bytes
     assert merge(link, limit, widths).plan.decisions_hash() == found.plan.decisions_hash()
+
+
+@pytest.mark.parametrize("flops", [1e6, 1e12])
+def test_updates_that_run_beside_the_next_step_do_not_count_as_computation(flops: float) -> None:
+    link = machine(SLOW)
+    link = replace(link, host=replace(link.host, flops=flops))  # too slow to be done in time, and done at once
+    delaying = with_delayed_updates(3)
+    step = carried_out(delaying, delaying.plan)
+    plain = simulate(step, link, 2, on_cpu=True)
+    plan = merge_gathers(delaying.plan, step, delaying.layout, plain, link, NO_LIMIT)
+    assert any(gather.merged for gather in plan.gathers)
+    assert simulate(carried_out(delaying, plan), link, 2, on_cpu=True).step_seconds < plain.step_seconds
 
 
 @cache
