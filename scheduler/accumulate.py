@@ -47,7 +47,7 @@ def choose_micro_batches(candidates: Sequence[int], budget: int | None, plan_for
         if best is not None and plan.step_seconds >= best.step_seconds:
             break
         best = plan
-        if not (plan.recomputes or plan.offloads or plan.states or plan.parameters):
+        if not (plan.recomputes or plan.offloads or plan.states or plan.parameters or plan.gradients):
             break  # nothing was given up for the budget, so there is nothing to win back
     if best is None:
         raise min(refusals.values(), key=lambda refusal: refusal.least_bytes)

@@ -16,11 +16,19 @@ from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.activations import Level, Segment, crossing_storages, menu, segments, value_node
 from zerofx.scheduler.arrivals import NUM_BUFFERS, place_arrivals
 from zerofx.scheduler.gathers import Gathering, keep_menus, prefetch_menu, why_kept
+from zerofx.scheduler.gradients import Waiting, gradient_menus, place_gradients
 from zerofx.scheduler.machine import Machine, Tier
 from zerofx.scheduler.moves import Move, reached
 from zerofx.scheduler.offload import Room, Wish, away_seconds, entries, joint_menu, place
 from zerofx.scheduler.parameters import Home, copies_menu, parameter_menus
-from zerofx.scheduler.plan import ParameterDecision, Plan, RecomputeDecision, StateDecision, TileDecision
+from zerofx.scheduler.plan import (
+    GradientDecision,
+    ParameterDecision,
+    Plan,
+    RecomputeDecision,
+    StateDecision,
+    TileDecision,
+)
 from zerofx.scheduler.policy import GraphIdentity, PolicyOptions, decide, identify, residencies
 from zerofx.scheduler.states import Placement, decisions_of, state_menus
 from zerofx.scheduler.storage import Storage, storage_bytes, tensors_of
@@ -156,7 +164,15 @@ class Parameters:
     levels: tuple[Home, Home]
 
 
-Item = Activations | Keeping | Prefetching | States | Parameters
+@dataclass(frozen=True)
+class Accumulated:
+    """Where a bucket's gradients wait between micro-batches."""
+
+    bucket: Bucket
+    levels: tuple[Waiting, Waiting]
+
+
+Item = Activations | Keeping | Prefetching | States | Parameters | Accumulated
 
 
 def items_of(question: Question, leaning: Leaning) -> list[Item]:
@@ -181,7 +197,20 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         if question.stage == 3:
             found += _parameters(question, [levels[1] for levels in menus.values()])
         found += _prefetching_copies(question, found)
+    if leaning != "recompute":
+        found += _accumulated(question, found)
     return found
+
+
+def _accumulated(question: Question, others: Sequence[Item]) -> list[Item]:
+    """Gradients between micro-batches, in the room that states and parameters leave."""
+    states = [item.levels[1] for item in others if isinstance(item, States)] or list(question.delayed.values())
+    parameters = [item.levels[1].decision(item.bucket, 0) for item in others if isinstance(item, Parameters)]
+    menus = gradient_menus(
+        question.layout, question.step.num_micro_batches, question.captured.seconds_of_one, question.machine,
+        _room(question, states, parameters).tiers,
+    )  # fmt: skip
+    return [Accumulated(bucket, levels) for bucket, levels in menus.items()]
 
 
 def _prefetching_copies(question: Question, others: Sequence[Item]) -> list[Item]:
@@ -238,6 +267,7 @@ class _Choice:
     states: list[StateDecision] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)  # of the same buckets
     parameters: list[ParameterDecision] = field(default_factory=list)
+    gradients: list[GradientDecision] = field(default_factory=list)
 
 
 def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) -> tuple[Plan, StepGraph]:
@@ -246,7 +276,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     recomputed, extra = frozenset(one.value for one in chosen.recomputes), frozenset(chosen.extra_keeps)
     carried_out = question.captured.tiled.clone()
     recompute(carried_out, recomputed, extra)
-    room = _room(question, chosen.placements, chosen.parameters)
+    room = _room(question, chosen.placements, chosen.parameters, chosen.gradients)
     offloads = place(carried_out, list(chosen.wishes.values()), chosen.seconds, question.machine, room)
     if not offloads:
         put_off(carried_out)
@@ -263,6 +293,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         offloads=offloads,
         states=tuple(chosen.states),
         parameters=tuple(chosen.parameters),
+        gradients=place_gradients(chosen.gradients, carried_out, question.layout, chosen.seconds, question.machine),
         memory_budget=question.memory_budget,
         carried_out=carried_out,
         identity=question.captured.identity,
@@ -296,6 +327,8 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
             chosen.placements.append(item.levels[1])
         elif isinstance(item, Parameters) and move is not None:
             chosen.parameters.append(item.levels[1].decision(item.bucket, move.freed_bytes))
+        elif isinstance(item, Accumulated) and move is not None:
+            chosen.gradients.append(item.levels[1].decision(item.bucket, move.freed_bytes))
         elif isinstance(item, Activations) and move is not None:
             _choose_activations(question, item, move, chosen)
     return chosen
@@ -321,7 +354,12 @@ def _choose_activations(question: Question, item: Activations, move: Move, chose
             chosen.wishes[node.name] = Wish(node.name, reached_level)
 
 
-def _room(question: Question, states: Sequence[Placement], parameters: Sequence[ParameterDecision] = ()) -> Room:
+def _room(
+    question: Question,
+    states: Sequence[Placement],
+    parameters: Sequence[ParameterDecision] = (),
+    gradients: Sequence[GradientDecision] = (),
+) -> Room:
     """What one rank has left for activations beside its states and parameters."""
     machine = question.machine
     left: dict[Tier, int] = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
@@ -329,6 +367,7 @@ def _room(question: Question, states: Sequence[Placement], parameters: Sequence[
         left[tier] -= sum(placement.stored_bytes for placement in states if placement.tier == tier)
         buckets = [question.layout.buckets[decision.bucket] for decision in parameters if decision.tier == tier]
         left[tier] -= sum(bucket.shard_bytes for bucket in buckets)
+        left[tier] -= sum(decision.num_bytes for decision in gradients if decision.tier == tier)
     left["host"] -= NUM_BUFFERS * max((placement.passing_bytes for placement in states), default=0)
     return Room({tier: left[tier] for tier in question.tiers}, left["host"])
 

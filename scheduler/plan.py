@@ -139,6 +139,24 @@ class ParameterDecision:
 
 
 @dataclass(frozen=True)
+class GradientDecision:
+    """The slower tier that a bucket's gradients wait in between micro-batches: ``"host"`` or ``"nvme"``.
+
+    Positions are names of nodes of the captured graph, one of each for every micro-batch but the last: the copy out
+    starts behind the micro-batch's last gradient of the bucket, and is awaited behind ``free_after``; the copy back
+    starts before ``reload_before``, and is awaited before the next micro-batch's first gradient. A bucket without a
+    decision has its gradients on the device.
+    """
+
+    bucket: int
+    tier: str
+    num_bytes: int
+    free_after: tuple[str, ...]
+    reload_before: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What a plan leads to, per rank: bytes by tier, seconds, bytes sent on the wire in one step, FLOPs.
 
@@ -210,6 +228,7 @@ class Plan:
     offloads: tuple[OffloadDecision, ...] = ()
     states: tuple[StateDecision, ...] = ()
     parameters: tuple[ParameterDecision, ...] = ()
+    gradients: tuple[GradientDecision, ...] = ()
     memory_budget: int | None = None
     num_micro_batches: int = 1
     micro_batches_reason: str = ""
@@ -313,6 +332,12 @@ class Plan:
                 offloads=tuple(OffloadDecision(**o) for o in data["offloads"]),
                 states=tuple(StateDecision(**s) for s in data["states"]),
                 parameters=tuple(ParameterDecision(**p) for p in data["parameters"]),
+                gradients=tuple(
+                    GradientDecision(
+                        **{**g, "free_after": tuple(g["free_after"]), "reload_before": tuple(g["reload_before"])}
+                    )
+                    for g in data["gradients"]
+                ),
                 prediction=Prediction(**prediction) if prediction else None,
                 summary=GraphSummary(**summary) if summary else None,
             )

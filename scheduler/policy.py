@@ -23,6 +23,7 @@ from zerofx.passes.tile import tile
 from zerofx.scheduler.plan import (
     BucketSummary,
     GatherDecision,
+    GradientDecision,
     GraphSummary,
     OffloadDecision,
     ParameterDecision,
@@ -80,6 +81,7 @@ def decide(
     extra_keeps: tuple[str, ...] = (),
     states: tuple[StateDecision, ...] = (),
     parameters: tuple[ParameterDecision, ...] = (),
+    gradients: tuple[GradientDecision, ...] = (),
     tiles: tuple[TileDecision, ...] = (),
     memory_budget: int | None = None,
     offloads: tuple[OffloadDecision, ...] = (),
@@ -117,6 +119,7 @@ def decide(
         offloads=offloads,
         states=states,
         parameters=parameters,
+        gradients=gradients,
         tiles=tiles,
         memory_budget=memory_budget,
         num_micro_batches=step.num_micro_batches,

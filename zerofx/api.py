@@ -70,9 +70,9 @@ def compile(
             for all of that share. What operators hold inside while an update runs on the host is not in the pool.
         recompute: whether activations may be computed again in backward: ``"auto"`` as the budget asks, ``"none"``, or
             ``"full"`` for as many as possible.
-        offload: whether activations, optimizer states and (at stage 3) parameters may leave the device: ``"auto"`` as
-            the budget asks, to host memory and then to NVMe (not on a CPU, whose memory is the host's), ``"none"``, or
-            only ``"host"`` or ``"nvme"``.
+        offload: whether activations, optimizer states, gradients between micro-batches and (at stage 3) parameters may
+            leave the device: ``"auto"`` as the budget asks, to host memory and then to NVMe (not on a CPU, whose memory
+            is the host's), ``"none"``, or only ``"host"`` or ``"nvme"``.
         tile: what may run a few rows at a time, so that it never exists whole: an output layer's logits with their
             loss, and chains of operators between which values are large (an MLP's inner values, queries, keys and
             values with their attention, the logits of attention that is not fused). ``"auto"`` where no other plan

@@ -49,7 +49,7 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
             f"expected recompute='auto' beside a plan that computes {len(plan.recomputes)} values again, found "
             f"recompute='none': leave it out, or leave plan out to have another made"
         )
-    if options.offload == "none" and (plan.offloads or plan.states or plan.parameters):
+    if options.offload == "none" and (plan.offloads or plan.states or plan.parameters or plan.gradients):
         raise UsageError(
             f"expected offload='auto' beside a plan that has {len(plan.offloads)} values, the states of "
             f"{len(plan.states)} buckets and the parameters of {len(plan.parameters)} off the device, found "

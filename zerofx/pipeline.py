@@ -15,6 +15,7 @@ from zerofx.passes.base import Pass, PassReport, op_counts
 from zerofx.passes.buffers import Buffers
 from zerofx.passes.direct import Direct
 from zerofx.passes.gather import Gather
+from zerofx.passes.gradients import Gradients
 from zerofx.passes.merge import Merge
 from zerofx.passes.offload import Offload
 from zerofx.passes.prefetch import Prefetch
@@ -42,6 +43,7 @@ def passes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Pl
         *((Gather(layout),) if plan.has_residencies else ()),  # a gather before first use, a release after last
         Reduce(layout),  # gradients into flat buffers, reduced as soon as complete
         Direct(),  # products written straight into those buffers
+        *((Gradients(layout),) if plan.gradients else ()),  # gradients that wait for the next micro-batch elsewhere
         Update(layout, programs),  # the optimizer, on each bucket as soon as it is reduced
         Buffers(),  # mutated buffers written back
         Prefetch(),  # gathers issued ahead of their use

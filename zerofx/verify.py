@@ -43,7 +43,7 @@ from zerofx.graph import (
 )
 from zerofx.passes.base import consumers
 from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.storage import mutated_inputs
+from zerofx.scheduler.storage import mutated_inputs, storage_source
 from zerofx.scheduler.streams import num_gathers_behind, runs_on_host, slice_behind
 
 _NEIGHBOURS = 6
@@ -221,6 +221,12 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         num_gathers_behind(node) for node in step.calls() if node.target is ops.all_gather and slice_behind(node)
     ]
     merged = [behind for numbers in plan.launches for behind in reversed(range(len(numbers)))]
+    waiting = [
+        f"{_bucket_of_gradients(node)} on {node.args[1]}"
+        for node in step.calls()
+        if node.target is ops.offload and origin(node).phase is Phase.BACKWARD
+    ]
+    planned_waiting = [f"{one.bucket} on {one.tier}" for one in plan.gradients for _ in one.free_after]
     settled = [node.args[0] for node in step.calls() if node.target is ops.settle]
     stateful = {placeholder(n).bucket for role in (Role.MASTER, Role.STATE) for n in step.placeholders(role)}
     states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]
@@ -230,6 +236,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         ("reduces buckets", reduced, wanted),
         ("keeps states of buckets", sorted(placed), states),
         ("keeps parameters of buckets", parameters, [f"{one.bucket} on {one.tier}" for one in plan.parameters]),
+        ("has gradients waiting of buckets", waiting, planned_waiting),
         ("delays updates of buckets", settled, [one.bucket for one in plan.states if one.delayed]),
         ("offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]),
     ):
@@ -238,6 +245,14 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
                 step, after, step.output,
                 f"plan: the graph {what} {sorted(map(str, found))}, the plan says {sorted(map(str, planned))}",
             )  # fmt: skip
+
+
+def _bucket_of_gradients(offload: fx.Node) -> object:
+    """The bucket whose gradient buffer, or what was reloaded of it, is offloaded."""
+    node = offload
+    while node.target is not ops.empty_gradients:
+        node, _ = storage_source(node.all_input_nodes[0])
+    return node.args[0]
 
 
 def _check_reductions(step: StepGraph, after: str) -> None:

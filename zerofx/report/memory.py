@@ -86,12 +86,19 @@ def category_of(owner: fx.Node) -> Category:
     if owner.target in (ops.reload, ops.all_gather) and slice_behind(owner) is not None:
         return Category.GATHERED
     if owner.target is ops.reload:
-        return Category.ACTIVATIONS
+        return Category.GRADIENTS if _holds_gradients(owner) else Category.ACTIVATIONS
     if owner.target is ops.all_gather:
         return Category.GRADIENTS  # stage 0 gathers what it has reduced
     if owner.target in (ops.empty_gradients, ops.reduce_scatter):
         return Category.GRADIENTS
     return Category.ACTIVATIONS if phase is Phase.FORWARD else Category.TEMPORARIES
+
+
+def _holds_gradients(reload: fx.Node) -> bool:
+    """Whether what is reloaded had been offloaded in backward: activations are in forward."""
+    stored = reload.args[0]
+    assert isinstance(stored, fx.Node)
+    return origin(stored).phase is Phase.BACKWARD
 
 
 def _persistent(step: StepGraph) -> Counter[Category]:

@@ -36,6 +36,7 @@ def diff_plans(one: Plan, other: Plan) -> str:
         "tiled": list(_tiles(one, other)),
         "parameters": _folded(_parameters(one, other)),
         "optimizer states": _folded(_states(one, other)),
+        "gradients": _folded(_gradients(one, other)),
         "recomputed": [*_folded(_recomputes(one, other)), *_extra_keeps(one, other)],
         **{f"offloaded to {tier}": _folded(_offloads(one, other, tier)) for tier in TIERS if tier != "device"},
         "predicted, per rank": list(_predictions(one, other)),
@@ -177,6 +178,13 @@ def _parameters(one: Plan, other: Plan) -> list[_Change]:
 def _states(one: Plan, other: Plan) -> list[_Change]:
     def known(plan: Plan) -> dict[str, str]:
         return {plan.buckets[d.bucket].name: d.place for d in plan.states}
+
+    return _placed(known(one), known(other))
+
+
+def _gradients(one: Plan, other: Plan) -> list[_Change]:
+    def known(plan: Plan) -> dict[str, str]:
+        return {plan.buckets[d.bucket].name: f"on {d.tier} between micro-batches" for d in plan.gradients}
 
     return _placed(known(one), known(other))
 

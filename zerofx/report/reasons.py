@@ -12,7 +12,7 @@ from zerofx.report.fold import span
 from zerofx.report.units import format_bytes
 from zerofx.scheduler.plan import OffloadDecision, Plan, RecomputeDecision
 
-KINDS = ("gathers", "reductions", "parameters", "optimizer states", "recomputed", "offloaded")
+KINDS = ("gathers", "reductions", "parameters", "optimizer states", "gradients", "recomputed", "offloaded")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ def reasons(plan: Plan) -> dict[str, list[Reason]]:
     again, out = (list(_of_values(found, names)) for found in (plan.recomputes, plan.offloads))
     parameters = [(names[d.bucket], f"on {d.tier}; {d.reason}") for d in plan.parameters]
     states = [(names[d.bucket], f"{d.place}; {d.reason}") for d in plan.states]
-    found = [gathers, reductions, parameters, states, again, out]
+    gradients = [(names[d.bucket], f"on {d.tier} between micro-batches; {d.reason}") for d in plan.gradients]
+    found = [gathers, reductions, parameters, states, gradients, again, out]
     return {kind: _folded(entries, names) for kind, entries in zip(KINDS, found, strict=True) if entries}
 
 

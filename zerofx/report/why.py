@@ -103,6 +103,8 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
             yield "never reduced: there is one rank"
         else:
             yield from (_reduce(reduce) for reduce in plan.reduces if reduce.bucket == index)
+        waiting = [decision for decision in plan.gradients if decision.bucket == index]
+        yield from (f"gradients on {one.tier} between micro-batches: {one.reason}" for one in waiting)
         for state in plan.states:
             if state.bucket == index:
                 yield f"optimizer states {state.place}: {state.reason}"

@@ -1,0 +1,101 @@
+"""Let gradients wait for the next micro-batch in a slower tier.
+
+    backward of micro-batch 0                   backward of micro-batch 0
+    grads_0 = empty_gradients(0, ...)           grads_0 = empty_gradients(0, ...)
+    copy_(as_strided(grads_0, ...), gw)         copy_(as_strided(grads_0, ...), gw)
+    ...                                         offload_grads_0 = offload(grads_0, "host")       # behind its unit
+    ...                                         ...
+    ...                                         stored_grads_0 = wait(offload_grads_0, grads_0)  # as the plan says
+    ...                                         reload_grads_0 = reload(stored_grads_0)          # as the plan says
+    backward of micro-batch 1                   backward of micro-batch 1
+    ...                                         grads_0_again = wait(reload_grads_0, stored_grads_0)
+    add_(as_strided(grads_0, ...), gw)          add_(as_strided(grads_0_again, ...), gw)
+
+A bucket's buffer is then on the device only while its unit's backward runs. What is added to what, and in which order,
+stays as it is, and so do the bits.
+
+Does not handle: gradients behind the last micro-batch, which are reduced at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx import ops
+from zerofx.buckets import BucketLayout
+from zerofx.errors import PlanError
+from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, set_tier
+from zerofx.passes.base import consumers, end_of_unit, named, start_of_unit
+from zerofx.scheduler.machine import TIERS
+from zerofx.scheduler.plan import GradientDecision, Plan
+from zerofx.scheduler.storage import mutated_inputs
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Copy gradient buffers out behind a micro-batch, and back before the next one's gradients are added."""
+
+    layout: BucketLayout
+    name: str = "gradients"
+
+    def run(self, step: StepGraph, plan: Plan) -> None:
+        by_name = {node.name: node for node in step.graph.nodes}
+        made = {node.args[0]: node for node in step.calls() if node.target is ops.empty_gradients}
+        for decision in plan.gradients:
+            _check(step, decision, [index for index in made if isinstance(index, int)])
+            buffer = made[decision.bucket]
+            last = self._move(step, decision, buffer, by_name)
+            if step.reduced.get(decision.bucket) is buffer:
+                step.reduced[decision.bucket] = last
+
+    def _move(
+        self, step: StepGraph, decision: GradientDecision, buffer: fx.Node, by_name: dict[str, fx.Node]
+    ) -> fx.Node:
+        """Insert all copies of one bucket; returns what has its gradients in the end."""
+        bucket = self.layout.buckets[decision.bucket]
+        where = Origin(bucket.name, Phase.BACKWARD)
+        groups = _writes(buffer, step.num_micro_batches, len(bucket.slots))
+        current = buffer
+        for number, (free, reload) in enumerate(zip(decision.free_after, decision.reload_before, strict=True)):
+            last, first = groups[number][-1], groups[number + 1][0]
+            users = [user for user in current.users if user > last]  # nodes compare by their place in the graph
+            with step.graph.inserting_after(end_of_unit(step, last)):
+                args = (current, decision.tier)
+                down = insert_call(step.graph, ops.offload, args, where, name=f"offload_{current.name}")
+                set_tier(down, decision.tier)
+            with step.graph.inserting_after(max(down, end_of_unit(step, named(by_name, free)))):
+                stored = insert_call(step.graph, ops.wait, (down, current), where, name=f"stored_{current.name}")
+                set_tier(stored, decision.tier)
+            back = start_of_unit(step, first)
+            with step.graph.inserting_before(min(back, max(stored.next, start_of_unit(step, named(by_name, reload))))):
+                up = insert_call(step.graph, ops.reload, (stored,), where, name=f"reload_{current.name}")
+            with step.graph.inserting_before(back):
+                again = insert_call(step.graph, ops.wait, (up, stored), where, name=f"{buffer.name}_again_{number}")
+            for user in users:
+                user.replace_input_with(current, again)
+            current = again
+        return current
+
+
+def _check(step: StepGraph, decision: GradientDecision, buckets: list[int]) -> None:
+    crossings = step.num_micro_batches - 1
+    if (
+        decision.bucket not in buckets
+        or decision.tier not in TIERS
+        or decision.tier == DEVICE
+        or len(decision.free_after) != crossings
+        or len(decision.reload_before) != crossings
+    ):
+        raise PlanError(
+            f"expected gradients of a trained bucket that wait on host or nvme {crossings} times, between "
+            f"{step.num_micro_batches} micro-batches, found {decision}: make the plan anew"
+        )
+
+
+def _writes(buffer: fx.Node, num_micro_batches: int, num_slots: int) -> list[list[fx.Node]]:
+    """What writes to a buffer, in order, by micro-batch."""
+    found = sorted(node for node in consumers(buffer) if mutated_inputs(node))
+    assert len(found) == num_micro_batches * num_slots, "each micro-batch writes every slot once"
+    return [found[start : start + num_slots] for start in range(0, len(found), num_slots)]
