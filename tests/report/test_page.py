@@ -12,8 +12,10 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.report.lowered import lowered
+from zerofx import ops
 from zerofx.report.axes import time_axis
 from zerofx.report.memory import Category
+from zerofx.report.page import ABOUT_INSTRUCTIONS
 from zerofx.report.pictures import COLOURS, timeline_picture
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.report.units import format_bytes, format_seconds
@@ -105,6 +107,11 @@ def test_only_what_the_step_uses_is_explained(tmp_path: Path) -> None:
     together = page(make_schedule(lowered(stage=3, num_ranks=2, tiers=("nvme",))), tmp_path)
     for word in ("<dt>all_gather</dt>", "<dt>offload</dt>", "<i>nvme_write</i>", "<i>collective</i>"):
         assert word in together and word not in alone
+
+
+def test_every_event_that_has_a_line_is_explained() -> None:
+    names = {op.__name__.removesuffix(".default") for op in ops.EVENTS}
+    assert set(ABOUT_INSTRUCTIONS) == names - {"hyperparameters"}
 
 
 @pytest.mark.parametrize("seconds", [3e-6, 0.119, 40.0])

@@ -101,7 +101,7 @@ _ABOUT_STREAMS: Mapping[str, str] = {
     "nvme_read": "reads from the drive",
     "nvme_write": "writes to the drive",
 }
-_ABOUT_INSTRUCTIONS: Mapping[str, str] = {
+ABOUT_INSTRUCTIONS: Mapping[str, str] = {
     "all_gather": "starts to collect a bucket's parameters, whole, from the slices that the ranks keep",
     "all_gather_into": "the same into a buffer that the parameters stay in",
     "reduce_scatter": "starts to sum a bucket's gradients over the ranks, of which each gets a slice",
@@ -112,6 +112,7 @@ _ABOUT_INSTRUCTIONS: Mapping[str, str] = {
     "reload": "starts a copy back",
     "copy_into": "starts to write back what an update has changed",
     "empty_stored": "room on a slower tier is taken",
+    "settle": "computation goes on only when the host is done with an update that the step before has begun",
     "part": "some rows or elements of a tensor, for a tile that is computed by itself",
     "broadcast": "rank 0's buffers go to all ranks",
 }
@@ -209,7 +210,7 @@ def _about_streams(schedule: Schedule) -> str:
 def _words(schedule: Schedule) -> str:
     """What the instructions in the table that are no computation do."""
     used = {row.op for row in schedule.instructions}
-    entries = (f"<dt>{op}</dt><dd>{about}</dd>" for op, about in _ABOUT_INSTRUCTIONS.items() if op in used)
+    entries = (f"<dt>{op}</dt><dd>{about}</dd>" for op, about in ABOUT_INSTRUCTIONS.items() if op in used)
     return f'<dl id="words">{"".join(entries)}</dl>'
 
 
