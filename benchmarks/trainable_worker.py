@@ -27,7 +27,7 @@ from train_infinity import give_back_freed_memory, peak_resident_bytes, resident
 from zerofx.report.units import format_bytes
 
 VOCAB, TOKENS, HEAD = 256, 128, 64  # a batch is one sequence; HEAD is the width of an attention head
-DEVICE_SHARE, HOST_SHARE = 0.40, 0.45  # of what is left of the cap, for zerofx; the rest is for Python and kernels
+DEVICE_SHARE, HOST_SHARE = 0.40, 0.36  # of what is left of the cap, for zerofx; the rest is for Python and kernels
 
 Batch = tuple[Tensor, Tensor]
 Train = Callable[[], float]  # one step; returns the loss
