@@ -110,7 +110,7 @@ def test_only_what_the_step_uses_is_explained(tmp_path: Path) -> None:
 
 
 def test_every_event_that_has_a_line_is_explained() -> None:
-    names = {op.__name__.removesuffix(".default") for op in ops.EVENTS}
+    names = {str(op).removeprefix("zerofx.").removesuffix(".default") for op in ops.EVENTS}
     assert set(ABOUT_INSTRUCTIONS) == names - {"hyperparameters"}
 
 
