@@ -16,8 +16,9 @@ from tests.models import DIM, ROWS, Adapted, Layer, Regression, adamw
 from zerofx.batch import Batch
 from zerofx.capture import capture
 from zerofx.depth import capture_by_layer
-from zerofx.graph import StepGraph
+from zerofx.graph import StepGraph, origin
 from zerofx.planning import plan
+from zerofx.repeats import find_repeats
 
 DEPTH = 15
 FEATURES = (torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM))
@@ -125,6 +126,7 @@ def test_convolutions_with_buffers_and_dropout() -> None:
     assert compare(Convolutions(), images) == f"captured 4 of {DEPTH} layers of body"
 
 
+@pytest.mark.slow
 def test_an_encoder_and_a_decoder_of_different_depths() -> None:
     said = compare(EncoderDecoder(23, 27))
     assert said == "captured 4 of 27 layers of decoder, captured 4 of 23 layers of encoder"
@@ -140,6 +142,7 @@ def test_precision_micro_batches_and_a_loss_function() -> None:
     assert "captured 4" in compare(plain, loss_fn=lambda out, x, y: F.mse_loss(out, y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_models_of_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -282,22 +285,22 @@ class Remembering(Deep):
     [Tapped, Scaled, Dropping, Collected, Counted, Widened, Unfrozen, Saving, Custom, Hooked, Remembering],
 )
 def test_layers_that_differ_are_captured_one_by_one(model: Callable[[], nn.Module]) -> None:
-    said = compare(model())
-    assert said.startswith("captured layer by layer: ") and len(said) > 30
+    said: list[str] = []
+    found = capture_by_layer(model(), Batch.of(FEATURES, {}), say=said.append)
+    assert said[0].startswith("captured layer by layer: ") and len(said[0]) > 30
+    layers = {origin(node).layer.partition(".norm")[0] for node in found.calls()}
+    assert layers >= {f"layers.{index}" for index in range(DEPTH)}
 
 
-def test_few_layers_or_shared_ones_are_captured_one_by_one() -> None:
+def test_few_layers_or_shared_ones_are_no_repeats() -> None:
     shared = Deep()
     shared.layers[3] = shared.layers[9]
     tied = Deep()
     for layer in tied.layers:
         assert isinstance(layer, Layer)
         layer.up.weight = tied.layers[0].up.weight  # type: ignore[union-attr, assignment]
-    for model in (Deep(depth=9), shared, tied):
-        said: list[str] = []
-        found = capture_by_layer(model, Batch.of(FEATURES, {}), say=said.append)
-        check_equal(found, capture(model, Batch.of(FEATURES, {})))
-        assert said == []
+    assert [find_repeats(model) for model in (Deep(depth=9), shared, tied)] == [(), (), ()]
+    assert [repeat.path for repeat in find_repeats(Deep())] == ["layers"]
 
 
 def test_a_model_that_fails_is_left_as_it_was() -> None:

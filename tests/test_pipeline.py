@@ -178,5 +178,5 @@ def test_planning_refuses_to_leave_out_what_is_needed(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", ["gather", "no_such_pass"])
 def test_a_pass_that_is_needed_cannot_be_disabled(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"passes that can be left out \(prefetch, simplify\), found {name}"):
+    with pytest.raises(UsageError, match=rf"passes that can be left out \(prefetch, simplify, stamp\), found {name}"):
         check_disabled(settings(disable=frozenset({name, "prefetch"})))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx import Machine, MemoryBudgetError, SearchResult, UsageError, largest_micro_batch, smallest_world
-from zerofx.capture import capture
+from zerofx.depth import capture_by_layer
 from zerofx.graph import StepGraph
 from zerofx.options import Recompute
 
@@ -163,7 +163,7 @@ def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counted(*args: Any, **kwargs: Any) -> StepGraph:
         captures.append(args)
-        return capture(*args, **kwargs)
+        return capture_by_layer(*args, **kwargs)
 
     monkeypatch.setattr("zerofx.micro_batches.capture_by_layer", counted)
     assert len(fewest(200).tried) > 1
