@@ -117,9 +117,9 @@ def next_size(search: Search, first: int) -> int | None:
     return (below + above) // 2 if below else max(1, int(above / GROWTH))
 
 
-def find_largest(search: Search, first: int, attempt: Callable[[int], Trial], until: float, show: bool) -> None:
+def find_largest(search: Search, first: int, attempt: Callable[[int], Trial], until: float) -> None:
     """Try sizes from ``first`` on, until the largest is known, or ``until`` is past (``time.monotonic`` seconds)."""
-    with tqdm(desc=f"{search.contender}, {search.axis}", unit=" trials", disable=None if show else True) as bar:
+    with tqdm(desc=f"{search.contender}, {search.axis}", unit=" trials", disable=None) as bar:
         while (size := next_size(search, first)) is not None:
             # What has trained took so long for each of its layers: do not begin what the time is too short for.
             past = [trial.seconds / trial.size for trial in search.trials if trial.trained]
@@ -138,6 +138,9 @@ def attempt(contender: str, axis: Axis, cap_bytes: int, folder: Path, most_secon
     """Train one size in a process of its own."""
     dim, depth = axis.shape(size)
     request = {"contender": contender, "dim": dim, "depth": depth, "num_steps": NUM_STEPS, "cap_bytes": cap_bytes}
+    extensions = folder / "torch_extensions"
+    for lock in extensions.rglob("lock"):  # of a trial that was killed while it built DeepSpeed's operators
+        lock.unlink()
     paths = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
     with tempfile.TemporaryDirectory(dir=folder, prefix="trial-") as own:
         environment = {
@@ -145,6 +148,7 @@ def attempt(contender: str, axis: Axis, cap_bytes: int, folder: Path, most_secon
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "ZEROFX_NVME_DIR": own,
             "ZEROFX_DUMP_DIR": own,
+            "TORCH_EXTENSIONS_DIR": str(extensions),
         }
         command = [sys.executable, "-m", "benchmarks.trainable_worker", json.dumps({**request, "folder": own})]
         out, log = Path(own) / "answers", Path(own) / "log"
@@ -261,12 +265,12 @@ def _largest_size(holds: Callable[[int], bool], start: int = 1) -> int:
     return max(below, 1)
 
 
-def run(axis: Axis, options: argparse.Namespace, contenders: list[str], show: bool = True) -> list[Search]:
+def run(axis: Axis, options: argparse.Namespace, contenders: list[str], folder: Path) -> list[Search]:
     """Search along one axis for all contenders, plain AdamW first."""
     cap = parse_bytes(options.cap)
     searches: list[Search] = []
     for contender in contenders:
-        search, until = Search(contender, axis.name), time.monotonic() + 60 * options.minutes
+        search = Search(contender, axis.name)
         plain = searches[0].largest if searches else None
         if contender == "zerofx":
             imported = plain.imported_bytes if plain else 0
@@ -274,8 +278,8 @@ def run(axis: Axis, options: argparse.Namespace, contenders: list[str], show: bo
         else:
             first = plain.size if plain else first_plain(axis, cap - LIBRARY_BYTES)
         try:
-            each = partial(attempt, contender, axis, cap, options.folder, 60 * options.patience)
-            find_largest(search, first, each, until, show)
+            each = partial(attempt, contender, axis, cap, folder, 60 * options.patience)
+            find_largest(search, first, each, time.monotonic() + 60 * options.minutes)
         finally:
             searches.append(search)
     return searches
@@ -327,7 +331,8 @@ def main() -> None:
             if name == "layers"
             else Axis(f"width / {WIDTH_UNIT}", WIDTH_UNIT, options.depth)
         )
-        searches = run(axis, options, contenders)
+        with tempfile.TemporaryDirectory(dir=options.folder, prefix="largest-") as folder:
+            searches = run(axis, options, contenders, Path(folder))
         data += [{**asdict(search), "fixed": axis.fixed} for search in searches]
         what = f"Layers of width {axis.fixed}" if name == "layers" else f"The width of {axis.fixed} layers"
         texts.append(f"{what}:\n\n{table(searches, cap)}\n")

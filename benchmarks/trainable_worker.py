@@ -163,7 +163,7 @@ def main() -> None:
     give_back_freed_memory()
     request = json.loads(sys.argv[1])
     if request["contender"] == "DeepSpeed ZeRO-3":
-        os.environ["DS_ACCELERATOR"] = "cpu"
+        os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         import deepspeed  # noqa: F401  # what it takes belongs to the first line
 
         store = Path(request["folder"]) / f"store-{os.getpid()}"

@@ -179,9 +179,7 @@ def trial(size: int, trained: bool) -> largest_trainable.Trial:
 @pytest.mark.parametrize("limit", [1, 37, 500])
 def test_the_search_ends_next_to_the_largest_that_trains(first: int, limit: int) -> None:
     search = largest_trainable.Search("plain AdamW", "layers")
-    largest_trainable.find_largest(
-        search, first, lambda size: trial(size, size <= limit), until=time.monotonic() + 1e6, show=False
-    )
+    largest_trainable.find_largest(search, first, lambda size: trial(size, size <= limit), until=time.monotonic() + 1e6)
     assert search.largest is not None and search.smallest_failed is not None
     assert search.largest.size <= limit < search.smallest_failed.size
     assert search.smallest_failed.size - search.largest.size <= max(1, 0.05 * limit)
@@ -190,7 +188,7 @@ def test_the_search_ends_next_to_the_largest_that_trains(first: int, limit: int)
 
 def test_nothing_is_begun_that_the_time_is_too_short_for() -> None:
     search = largest_trainable.Search("zerofx", "layers")
-    largest_trainable.find_largest(search, 10, lambda size: trial(size, True), until=time.monotonic(), show=False)
+    largest_trainable.find_largest(search, 10, lambda size: trial(size, True), until=time.monotonic())
     assert [one.size for one in search.trials] == [10] and search.ended == "out of time"
     plain = largest_trainable.Search("plain AdamW", "layers", [trial(2, True), trial(3, False)])
     text = largest_trainable.table([plain, search], 1 << 31)
