@@ -1,16 +1,17 @@
-"""How large the inner size of an MLP may be within a budget of memory, whole and in tiles.
+"""How large the inner size of an MLP may be within a budget of memory: whole, in tiles of rows, in slices of weights.
 
     python benchmarks/tiling.py
 
 The budget is the least that a model of blocks with inner size ``--inner`` can be trained in without tiles. The inner
 size is doubled for as long as it fits, without tiles and with them; the largest is then trained for a few steps, and
-its peak measured. Parameters, gradients and optimizer states are in the budget: of all that grows with the inner size,
-tiles save the values between operators only.
+its peak measured. With many rows, and everything on the device, tiles save the values between operators. With few rows,
+and parameters and optimizer states on the host, slices save the weights, their gradients and what updates hold.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx.errors import MemoryBudgetError
-from zerofx.options import Tiling
+from zerofx.options import Offload, Tiling
 from zerofx.report.units import format_bytes
 from zerofx.scheduler.budget import BudgetMissedError
 
@@ -54,38 +55,65 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
 
 
-def fits(options: argparse.Namespace, inner: int, budget: int, tile: Tiling) -> bool:
-    """Whether a plan for that inner size meets ``budget`` bytes."""
-    model = Blocks(options.dim, inner, options.depth)
-    try:
+@dataclass(frozen=True)
+class Case:
+    """What takes the memory: ``rows`` of ``dim`` values in ``depth`` blocks, whose inner size begins at ``inner``."""
+
+    name: str
+    rows: int
+    dim: int
+    inner: int
+    depth: int
+    offload: Offload
+
+    def model(self, inner: int) -> nn.Module:
+        return Blocks(self.dim, inner, self.depth)
+
+    def plan(self, inner: int, budget: int, tile: Tiling) -> None:
+        """Plan for that inner size; refused where ``budget`` bytes cannot be met."""
+        model = self.model(inner)
         zerofx.plan(
-            model, sgd(model), (batch(options),), machine="cpu", backend="eager", memory_budget=budget, tile=tile
-        )
-    except MemoryBudgetError:
-        return False
-    return True
+            model, sgd(model), (torch.zeros(self.rows, self.dim),), machine="cpu", backend="eager",
+            memory_budget=budget, tile=tile, offload=self.offload,
+        )  # fmt: skip
+
+    def fits(self, inner: int, budget: int, tile: Tiling) -> bool:
+        """Whether a plan for that inner size meets ``budget`` bytes."""
+        try:
+            self.plan(inner, budget, tile)
+        except MemoryBudgetError:
+            return False
+        return True
+
+    def least_bytes(self) -> int:
+        """The least budget without tiles."""
+        try:
+            self.plan(self.inner, 1, "none")
+        except BudgetMissedError as refused:
+            return int(refused.least_bytes)
+        raise AssertionError("one byte is no budget that can be met")
+
+    def largest(self, budget: int, tile: Tiling) -> int:
+        """The largest inner size within ``budget``, doubling from the one that the budget was made for."""
+        inner = self.inner
+        while self.fits(2 * inner, budget, tile):
+            inner *= 2
+        return inner
 
 
-def least_bytes(options: argparse.Namespace) -> int:
-    """The least budget without tiles."""
-    model = Blocks(options.dim, options.inner, options.depth)
-    try:
-        zerofx.plan(model, sgd(model), (batch(options),), machine="cpu", backend="eager", memory_budget=1, tile="none")
-    except BudgetMissedError as refused:
-        return int(refused.least_bytes)
-    raise AssertionError("one byte is no budget that can be met")
-
-
-def batch(options: argparse.Namespace) -> Tensor:
-    return torch.zeros(options.rows, options.dim)
-
-
-def largest(options: argparse.Namespace, budget: int, tile: Tiling) -> int:
-    """The largest inner size within ``budget``, doubling from the one that the budget was made for."""
-    inner: int = options.inner
-    while fits(options, 2 * inner, budget, tile):
-        inner *= 2
-    return inner
+def run(case: Case) -> list[list[object]]:
+    """Rows of the table: whole, and as the budget asks; the largest model is trained and measured."""
+    budget = case.least_bytes()
+    whole, tiled = (case.largest(budget, tile) for tile in ("none", "auto"))
+    model = case.model(tiled)
+    step = zerofx.compile(model, sgd(model), machine="cpu", backend="eager", memory_budget=budget, offload=case.offload)
+    x = torch.randn(case.rows, case.dim)
+    losses = [float(step(x)) for _ in range(3)]
+    measured = step.measure(x).peak_bytes["device"]
+    how = "in slices" if step.plan.slices else "in tiles"
+    print(f"{case.name}: losses of the largest, {how}: {', '.join(f'{loss:.4f}' for loss in losses)}")
+    within = f"{case.name}, {format_bytes(budget)}"
+    return [[within, "whole", whole, "", ""], [within, how, tiled, f"{tiled / whole:.0f}", format_bytes(measured)]]
 
 
 def main() -> None:
@@ -96,17 +124,13 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=2)
     options = parser.parse_args()
     torch.manual_seed(0)
-    budget = least_bytes(options)
-    whole, tiled = (largest(options, budget, tile) for tile in ("none", "auto"))
-    model = Blocks(options.dim, tiled, options.depth)
-    step = zerofx.compile(model, sgd(model), machine="cpu", backend="eager", memory_budget=budget)
-    x = torch.randn(options.rows, options.dim)
-    losses = [float(step(x)) for _ in range(3)]
-    measured = step.measure(x).peak_bytes["device"]
-    rows = [["whole", whole, "", ""], ["in tiles", tiled, f"{tiled / whole:.0f}", format_bytes(measured)]]
-    headers = [f"within {format_bytes(budget)}", "largest inner size", "ratio", "measured peak"]
-    print(tabulate(rows, headers=headers, tablefmt="github"))
-    print(f"losses of the largest: {', '.join(f'{loss:.4f}' for loss in losses)}")
+    cases = (
+        Case("many rows", options.rows, options.dim, options.inner, options.depth, "none"),
+        Case("few rows", 2, 8 * options.dim, 8 * options.inner, 1, "host"),
+    )
+    table = [row for case in cases for row in run(case)]
+    headers = ["within", "", "largest inner size", "ratio", "measured peak"]
+    print(tabulate(table, headers=headers, tablefmt="github"))
 
 
 if __name__ == "__main__":

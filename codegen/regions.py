@@ -21,7 +21,8 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import Origin, Phase, StepGraph, origin, target_name, tile_of, value
+from zerofx.graph import Origin, Phase, StepGraph, origin, slice_of, tile_of, value
+from zerofx.node_text import target_name
 from zerofx.scheduler.storage import is_view
 from zerofx.scheduler.streams import runs_on_host
 
@@ -75,11 +76,12 @@ def cut(step: StepGraph) -> tuple[Instruction, ...]:
 
 def _runs(step: StepGraph) -> Iterator[list[fx.Node]]:
     run: list[fx.Node] = []
-    group: tuple[str, bool, bool, str | None] | None = None
+    group: tuple[str, bool, bool, str | None, str | None] | None = None
     phase: Phase | None = None
     for node in step.calls():
         is_event = node.target in ops.EVENTS
-        here = (step.unit_of(node), origin(node).phase is Phase.UPDATE, runs_on_host(node), tile_of(node))
+        is_update = origin(node).phase is Phase.UPDATE
+        here = (step.unit_of(node), is_update, runs_on_host(node), tile_of(node), slice_of(node))
         # A view can be made anywhere, and an output of an operator stays with it: neither ends a run.
         stays = node.target is operator.getitem or is_free_view(node)
         # A forward behind a backward is the next micro-batch's.

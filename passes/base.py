@@ -11,7 +11,8 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.errors import PlanError
-from zerofx.graph import Origin, StepGraph, origin, set_origin, set_value, target_name, value
+from zerofx.graph import Origin, StepGraph, origin, set_origin, set_value, slice_of, value
+from zerofx.node_text import target_name
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import aliased_input, is_view
 
@@ -119,4 +120,6 @@ def _continues(step: StepGraph, other: fx.Node, node: fx.Node) -> bool:
         return False
     if is_view(other) and other.target is not operator.getitem:
         return True
+    if slice_of(other) != slice_of(node):
+        return False  # a slice of a weight is there for its own nodes only
     return step.unit_of(other) == step.unit_of(node) and origin(other).phase is origin(node).phase

@@ -118,8 +118,11 @@ def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[list[tuple[fx.No
 def _turns_in_unit(step: StepGraph, bucket: Bucket, first: fx.Node) -> bool:
     """Whether forward turns into backward inside the unit of a bucket, with nothing between it and the first gradient.
 
-    The buffer is then made when there is a gradient to write, so that the run around the loss is not cut.
+    The buffer is then made when there is a gradient to write, so that the run around the loss is not cut. A slice of a
+    weight cuts it in any case.
     """
+    if bucket.is_slice:
+        return False
     before = start_of_unit(step, first).prev
     if before.op != "call_function" or before.target in ops.EVENTS:
         return False

@@ -27,7 +27,7 @@ from math import prod
 import torch
 from torch import fx
 
-from zerofx.graph import Phase, Role, StepGraph, origin, tensor, value
+from zerofx.graph import Phase, Role, StepGraph, origin, slice_of, tensor, value
 from zerofx.scheduler.heads import MIN_ROWS
 from zerofx.scheduler.rows import Found, Given, Kind, Rows, leading_rows, rows_of_result
 from zerofx.scheduler.storage import storage_bytes, storage_source, tensors_of
@@ -203,6 +203,8 @@ class _Labels:
         return leading_rows(fake, self._num_rows)
 
     def _label(self, node: fx.Node) -> None:
+        if slice_of(node) is not None:
+            return  # its weight would have to be there for all tiles
         if node.target is operator.getitem:
             source, index = node.args
             found = self.found.get(source)  # type: ignore[arg-type]

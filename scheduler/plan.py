@@ -76,6 +76,20 @@ class TileDecision:
 
 
 @dataclass(frozen=True)
+class SliceDecision:
+    """A parameter that is gathered, multiplied, reduced and updated ``num_slices`` runs of rows at a time.
+
+    ``parameter`` is its first dotted name, ``num_bytes`` what it takes whole in the compute dtype. Each slice is a
+    parameter of the captured graph, with a bucket of its own: ``"layers.0.mlp.up.weight[0:2048]"``.
+    """
+
+    parameter: str
+    num_slices: int
+    num_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class OffloadDecision:
     """A forward value that waits for backward in a slower tier: ``"host"`` or ``"nvme"``.
 
@@ -207,7 +221,8 @@ class GraphSummary:
 class Plan:
     """All decisions for one captured step.
 
-    ``graph`` is the fingerprint of the captured graph that the node names belong to, ``summary`` what is in it.
+    ``graph`` is the fingerprint of the captured graph that the node names belong to, in which the parameters of
+    ``slices`` are there in slices; ``summary`` is what is in it.
     ``extra_keeps`` are forward values
     that backward reads only because others are computed again from them. ``memory_budget`` is what the plan was made to
     fit, in bytes on the device. ``num_micro_batches`` is how many a batch is divided into, which run one after the
@@ -225,6 +240,7 @@ class Plan:
     recomputes: tuple[RecomputeDecision, ...] = ()
     extra_keeps: tuple[str, ...] = ()
     tiles: tuple[TileDecision, ...] = ()
+    slices: tuple[SliceDecision, ...] = ()
     offloads: tuple[OffloadDecision, ...] = ()
     states: tuple[StateDecision, ...] = ()
     parameters: tuple[ParameterDecision, ...] = ()
@@ -329,6 +345,7 @@ class Plan:
                 recomputes=tuple(RecomputeDecision(**r) for r in data["recomputes"]),
                 extra_keeps=tuple(data["extra_keeps"]),
                 tiles=tuple(TileDecision(**t) for t in data["tiles"]),
+                slices=tuple(SliceDecision(**s) for s in data["slices"]),
                 offloads=tuple(OffloadDecision(**o) for o in data["offloads"]),
                 states=tuple(StateDecision(**s) for s in data["states"]),
                 parameters=tuple(ParameterDecision(**p) for p in data["parameters"]),

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import Phase, Role, StepGraph, origin, placeholder, target_name, type_name
+from zerofx.graph import Phase, Role, StepGraph, origin, placeholder, type_name, unit_of
+from zerofx.node_text import target_name
 from zerofx.passes.base import consumers
 from zerofx.passes.recompute import put_off, recompute
 from zerofx.passes.tile import tile
@@ -113,7 +114,7 @@ def decide(
         graph=identity.fingerprint,
         buckets=tuple(summarise(bucket) for bucket in layout.buckets),
         gathers=_decide_gathers(step, layout, options, resident) if sharded or parameters else (),
-        reduces=_decide_reduces(step, layout),
+        reduces=_decide_reduces(step, layout, ahead=options.prefetch > 0),
         recomputes=recomputes,
         extra_keeps=extra_keeps,
         offloads=offloads,
@@ -121,6 +122,7 @@ def decide(
         parameters=parameters,
         gradients=gradients,
         tiles=tiles,
+        slices=step.slices,
         memory_budget=memory_budget,
         num_micro_batches=step.num_micro_batches,
         summary=identity.summary,
@@ -177,7 +179,7 @@ def residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -
     """All residencies of all buckets in the order of their first use."""
     order = step.positions()
     uses = parameter_uses(step, layout)
-    timeline = sorted((order[node], bucket.unit) for bucket, nodes in uses for node in nodes)
+    timeline = sorted((order[node], bucket.unit, _home(step, bucket)) for bucket, nodes in uses for node in nodes)
     found = []
     for bucket, nodes in uses:
         start = 0
@@ -212,15 +214,22 @@ def parameter_uses(step: StepGraph, layout: BucketLayout) -> list[tuple[Bucket, 
     return found
 
 
+def _home(step: StepGraph, bucket: Bucket) -> str:
+    """The unit that a bucket is of; that of a slice is the layer whose weight it is of."""
+    return unit_of(bucket.slots[0].name, step.units) if bucket.is_slice else bucket.unit
+
+
 def _other_unit_between(
-    timeline: list[tuple[int, str]], order: dict[fx.Node, int], bucket: Bucket, before: fx.Node, after: fx.Node
+    timeline: list[tuple[int, str, str]], order: dict[fx.Node, int], bucket: Bucket, before: fx.Node, after: fx.Node
 ) -> bool:
-    lower = bisect_right(timeline, (order[before], "\U0010ffff"))
-    upper = bisect_left(timeline, (order[after], ""))
-    return any(unit != bucket.unit for _, unit in timeline[lower:upper])
+    """Whether another unit's parameters are used in between. A layer stays while slices of its own weights pass."""
+    lower = bisect_right(timeline, (order[before], "\U0010ffff", ""))
+    upper = bisect_left(timeline, (order[after], "", ""))
+    return any(bucket.unit not in (unit, home) for _, unit, home in timeline[lower:upper])
 
 
-def _decide_reduces(step: StepGraph, layout: BucketLayout) -> tuple[ReduceDecision, ...]:
+def _decide_reduces(step: StepGraph, layout: BucketLayout, *, ahead: bool) -> tuple[ReduceDecision, ...]:
+    """``ahead``: whether slices of weights are held for communication that runs beside computation."""
     order, gradients = step.positions(), step.gradients
     complete = sorted(
         (max(order[gradients[slot.name]] for slot in bucket.slots), bucket.index)
@@ -233,7 +242,10 @@ def _decide_reduces(step: StepGraph, layout: BucketLayout) -> tuple[ReduceDecisi
         unit = layout.buckets[index].unit
         # A bucket of the same unit is complete at about the same time: there is nothing to hide behind.
         following = next((late for late in complete[number + 1 :] if layout.buckets[late[1]].unit != unit), None)
-        if following is None:
+        if layout.buckets[index].is_slice and not ahead:
+            reason = "awaited at once: no other slice is computed while it is under way"
+            decisions.append(ReduceDecision(index, nodes[complete[number][0]].name, reason))
+        elif following is None:
             decisions.append(ReduceDecision(index, None, "the last reduction: awaited where the step ends"))
         else:
             name = layout.buckets[following[1]].name

@@ -40,19 +40,24 @@ def rungs(step: StepGraph, allowed: bool) -> list[list[Tiles]]:
 def named_tiles(step: StepGraph, asked: Mapping[str, int]) -> Tiles:
     """All that can be tiled in the modules that ``asked`` names (``""``: the whole model), into as many tiles.
 
+    Names of parameters are about slices (``scheduler.slices.named_slices``).
+
     Raises:
         UsageError: there is nothing to tile in one of them, or not so many rows; lists what there is.
     """
     found: list[LossHead | Chain] = [*find_heads(step), *find_chains(step)]
     layers = {one.product.name: origin(one.product).layer for one in found}
     decisions: dict[str, TileDecision] = {}
+    parameters = {alias for info in step.parameters for alias in (info.source, *info.aliases)}
     for name, num_tiles in asked.items():
+        if name in parameters:
+            continue
         here = [one for one in found if _is_within(layers[one.product.name], name)]
         if not here or any(num_tiles > one.num_rows for one in here):
             listed = ", ".join(sorted({f"{layers[one.product.name]} (up to {one.num_rows})" for one in found}))
             raise UsageError(
-                f"expected tile to name modules with something to tile, found {name!r} into {num_tiles}: there is "
-                f"{listed or 'nothing in this model'}"
+                f"expected tile to name parameters, or modules with something to tile, found {name!r} into "
+                f"{num_tiles}: there is {listed or 'nothing in this model'}"
             )
         for one in here:
             decisions[one.product.name] = _decision(one, num_tiles, f"as asked for {name or 'the model'}")

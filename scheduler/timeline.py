@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zerofx.graph import Phase, StepGraph, copied_from, origin
+from zerofx.graph import Phase, StepGraph, copied_from, origin, slice_of
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.storage import is_view
@@ -23,7 +23,7 @@ Place = tuple[str, Phase]
 class Run:
     """A unit's nodes in a row in one phase: the first, the last, and when they run, in seconds from the step's begin.
 
-    ``unit`` is ``""`` for nodes outside all units.
+    Those that work on a slice of a weight are a run of their own. ``unit`` is ``""`` for nodes outside all units.
     """
 
     unit: str
@@ -50,14 +50,16 @@ def runs(step: StepGraph, seconds: Mapping[Place, float]) -> list[Run]:
     ``seconds`` are divided evenly between the runs of one unit and phase.
     """
     spans: list[tuple[Place, fx.Node, fx.Node]] = []
+    slices: list[str | None] = []
     for node in step.calls():
         if is_view(node) or copied_from(node) is not None:
             continue
         place = (step.unit_of(node), origin(node).phase)
-        if spans and spans[-1][0] == place:
+        if spans and spans[-1][0] == place and slices[-1] == slice_of(node):
             spans[-1] = (place, spans[-1][1], node)
         else:
             spans.append((place, node, node))
+            slices.append(slice_of(node))
     times = Counter(place for place, _, _ in spans)
     found, now = [], 0.0
     for place, first, last in spans:

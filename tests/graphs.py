@@ -18,10 +18,12 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.passes.accumulate import accumulate
 from zerofx.passes.base import Pass
 from zerofx.passes.simplify import simplify
+from zerofx.passes.slice import slice_parameters
 from zerofx.pipeline import Stage, passes, run_passes
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.policy import PolicyOptions, decide
+from zerofx.scheduler.slices import named_slices
 from zerofx.settings import Settings
 
 ROWS = 2
@@ -215,19 +217,22 @@ def prepare(
     keywords: Mapping[str, object] | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     num_micro_batches: int = 1,
+    slices: Mapping[str, int] | None = None,
 ) -> Prepared:
     """Capture ``model`` (``TwoBlocks`` if none is given), lay it out and plan it, on no process group.
 
-    ``batch`` is one micro-batch.
+    ``batch`` is one micro-batch, ``slices`` the parameters that are taken in so many slices.
     """
     model = TwoBlocks() if model is None else model
     dtype = torch.bfloat16 if precision == "bf16" else None
     taken = Batch.of(features() if batch is None else batch, dict(keywords or {}))
     step = capture(model, taken, loss_fn=loss_fn, compute_dtype=dtype, num_micro_batches=num_micro_batches)
     simplify(step)
-    accumulate(step, num_micro_batches, taken.divided_names())
     optimizer = optimizer or sgd(model)
-    layout = layout_of(step, group_of_parameters(model, optimizer, step.parameters, set(step.gradients)), num_ranks)
+    groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
+    slice_parameters(step, named_slices(step, slices or {}))
+    accumulate(step, num_micro_batches, taken.divided_names())
+    layout = layout_of(step, groups, num_ranks)
     programs = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False).programs(None)
     plan = decide(step, layout, stage=stage, precision=precision, machine="cpu", options=PolicyOptions(prefetch, keep))
     return Prepared(step, layout, programs, plan)
@@ -237,7 +242,13 @@ def run_graph(step: StepGraph, model: nn.Module, batch: tuple[Tensor, ...]) -> t
     """The loss and all gradients by name of a captured graph, before the passes that take parameters away."""
     taken = Batch.of(batch, {})
     inputs = dict(zip(taken.names, taken.tensors, strict=True))
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    tensors, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    parameters = {
+        info.name: tensors[info.source][info.first_row : info.first_row + info.shape[0]]
+        if info.whole
+        else tensors[info.source]
+        for info in step.parameters
+    }
     given: list[Tensor] = []
     for node in step.placeholders():
         what = placeholder(node)

@@ -74,7 +74,9 @@ def test_one_more_sample_does_not_fit() -> None:
         asked.append(number)
         return rows(number)
 
-    result = largest_micro_batch(make_batch, *training(), machine=machine(420), backend="eager", recompute="none")
+    result = largest_micro_batch(
+        make_batch, *training(), machine=machine(420), backend="eager", recompute="none", tile="none"
+    )
     assert peak(result.value) <= 420 * 1024 < peak(result.value + 1)
     assert result.value not in (1, 2, 4, 8, 16, 32, 64), "it took bisection"
     assert asked == [trial.value for trial in result.tried], "each batch is made, and captured, once"

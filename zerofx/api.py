@@ -77,8 +77,10 @@ def compile(
             loss, and chains of operators between which values are large (an MLP's inner values, queries, keys and
             values with their attention, the logits of attention that is not fused). ``"auto"`` where no other plan
             fits the budget, ``"none"``, or numbers of tiles by the names of modules: ``{"layers.0.mlp": 4}``, or
-            ``{"": 2}`` for all. Sums over the rows are then taken in another order: of all that a plan can do, this
-            alone does not give the same bits.
+            ``{"": 2}`` for all. The name of a parameter asks for slices of it: ``{"layers.0.mlp.up.weight": 4}`` is
+            gathered, multiplied, reduced and updated in four parts, one after the other; ``"auto"`` turns to that
+            last, for what is huge. Sums over rows or slices are then taken in another order: of all that a plan can
+            do, this alone does not give the same bits.
         precision: None keeps the model's dtypes; ``"bf16"`` computes, gathers and reduces in bfloat16 with fp32
             masters.
         backend: ``"inductor"`` compiles each distinct region once; ``"eager"`` runs the same file on ATen kernels, bit

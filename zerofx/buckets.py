@@ -19,13 +19,27 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in its bucket; ``offset`` and ``numel`` in elements."""
+    """A parameter's place in its bucket; ``offset`` and ``numel`` in elements.
+
+    Of a slice, ``whole`` is the name of the model's parameter, and ``first_row`` where it begins in dimension 0.
+    """
 
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     numel: int
+    whole: str | None = None
+    first_row: int = 0
+
+    @property
+    def source(self) -> str:
+        """The name of the model's own parameter."""
+        return self.whole or self.name
+
+    def box(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of ``tensor``, which has the shape of the model's parameter, that lies here; a view."""
+        return tensor if self.whole is None else tensor.narrow(0, self.first_row, self.shape[0])
 
     def view(self, full: torch.Tensor) -> torch.Tensor:
         """The parameter as a view of the flat buffer ``full`` of shape ``[bucket.numel]``."""
@@ -34,7 +48,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of one unit, one param group, and one dtype.
+    """Parameters of one unit, one param group, and one dtype; or a slice of one parameter, which is a unit by itself.
 
     ``group`` is the index of the optimizer's param group, or None for parameters that are not trained (frozen, or
     without a gradient in this model). ``dtype`` is that of the stored (master) values, ``compute_dtype`` that of the
@@ -71,6 +85,11 @@ class Bucket:
         return self.dtype != self.compute_dtype
 
     @property
+    def is_slice(self) -> bool:
+        """Whether this is a slice of a parameter."""
+        return any(slot.whole is not None for slot in self.slots)
+
+    @property
     def full_bytes(self) -> int:
         """Bytes of the gathered buffer."""
         return self.numel * self.compute_dtype.itemsize
@@ -99,6 +118,11 @@ class BucketLayout:
 
     buckets: tuple[Bucket, ...]
     num_ranks: int
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether some parameter lies in several buckets."""
+        return any(bucket.is_slice for bucket in self.buckets)
 
     def slot_of(self, name: str) -> tuple[Bucket, Slot]:
         """The bucket and slot of the parameter called ``name``."""
@@ -137,26 +161,27 @@ def make_layout(
         num_ranks: number of equal slices.
 
     A parameter outside all units goes with its neighbours in time: those that are first used between the same two
-    units share a bucket, so that an embedding and a head are not held together.
+    units share a bucket, so that an embedding and a head are not held together. A slice has a bucket of its own.
     """
     units = frozenset(units)
     unit_starts = sorted(_first_use_of_units(parameters, units, first_use).values())
-    members: dict[tuple[str, int, int | None, torch.dtype, torch.dtype], list[ParameterInfo]] = {}
+    members: dict[tuple[str, int, int | None, torch.dtype, torch.dtype, str], list[ParameterInfo]] = {}
     for info in parameters:
         unit = unit_of(info.name, units)
         gap = -1
         if not unit:
             position = first_use.get(info.name)
             gap = len(unit_starts) + 1 if position is None else sum(start <= position for start in unit_starts)
-        key = (unit, gap, groups.get(info.name), info.dtype, info.compute_dtype)
+        of_slice = info.name if info.whole is not None else ""
+        key = (unit, gap, groups.get(info.source), info.dtype, info.compute_dtype, of_slice)
         members.setdefault(key, []).append(info)
     order = sorted(members, key=lambda key: min(first_use.get(p.name, len(first_use) * 1_000) for p in members[key]))
     buckets = []
     for index, key in enumerate(order):
-        unit, gap, group, dtype, compute_dtype = key
+        unit, gap, group, dtype, compute_dtype, of_slice = key
         slots, shard_numel = _place(members[key], compute_dtype, num_ranks)
-        name = unit or _common_name([p.name for p in members[key]])
-        unit = unit or f"loose.{gap}"
+        name = of_slice or unit or _common_name([p.name for p in members[key]])
+        unit = of_slice or unit or f"loose.{gap}"
         buckets.append(Bucket(index, name, unit, group, dtype, compute_dtype, slots, shard_numel, num_ranks))
     return BucketLayout(tuple(buckets), num_ranks)
 
@@ -179,7 +204,7 @@ def _place(
     align = ALIGNMENT_BYTES // compute_dtype.itemsize
     slots, offset = [], 0
     for info in parameters:
-        slots.append(Slot(info.name, info.shape, _dense_stride(info), offset, info.numel))
+        slots.append(Slot(info.name, info.shape, _dense_stride(info), offset, info.numel, info.whole, info.first_row))
         offset += _round_up(info.numel, align)
     return tuple(slots), _round_up(-(-offset // num_ranks), align)
 

@@ -6,6 +6,7 @@ Nothing of the user's is changed here.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -31,7 +32,9 @@ from zerofx.scheduler.budget import BudgetMissedError
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.machines import machine_of_device
 from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.slices import Slices
 from zerofx.settings import Settings
+from zerofx.slicing import choose_slices, slices_asked, slices_of
 
 # Options that every rank must have alike; others are rank 0's business, or cannot be compared.
 _SHARED = frozenset(
@@ -56,13 +59,15 @@ _FIT_ROUNDS = 5  # plans to try until compiled regions are within the budget too
 class Prepared:
     """A captured step with the buckets of its parameters and the update of each.
 
-    ``captured`` is the step in the least number of micro-batches that may be planned for.
+    ``captured`` is the step in the least number of micro-batches that may be planned for. ``sliced`` prepares the same
+    step with other parameters in slices; None where the layout is given.
     """
 
     captures: MicroBatches
     layout: BucketLayout
     binding: OptimizerBinding
     programs: dict[int, UpdateProgram]
+    sliced: Callable[[Slices], Prepared] | None = None
 
     @property
     def captured(self) -> StepGraph:
@@ -106,34 +111,42 @@ def prepare(
         captures = MicroBatches(model, batch, options, settings, talk=talk)
         captured = captures.first
     groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
-    layout = layout or layout_of(captured, groups, num_ranks)
-    check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
-    _check_gradients(captured, layout)
-    binding = binding or OptimizerBinding(
-        optimizer, layout, captured.device, prefer_fused=options.backend == "inductor"
-    )
-    held = held_states(optimizer, layout, dict(model.named_parameters())) if state is None else {}
-    return Prepared(captures, layout, binding, binding.programs(state, held))
+    if layout is not None and binding is not None:
+        captures = captures.sliced(slices_of(layout))
+        check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
+        _check_gradients(captures.first, layout)
+        return Prepared(captures, layout, binding, binding.programs(state))
+
+    def sliced(slices: Slices) -> Prepared:
+        cut = captures.sliced(slices)
+        made = layout_of(cut.first, groups, num_ranks)
+        check_bucket_names(options.policy.keep, [bucket.name for bucket in made.buckets])
+        bound = OptimizerBinding(optimizer, made, captured.device, prefer_fused=options.backend == "inductor")
+        held = held_states(optimizer, made, dict(model.named_parameters()))
+        return Prepared(cut, made, bound, bound.programs(None, held), sliced)
+
+    return sliced(slices_asked(captured, options))
 
 
 def build_within_budget(
     prepared: Prepared, machine: Machine, options: CompileOptions, settings: Settings, control: Control
-) -> CompiledStep:
+) -> tuple[Prepared, CompiledStep]:
     """Plan and build the step; a budget holds for the compiled regions too.
 
     What a compiled region holds inside is known once it is compiled. Where that takes the step over the budget, the
-    plan is made again for as much less as it took more.
+    plan is made again for as much less as it took more. The step is returned with what was prepared for it: where the
+    budget asks for that, parameters are in slices there.
 
     Raises:
         MemoryBudgetError: no plan fits the budget.
     """
     budget = budget_bytes(options.memory_budget, machine)
     target = budget
-    compiled: CompiledStep | None = None
+    first, compiled = prepared, None
     estimates: Estimates = {}
     for _ in range(_FIT_ROUNDS):
         try:
-            captured, plan = _agree_on_plan(prepared, machine, options, settings, control, target, estimates)
+            prepared, captured, plan = _agree_on_plan(first, machine, options, settings, control, target, estimates)
         except MemoryBudgetError:
             if compiled is None:
                 raise
@@ -156,7 +169,7 @@ def build_within_budget(
             check_budget(compiled.plan, options, machine)
         over = compiled.plan.peak_bytes["device"] - (budget or math.inf)
         if over <= 0 or target is None:
-            return compiled
+            return prepared, compiled
         target = min(target, lowered.plan.peak_bytes["device"]) - int(over)
     assert compiled is not None
     needed = compiled.plan.peak_bytes["device"]
@@ -175,31 +188,39 @@ def _agree_on_plan(
     control: Control,
     memory_budget: int | None,
     estimates: Estimates,
-) -> tuple[StepGraph, Plan]:
-    """Rank 0's plan, on all ranks, and the captured graph that it is for; what fails on rank 0 fails everywhere."""
-    captures, layout = prepared.captures, prepared.layout
+) -> tuple[Prepared, StepGraph, Plan]:
+    """Rank 0's plan, on all ranks, with what it is for; what fails on rank 0 fails everywhere."""
 
-    def plan_for(num_micro_batches: int) -> Plan:
-        captured = captures.graph(num_micro_batches)
-        return make_plan(
-            captured, layout, prepared.programs, machine, options, settings, memory_budget,
-            on_cpu=is_on_cpu(captured.device), estimates=estimates,
-        )  # fmt: skip
+    def plan_for(one: Prepared) -> Plan:
+        def plan_in(num_micro_batches: int) -> Plan:
+            captured = one.captures.graph(num_micro_batches)
+            return make_plan(
+                captured, one.layout, one.programs, machine, options, settings, memory_budget,
+                on_cpu=is_on_cpu(captured.device), estimates=estimates,
+            )  # fmt: skip
+
+        return choose_micro_batches(one.captures.candidates, memory_budget, plan_in)
 
     def make() -> str:
         assert not isinstance(options.plan, Path), "a file has been read"
-        plan = options.plan or choose_micro_batches(captures.candidates, memory_budget, plan_for)
-        return plan.to_json()
+        if options.plan is not None:
+            return options.plan.to_json()
+        again = prepared.sliced if options.tile == "auto" else None
+        return choose_slices(prepared, prepared.captured, memory_budget, again, plan_for)[1].to_json()
 
     shared = Plan.from_json(control.share("share the plan", make, WORK_SECONDS))
-    captured = prepared.captured
+    sliced = prepared.sliced
+    if shared.slices != prepared.captures.slices and sliced is not None:
+        prepared = control.attempt("prepare slices of parameters", lambda: sliced(shared.slices), WORK_SECONDS)
+        prepared.agree(control)
+    captures, captured = prepared.captures, prepared.captured
     if shared.num_micro_batches != captured.num_micro_batches:
         captured = control.attempt("capture a step", lambda: captures.graph(shared.num_micro_batches), WORK_SECONDS)
         _agree_on_graph(captured, control)
-    check_graph(shared, captured, layout)
+    check_graph(shared, captured, prepared.layout)
     hashes = control.gather(shared.decisions_hash(), "compare plans")
     check_equal(hashes, "plan", "This is a defect of zerofx: a plan changed on its way between ranks.")
-    return captured, shared
+    return prepared, captured, shared
 
 
 def _agree_on_graph(captured: StepGraph, control: Control) -> None:

@@ -17,7 +17,9 @@ import torch
 from torch import fx
 
 from zerofx import ops
+from zerofx.node_text import target_name, type_text
 from zerofx.scheduler.machine import Tier
+from zerofx.scheduler.plan import SliceDecision
 
 DEVICE: Tier = "device"
 
@@ -58,7 +60,8 @@ class ParameterInfo:
     """A distinct parameter tensor.
 
     ``name`` is its first dotted name, ``aliases`` all of them (more than one when weights are tied). ``dtype`` is the
-    dtype it is stored in, ``compute_dtype`` the one that the graph reads.
+    dtype it is stored in, ``compute_dtype`` the one that the graph reads. A slice of a parameter is one too: ``whole``
+    is then the parameter's first name, and ``first_row`` where the slice begins in its first dimension.
     """
 
     name: str
@@ -68,6 +71,13 @@ class ParameterInfo:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     requires_grad: bool
+    whole: str | None = None
+    first_row: int = 0
+
+    @property
+    def source(self) -> str:
+        """The name of the model's own parameter."""
+        return self.whole or self.name
 
     @property
     def numel(self) -> int:
@@ -96,7 +106,8 @@ class StepGraph:
     The output node is ``(loss, buffer updates..., gradients...)``; ``gradient_names`` and ``mutation_names`` say which
     is which, and each micro-batch has gradients of its own. Passes empty both as they turn gradients into reductions
     and updates into in-place writes; ``reduced`` then holds, by bucket, the node whose value is the bucket's gradient
-    on this rank. ``fakes`` remembers the values that passes have asked for.
+    on this rank. ``slices`` says which parameters are there in slices, each a parameter of its own. ``fakes`` remembers
+    the values that passes have asked for.
     """
 
     graph: fx.Graph
@@ -109,6 +120,7 @@ class StepGraph:
     reduced: dict[int, fx.Node] = field(default_factory=dict)
     fakes: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     num_micro_batches: int = 1
+    slices: tuple[SliceDecision, ...] = ()
 
     @property
     def output(self) -> fx.Node:
@@ -300,6 +312,18 @@ def set_tile(node: fx.Node, tile: str | None) -> fx.Node:
     return node
 
 
+def slice_of(node: fx.Node) -> str | None:
+    """The slice of a parameter that a node works on, by the slice's name."""
+    found = node.meta.get("zerofx_slice")
+    return found if isinstance(found, str) else None
+
+
+def set_slice(node: fx.Node, name: str) -> fx.Node:
+    """Record the slice of a parameter that ``node`` works on; returns it."""
+    node.meta["zerofx_slice"] = name
+    return node
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether the operator draws from a random generator. Attention without dropout does not, though it could."""
     target = node.target
@@ -375,7 +399,7 @@ def _same_value(target: Any, args: tuple[Any, ...]) -> Any:
 def _line(node: fx.Node) -> str:
     where = node.meta.get("zerofx_origin")
     suffix = f"  # {where.layer or '(model)'} {where.phase}" if isinstance(where, Origin) else ""
-    kind = _type(node.meta.get("val")) + ("" if tier_of(node) == DEVICE else f" on {tier_of(node)}")
+    kind = type_text(node.meta.get("val")) + ("" if tier_of(node) == DEVICE else f" on {tier_of(node)}")
     if node.op == "placeholder":
         what = placeholder(node)
         part = "" if what.part is None else f" of micro-batch {what.part}"
@@ -389,19 +413,4 @@ def _line(node: fx.Node) -> str:
 
 def type_name(node: fx.Node) -> str:
     """Dtype and shape of a node's value in short: ``float32[8, 4]``."""
-    return _type(value(node))
-
-
-def target_name(node: fx.Node) -> str:
-    """A short stable name of what a call node calls: ``aten.mm.default``, ``zerofx.wait.default``, ``getitem``."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target)
-    return getattr(node.target, "__name__", str(node.target))
-
-
-def _type(fake: Any) -> str:
-    if isinstance(fake, torch.Tensor):
-        return f"{str(fake.dtype).removeprefix('torch.')}{list(fake.shape)}"
-    if isinstance(fake, list | tuple):
-        return "(" + ", ".join(_type(item) for item in fake) + ")"
-    return type(fake).__name__
+    return type_text(value(node))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -15,7 +16,8 @@ from zerofx.graph import StepGraph
 from zerofx.options import CompileOptions
 from zerofx.passes.accumulate import accumulate
 from zerofx.passes.simplify import simplify
-from zerofx.scheduler.plan import Plan
+from zerofx.passes.slice import slice_parameters
+from zerofx.scheduler.plan import Plan, SliceDecision
 from zerofx.settings import Settings
 
 
@@ -32,8 +34,20 @@ class MicroBatches:
     ) -> None:
         self._model, self._batch, self._options, self._settings = model, batch, options, settings
         self._talk = talk and settings.debug > 0
-        self._captured: dict[int, StepGraph] = {}
+        self._captured: dict[int, StepGraph] = {}  # of one micro-batch each, before it is unrolled
+        self._unrolled: dict[int, StepGraph] = {}
         self.candidates: Sequence[int] = _candidates(batch, options)
+        self.slices: tuple[SliceDecision, ...] = ()
+
+    def sliced(self, slices: tuple[SliceDecision, ...]) -> MicroBatches:
+        """The same step with parameters in slices.
+
+        Raises:
+            PlanError: one of them cannot be worked with so.
+        """
+        found = copy.copy(self)
+        found.slices, found._unrolled = slices, {}
+        return found
 
     @property
     def first(self) -> StepGraph:
@@ -45,15 +59,23 @@ class MicroBatches:
 
         Raises:
             UsageError: the batch cannot be divided so.
+            PlanError: a parameter cannot be worked with in the slices that are asked for.
             CaptureError: the model cannot be captured.
         """
-        if num_micro_batches not in self._captured:
-            self._captured[num_micro_batches] = self._capture(num_micro_batches)
-        return self._captured[num_micro_batches]
+        if num_micro_batches not in self._unrolled:
+            if num_micro_batches not in self._captured:
+                self._captured[num_micro_batches] = self._capture(num_micro_batches)
+            step = self._captured[num_micro_batches].clone()
+            slice_parameters(step, self.slices)
+            accumulate(step, num_micro_batches, self._divided(num_micro_batches))
+            self._unrolled[num_micro_batches] = step
+        return self._unrolled[num_micro_batches]
+
+    def _divided(self, num: int) -> Collection[str]:
+        return self._batch.divided_names() if num > 1 else frozenset()
 
     def _capture(self, num: int) -> StepGraph:
-        batch = self._batch
-        divided = batch.divided_names() if num > 1 else frozenset()
+        batch, divided = self._batch, self._divided(num)
         if num > 1:
             size = batch.size()
             if size % num:
@@ -71,7 +93,6 @@ class MicroBatches:
         )  # fmt: skip
         if "simplify" not in self._settings.disable:
             simplify(step)
-        accumulate(step, num, divided)
         return step
 
     def _say(self, text: str) -> None:

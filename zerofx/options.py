@@ -162,7 +162,7 @@ def _check_tile(tile: object) -> None:
         return
     raise UsageError(
         f"expected tile 'auto' (where no other plan fits the budget), 'none', or numbers of tiles, 2 or more, by the "
-        f"name of a module, found {tile!r}"
+        f"name of a module, or of slices by that of a parameter, found {tile!r}"
     )
 
 

@@ -17,6 +17,7 @@ from zerofx.deferred import make_buffers
 from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
 from zerofx.micro_batches import MicroBatches
+from zerofx.optimizers import UpdateProgram
 from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, Tiling, check_options
 from zerofx.pipeline import check_disabled
 from zerofx.progress import watched
@@ -27,7 +28,9 @@ from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.scheduler.accumulate import choose_micro_batches
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.slices import Slices
 from zerofx.settings import Settings, read_settings
+from zerofx.slicing import choose_slices, slices_asked
 
 
 @dataclass(frozen=True)
@@ -224,27 +227,40 @@ def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True)
         OptimizerError: the optimizer cannot be run on flat shards.
     """
     machine, options, settings = captured.machine, captured.options, captured.settings
-    captures = captured.captures
-    layout = layout_of(captures.first, captured.groups, world_size)
-    binding = OptimizerBinding(
-        captured.optimizer, layout, captures.first.device, prefer_fused=options.backend == "inductor"
-    )
-    programs = binding.programs(None)
     budget = budget_bytes(options.memory_budget, machine)
-
     estimates: Estimates = {}
 
-    def plan_for(num_micro_batches: int) -> Plan:
-        graph = captures.graph(num_micro_batches)
-        return make_plan(
-            graph, layout, programs, machine, options, settings, budget, on_cpu=machine.is_cpu, talk=talk,
-            estimates=estimates,
-        )  # fmt: skip
+    def sliced(slices: Slices) -> _Laid:
+        captures = captured.captures.sliced(slices)
+        layout = layout_of(captures.first, captured.groups, world_size)
+        binding = OptimizerBinding(
+            captured.optimizer, layout, captures.first.device, prefer_fused=options.backend == "inductor"
+        )
+        return _Laid(captures, layout, binding.programs(None))
 
-    decided = choose_micro_batches(captures.candidates, budget, plan_for)
-    step = captures.graph(decided.num_micro_batches).clone()
+    def plan_for(laid: _Laid) -> Plan:
+        def plan_in(num_micro_batches: int) -> Plan:
+            return make_plan(
+                laid.captures.graph(num_micro_batches), laid.layout, laid.programs, machine, options, settings, budget,
+                on_cpu=machine.is_cpu, talk=talk, estimates=estimates,
+            )  # fmt: skip
+
+        return choose_micro_batches(laid.captures.candidates, budget, plan_in)
+
+    first = sliced(slices_asked(captured.captures.first, options))
+    again = sliced if options.tile == "auto" else None
+    laid, decided = choose_slices(first, captured.captures.first, budget, again, plan_for)
     lowered = lower(
-        step, decided, layout, programs, machine, settings, on_cpu=machine.is_cpu, talk=talk,
-        fused=options.backend == "inductor", estimates=estimates,
+        laid.captures.graph(decided.num_micro_batches).clone(), decided, laid.layout, laid.programs, machine, settings,
+        on_cpu=machine.is_cpu, talk=talk, fused=options.backend == "inductor", estimates=estimates,
     )  # fmt: skip
-    return PlannedStep(lowered, layout, machine)
+    return PlannedStep(lowered, laid.layout, machine)
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """A captured step with buckets and their updates."""
+
+    captures: MicroBatches
+    layout: BucketLayout
+    programs: Mapping[int, UpdateProgram]

@@ -167,7 +167,7 @@ class StepBuilder(LatestStep):
             prepared = self._control.attempt("capture a step", lambda: self._prepare(batch), WORK_SECONDS)
             prepared.agree(self._control)
             machine = self._machine or machine_at_hand(prepared.captured.device)
-            compiled = build_within_budget(prepared, machine, self.options, self.settings, self._control)
+            prepared, compiled = build_within_budget(prepared, machine, self.options, self.settings, self._control)
         self._prepare_tiers(compiled, prepared.captured.device, machine)
         if self._state is None:
             self._take_over(prepared.layout, prepared.binding, prepared.captured.device, compiled.plan)

@@ -38,9 +38,9 @@ from zerofx.graph import (
     is_random,
     origin,
     placeholder,
-    target_name,
     tier_of,
 )
+from zerofx.node_text import target_name
 from zerofx.passes.base import consumers
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import mutated_inputs, storage_source

@@ -237,15 +237,15 @@ def test_parts_in_bf16_are_added_up_in_float32() -> None:
 
 @pytest.mark.parametrize("num_tiles", [2, 4, 8])
 def test_working_memory_falls_with_the_number_of_tiles(num_tiles: int) -> None:
-    # The inner values are 64 times as large as what enters and leaves: nothing else counts.
-    step = captured(mlps(dim=4, inner=256), torch.randn(4096, 4))
+    # The inner values are 256 times as large as what enters and leaves: nothing else counts.
+    step = captured(mlps(dim=4, inner=1024), torch.randn(4096, 4))
 
     def working_bytes(one: StepGraph) -> int:
         live = liveness(one, on_cpu=True)
         return live.peak_bytes - live.persistent_bytes
 
     ratio = working_bytes(tiled(step, num_tiles)) / working_bytes(step)
-    assert 1 / num_tiles <= ratio * 1.15 and ratio <= 1.15 / num_tiles + 0.02
+    assert 1 / num_tiles / 1.15 <= ratio <= 1.15 / num_tiles
 
 
 def least_of(model: nn.Module, x: Tensor, tiling: str) -> int:

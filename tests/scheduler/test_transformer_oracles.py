@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from zerofx.capture import Batch, capture
-from zerofx.graph import StepGraph, target_name
+from zerofx.graph import StepGraph
+from zerofx.node_text import target_name
 from zerofx.passes.recompute import recompute
 from zerofx.passes.simplify import simplify
 from zerofx.scheduler.activations import crossing_storages, menu, segments, storage_size, value_node

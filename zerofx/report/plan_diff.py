@@ -161,7 +161,11 @@ def _reductions(one: Plan, other: Plan) -> list[_Change]:
 
 
 def _tiles(one: Plan, other: Plan) -> Iterator[str]:
-    before, after = ({tiled.value: f"{tiled.num_tiles} tiles" for tiled in plan.tiles} for plan in (one, other))
+    def known(plan: Plan) -> dict[str, str]:
+        slices = {sliced.parameter: f"{sliced.num_slices} slices" for sliced in plan.slices}
+        return slices | {tiled.value: f"{tiled.num_tiles} tiles" for tiled in plan.tiles}
+
+    before, after = known(one), known(other)
     for name in dict.fromkeys([*before, *after]):
         old, new = before.get(name, "whole"), after.get(name, "whole")
         if old != new:

@@ -41,6 +41,12 @@ def describe_plan(plan: Plan) -> str:
     for kind, found in reasons(plan).items():
         if kind not in ("recomputed", "offloaded"):
             lines += ["", kind, *(f"  {reason}" for reason in found)]
+    if plan.slices:
+        lines += [
+            "",
+            "slices",
+            *(f"  {sliced.parameter} in {sliced.num_slices}: {sliced.reason}" for sliced in plan.slices),
+        ]
     for tiled in plan.tiles:
         lines += ["", f"tiled: {tiled.value} of {tiled.layer or '(model)'} and what follows: {tiled.reason}"]
     if plan.recomputes:

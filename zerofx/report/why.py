@@ -108,6 +108,9 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
         for state in plan.states:
             if state.bucket == index:
                 yield f"optimizer states {state.place}: {state.reason}"
+    for sliced in plan.slices:
+        if _within(sliced.parameter, name) or name.startswith(f"{sliced.parameter}["):
+            yield f"{sliced.parameter} is worked with in {sliced.num_slices} slices: {sliced.reason}"
     yield from (_tile(tiled) for tiled in plan.tiles if _within(tiled.layer, name))
     found = [decision for decision in plan.recomputes if _within(decision.layer, name)]
     if found:
@@ -161,8 +164,10 @@ def _parts(bucket: str) -> list[str]:
 
 
 def _related(bucket: str, name: str) -> bool:
-    """Whether a name is a bucket's, or that of a module in it or around it."""
-    return name == bucket or any(_within(part, name) or _within(name, part) for part in _parts(bucket))
+    """Whether a name is a bucket's, or that of a module in it or around it, or of a parameter that it is a slice of."""
+    return name in (bucket, bucket.partition("[")[0]) or any(
+        _within(part, name) or _within(name, part) for part in _parts(bucket)
+    )
 
 
 def _within(inner: str, outer: str) -> bool:
@@ -176,6 +181,7 @@ def _nearest(plan: Plan, name: str) -> str:
         *(decision.layer for decision in about_values),
         *(decision.value for decision in about_values),
         *(tiled.value for tiled in plan.tiles),
+        *(sliced.parameter for sliced in plan.slices),
         *plan.extra_keeps,
         *(node for g in plan.gathers for node in (g.first, g.last, g.issue, g.reload, g.read) if node is not None),
         *(reduce.wait_after for reduce in plan.reduces if reduce.wait_after is not None),

@@ -164,7 +164,7 @@ class LoadedWeights:
 
     def _elements(self, slot: Slot, first: int, last: int) -> torch.Tensor:
         """Elements ``first`` to ``last`` of a parameter, in the order in which they lie in its bucket, on the CPU."""
-        name, *others = self._keys[slot.name]
+        name, *others = self._keys[slot.source]
         found = self._read(name, slot, first, last)
         for other in others:
             if not torch.equal(found, self._read(other, slot, first, last)):
@@ -175,12 +175,12 @@ class LoadedWeights:
         return found
 
     def _read(self, name: str, slot: Slot, first: int, last: int) -> torch.Tensor:
-        rows = slot.shape[0] if slot.shape else 1
+        rows, begin = slot.shape[0] if slot.shape else 1, slot.first_row
         if slot.stride != torch.empty(slot.shape, device="meta").stride():
-            return in_order_of(slot, self._files.rows(name, 0, rows))[first:last]
+            return in_order_of(slot, self._files.rows(name, begin, begin + rows))[first:last]
         size = slot.numel // rows
         start = first // size
-        found = self._files.rows(name, start, -(-last // size)).reshape(-1)
+        found = self._files.rows(name, begin + start, begin + -(-last // size)).reshape(-1)
         return found[first - start * size : last - start * size]
 
     def _attempt(self, purpose: str, read: Callable[[], T]) -> T:

@@ -205,8 +205,16 @@ class OptimizerState:
                     for n, v in state.scalars.items()
                     if n in state.present
                 }
-                entry |= {name: slot.view(whole).clone() for name, whole in flat.items()}
-                self._optimizer.state[self._state.parameter(slot.name)] = entry
+                parameter = self._state.parameter(slot.source)
+                held = self._optimizer.state.get(parameter, {}) if slot.first_row else {}
+                for name, whole in flat.items():
+                    mine = slot.view(whole)
+                    if slot.whole is None:
+                        entry[name] = mine.clone()
+                        continue
+                    entry[name] = held[name] if name in held else mine.new_empty(parameter.shape)
+                    slot.box(entry[name]).copy_(mine)
+                self._optimizer.state[parameter] = entry
 
     def _empty(self) -> None:
         self._optimizer.state.clear()
@@ -228,14 +236,17 @@ class OptimizerState:
             for name, values in states.flat.items():
                 whole = torch.zeros(bucket.numel, dtype=values[0].dtype, device=self._state.device)
                 for slot, value in zip(bucket.slots, values, strict=True):
-                    slot.view(whole).copy_(value)
+                    slot.view(whole).copy_(slot.box(value))
                 self._state.set_flat(bucket, name, self._state.slice(whole).clone())
             mine.present = states.present
 
 
 @dataclass(frozen=True)
 class HeldState:
-    """What an optimizer holds for the parameters of one bucket: scalars that they share, and a tensor of each."""
+    """What an optimizer holds for the parameters of one bucket: scalars that they share, and a tensor of each.
+
+    Of a parameter in slices it is the whole tensor, for each slice's bucket.
+    """
 
     scalars: dict[str, Any]
     flat: dict[str, list[torch.Tensor]]
@@ -255,13 +266,15 @@ def held_states(
     """
     found: dict[int, HeldState] = {}
     for bucket in layout.buckets:
-        entries = [optimizer.state.get(parameters[slot.name], {}) for slot in bucket.slots]
+        entries = [optimizer.state.get(parameters[slot.source], {}) for slot in bucket.slots]
         if bucket.trainable and any(entries):
-            found[bucket.index] = _held_by_bucket(bucket, entries)
+            shapes = [tuple(parameters[slot.source].shape) for slot in bucket.slots]
+            found[bucket.index] = _held_by_bucket(bucket, entries, shapes)
     return found
 
 
-def _held_by_bucket(bucket: Bucket, entries: list[Mapping[str, Any]]) -> HeldState:
+def _held_by_bucket(bucket: Bucket, entries: list[Mapping[str, Any]], shapes: list[tuple[int, ...]]) -> HeldState:
+    """``shapes`` are those of the model's parameters, of which the bucket may hold slices."""
     held = HeldState({}, {})
     for name in dict.fromkeys(name for entry in entries for name in entry):
         values = [entry.get(name) for entry in entries]
@@ -269,12 +282,12 @@ def _held_by_bucket(bucket: Bucket, entries: list[Mapping[str, Any]]) -> HeldSta
         if all(value is None for value in values):
             continue
         if any(value is None for value in values):
-            without = [s.name for s, value in zip(bucket.slots, values, strict=True) if value is None]
+            without = [s.source for s, value in zip(bucket.slots, values, strict=True) if value is None]
             raise OptimizerError(
                 f"expected state {name!r} for every parameter of {bucket.name}, found none for {without}: parameters "
                 f"that are updated together must have been trained together; load a state of this very model"
             )
-        if all(_is_scalar(value, slot.shape) for value, slot in zip(values, bucket.slots, strict=True)):
+        if all(_is_scalar(value, shape) for value, shape in zip(values, shapes, strict=True)):
             if len({float(value) for value in values}) > 1:  # type: ignore[arg-type]  # not None, see above
                 raise OptimizerError(
                     f"expected one value of {name!r} for all parameters of {bucket.name}, found "
@@ -282,11 +295,11 @@ def _held_by_bucket(bucket: Bucket, entries: list[Mapping[str, Any]]) -> HeldSta
                 )
             held.scalars[name] = values[0]
             continue
-        for slot, value in zip(bucket.slots, values, strict=True):
-            if not isinstance(value, torch.Tensor) or tuple(value.shape) != slot.shape:
-                shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        for slot, value, shape in zip(bucket.slots, values, shapes, strict=True):
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
+                found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise OptimizerError(
-                    f"expected state {name!r} of {slot.name} to have its shape {list(slot.shape)}, found {shape}: load "
+                    f"expected state {name!r} of {slot.source} to have its shape {list(shape)}, found {found}: load "
                     f"a state of this very model"
                 )
         held.flat[name] = [value for value in values if isinstance(value, torch.Tensor)]

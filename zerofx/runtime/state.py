@@ -106,7 +106,8 @@ class TrainingState:
     @property
     def resident(self) -> bool:
         """Whether the model's parameters are whole, in their own dtype, on the device."""
-        in_place = all(state.tier == DEVICE and not state.delayed for state in self.buckets)
+        on_device = all(state.tier == DEVICE and not state.delayed for state in self.buckets)
+        in_place = on_device and not self.layout.has_slices
         return self._keeps_full and in_place and not any(bucket.has_master for bucket in self.layout.buckets)
 
     def take_over(self, weights: Weights, plan: Plan) -> None:
@@ -234,11 +235,12 @@ class TrainingState:
             for slot in bucket.slots:
                 if resident:
                     assert state.full is not None
-                    self._tensors[slot.name].data = slot.view(state.full)
+                    self._tensors[slot.source].data = slot.view(state.full)
                 else:
-                    self._tensors[slot.name].data = torch.full(
-                        (), float("nan"), dtype=bucket.dtype, device=self.device
-                    ).expand(slot.shape)
+                    tensor = self._tensors[slot.source]
+                    tensor.data = torch.full((), float("nan"), dtype=bucket.dtype, device=self.device).expand(
+                        tensor.shape
+                    )
 
     def show_parameters(self) -> None:
         """Give the model its whole parameters, gathered from all ranks, in their own dtype."""
@@ -249,7 +251,13 @@ class TrainingState:
                 # What is shown is a copy there too: changes that are not written back are dropped everywhere.
                 whole = whole.clone()
             for slot in bucket.slots:
-                self._tensors[slot.name].data = slot.view(whole)
+                tensor = self._tensors[slot.source]
+                if slot.whole is None:
+                    tensor.data = slot.view(whole)
+                    continue
+                if slot.first_row == 0:
+                    tensor.data = torch.empty(tensor.shape, dtype=bucket.dtype, device=self.device)
+                slot.box(tensor.data).copy_(slot.view(whole))
 
     def write_back(self) -> None:
         """Take the model's whole parameters as the values to train on from (rank by rank its own slice)."""

@@ -64,9 +64,11 @@ class ModelWeights:
         """A parameter's values ``[slot.numel]`` as they lie in the bucket; only rank 0's matter."""
         if self._transport is not None and self._transport.rank != 0:
             return torch.empty(slot.numel, dtype=bucket.dtype, device=self._device)
-        tensor = self._tensors[slot.name]
+        tensor = self._tensors[slot.source]
         made = tensor.materialise() if isinstance(tensor, DeferredTensor) else tensor.detach()
-        return in_order_of(slot, made)
+        # A slice of what was made lies in memory of its own, which the rest does not have to share.
+        part = slot.box(made)
+        return in_order_of(slot, part.clone() if part is not made else made)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         if self._transport is not None and tensor.numel():
@@ -78,7 +80,7 @@ def whole_bucket(bucket: Bucket, tensors: Mapping[str, torch.Tensor], device: to
     whole = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
     with torch.no_grad():
         for slot in bucket.slots:
-            slot.view(whole).copy_(tensors[slot.name])
+            slot.view(whole).copy_(slot.box(tensors[slot.source]))
     return whole
 
 
