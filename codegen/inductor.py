@@ -26,6 +26,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from zerofx import ops, quantise
 from zerofx.codegen.record import memory_record
 from zerofx.errors import CompilerError
 from zerofx.scheduler.liveness import MemoryEvent
@@ -183,6 +184,9 @@ def _product_into(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> tor
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.nll_loss_backward.default: _nll_loss_backward,
     aten.mm.out: _product_into,
+    ops.quantise: quantise.quantise_at_once,
+    ops.dequantise: quantise.dequantise_at_once,
+    ops.dequantise_sum: quantise.dequantise_sum_at_once,
 }
 
 

@@ -1,5 +1,6 @@
 """Cut a step graph into regions: maximal runs of nodes between scheduled events, inside one unit and one phase, on the
-device or on the host, and of one tile: what runs tile by tile must not be fused across tiles.
+device or on the host, and of one tile: what runs tile by tile must not be fused across tiles. What makes values small
+for the wire is a region by itself: a layer's own region is then the same whether its bucket is sent so or not.
 
 Where forward turns into backward without leaving its unit, as it does around the loss, both are one region: what only
 they share, such as the logits' softmax, then need not be held between them.
@@ -76,12 +77,14 @@ def cut(step: StepGraph) -> tuple[Instruction, ...]:
 
 def _runs(step: StepGraph) -> Iterator[list[fx.Node]]:
     run: list[fx.Node] = []
-    group: tuple[str, bool, bool, str | None, str | None] | None = None
+    group: tuple[str, bool, bool, str | None, str | None, bool] | None = None
     phase: Phase | None = None
     for node in step.calls():
         is_event = node.target in ops.EVENTS
-        is_update = origin(node).phase is Phase.UPDATE
-        here = (step.unit_of(node), is_update, runs_on_host(node), tile_of(node), slice_of(node))
+        here = (
+            step.unit_of(node), origin(node).phase is Phase.UPDATE, runs_on_host(node), tile_of(node), slice_of(node),
+            node.target in ops.QUANTISERS,
+        )  # fmt: skip
         # A view can be made anywhere, and an output of an operator stays with it: neither ends a run.
         stays = node.target is operator.getitem or is_free_view(node)
         # A forward behind a backward is the next micro-batch's.

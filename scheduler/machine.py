@@ -24,7 +24,7 @@ import torch
 
 from zerofx.errors import UsageError
 
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = typing.get_args(Tier)
 
@@ -218,8 +218,9 @@ class Machine:
 def wire_bytes(kind: CollectiveKind, full_bytes: int, world_size: int) -> int:
     """Bytes that one rank sends in a ring collective over `full_bytes` (the whole tensor, not the shard).
 
-    full * (N - 1) / N for all_gather and reduce_scatter, twice that for all_reduce, full for broadcast (which every
-    rank but the last hands on whole); 0 alone. Exact when N divides `full_bytes` (padded buckets), else rounded up.
+    full * (N - 1) / N for all_gather, reduce_scatter and all_to_all (of which each rank has `full_bytes`), twice that
+    for all_reduce, full for broadcast (which every rank but the last hands on whole); 0 alone. Exact when N divides
+    `full_bytes` (padded buckets), else rounded up.
     """
     _check_collective(kind, full_bytes, world_size)
     if world_size == 1:

@@ -171,12 +171,37 @@ class GradientDecision:
 
 
 @dataclass(frozen=True)
+class WireDecision:
+    """How a bucket goes over the wire where the user allows results that are not exact.
+
+    ``gather`` is ``"exact"`` or ``"int8"``; ``reduce`` also ``"int4"``. With ``second_shard`` each rank keeps the part
+    of the first gathered bucket that is its own among the ranks of its node, and later gathers stay on the node.
+    A reduction that is not exact, on several nodes of several ranks, is a hop within nodes and one across: the second
+    begins behind the node ``hop_after`` of the captured graph (None: where the bucket is updated).
+    """
+
+    bucket: int
+    gather: str
+    second_shard: bool
+    reduce: str
+    reason: str
+    hop_after: str | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing about the bucket is changed."""
+        return self.gather == "exact" and not self.second_shard and self.reduce == "exact"
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What a plan leads to, per rank: bytes by tier, seconds, bytes sent on the wire in one step, FLOPs.
 
     ``peak_bytes`` has the device and the slower tiers that the plan uses, ``peak_node`` is where the device's peak is
     reached, and ``peak_live`` what is live there, by category. ``link_bytes`` are moved between tiers in one step, by
     stream: ``to_host``, ``to_device``, ``nvme_read`` and ``nvme_write``.
+    ``node_wire_bytes`` are what the ranks of the first node send together, ``"within"`` it and ``"across"`` nodes,
+    where the plan was free to send less than exact values; empty elsewhere.
     ``least_seconds`` bounds the step from below: within the same budget, no choice of values to keep and to compute
     again takes less (``scheduler.bound``); None where nobody asked.
     """
@@ -191,6 +216,7 @@ class Prediction:
     flops: int
     link_bytes: dict[str, int] = field(default_factory=dict)
     least_seconds: float | None = None
+    node_wire_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -226,7 +252,8 @@ class Plan:
     ``extra_keeps`` are forward values
     that backward reads only because others are computed again from them. ``memory_budget`` is what the plan was made to
     fit, in bytes on the device. ``num_micro_batches`` is how many a batch is divided into, which run one after the
-    other before the update.
+    other before the update. ``wire`` is what the plan was free to send (``"exact"``, ``"int8"``, ``"int4"``), and
+    ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan.
     """
 
     stage: int
@@ -248,6 +275,9 @@ class Plan:
     memory_budget: int | None = None
     num_micro_batches: int = 1
     micro_batches_reason: str = ""
+    wire: str = "exact"
+    ranks_per_node: int | None = None
+    wires: tuple[WireDecision, ...] = ()
     prediction: Prediction | None = field(default=None, compare=False)
     summary: GraphSummary | None = field(default=None, compare=False)
 
@@ -278,6 +308,11 @@ class Plan:
         return self.stage >= 1 and self.num_ranks > 1
 
     @property
+    def num_nodes(self) -> int:
+        """Nodes that the ranks are on, as far as the plan cares: 1 where all it sends is exact."""
+        return 1 if self.ranks_per_node is None else max(1, self.num_ranks // self.ranks_per_node)
+
+    @property
     def peak_bytes(self) -> dict[str, int]:
         """Predicted peak bytes by tier, per rank."""
         return self._predicted().peak_bytes
@@ -301,6 +336,11 @@ class Plan:
     def wire_bytes(self) -> int:
         """Predicted bytes that one rank sends in one step, padding included."""
         return self._predicted().wire_bytes
+
+    @property
+    def node_wire_bytes(self) -> dict[str, int]:
+        """Predicted bytes that the ranks of one node send together, within it and across nodes; empty if exact."""
+        return self._predicted().node_wire_bytes
 
     @property
     def link_bytes(self) -> dict[str, int]:
@@ -355,6 +395,9 @@ class Plan:
                     )
                     for g in data["gradients"]
                 ),
+                wire=data.get("wire", "exact"),
+                ranks_per_node=data.get("ranks_per_node"),
+                wires=tuple(WireDecision(**w) for w in data.get("wires", ())),
                 prediction=Prediction(**prediction) if prediction else None,
                 summary=GraphSummary(**summary) if summary else None,
             )
@@ -407,7 +450,13 @@ class Plan:
         return describe_plan(self)
 
     def _as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        data = asdict(self)
+        for name, exact in (("wire", "exact"), ("ranks_per_node", None), ("wires", ())):
+            if data[name] == exact:
+                del data[name]
+        if self.prediction is not None and not self.prediction.node_wire_bytes:
+            del data["prediction"]["node_wire_bytes"]
+        return data
 
     def _predicted(self) -> Prediction:
         if self.prediction is None:

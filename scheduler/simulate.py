@@ -11,7 +11,7 @@ there, and where it ends beyond the step, the next step begins with it under way
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -21,17 +21,11 @@ from zerofx.graph import Role, StepGraph, delayed_bucket, tensor
 from zerofx.report.memory import peak_memory
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.liveness import Liveness, liveness
-from zerofx.scheduler.machine import (
-    CollectiveKind,
-    Machine,
-    collective_latency,
-    collective_seconds,
-    copy_seconds,
-    wire_bytes,
-)
+from zerofx.scheduler.machine import Machine, collective_latency, collective_seconds, copy_seconds, wire_bytes
 from zerofx.scheduler.plan import Plan, Prediction
-from zerofx.scheduler.storage import storage_bytes, storage_source, tensors_of
+from zerofx.scheduler.storage import storage_bytes, storage_source
 from zerofx.scheduler.streams import HOST, LINKS, hops_of, num_gathers_behind, runs_on_host, stream_of
+from zerofx.scheduler.wire_volume import collective_of, node_wire_bytes
 
 _STEPS_TO_SETTLE = 8  # simulated steps until each begins with the same delayed updates under way; two, as a rule
 
@@ -65,10 +59,14 @@ class NodeTiming:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step, per rank: a timing for each call of the graph in order, and its live bytes."""
+    """A simulated step, per rank: a timing for each call of the graph in order, and its live bytes.
+
+    ``node_wire_bytes``: what the ranks of the first node send together, ``"within"`` it and ``"across"`` nodes.
+    """
 
     timings: dict[fx.Node, NodeTiming]
     live: Liveness
+    node_wire_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def step_seconds(self) -> float:
@@ -129,8 +127,10 @@ def simulate(
     updates it is a step among steps like it.
     """
     live, before = liveness(step, on_cpu), dict[int, float]()
+    collectives = [node for node in step.calls() if node.target in ops.COLLECTIVES]
+    sent = node_wire_bytes(collectives, num_ranks, machine.ranks_per_node, pairwise=on_cpu)
     for _ in range(_STEPS_TO_SETTLE):
-        simulation = Simulation(_timings(step, machine, num_ranks, measured, before), live)
+        simulation = Simulation(_timings(step, machine, num_ranks, measured, before), live, sent)
         left = _under_way(simulation)
         if left == before:
             break
@@ -192,6 +192,11 @@ def _timings(
             exposed = max(0.0, settled.get(bucket, 0.0) - compute_free)
             timings[node] = NodeTiming(compute_free + exposed, 0.0, exposed, 0, 0, 0, 0)
             compute_free += exposed
+        elif node.target is ops.second_shard:
+            size = storage_bytes(tensor(node))
+            seconds = copy_seconds(size, "device", "device", machine)
+            timings[node] = NodeTiming(compute_free, seconds, 0.0, size, size, 0, 0)
+            compute_free += seconds
         elif node.target in ops.EVENTS:
             timings[node] = NodeTiming(compute_free, 0.0, 0.0, 0, 0, 0, 0)  # bookkeeping on the host
         elif runs_on_host(node):
@@ -250,6 +255,7 @@ def predict(step: StepGraph, plan: Plan, layout: BucketLayout, simulation: Simul
         exposed_seconds=simulation.exposed_seconds,
         flops=simulation.flops,
         link_bytes=simulation.link_bytes,
+        node_wire_bytes={} if plan.wire == "exact" else simulation.node_wire_bytes,
         least_seconds=plan.prediction.least_seconds if plan.prediction is not None else None,
     )
 
@@ -279,26 +285,17 @@ def gradient_bytes(bucket: Bucket, plan: Plan) -> int:
 def _collectives(together: list[fx.Node], start: float, num_ranks: int, machine: Machine) -> list[NodeTiming]:
     """What starts as one collective at ``start``: one latency, which is the first one's, and the bytes of all."""
     timings: list[NodeTiming] = []
-    latency = collective_latency(_collective(together[0])[0], num_ranks, machine)
+    first = collective_of(together[0], num_ranks, machine.ranks_per_node)
+    latency = collective_latency(first.kind, num_ranks, machine)
     for node in together:
-        kind, full_bytes = _collective(node)
-        seconds = collective_seconds(kind, full_bytes, num_ranks, machine) - (latency if timings else 0.0)
-        sent = wire_bytes(kind, full_bytes, num_ranks)
+        one = collective_of(node, num_ranks, machine.ranks_per_node)
+        alone = collective_seconds(one.kind, one.full_bytes, one.num_ranks, machine, ranks_on_node=one.ranks_on_node)
+        seconds = alone - (latency if timings else 0.0)
+        sent = wire_bytes(one.kind, one.full_bytes, one.num_ranks)
         exposed = seconds if node.target is ops.broadcast else 0.0
-        timings.append(NodeTiming(start, seconds, exposed, full_bytes, full_bytes, sent, 0))
+        timings.append(NodeTiming(start, seconds, exposed, one.full_bytes, one.full_bytes, sent, 0))
         start += seconds
     return timings
-
-
-def _collective(node: fx.Node) -> tuple[CollectiveKind, int]:
-    """Kind, and bytes of the whole tensor."""
-    if node.target is ops.broadcast:
-        return "broadcast", sum(storage_bytes(t) for source in node.all_input_nodes for t in tensors_of(source))
-    if node.target is ops.reduce_scatter:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        return "reduce_scatter", storage_bytes(tensor(source))
-    return "all_gather", storage_bytes(tensor(node))
 
 
 def _sum_seconds(pending: fx.Node, machine: Machine) -> float:

@@ -33,6 +33,12 @@ _OUT: dict[Tier, tuple[str, Tier]] = {
 _BACK: dict[Tier, tuple[str, Tier]] = {"nvme": (NVME_READ, "host"), "host": (TO_DEVICE, "device")}
 
 
+# What has the values of what it reads first, elsewhere, whole or in part, or rounded.
+_HANDS_ON = frozenset(
+    {ops.reload, ops.all_gather, ops.wait, ops.quantise, ops.dequantise, ops.second_shard, ops.gather_on_node}
+)
+
+
 def ends_of(node: fx.Node) -> tuple[Tier, Tier]:
     """The tiers that a copy leads from and to; the device twice for any other node."""
     if node.target not in ops.TRANSFERS:
@@ -66,7 +72,7 @@ def runs_on_host(node: fx.Node) -> bool:
 
 def slice_behind(node: fx.Node) -> fx.Node | None:
     """The placeholder of the parameters' slice whose values a copy, a gather or their wait has; None for others."""
-    while node.target in (ops.reload, ops.all_gather, ops.wait):
+    while node.target in _HANDS_ON:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         node = source

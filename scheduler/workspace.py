@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from zerofx.quantise import BLOCK, unpacked_numel
 from zerofx.scheduler.storage import mutated_inputs, storage_bytes, tensors_of
 
 
@@ -88,6 +89,27 @@ def _rms_norm(node: fx.Node) -> int:
 def _layer_norm_backward(node: fx.Node) -> int:
     """Sums for weight and bias, a row of each for every thread."""
     return 2 * torch.get_num_threads() * math.prod(_ints(node.args[2])) * 4
+
+
+def _quantisation(node: fx.Node) -> int:
+    """``zerofx/quantise.py`` takes one part at a time: quotients, also rounded, scales, and what these are made of."""
+    values, num_parts = _value(node, 0), node.args[1]
+    assert isinstance(num_parts, int)
+    numel = values.numel() // num_parts
+    return numel * 8 + numel // BLOCK * (4 + values.element_size())
+
+
+def _dequantisation(node: fx.Node) -> int:
+    """Codes and values of one part in float32."""
+    num_parts, bits = node.args[1], node.args[2]
+    assert isinstance(num_parts, int) and isinstance(bits, int)
+    return unpacked_numel(_value(node, 0).numel() // num_parts, bits) * 8
+
+
+def _dequantised_sum(node: fx.Node) -> int:
+    """The same beside the sum in float32; the result is made when they are gone."""
+    result = tensors_of(node)[0]
+    return _dequantisation(node) + result.numel() * 4 - storage_bytes(result)
 
 
 # aten/src/ATen/native/cpu/FlashAttentionKernel.cpp: tiles of queries by number of queries, and of keys.
@@ -249,6 +271,9 @@ _RULES: dict[str, Callable[[fx.Node], int]] = {
     "aten::cumsum": _reduction,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "zerofx::quantise": _quantisation,
+    "zerofx::dequantise": _dequantisation,
+    "zerofx::dequantise_sum": _dequantised_sum,
 }
 
 _LEFT_TO_ATEN = frozenset(

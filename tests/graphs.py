@@ -218,10 +218,12 @@ def prepare(
     loss_fn: Callable[..., Tensor] | None = None,
     num_micro_batches: int = 1,
     slices: Mapping[str, int] | None = None,
+    block: int = 1,
 ) -> Prepared:
     """Capture ``model`` (``TwoBlocks`` if none is given), lay it out and plan it, on no process group.
 
-    ``batch`` is one micro-batch, ``slices`` the parameters that are taken in so many slices.
+    ``batch`` is one micro-batch, ``slices`` the parameters that are taken in so many slices; each rank's share of a
+    bucket is a multiple of ``block`` elements.
     """
     model = TwoBlocks() if model is None else model
     dtype = torch.bfloat16 if precision == "bf16" else None
@@ -232,7 +234,7 @@ def prepare(
     groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
     slice_parameters(step, named_slices(step, slices or {}))
     accumulate(step, num_micro_batches, taken.divided_names())
-    layout = layout_of(step, groups, num_ranks)
+    layout = layout_of(step, groups, num_ranks, block)
     programs = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False).programs(None)
     plan = decide(step, layout, stage=stage, precision=precision, machine="cpu", options=PolicyOptions(prefetch, keep))
     return Prepared(step, layout, programs, plan)

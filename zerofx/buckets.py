@@ -7,6 +7,7 @@ buffer is padded so that all ranks hold equal contiguous slices, again at 64-byt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -133,15 +134,15 @@ class BucketLayout:
         raise KeyError(name)
 
 
-def layout_of(step: StepGraph, groups: Mapping[str, int], num_ranks: int) -> BucketLayout:
-    """The buckets of a captured graph's parameters; ``groups`` as for ``make_layout``."""
+def layout_of(step: StepGraph, groups: Mapping[str, int], num_ranks: int, block: int = 1) -> BucketLayout:
+    """The buckets of a captured graph's parameters; ``groups`` and ``block`` as for ``make_layout``."""
     order = step.positions()
     first_use = {
         placeholder(node).name: min(order[user] for user in node.users)
         for node in step.placeholders(Role.PARAMETER)
         if node.users
     }
-    return make_layout(step.parameters, groups, step.units, first_use, num_ranks)
+    return make_layout(step.parameters, groups, step.units, first_use, num_ranks, block)
 
 
 def make_layout(
@@ -150,6 +151,7 @@ def make_layout(
     units: Iterable[str],
     first_use: Mapping[str, int],
     num_ranks: int,
+    block: int = 1,
 ) -> BucketLayout:
     """Divide parameters into buckets.
 
@@ -159,6 +161,7 @@ def make_layout(
         units: repeated layers (see ``zerofx.layers``).
         first_use: position in the graph of each parameter's first use; parameters that are never used are absent.
         num_ranks: number of equal slices.
+        block: slices are a multiple of this many elements: what is quantised together must not cross a slice.
 
     A parameter outside all units goes with its neighbours in time: those that are first used between the same two
     units share a bucket, so that an embedding and a head are not held together. A slice has a bucket of its own.
@@ -179,7 +182,7 @@ def make_layout(
     buckets = []
     for index, key in enumerate(order):
         unit, gap, group, dtype, compute_dtype, of_slice = key
-        slots, shard_numel = _place(members[key], compute_dtype, num_ranks)
+        slots, shard_numel = _place(members[key], compute_dtype, num_ranks, block)
         name = of_slice or unit or _common_name([p.name for p in members[key]])
         unit = of_slice or unit or f"loose.{gap}"
         buckets.append(Bucket(index, name, unit, group, dtype, compute_dtype, slots, shard_numel, num_ranks))
@@ -198,7 +201,7 @@ def _first_use_of_units(
 
 
 def _place(
-    parameters: Sequence[ParameterInfo], compute_dtype: torch.dtype, num_ranks: int
+    parameters: Sequence[ParameterInfo], compute_dtype: torch.dtype, num_ranks: int, block: int
 ) -> tuple[tuple[Slot, ...], int]:
     """Slots in order, and the elements of one rank's slice."""
     align = ALIGNMENT_BYTES // compute_dtype.itemsize
@@ -206,7 +209,7 @@ def _place(
     for info in parameters:
         slots.append(Slot(info.name, info.shape, _dense_stride(info), offset, info.numel, info.whole, info.first_row))
         offset += _round_up(info.numel, align)
-    return tuple(slots), _round_up(-(-offset // num_ranks), align)
+    return tuple(slots), _round_up(-(-offset // num_ranks), math.lcm(align, block))
 
 
 def _dense_stride(info: ParameterInfo) -> tuple[int, ...]:

@@ -6,8 +6,9 @@ Nothing of the user's is changed here.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -50,6 +51,7 @@ _SHARED = frozenset(
         "accumulate",
         "tile",
         "delayed_update",
+        "wire",
     }
 )
 _FIT_ROUNDS = 5  # plans to try until compiled regions are within the budget too
@@ -119,7 +121,7 @@ def prepare(
 
     def sliced(slices: Slices) -> Prepared:
         cut = captures.sliced(slices)
-        made = layout_of(cut.first, groups, num_ranks)
+        made = layout_of(cut.first, groups, num_ranks, options.block)
         check_bucket_names(options.policy.keep, [bucket.name for bucket in made.buckets])
         bound = OptimizerBinding(optimizer, made, captured.device, prefer_fused=options.backend == "inductor")
         held = held_states(optimizer, made, dict(model.named_parameters()))
@@ -237,8 +239,19 @@ def _check_gradients(captured: StepGraph, layout: BucketLayout) -> None:
         )
 
 
-def machine_at_hand(device: torch.device) -> Machine:
-    """The built-in row of the device, or the plain CPU's."""
+def machine_at_hand(device: torch.device, options: CompileOptions) -> Machine:
+    """The machine that the options give, or else the built-in row of the device, or the plain CPU's.
+
+    Where ``options.wire`` asks where nodes end, a node has as many ranks as ``torchrun`` has started on it.
+    """
+    if options.machine is not None:
+        return options.machine
+    found = _row_of(device)
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return replace(found, ranks_per_node=int(local)) if options.wire != "exact" and local.isdigit() else found
+
+
+def _row_of(device: torch.device) -> Machine:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found = machine_of_device(properties.name, properties.total_memory)

@@ -13,7 +13,7 @@ from tabulate import tabulate
 import zerofx
 from zerofx.cli_arguments import make_training, parse_accumulate, parse_budget, read_machine, world
 from zerofx.errors import ZeroFXError
-from zerofx.options import Backend, Offload, Precision, Recompute
+from zerofx.options import Backend, Offload, Precision, Recompute, Wire
 from zerofx.report.saved import SavedPlan
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.machine import Link, Machine
@@ -44,6 +44,9 @@ def main() -> None:
 @click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Gathers issued ahead.")
 @click.option("--recompute", type=click.Choice(get_args(Recompute)), default="auto", show_default=True)
 @click.option("--accumulate", default="1", show_default=True, help="Micro-batches before each update, or 'auto'.")
+@click.option(
+    "--wire", type=click.Choice(get_args(Wire)), default="exact", show_default=True, help="In how many bits to send."
+)
 @click.option("--full", is_flag=True, help="Write out every layer of the schedule, not one of those that are alike.")
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan, for compile(plan=...).")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page for a browser.")
@@ -59,6 +62,7 @@ def plan_command(
     prefetch: int,
     recompute: Recompute,
     accumulate: str,
+    wire: Wire,
     full: bool,
     save: Path | None,
     html: Path | None,
@@ -86,6 +90,7 @@ def plan_command(
             precision=precision,
             prefetch=prefetch,
             accumulate=parse_accumulate(accumulate),
+            wire=wire,
         )
         schedule = planned.schedule()
         click.echo(f"{planned}\n\n{planned.plan}\n\n{schedule.table(fold=not full)}")
@@ -109,6 +114,9 @@ def plan_command(
 @click.option("--recompute", type=click.Choice(get_args(Recompute)), default="auto", show_default=True)
 @click.option("--offload", type=click.Choice(get_args(Offload)), default="auto", show_default=True)
 @click.option("--accumulate", default="1", show_default=True, help="Micro-batches before each update, or 'auto'.")
+@click.option(
+    "--wire", type=click.Choice(get_args(Wire)), default="exact", show_default=True, help="In how many bits to send."
+)
 @click.option("--backend", type=click.Choice(get_args(Backend)), default="inductor", show_default=True)
 @click.option("--num-steps", type=click.IntRange(min=2), default=5, show_default=True, help="Steps of each candidate.")
 @click.option("--num-candidates", type=click.IntRange(min=1), default=4, show_default=True, help="Plans run at first.")
@@ -123,6 +131,7 @@ def tune_command(
     recompute: Recompute,
     offload: Offload,
     accumulate: str,
+    wire: Wire,
     backend: Backend,
     num_steps: int,
     num_candidates: int,
@@ -151,6 +160,7 @@ def tune_command(
             backend=backend,
             prefetch=prefetch,
             accumulate=parse_accumulate(accumulate),
+            wire=wire,
         )
     if rank == 0:
         click.echo(f"{result}\n\n{result.plan}")

@@ -38,6 +38,7 @@ from zerofx.scheduler.policy import decide
 from zerofx.scheduler.simulate import Simulation, predict, simulate
 from zerofx.scheduler.states import decisions_of, delayed_placements
 from zerofx.scheduler.tiling import named_tiles
+from zerofx.scheduler.wire import with_wire
 from zerofx.settings import Settings
 
 if TYPE_CHECKING:
@@ -152,13 +153,54 @@ def make_plan(
 ) -> Plan:
     """Decide. Without a budget the plan is as the options say; with one it is the fastest that fits.
 
+    Where ``options.wire`` allows it, buckets are then sent in few bits as far as that makes the step faster.
     ``costs`` are measured costs to go by; ``talk``: whether this rank shows how far the search is. What compiled
     regions are estimated to hold is added to ``estimates``, for further plans.
 
     Raises:
         MemoryBudgetError: no plan fits ``memory_budget`` bytes, or none does within the host budget.
-        UsageError: ``options.tile`` names what cannot be tiled.
+        UsageError: ``options.tile`` names what cannot be tiled, or ranks do not fill nodes and ``options.wire`` asks.
     """
+    plan = _exact_plan(
+        captured, layout, programs, machine, options, settings, memory_budget,
+        on_cpu=on_cpu, costs=costs, talk=talk, estimates=estimates, merging=options.wire == "exact",
+    )  # fmt: skip
+    if options.wire == "exact":
+        return plan
+    fused, known = options.backend == "inductor", estimates if estimates is not None else {}
+    machine_now = costs.machine(machine, layout.num_ranks) if costs is not None else machine
+
+    def carried_out(plan: Plan) -> tuple[StepGraph, Simulation]:
+        step = captured.clone()
+        run_quietly(step, plan, layout, programs, settings)
+        return step, _simulate(step, layout, machine_now, on_cpu, costs, fused=fused, estimates=known)
+
+    found = with_wire(plan, layout, machine_now, options.wire, carried_out, memory_budget)
+    if memory_budget is None or not all(one.is_exact for one in found.wires):
+        return found
+    merged = _exact_plan(
+        captured, layout, programs, machine, options, settings, memory_budget,
+        on_cpu=on_cpu, costs=costs, talk=talk, estimates=estimates, merging=True,
+    )  # fmt: skip
+    return replace(merged, wire=found.wire, ranks_per_node=found.ranks_per_node, wires=found.wires)
+
+
+def _exact_plan(
+    captured: StepGraph,
+    layout: BucketLayout,
+    programs: Mapping[int, UpdateProgram],
+    machine: Machine,
+    options: CompileOptions,
+    settings: Settings,
+    memory_budget: int | None,
+    *,
+    on_cpu: bool,
+    costs: MeasuredCosts | None,
+    talk: bool,
+    estimates: Estimates | None,
+    merging: bool,
+) -> Plan:
+    """The plan that sends everything as it is; ``merging``: gathers may start together. See ``make_plan``."""
     machine = costs.machine(machine, layout.num_ranks) if costs is not None else machine
     tiles = named_tiles(captured, options.tile) if isinstance(options.tile, Mapping) else ()
     state_bytes = _state_bytes(layout, programs, options.stage)
@@ -198,7 +240,7 @@ def make_plan(
 
         def merge(plan: Plan) -> Plan:
             assert memory_budget is not None
-            if not may_merge(plan, layout, machine):
+            if not merging or not may_merge(plan, layout, machine):
                 return plan
             step = captured.clone()
             run_quietly(step, plan, layout, programs, settings)
@@ -321,7 +363,7 @@ def build(
     function, compiled = load_step(source, str(path), lowered.instructions, lowered.emitted.functions, control, backend)
     if compiled:
         profiles = [(r, compiled[r.key].memory) for r in regions_of(lowered.instructions) if r.key in compiled]
-        simulation = Simulation(simulation.timings, with_profiles(simulation.live, lowered.graph, profiles))
+        simulation = replace(simulation, live=with_profiles(simulation.live, lowered.graph, profiles))
         plan = plan.with_prediction(predict(lowered.graph, plan, layout, simulation))
     if control.rank == 0:
         (folder / "plan.json").write_text(plan.to_json())

@@ -39,6 +39,7 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
         "stage": (str(plan.stage), str(options.stage)),
         "precision": (_precision(plan.precision), _precision(options.precision)),
         "micro-batches": (str(plan.num_micro_batches), _micro_batches(options, plan)),
+        "wire": (plan.wire, options.wire),
         "ranks": (str(plan.num_ranks), str(control.num_ranks)),
         "machine": (plan.machine, machine.name),
     }

@@ -1,8 +1,8 @@
 """The few operators that zerofx adds to ATen, as they stand in a step graph.
 
 They are registered with schemas and fake implementations, so that fake tensors flow through them and alias analysis
-reads them like any other operator. They have no kernels: what runs is the emitted step, which calls the runtime
-(``zerofx/runtime/collectives.py``) in their place.
+reads them like any other operator. Those that compute have kernels, and may run in regions; the others have none: what
+runs is the emitted step, which calls the runtime (``zerofx/runtime/collectives.py``) in their place.
 
 ====================  ==============================================================================================
 ``all_gather``        start gathering every rank's slice of a flat bucket into a fresh full buffer; ``more``
@@ -21,12 +21,21 @@ reads them like any other operator. They have no kernels: what runs is the emitt
 ``settle``            hold until the host is done with the delayed update of a bucket, started in the step before
 ``part``              a view of some elements of a tensor that enters a region as it stands: one serves them all
 ``mm_into``           a matrix product written over a tensor: ``mm(..., out=)`` for compiled regions, and their kernel
+``quantise``          flat values as bytes to send, ``bits`` each and a scale for each block, a row for each part
+``dequantise``        the values of all parts of what was quantised, in order
+``dequantise_sum``    the sum of the parts of what was quantised
+``gather_on_node``    start gathering the parts of a bucket that the ranks of this node hold, into a fresh full buffer
+``exchange``          start sending part i to the group's rank i, and receiving one part from each: an all-to-all.
+                      Groups are ``"all"`` ranks, those of a ``"node"``, and those ``"across"`` nodes in the same place
+``second_shard``      this rank's part, of as many as its node has ranks, of a gathered bucket, copied
 ====================  ==============================================================================================
 """
 
 from __future__ import annotations
 
 import torch
+
+from zerofx import quantise as _quantise
 
 _library = torch.library.Library("zerofx", "DEF")  # torch unregisters the operators when this object goes
 _library.define("all_gather(Tensor shard, int bucket, int num_ranks, int more=0) -> Tensor")
@@ -42,6 +51,12 @@ _library.define("copy_into(Tensor(a!) into, Tensor source) -> Tensor(a!)")
 _library.define("mm_into(Tensor(a!) into, Tensor a, Tensor b) -> ()")
 _library.define("empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor")
 _library.define("settle(int bucket) -> ()")
+_library.define("quantise(Tensor values, int num_parts, int bits, int interleave=1) -> Tensor")
+_library.define("dequantise(Tensor packed, int num_parts, int bits, ScalarType dtype) -> Tensor")
+_library.define("dequantise_sum(Tensor packed, int num_parts, int bits, ScalarType dtype) -> Tensor")
+_library.define("gather_on_node(Tensor part, int bucket, int num_ranks) -> Tensor")
+_library.define("exchange(Tensor parts, int bucket, int num_ranks, str group) -> Tensor")
+_library.define("second_shard(Tensor full, int bucket, int num_ranks) -> Tensor")
 _library.define("part(Tensor(a) whole, int[] size, int[] stride, int offset) -> Tensor(a)")
 
 
@@ -89,6 +104,30 @@ def _mm_into(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     torch.mm(a, b, out=into)
 
 
+def _packed(values: torch.Tensor, num_parts: int, bits: int, interleave: int = 1) -> torch.Tensor:
+    return values.new_empty(num_parts * _quantise.packed_bytes(values.numel() // num_parts, bits), dtype=torch.uint8)
+
+
+def _unpacked(packed: torch.Tensor, num_parts: int, bits: int, dtype: torch.dtype) -> torch.Tensor:
+    return packed.new_empty(num_parts * _quantise.unpacked_numel(packed.numel() // num_parts, bits), dtype=dtype)
+
+
+def _unpacked_sum(packed: torch.Tensor, num_parts: int, bits: int, dtype: torch.dtype) -> torch.Tensor:
+    return packed.new_empty(_quantise.unpacked_numel(packed.numel() // num_parts, bits), dtype=dtype)
+
+
+def _exchange(parts: torch.Tensor, bucket: int, num_ranks: int, group: str) -> torch.Tensor:
+    return torch.empty_like(parts)
+
+
+for _name, _kernel in (
+    ("quantise", _quantise.quantise),
+    ("dequantise", _quantise.dequantise),
+    ("dequantise_sum", _quantise.dequantise_sum),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _kernel, _key)
+
 _library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
 _library.impl("part", _part, "CompositeExplicitAutograd")  # a view is the same on any device
 
@@ -106,6 +145,12 @@ for _name, _fake in (
     ("copy_into", _copy_into),
     ("empty_stored", _empty_stored),
     ("mm_into", _nothing),
+    ("quantise", _packed),
+    ("dequantise", _unpacked),
+    ("dequantise_sum", _unpacked_sum),
+    ("gather_on_node", _all_gather),
+    ("exchange", _exchange),
+    ("second_shard", _reduce_scatter),
 ):
     _library.impl(_name, _fake, "Meta")
 
@@ -122,6 +167,12 @@ copy_into = torch.ops.zerofx.copy_into.default
 empty_stored = torch.ops.zerofx.empty_stored.default
 settle = torch.ops.zerofx.settle.default
 part = torch.ops.zerofx.part.default
+quantise = torch.ops.zerofx.quantise.default
+dequantise = torch.ops.zerofx.dequantise.default
+dequantise_sum = torch.ops.zerofx.dequantise_sum.default
+gather_on_node = torch.ops.zerofx.gather_on_node.default
+exchange = torch.ops.zerofx.exchange.default
+second_shard = torch.ops.zerofx.second_shard.default
 
 
 def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:
@@ -129,8 +180,20 @@ def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:
     return (0.0,) * num_scalars
 
 
-COLLECTIVES = frozenset({all_gather, all_gather_into, reduce_scatter, broadcast})
+COLLECTIVES = frozenset({all_gather, all_gather_into, reduce_scatter, broadcast, gather_on_node, exchange})
 TRANSFERS = frozenset({offload, reload, copy_into})
 EVENTS = frozenset(
-    {*COLLECTIVES, *TRANSFERS, wait, release, settle, empty_gradients, empty_stored, part, hyperparameters}
+    {
+        *COLLECTIVES,
+        *TRANSFERS,
+        wait,
+        release,
+        settle,
+        empty_gradients,
+        empty_stored,
+        part,
+        second_shard,
+        hyperparameters,
+    }
 )
+QUANTISERS = frozenset({quantise, dequantise, dequantise_sum})

@@ -12,6 +12,7 @@ import torch
 from zerofx.checks import check_loss_function
 from zerofx.errors import UsageError, warn
 from zerofx.loss import LossFunction
+from zerofx.quantise import BLOCK
 from zerofx.report.units import parse_bytes
 from zerofx.scheduler.machine import Machine, Tier
 from zerofx.scheduler.plan import Plan
@@ -22,6 +23,7 @@ Precision = Literal["bf16"]
 Recompute = Literal["auto", "none", "full"]
 Offload = Literal["auto", "none", "host", "nvme"]
 Accumulate = int | Literal["auto"]
+Wire = Literal["exact", "int8", "int4"]
 Tiling = Literal["auto", "none"] | Mapping[str, int]
 
 
@@ -45,6 +47,12 @@ class CompileOptions:
     host_budget: int | float | None = None
     weights: Path | None = None
     delayed_update: int | None = None
+    wire: Wire = "exact"
+
+    @property
+    def block(self) -> int:
+        """Elements that a slice of a bucket is a multiple of: what is quantised together is one rank's."""
+        return 1 if self.wire == "exact" else BLOCK
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -69,6 +77,7 @@ def check_options(
     host_budget: int | float | str | None = None,
     weights: str | Path | None = None,
     delayed_update: int | None = None,
+    wire: Wire = "exact",
 ) -> CompileOptions:
     """The options as one object.
 
@@ -106,6 +115,7 @@ def check_options(
     _check_accumulate(accumulate, plan)
     _check_tile(tile)
     _check_delayed(delayed_update, offload)
+    _check_wire(wire, stage)
     budget = _check_budget("memory_budget", memory_budget, "the device")
     limit = _check_budget("host_budget", host_budget, "a rank's share of the host's memory")
     if budget is None and offload in ("host", "nvme") and delayed_update is None:
@@ -134,6 +144,7 @@ def check_options(
         limit,
         None if weights is None else Path(weights),
         delayed_update,
+        wire,
     )
 
 
@@ -152,6 +163,19 @@ def tiers_for(offload: Offload, machine: Machine) -> tuple[Tier, ...]:
     if offload == "none" or machine.is_cpu:
         return ()
     return ("host", "nvme") if machine.nvme is not None else ("host",)
+
+
+def _check_wire(wire: object, stage: int) -> None:
+    if wire not in get_args(Wire):
+        raise UsageError(
+            f"expected wire 'exact', 'int8' (gathers and gradients in 8 bits where the step is faster for it) or "
+            f"'int4' (gradients in 4), found {wire!r}"
+        )
+    if wire != "exact" and stage == 0:
+        raise UsageError(
+            f"expected stage 1, 2 or 3 beside wire={wire!r}, found stage 0: whole gradients are reduced and gathered "
+            f"there, which is done exactly; give wire='exact', or another stage"
+        )
 
 
 def _check_tile(tile: object) -> None:

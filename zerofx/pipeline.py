@@ -19,6 +19,8 @@ from zerofx.passes.gradients import Gradients
 from zerofx.passes.merge import Merge
 from zerofx.passes.offload import Offload
 from zerofx.passes.prefetch import Prefetch
+from zerofx.passes.quantise_gathers import QuantiseGathers
+from zerofx.passes.quantise_reductions import QuantiseReductions
 from zerofx.passes.recompute import Recompute
 from zerofx.passes.reduce import Reduce
 from zerofx.passes.shard import Shard
@@ -48,6 +50,8 @@ def passes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Pl
         Buffers(),  # mutated buffers written back
         Prefetch(),  # gathers issued ahead of their use
         *((Merge(),) if any(gather.merged for gather in plan.gathers) else ()),  # several gathers as one collective
+        # what the plan may send otherwise than exactly, on every node's second shards or in few bits
+        *((QuantiseGathers(layout), QuantiseReductions(layout)) if plan.wires else ()),
     )
 
 

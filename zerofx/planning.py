@@ -18,7 +18,17 @@ from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
 from zerofx.micro_batches import MicroBatches
 from zerofx.optimizers import UpdateProgram
-from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, Tiling, check_options
+from zerofx.options import (
+    Accumulate,
+    Backend,
+    CompileOptions,
+    Offload,
+    Precision,
+    Recompute,
+    Tiling,
+    Wire,
+    check_options,
+)
 from zerofx.pipeline import check_disabled
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
@@ -115,6 +125,7 @@ def plan(
     keep_gathered: Collection[str] | Literal["all"] = (),
     accumulate: Accumulate = 1,
     delayed_update: int | None = None,
+    wire: Wire = "exact",
 ) -> PlannedStep:
     """Plan a training step without hardware.
 
@@ -125,7 +136,7 @@ def plan(
         batch: one rank's batch of one step: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors
             will do.
         stage, loss_fn, precision, memory_budget, host_budget, recompute, offload, tile, prefetch, keep_gathered,
-            accumulate, delayed_update: as for ``zerofx.compile``.
+            accumulate, delayed_update, wire: as for ``zerofx.compile``.
         backend: as for ``zerofx.compile``: what a compiled region holds inside is estimated (``scheduler/fusion.py``),
             an eager one is simulated node by node, to the byte. Times are those of single operators either way.
         world_size: number of ranks.
@@ -137,7 +148,7 @@ def plan(
     check_world_size(world_size)
     options = check_options(
         stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
-        memory_budget, recompute, offload, accumulate, tile, host_budget, delayed_update=delayed_update,
+        memory_budget, recompute, offload, accumulate, tile, host_budget, delayed_update=delayed_update, wire=wire,
     )  # fmt: skip
     return plan_captured(capture_for_plans(model, optimizer, batch, options), world_size)
 
@@ -157,6 +168,7 @@ class RankOptions(TypedDict, total=False):
     prefetch: int
     keep_gathered: Collection[str] | Literal["all"]
     accumulate: Accumulate
+    wire: Wire
 
 
 class PlanOptions(RankOptions, total=False):
@@ -232,7 +244,7 @@ def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True)
 
     def sliced(slices: Slices) -> _Laid:
         captures = captured.captures.sliced(slices)
-        layout = layout_of(captures.first, captured.groups, world_size)
+        layout = layout_of(captures.first, captured.groups, world_size, options.block)
         binding = OptimizerBinding(
             captured.optimizer, layout, captures.first.device, prefer_fused=options.backend == "inductor"
         )

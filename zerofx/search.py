@@ -265,6 +265,7 @@ def _options(stage: int, given: RankOptions) -> CompileOptions:
         given.get("offload", "auto"),
         given.get("accumulate", 1),
         host_budget=given.get("host_budget"),
+        wire=given.get("wire", "exact"),
     )
 
 

@@ -80,7 +80,7 @@ class StepBuilder(LatestStep):
             )
             self._values = Values(model, options.weights, self._control)
             if options.plan is not None:
-                self._machine = options.machine or machine_at_hand(device_of(model))
+                self._machine = machine_at_hand(device_of(model), options)
                 self.options = take_plan(options, self._machine, self._control)
         except BaseException:
             release(model, self._owner)
@@ -166,7 +166,7 @@ class StepBuilder(LatestStep):
         with self._unguarded():
             prepared = self._control.attempt("capture a step", lambda: self._prepare(batch), WORK_SECONDS)
             prepared.agree(self._control)
-            machine = self._machine or machine_at_hand(prepared.captured.device)
+            machine = self._machine or machine_at_hand(prepared.captured.device, self.options)
             prepared, compiled = build_within_budget(prepared, machine, self.options, self.settings, self._control)
         self._prepare_tiers(compiled, prepared.captured.device, machine)
         if self._state is None:

@@ -28,7 +28,7 @@ from zerofx.deferred import make_buffers
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.guards import claim, release
 from zerofx.loss import LossFunction
-from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, check_options
+from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, Wire, check_options
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
 from zerofx.report.units import format_bytes
@@ -64,6 +64,7 @@ def tune(
     prefetch: int = 1,
     keep_gathered: Collection[str] | Literal["all"] = (),
     accumulate: Accumulate = 1,
+    wire: Wire = "exact",
 ) -> TuneResult:
     """Measure plans on the device at hand, and keep the fastest whose measured peak is within the budget.
 
@@ -72,7 +73,8 @@ def tune(
 
     Args:
         model, optimizer, stage, loss_fn, recompute, offload, precision, backend, prefetch, keep_gathered,
-            accumulate: as for ``zerofx.compile``; they say what the first candidate is, and what the others may change.
+            accumulate, wire: as for ``zerofx.compile``; they say what the first candidate is, and what the others may
+            change.
         batch: a batch to run: a tuple of positional arguments, or a dict of keywords.
         memory_budget: the most bytes on the device, as for ``zerofx.compile``; the copy's alone.
         machine: what plans are predicted for at first; None for the machine at hand.
@@ -89,7 +91,7 @@ def tune(
     """
     options = check_options(
         stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
-        memory_budget, recompute, offload, accumulate,
+        memory_budget, recompute, offload, accumulate, wire=wire,
     )  # fmt: skip
     check_training(model, optimizer, options)
     make_buffers(model)
@@ -114,7 +116,7 @@ class _Tuner:
         self._training, self._options = training, options
         self._num_steps, self._num_candidates = num_steps, num_candidates
         self._settings = read_settings()
-        self._machine = options.machine or machine_at_hand(training.device)
+        self._machine = machine_at_hand(training.device, options)
         self._budget = budget_bytes(options.memory_budget, self._machine)
         self._candidates: list[Candidate] = []
         self._region_seconds: dict[str, list[float]] = {}

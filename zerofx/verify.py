@@ -9,7 +9,8 @@ waits                  nothing but its wait reads a started collective or copy; 
 gradients              every trained bucket is reduced at most once
 update                 a slice is not written before its last gather, or copy to a faster tier, is done with it
 plan                   behind the last pass: one gather, reduction or offload for each decision of the plan, no others,
-                       gathers merged as it says, and states and parameters in the tiers that it says
+                       gathers merged as it says, states and parameters in the tiers that it says, and what it says sent
+                       in few bits
 gather before use      a gather's buffer is not read before its wait (follows from order and waits)
 random operators       none is run twice
 delayed                the host is done with a bucket's delayed update before the next one of it begins
@@ -47,7 +48,8 @@ from zerofx.scheduler.storage import mutated_inputs, storage_source
 from zerofx.scheduler.streams import num_gathers_behind, runs_on_host, slice_behind
 
 _NEIGHBOURS = 6
-_STARTED = frozenset({ops.all_gather, ops.all_gather_into, ops.reduce_scatter, *ops.TRANSFERS})
+_GATHERS = frozenset({ops.all_gather, ops.gather_on_node})
+_STARTED = frozenset({*_GATHERS, ops.all_gather_into, ops.reduce_scatter, ops.exchange, *ops.TRANSFERS})
 
 
 def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
@@ -163,7 +165,9 @@ def _check_residencies(step: StepGraph, after: str) -> None:
     if not any(node.target is ops.release for node in step.calls()):
         return
     for node in _parameter_gathers(step):
-        if not any(reader.target is ops.release for reader in consumers(node)):
+        readers = consumers(node)
+        whole = next((reader for reader in readers if reader.target is ops.dequantise), None)
+        if not any(reader.target is ops.release for reader in (readers if whole is None else consumers(whole))):
             _fail(step, after, node, f"residency: what {node.name} gathers is never released")
 
 
@@ -171,10 +175,10 @@ def _parameter_gathers(step: StepGraph) -> list[fx.Node]:
     """What makes a whole bucket of a rank's slice: its gather, or on one rank its copy to the device."""
     found = []
     for node in step.calls():
-        gathers = node.target is ops.all_gather
+        gathers = node.target in _GATHERS
         comes_up = node.target is ops.reload and tier_of(node) == DEVICE and origin(node).phase is not Phase.UPDATE
         if (gathers or comes_up) and slice_behind(node) is not None:
-            if any(reader.target is ops.all_gather for reader in consumers(node)):
+            if any(reader.target in (ops.all_gather, ops.quantise) for reader in consumers(node)):
                 continue  # a copy of what is gathered next
             found.append(node)
     return found
@@ -189,7 +193,7 @@ def _bucket_gathered(gather: fx.Node) -> int | None:
 def _check_updates(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
     for shard in step.placeholders(Role.SHARD):
         writers = [reader for reader in consumers(shard) if shard in mutated_inputs(reader)]
-        for started in (user for user in shard.users if user.target in (ops.all_gather, ops.reload)):
+        for started in (user for user in shard.users if user.target in (ops.all_gather, ops.reload, ops.quantise)):
             done = max(order[user] for user in (started, *started.users))
             for writer in writers:
                 if order[writer] < done:
@@ -199,7 +203,7 @@ def _check_updates(step: StepGraph, after: str, order: dict[fx.Node, int]) -> No
 
 def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     gathered = [_bucket_gathered(node) for node in _parameter_gathers(step)]
-    reduced = [node.args[1] for node in step.calls() if node.target is ops.reduce_scatter]
+    reduced = [node.args[1] for node in step.calls() if _is_reduction(node)]
     wanted = [decision.bucket for decision in plan.reduces] if plan.num_ranks > 1 else []
     offloaded = [
         f"{node.all_input_nodes[0].name} to {node.args[1]}"
@@ -217,9 +221,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         for node in step.placeholders(Role.SHARD)
         if tier_of(node) != DEVICE
     ]
-    launched = [
-        num_gathers_behind(node) for node in step.calls() if node.target is ops.all_gather and slice_behind(node)
-    ]
+    launched = [num_gathers_behind(node) for node in step.calls() if node.target in _GATHERS and slice_behind(node)]
     merged = [behind for numbers in plan.launches for behind in reversed(range(len(numbers)))]
     waiting = [
         f"{_bucket_of_gradients(node)} on {node.args[1]}"
@@ -238,6 +240,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         ("keeps parameters of buckets", parameters, [f"{one.bucket} on {one.tier}" for one in plan.parameters]),
         ("has gradients waiting of buckets", waiting, planned_waiting),
         ("delays updates of buckets", settled, [one.bucket for one in plan.states if one.delayed]),
+        ("sends", _of_wire(step), _planned_wire(plan)),
         ("offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]),
     ):
         if Counter(found) != Counter(planned):
@@ -256,10 +259,38 @@ def _bucket_of_gradients(offload: fx.Node) -> object:
 
 
 def _check_reductions(step: StepGraph, after: str) -> None:
-    counts = Counter(node.args[1] for node in step.calls() if node.target is ops.reduce_scatter)
+    counts = Counter(node.args[1] for node in step.calls() if _is_reduction(node))
     for bucket, count in counts.items():
         if count > 1:
             _fail(step, after, step.output, f"gradients: bucket {bucket} is reduced {count} times")
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    """Whether a bucket's reduction starts here: the hop across nodes belongs to one that has."""
+    return node.target is ops.reduce_scatter or (node.target is ops.exchange and node.args[3] != "across")
+
+
+def _planned_wire(plan: Plan) -> list[str]:
+    found = []
+    for one in plan.wires:
+        found += [f"gathers {one.bucket} in {one.gather}"] if one.gather != "exact" else []
+        found += [f"second shard of {one.bucket}"] if one.second_shard else []
+        found += [f"reduces {one.bucket} in {one.reduce}"] if one.reduce != "exact" else []
+    return found
+
+
+def _of_wire(step: StepGraph) -> list[str]:
+    """How buckets are sent otherwise than exactly, in words."""
+    found = set()
+    for node in step.calls():
+        if node.target is ops.quantise and slice_behind(node) is not None:
+            found.add(f"gathers {_bucket_gathered(node)} in int{node.args[2]}")
+        if node.target is ops.second_shard:
+            found.add(f"second shard of {node.args[1]}")
+        if node.target is ops.exchange:
+            (small,) = (source for source in node.all_input_nodes)
+            found.add(f"reduces {node.args[1]} in int{small.args[2]}")
+    return sorted(found)
 
 
 def _check_random(step: StepGraph, after: str) -> None:

@@ -187,7 +187,7 @@ def test_a_group_that_spans_nodes_is_bound_by_the_network() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_bytes", "world"), [("all_to_all", 1, 2), ("all_gather", -1, 2), ("all_gather", 1, 0)]
+    ("kind", "num_bytes", "world"), [("gossip", 1, 2), ("all_gather", -1, 2), ("all_gather", 1, 0)]
 )
 def test_collectives_refuse_nonsense(kind: str, num_bytes: int, world: int) -> None:
     with pytest.raises(UsageError):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from zerofx import ops
 from zerofx.runtime.measure import CpuPeak
 from zerofx.scheduler.workspace import workspace_bytes
 
@@ -53,6 +54,11 @@ def batch_norm_backward() -> tuple[Any, ...]:
     return x, x, weight, weight, weight, weight, weight, True, 1e-5, [True] * 3
 
 
+def quantised(bits: int) -> Tensor:
+    packed: Tensor = ops.quantise(rand(1 << 20), 4, bits)
+    return packed
+
+
 CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "attention": (aten._scaled_dot_product_flash_attention_for_cpu.default, attention),
     "attention backward": (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, attention_backward),
@@ -77,6 +83,15 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "mean in bfloat16": (aten.mean.dim, lambda: (rand(64, 256, dtype=torch.bfloat16), [1])),
     "cumsum of booleans": (aten.cumsum.default, lambda: (rand(64, 64) > 0.5, 1)),
     "matrix product": (aten.mm.default, lambda: (rand(64, 64), rand(64, 64))),
+    "quantised in 8 bits": (ops.quantise, lambda: (rand(1 << 20), 4, 8)),
+    "quantised in 4 bits": (ops.quantise, lambda: (rand(1 << 20), 1, 4)),
+    "quantised slices of nodes": (ops.quantise, lambda: (rand(1 << 20), 2, 8, 2)),
+    "quantised bfloat16": (ops.quantise, lambda: (rand(1 << 20, dtype=torch.bfloat16), 4, 8)),
+    "8 bits to float32": (ops.dequantise, lambda: (quantised(8), 4, 8, torch.float32)),
+    "8 bits to bfloat16": (ops.dequantise, lambda: (quantised(8), 4, 8, torch.bfloat16)),
+    "4 bits to float32": (ops.dequantise, lambda: (quantised(4), 4, 4, torch.float32)),
+    "sum of 8 bits": (ops.dequantise_sum, lambda: (quantised(8), 4, 8, torch.float32)),
+    "sum of 4 bits in bfloat16": (ops.dequantise_sum, lambda: (quantised(4), 4, 4, torch.bfloat16)),
     "copy": (aten.copy_.default, lambda: (rand(64, 64), rand(64, 64, dtype=torch.bfloat16))),
 }
 

@@ -78,18 +78,23 @@ def peak_memory(step: StepGraph, live: Liveness) -> dict[Category, int]:
     return _nonzero(held)
 
 
+_OF_PARAMETERS = frozenset(
+    {ops.reload, ops.all_gather, ops.gather_on_node, ops.second_shard, ops.quantise, ops.dequantise}
+)
+
+
 def category_of(owner: fx.Node) -> Category:
     """The category of the storages that a call owns."""
     phase = origin(owner).phase
     if owner.target is ops.reload and phase is Phase.UPDATE:
         return Category.OPTIMIZER
-    if owner.target in (ops.reload, ops.all_gather) and slice_behind(owner) is not None:
+    if owner.target in _OF_PARAMETERS and slice_behind(owner) is not None:
         return Category.GATHERED
     if owner.target is ops.reload:
         return Category.GRADIENTS if _holds_gradients(owner) else Category.ACTIVATIONS
     if owner.target is ops.all_gather:
         return Category.GRADIENTS  # stage 0 gathers what it has reduced
-    if owner.target in (ops.empty_gradients, ops.reduce_scatter):
+    if owner.target in (ops.empty_gradients, ops.reduce_scatter, ops.exchange, *ops.QUANTISERS):
         return Category.GRADIENTS
     return Category.ACTIVATIONS if phase is Phase.FORWARD else Category.TEMPORARIES
 

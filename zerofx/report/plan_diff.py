@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from zerofx.report.fold import fold, span
-from zerofx.report.plan_text import D, by_unit, count_values
+from zerofx.report.plan_text import D, by_unit, count_values, wire_words
 from zerofx.report.units import format_bytes, format_count, format_seconds
 from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.plan import GatherDecision, OffloadDecision, Plan
@@ -33,6 +33,7 @@ def diff_plans(one: Plan, other: Plan) -> str:
         "buckets": list(_buckets(one, other)),
         "gathers": _folded(_gathers(one, other)),
         "reductions": _folded(_reductions(one, other)),
+        "wire": _folded(_wires(one, other)),
         "tiled": list(_tiles(one, other)),
         "parameters": _folded(_parameters(one, other)),
         "optimizer states": _folded(_states(one, other)),
@@ -53,6 +54,8 @@ def _settings(one: Plan, other: Plan) -> Iterator[str]:
         "ranks": lambda plan: str(plan.num_ranks),
         "micro-batches": lambda plan: str(plan.num_micro_batches),
         "precision": lambda plan: plan.precision or "of the model",
+        "wire": lambda plan: plan.wire,
+        "ranks of a node": lambda plan: "any" if plan.ranks_per_node is None else str(plan.ranks_per_node),
         "machine": lambda plan: plan.machine,
         "memory budget": lambda plan: "none" if plan.memory_budget is None else format_bytes(plan.memory_budget),
         "graph": lambda plan: plan.graph[:12],
@@ -160,6 +163,13 @@ def _reductions(one: Plan, other: Plan) -> list[_Change]:
     return changes
 
 
+def _wires(one: Plan, other: Plan) -> list[_Change]:
+    def known(plan: Plan) -> dict[str, str]:
+        return {plan.buckets[d.bucket].name: wire_words(d) for d in plan.wires}
+
+    return _placed(known(one), known(other), "sent exactly")
+
+
 def _tiles(one: Plan, other: Plan) -> Iterator[str]:
     def known(plan: Plan) -> dict[str, str]:
         slices = {sliced.parameter: f"{sliced.num_slices} slices" for sliced in plan.slices}
@@ -193,11 +203,9 @@ def _gradients(one: Plan, other: Plan) -> list[_Change]:
     return _placed(known(one), known(other))
 
 
-def _placed(before: dict[str, str], after: dict[str, str]) -> list[_Change]:
-    """What is in another place than before; what is not in ``before`` or ``after`` is on the device there."""
-    sides = {
-        name: (before.get(name, "on the device"), after.get(name, "on the device")) for name in {**before, **after}
-    }
+def _placed(before: dict[str, str], after: dict[str, str], otherwise: str = "on the device") -> list[_Change]:
+    """What is elsewhere, or otherwise, than before; ``otherwise`` is what is not in ``before`` or ``after``."""
+    sides = {name: (before.get(name, otherwise), after.get(name, otherwise)) for name in {**before, **after}}
     return [_Change(name, f"{old} -> {new}") for name, (old, new) in sides.items() if old != new]
 
 
@@ -274,6 +282,10 @@ def _predictions(one: Plan, other: Plan) -> Iterator[str]:
     yield from seconds_change("time of a step", before.step_seconds, after.step_seconds)
     yield from seconds_change("waits for communication", before.exposed_seconds, after.exposed_seconds)
     yield from bytes_change("sent in a step", before.wire_bytes, after.wire_bytes)
+    for where in dict.fromkeys([*before.node_wire_bytes, *after.node_wire_bytes]):
+        if before.node_wire_bytes and after.node_wire_bytes:
+            sides = (plan.node_wire_bytes[where] for plan in (before, after))
+            yield from bytes_change(f"sent by a node {where} nodes", *sides)
     for stream in dict.fromkeys([*before.link_bytes, *after.link_bytes]):
         yield from bytes_change(f"moved by {stream}", before.link_bytes.get(stream, 0), after.link_bytes.get(stream, 0))
     yield from _change("FLOPs of a step", before.flops, after.flops, format_count)

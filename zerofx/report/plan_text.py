@@ -14,7 +14,7 @@ from zerofx.graph import unit_of
 from zerofx.report.fold import fold, span
 from zerofx.report.reasons import reasons
 from zerofx.report.units import format_bytes, format_count, format_seconds, on_tiers
-from zerofx.scheduler.plan import BucketSummary, OffloadDecision, Plan, RecomputeDecision
+from zerofx.scheduler.plan import BucketSummary, OffloadDecision, Plan, RecomputeDecision, WireDecision
 
 AboutValue = RecomputeDecision | OffloadDecision
 D = TypeVar("D", RecomputeDecision, OffloadDecision)
@@ -32,6 +32,7 @@ def describe_plan(plan: Plan) -> str:
             f"{format_seconds(plan.exposed_seconds)} waits for communication, {format_bytes(plan.wire_bytes)} sent, "
             f"{format_count(plan.prediction.flops)} FLOPs"
         )
+        lines += [f"sent by each node: {node_wire(plan)}"] if plan.node_wire_bytes else []
         lines += _from_best(plan)
     if any(gather.merged for gather in plan.gathers):
         lines.append(f"{len(plan.gathers)} gathers in {len(plan.launches)} collectives")
@@ -54,6 +55,23 @@ def describe_plan(plan: Plan) -> str:
     if plan.offloads:
         lines += ["", *_offloaded(plan)]
     return "\n".join(lines)
+
+
+def wire_words(decision: WireDecision) -> str:
+    """How a bucket is sent."""
+    if decision.is_exact:
+        return "sent exactly"
+    parts = [
+        *([f"gathered in {decision.gather}"] if decision.gather != "exact" else []),
+        *(["gathered again from second shards"] if decision.second_shard else []),
+        *([f"reduced in {decision.reduce}"] if decision.reduce != "exact" else []),
+    ]
+    return ", ".join(parts)
+
+
+def node_wire(plan: Plan) -> str:
+    """What the ranks of a node send together, by where it goes."""
+    return ", ".join(f"{format_bytes(size)} {where}" for where, size in plan.node_wire_bytes.items()) + " nodes"
 
 
 def _budget(plan: Plan) -> str:

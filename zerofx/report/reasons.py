@@ -12,7 +12,7 @@ from zerofx.report.fold import span
 from zerofx.report.units import format_bytes
 from zerofx.scheduler.plan import OffloadDecision, Plan, RecomputeDecision
 
-KINDS = ("gathers", "reductions", "parameters", "optimizer states", "gradients", "recomputed", "offloaded")
+KINDS = ("gathers", "reductions", "wire", "parameters", "optimizer states", "gradients", "recomputed", "offloaded")
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,11 @@ def reasons(plan: Plan) -> dict[str, list[Reason]]:
     gathers = [(names[decision.bucket], decision.reason) for decision in plan.gathers]
     reductions = [(names[decision.bucket], decision.reason) for decision in plan.reduces if plan.num_ranks > 1]
     again, out = (list(_of_values(found, names)) for found in (plan.recomputes, plan.offloads))
+    wires = [(names[decision.bucket], decision.reason) for decision in plan.wires]
     parameters = [(names[d.bucket], f"on {d.tier}; {d.reason}") for d in plan.parameters]
     states = [(names[d.bucket], f"{d.place}; {d.reason}") for d in plan.states]
     gradients = [(names[d.bucket], f"on {d.tier} between micro-batches; {d.reason}") for d in plan.gradients]
-    found = [gathers, reductions, parameters, states, gradients, again, out]
+    found = [gathers, reductions, wires, parameters, states, gradients, again, out]
     return {kind: _folded(entries, names) for kind, entries in zip(KINDS, found, strict=True) if entries}
 
 

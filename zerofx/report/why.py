@@ -59,6 +59,9 @@ def _of_node(plan: Plan, name: str) -> Iterator[str]:
     for reduce in plan.reduces:
         if reduce.wait_after == name and plan.num_ranks > 1:
             yield f"reduction of {plan.buckets[reduce.bucket].name}: awaited after it: {reduce.reason}"
+    for wire in plan.wires:
+        if wire.hop_after == name and plan.num_ranks > 1:
+            yield f"reduction of {plan.buckets[wire.bucket].name}: its hop across nodes begins after it: {wire.reason}"
     for recompute in plan.recomputes:
         if recompute.value == name:
             yield _recompute(recompute)
@@ -105,6 +108,7 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
             yield from (_reduce(reduce) for reduce in plan.reduces if reduce.bucket == index)
         waiting = [decision for decision in plan.gradients if decision.bucket == index]
         yield from (f"gradients on {one.tier} between micro-batches: {one.reason}" for one in waiting)
+        yield from (f"wire: {wire.reason}" for wire in plan.wires if wire.bucket == index)
         for state in plan.states:
             if state.bucket == index:
                 yield f"optimizer states {state.place}: {state.reason}"
@@ -185,6 +189,7 @@ def _nearest(plan: Plan, name: str) -> str:
         *plan.extra_keeps,
         *(node for g in plan.gathers for node in (g.first, g.last, g.issue, g.reload, g.read) if node is not None),
         *(reduce.wait_after for reduce in plan.reduces if reduce.wait_after is not None),
+        *(wire.hop_after for wire in plan.wires if wire.hop_after is not None),
     ]
     known = [one for one in dict.fromkeys(known) if one]
     near = difflib.get_close_matches(name, known, _NEAREST, cutoff=0.4)

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,12 +40,27 @@ class Pending(Generic[T]):
     finish: Callable[[Any], T]
 
 
+Group = Literal["all", "node", "across"]
+
+
+def members_of(group: Group, rank: int, size: int, num_ranks: int) -> list[int]:
+    """The ranks of the group that ``rank`` is in, in order.
+
+    ``"all"`` ranks; the ``size`` ranks of its ``"node"``, which are consecutive; or the ``size`` ranks ``"across"``
+    nodes that have its place there.
+    """
+    if group == "node":
+        first = rank // size * size
+        return list(range(first, first + size))
+    return list(range(rank % (num_ranks // size), num_ranks, num_ranks // size))
+
+
 class Transport(Protocol):
-    """Moves slices between ranks. ``sent_bytes`` counts what this rank has sent, payload only."""
+    """Moves slices between ranks. ``sent_to`` counts what this rank has sent to each other, payload only."""
 
     rank: int
     num_ranks: int
-    sent_bytes: int
+    sent_to: Counter[int]
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]: ...
 
@@ -53,7 +69,18 @@ class Transport(Protocol):
 
     def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]: ...
 
+    def gather_on_node(self, full: torch.Tensor, part: torch.Tensor, size: int) -> Pending[torch.Tensor]:
+        """Gather the parts of the ``size`` ranks of this node."""
+
+    def exchange(self, parts: torch.Tensor, size: int, group: Group) -> Pending[torch.Tensor]:
+        """Send part i of ``size`` equal parts to the group's rank i; the result has the parts received, in order."""
+
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None: ...
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent, payload only."""
+        return self.sent_to.total()
 
     def abort(self) -> None:
         """Behind a step that failed here: let ranks that wait for this one fail. Nothing can be moved after it."""
@@ -93,12 +120,12 @@ class Joint:
             pending.finish(None)
 
 
-class PointToPoint:
+class PointToPoint(Transport):
     """Messages between all pairs of ranks of a gloo group that nobody else uses. ``log`` notes how long they take."""
 
     def __init__(self, group: dist.ProcessGroup, log: SpanLog) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.sent_bytes = 0
+        self.sent_to = Counter()
         self._group = group
         self._peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         self._next_tag = 0
@@ -106,18 +133,37 @@ class PointToPoint:
         self._watch: _Watch | None = None
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
-        arrived = self._under_way(self._gather(full, shard), shard.nbytes)
+        return self._gathered(full, shard, list(range(self.num_ranks)))
+
+    def gather_on_node(self, full: torch.Tensor, part: torch.Tensor, size: int) -> Pending[torch.Tensor]:
+        return self._gathered(full, part, members_of("node", self.rank, size, self.num_ranks))
+
+    def exchange(self, parts: torch.Tensor, size: int, group: Group) -> Pending[torch.Tensor]:
+        received = torch.empty_like(parts)
+        works: list[dist.Work] = []
+        if parts.numel():
+            tag = self._tag()
+            members = members_of(group, self.rank, size, self.num_ranks)
+            own = members.index(self.rank)
+            sent, into = parts.chunk(size), received.chunk(size)
+            others = [place for place in range(size) if place != own]
+            works += [self._receive(into[place], members[place], tag) for place in others]
+            works += [self._send(sent[place], members[place], tag) for place in others]
+            into[own].copy_(sent[own])
+        arrived = self._under_way(works, parts.nbytes // size * (size - 1))
 
         def finish(_source: object) -> torch.Tensor:
             arrived()
-            return full
+            return received
 
-        return Pending(full, finish)
+        return Pending(received, finish)
 
     def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
         # Their messages leave back to back, which is all that a group of gathers can save here.
-        works = [work for full, shard in zip(fulls, shards, strict=True) for work in self._gather(full, shard)]
-        arrived = self._under_way(works, sum(shard.nbytes for shard in shards))
+        everyone = list(range(self.num_ranks))
+        pairs = zip(fulls, shards, strict=True)
+        works = [work for full, shard in pairs for work in self._gather(full, shard, everyone)]
+        arrived = self._under_way(works, sum(shard.nbytes for shard in shards) * len(self._peers))
 
         def finish(_source: object) -> None:
             arrived()
@@ -133,7 +179,7 @@ class PointToPoint:
             slices = gradients.chunk(self.num_ranks)
             works += [self._receive(buffer, peer, tag) for buffer, peer in zip(received, self._peers, strict=True)]
             works += [self._send(slices[peer], peer, tag) for peer in self._peers]
-        arrived = self._under_way(works, received[0].nbytes)
+        arrived = self._under_way(works, received[0].nbytes * len(self._peers))
 
         def finish(source: torch.Tensor | None) -> torch.Tensor:
             assert source is not None
@@ -152,28 +198,38 @@ class PointToPoint:
         for tensor in tensors:
             dist.broadcast(tensor, group=self._group, group_src=0)
             if self.rank == 0:
-                self.sent_bytes += tensor.nbytes * (self.num_ranks - 1)
+                self.sent_to.update(dict.fromkeys(self._peers, tensor.nbytes))
 
     def abort(self) -> None:
         close_connections(self._group)
 
-    def _gather(self, full: torch.Tensor, shard: torch.Tensor) -> list[dist.Work]:
+    def _gathered(self, full: torch.Tensor, shard: torch.Tensor, members: list[int]) -> Pending[torch.Tensor]:
+        arrived = self._under_way(self._gather(full, shard, members), shard.nbytes * (len(members) - 1))
+
+        def finish(_source: object) -> torch.Tensor:
+            arrived()
+            return full
+
+        return Pending(full, finish)
+
+    def _gather(self, full: torch.Tensor, shard: torch.Tensor, members: list[int]) -> list[dist.Work]:
         works: list[dist.Work] = []
-        slices = full.chunk(self.num_ranks) if full.numel() else []
+        slices = dict(zip(members, full.chunk(len(members)), strict=True)) if full.numel() else {}
         if slices:
             tag = self._tag()
-            works += [self._receive(slices[peer], peer, tag) for peer in self._peers]
-            works += [self._send(shard, peer, tag) for peer in self._peers]
+            peers = [peer for peer in members if peer != self.rank]
+            works += [self._receive(slices[peer], peer, tag) for peer in peers]
+            works += [self._send(shard, peer, tag) for peer in peers]
             own = slices[self.rank]
             if own.data_ptr() != shard.data_ptr():
                 own.copy_(shard)
         return works
 
     def _under_way(self, works: list[dist.Work], num_bytes: int) -> Callable[[], None]:
-        """What waits for messages, ``num_bytes`` to each other rank; as a step is measured, a thread sees them come."""
+        """What waits for messages, ``num_bytes`` of them sent; as a step is measured, a thread sees them come."""
         if self._log.running and works:
             self._watch = self._watch or _Watch(self._log)
-            return self._watch.see(works, num_bytes * len(self._peers))
+            return self._watch.see(works, num_bytes)
         if self._watch is not None and not self._log.running:
             self._watch.close()
             self._watch = None
@@ -189,7 +245,7 @@ class PointToPoint:
         return self._next_tag
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        self.sent_bytes += tensor.nbytes
+        self.sent_to[peer] += tensor.nbytes
         work = dist.isend(tensor, group=self._group, group_dst=peer, tag=tag)
         assert work is not None
         return work
@@ -227,30 +283,32 @@ class _Watch:
         self._workers.close()
 
 
-class Nccl:
+class Nccl(Transport):
     """NCCL collectives on a stream of their own.
 
     A collective starts behind what the compute stream has been given so far, which also makes it safe to reuse memory
-    that earlier computation read; computation waits for it only where the step says so.
+    that earlier computation read; computation waits for it only where the step says so. What is sent is counted as a
+    ring sends it, to the next rank; of an exchange, to whom it is for.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, log: SpanLog) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.sent_bytes = 0
+        self.sent_to = Counter()
         self._group = group
         self._stream = torch.cuda.Stream(device)
         self._log = log
+        self._groups: dict[tuple[Group, int], dist.ProcessGroup] = {}
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
         def launch() -> None:
             if full.numel():
                 dist.all_gather_into_tensor(full, shard, group=self._group)
 
-        return self._start(full, launch, shard.nbytes * (self.num_ranks - 1), (full, shard))
+        return self._start(full, launch, self._in_ring(shard.nbytes), (full, shard))
 
     def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
-        num_bytes = sum(shard.nbytes for shard in shards) * (self.num_ranks - 1)
-        return self._start(None, lambda: gather_coalesced(self._group, fulls, shards), num_bytes, (*fulls, *shards))
+        sent = self._in_ring(sum(shard.nbytes for shard in shards))
+        return self._start(None, lambda: gather_coalesced(self._group, fulls, shards), sent, (*fulls, *shards))
 
     def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]:
         shard = gradients.new_empty(gradients.numel() // self.num_ranks)
@@ -259,19 +317,62 @@ class Nccl:
             if shard.numel():
                 dist.reduce_scatter_tensor(shard, gradients, group=self._group)
 
-        return self._start(shard, launch, shard.nbytes * (self.num_ranks - 1), (shard, gradients))
+        return self._start(shard, launch, self._in_ring(shard.nbytes), (shard, gradients))
+
+    def gather_on_node(self, full: torch.Tensor, part: torch.Tensor, size: int) -> Pending[torch.Tensor]:
+        group = self._group_of("node", size)
+
+        def launch() -> None:
+            if full.numel():
+                dist.all_gather_into_tensor(full, part, group=group)
+
+        return self._start(
+            full, launch, self._in_ring(part.nbytes, members_of("node", self.rank, size, self.num_ranks)), (full, part)
+        )
+
+    def exchange(self, parts: torch.Tensor, size: int, group: Group) -> Pending[torch.Tensor]:
+        received, own = torch.empty_like(parts), self._group_of(group, size)
+        peers = [peer for peer in members_of(group, self.rank, size, self.num_ranks) if peer != self.rank]
+
+        def launch() -> None:
+            if parts.numel():
+                dist.all_to_all_single(received, parts, group=own)
+
+        return self._start(received, launch, dict.fromkeys(peers, parts.nbytes // size), (received, parts))
+
+    def _in_ring(self, num_bytes: int, members: Sequence[int] | None = None) -> dict[int, int]:
+        """What a ring over ``members`` (all ranks) sends of slices of ``num_bytes``, by rank."""
+        members = range(self.num_ranks) if members is None else members
+        following = members[(members.index(self.rank) + 1) % len(members)]
+        return {following: num_bytes * (len(members) - 1)}
+
+    def _group_of(self, group: Group, size: int) -> dist.ProcessGroup:
+        """The group of this rank. All ranks make all groups, at the same place of the step that first needs them."""
+        if group == "all":
+            return self._group
+        if (group, size) not in self._groups:
+            everyone = dist.get_process_group_ranks(self._group)
+            kinds = {tuple(members_of(group, rank, size, self.num_ranks)) for rank in range(self.num_ranks)}
+            for members in sorted(kinds):
+                made = dist.new_group([everyone[rank] for rank in members])
+                if self.rank in members:
+                    assert isinstance(made, dist.ProcessGroup)
+                    self._groups[group, size] = made
+        return self._groups[group, size]
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             dist.broadcast(tensor, group=self._group, group_src=0)
             if self.rank == 0:
-                self.sent_bytes += tensor.nbytes * (self.num_ranks - 1)
+                self.sent_to.update(dict.fromkeys(range(1, self.num_ranks), tensor.nbytes))
 
     def abort(self) -> None:
         """Nothing: NCCL's watchdog ends ranks that wait too long."""
 
-    def _start(self, result: T, launch: Callable[[], None], num_bytes: int, used: Sequence[torch.Tensor]) -> Pending[T]:
-        self.sent_bytes += num_bytes
+    def _start(
+        self, result: T, launch: Callable[[], None], sent: Mapping[int, int], used: Sequence[torch.Tensor]
+    ) -> Pending[T]:
+        self.sent_to.update(sent)
         compute = torch.cuda.current_stream()
         self._stream.wait_stream(compute)
         timed = self._log.running
@@ -279,7 +380,7 @@ class Nccl:
         with torch.cuda.stream(self._stream):
             if timed:
                 begun.record(self._stream)
-                self._log.add_events(COLLECTIVE, begun, done, num_bytes)
+                self._log.add_events(COLLECTIVE, begun, done, sum(sent.values()))
             launch()
             done.record(self._stream)
         for tensor in used:

@@ -11,7 +11,7 @@ import torch
 
 from zerofx.buckets import BucketLayout
 from zerofx.errors import PlanError
-from zerofx.runtime.collectives import Joint, Pending, Transport
+from zerofx.runtime.collectives import Group, Joint, Pending, Transport
 from zerofx.runtime.tiers import Stored, Tiers
 
 T = TypeVar("T")
@@ -59,6 +59,11 @@ class Runtime:
         """Payload bytes that this rank has sent so far."""
         return self._transport.sent_bytes if self._transport is not None else 0
 
+    @property
+    def sent_to(self) -> Mapping[int, int]:
+        """Payload bytes that this rank has sent so far to each other rank."""
+        return dict(self._transport.sent_to) if self._transport is not None else {}
+
     def hyperparameters(self, bucket: int) -> tuple[float, ...]:
         return self._scalars[bucket]
 
@@ -85,6 +90,16 @@ class Runtime:
 
     def reduce_scatter(self, gradients: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
         return self._connected().reduce_scatter(gradients)
+
+    def gather_on_node(self, part: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
+        return self._connected().gather_on_node(part.new_empty(part.numel() * num_ranks), part, num_ranks)
+
+    def exchange(self, parts: torch.Tensor, bucket: int, num_ranks: int, group: Group) -> Pending[torch.Tensor]:
+        return self._connected().exchange(parts, num_ranks, group)
+
+    def second_shard(self, full: torch.Tensor, bucket: int, num_ranks: int) -> torch.Tensor:
+        assert self._transport is not None
+        return full.chunk(num_ranks)[self._transport.rank % num_ranks].clone()
 
     def offload(self, value: torch.Tensor, tier: str) -> Pending[Stored]:
         return self.tiers.offload(value, tier)

@@ -1,0 +1,320 @@
+"""Which buckets go over the wire in few bits, where the user allows it: only those with which the step takes less time.
+
+Gathers in int8, a second shard on each node and reductions in few bits (ZeRO++, 2306.10209) shorten what collectives
+take, and add computation before and behind them. The exact plan is simulated, and its collectives and waits are
+replayed with each bucket's in one form or the other. From all buckets compressed, each part of that is taken back
+where the step is not longer without it: what hides behind computation stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from zerofx import ops
+from zerofx.buckets import Bucket, BucketLayout
+from zerofx.errors import UsageError
+from zerofx.graph import StepGraph
+from zerofx.passes.quantise_reductions import BITS, is_two_hops
+from zerofx.quantise import packed_bytes
+from zerofx.report.units import format_bytes, format_seconds
+from zerofx.scheduler.machine import Machine, collective_seconds
+from zerofx.scheduler.plan import Plan, ReduceDecision, WireDecision
+from zerofx.scheduler.simulate import Simulation
+from zerofx.scheduler.streams import slice_behind
+
+_LESS = 1e-9  # seconds that make no difference
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a bucket is sent: the fields of a ``WireDecision`` that cost and save."""
+
+    gather: bool = False
+    second_shard: bool = False
+    reduce: bool = False
+
+    def without(self, part: str) -> Choice:
+        return replace(self, **{part: False})
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """One moment of the exact step: seconds of computation, or a collective that starts or is awaited.
+
+    ``turn`` counts the gathers of one bucket's parameters; it is None for other collectives.
+    """
+
+    kind: str
+    key: fx.Node | None
+    seconds: float
+    bucket: int | None = None
+    turn: int | None = None
+    reduces: bool = False
+
+
+def check_nodes(num_ranks: int, machine: Machine) -> None:
+    """Check that ranks fill nodes, as hops within nodes and across them ask for.
+
+    Raises:
+        UsageError: they are on several nodes, and do not fill the last.
+    """
+    local = machine.ranks_per_node
+    if num_ranks > local and num_ranks % local:
+        raise UsageError(
+            f"expected whole nodes of {local} ranks ({machine.name}) for a wire that is not exact, found {num_ranks} "
+            f"ranks: use a multiple of {local}, give a machine with other nodes, or wire='exact'"
+        )
+
+
+def with_wire(
+    plan: Plan,
+    layout: BucketLayout,
+    machine: Machine,
+    wire: str,
+    carried_out: Callable[[Plan], tuple[StepGraph, Simulation]],
+    memory_budget: int | None,
+) -> Plan:
+    """``plan``, which is exact, with the collectives of some buckets in few bits.
+
+    ``carried_out`` runs and simulates a plan. Second shards are given up, those of the last buckets first, where they
+    do not fit ``memory_budget``; a plan that does not fit, or is not faster as simulated, stays exact.
+
+    Raises:
+        UsageError: ranks do not fill nodes.
+    """
+    check_nodes(layout.num_ranks, machine)
+    allowed = replace(plan, wire=wire, ranks_per_node=min(machine.ranks_per_node, layout.num_ranks))
+    if layout.num_ranks == 1:
+        return _all_exact(allowed, layout, "there is one rank")
+    step, exact = carried_out(plan)
+    sends = _Sends(allowed, layout, machine, BITS[wire])
+    moments = _moments(step, exact)
+    most = {b.index: sends.most(b, moments) for b in layout.buckets}
+    chosen = _least(most, lambda choices: _replay(moments, choices, sends))
+    found = _plan(allowed, layout, chosen, most, moments, sends)
+    budget = memory_budget if memory_budget is not None else float("inf")
+    shards = [index for index, choice in chosen.items() if choice.second_shard]
+    while found.wires and not all(one.is_exact for one in found.wires):
+        simulation = carried_out(found)[1]
+        if simulation.live.peak_bytes <= budget:
+            if simulation.step_seconds < exact.step_seconds:
+                return replace(found, prediction=None)
+            return _all_exact(allowed, layout, "the step would not be faster with it")
+        if not shards:
+            break
+        for index in shards[len(shards) // 2 :]:
+            chosen[index] = replace(chosen[index].without("second_shard"), gather=True)
+        shards = shards[: len(shards) // 2]
+        found = _plan(allowed, layout, chosen, most, moments, sends)
+    hidden = all(one.is_exact for one in found.wires)
+    return _all_exact(allowed, layout, "it hides behind computation" if hidden else "the budget has no room for more")
+
+
+def _all_exact(plan: Plan, layout: BucketLayout, why: str) -> Plan:
+    decisions = (WireDecision(b.index, "exact", False, "exact", f"sent exactly: {why}") for b in layout.buckets)
+    return replace(plan, wires=tuple(decisions))
+
+
+class _Sends:
+    """What a bucket's collectives take in few bits on a machine, in seconds."""
+
+    def __init__(self, plan: Plan, layout: BucketLayout, machine: Machine, bits: int) -> None:
+        assert plan.ranks_per_node is not None
+        self.plan, self.layout, self.machine, self.bits = plan, layout, machine, bits
+        self.local, self.num_nodes = plan.ranks_per_node, plan.num_nodes
+        self.two_hops = is_two_hops(self.num_nodes, self.local)
+        self._away = {decision.bucket for decision in plan.parameters}
+
+    def most(self, bucket: Bucket, moments: Sequence[_Moment]) -> Choice:
+        """All that can be compressed of a bucket."""
+        if not bucket.compute_dtype.is_floating_point:
+            return Choice()
+        turns = sum(m.kind == "start" and m.turn is not None and m.bucket == bucket.index for m in moments)
+        second = turns > 1 and self.num_nodes > 1 and bucket.index not in self._away
+        return Choice(gather=turns > 0, second_shard=second, reduce=bucket.trainable)
+
+    def compute(self, num_bytes: float) -> float:
+        """Reading and writing so many bytes together, in one kernel."""
+        return self.machine.device.launch_latency + num_bytes / self.machine.memory_bandwidth
+
+    def gather(self, bucket: Bucket) -> tuple[float, float, float]:
+        """Before, during and behind a gather in int8."""
+        small = packed_bytes(bucket.shard_numel, 8)
+        total = small * bucket.num_ranks
+        during = collective_seconds("all_gather", total, bucket.num_ranks, self.machine)
+        return self.compute(bucket.shard_bytes + small), during, self.compute(total + bucket.full_bytes)
+
+    def gather_on_node(self, bucket: Bucket) -> float:
+        return collective_seconds("all_gather", bucket.full_bytes, self.local, self.machine, ranks_on_node=self.local)
+
+    def second_shard(self, bucket: Bucket) -> float:
+        return self.compute(2 * bucket.full_bytes / self.local)
+
+    def reduction(self, bucket: Bucket) -> tuple[float, tuple[tuple[float, float], ...]]:
+        """Seconds before the first hop, and of each hop on the wire and behind it."""
+        small = packed_bytes(bucket.numel, self.bits)
+        before = self.compute(bucket.full_bytes + small)
+        if not self.two_hops:
+            during = collective_seconds("all_to_all", small, bucket.num_ranks, self.machine)
+            return before, ((during, self.compute(small + bucket.shard_bytes)),)
+        part, summed = small // self.local, 4 * bucket.numel // self.local
+        within = collective_seconds("all_to_all", small, self.local, self.machine, ranks_on_node=self.local)
+        across = collective_seconds("all_to_all", part, self.num_nodes, self.machine, ranks_on_node=1)
+        between = self.compute(small + summed) + self.compute(summed + part)
+        return before, ((within, between), (across, self.compute(part + bucket.shard_bytes)))
+
+
+def _moments(step: StepGraph, simulation: Simulation) -> list[_Moment]:
+    """The exact step in order, computation between two events in one. Copies between tiers take no time here."""
+    found: list[_Moment] = []
+    computing = 0.0
+    turns: dict[int, int] = {}
+    kinds: dict[fx.Node, _Moment] = {}
+    for node in step.calls():
+        timing = simulation.timings[node]
+        pending = node.args[0] if node.target is ops.wait else None
+        if node.target in ops.COLLECTIVES and node.target is not ops.broadcast:
+            index = node.args[2] if node.target is ops.all_gather_into else node.args[1]
+            assert isinstance(index, int)
+            gathers = node.target is ops.all_gather and slice_behind(node) is not None
+            turn = turns.get(index, 0) if gathers else None
+            turns[index] = turns.get(index, 0) + gathers
+            moment = _Moment("start", node, timing.seconds, index, turn, node.target is ops.reduce_scatter)
+            kinds[node] = moment
+        elif isinstance(pending, fx.Node) and pending in kinds:
+            started = kinds[pending]
+            moment = _Moment("wait", pending, timing.seconds, started.bucket, started.turn, started.reduces)
+        else:
+            computing += timing.seconds if node.target not in ops.TRANSFERS else 0.0
+            continue
+        found += [_Moment("compute", None, computing), moment]
+        computing = 0.0
+    return [*found, _Moment("compute", None, computing)]
+
+
+def _replay(moments: Sequence[_Moment], choices: Mapping[int, Choice], sends: _Sends) -> float:
+    """Seconds of the step with these choices."""
+    now = free = 0.0
+    done: dict[tuple[fx.Node | None, int], float] = {}
+    late: list[tuple[_Moment, Bucket]] = []  # reductions whose hop across nodes has started
+
+    def start(key: fx.Node | None, hop: int, seconds: float) -> None:
+        nonlocal free
+        free = done[key, hop] = max(now, free) + seconds
+
+    def finish(hops: list[tuple[_Moment, Bucket]]) -> None:
+        nonlocal now
+        for moment, bucket in hops:
+            now = max(now, done[moment.key, 1]) + sends.reduction(bucket)[1][1][1]
+
+    for moment in moments:
+        bucket = sends.layout.buckets[moment.bucket] if moment.bucket is not None else None
+        choice = choices.get(bucket.index, Choice()) if bucket is not None else Choice()
+        if moment.kind == "compute" or bucket is None:
+            now += moment.seconds
+        elif moment.reduces and choice.reduce:
+            before, hops = sends.reduction(bucket)
+            if moment.kind == "start":
+                now += before
+                start(moment.key, 0, hops[0][0])
+                continue
+            now = max(now, done[moment.key, 0]) + hops[0][1]
+            earlier, late = late, []
+            if len(hops) > 1:
+                start(moment.key, 1, hops[1][0])
+                late = [(moment, bucket)]
+            finish(earlier)
+        elif moment.turn is not None and (choice.gather or choice.second_shard):
+            on_node = choice.second_shard and moment.turn > 0
+            before, during, behind = 0.0, moment.seconds, 0.0
+            if on_node:
+                during = sends.gather_on_node(bucket)
+            elif choice.gather:
+                before, during, behind = sends.gather(bucket)
+            if moment.kind == "start":
+                now += before
+                start(moment.key, 0, during)
+            else:
+                now = max(now, done[moment.key, 0]) + behind
+                now += sends.second_shard(bucket) if choice.second_shard and moment.turn == 0 else 0.0
+        elif moment.kind == "start":
+            start(moment.key, 0, moment.seconds)
+        else:
+            now = max(now, done[moment.key, 0]) + moment.seconds
+            if moment.reduces:
+                finish(late)
+                late = []
+    finish(late)
+    return max(now, free)
+
+
+def _least(most: Mapping[int, Choice], seconds: Callable[[Mapping[int, Choice]], float]) -> dict[int, Choice]:
+    """Of all that can be compressed, what the step is longer without; one part of one bucket after the other."""
+    chosen = dict(most)
+    best = seconds(chosen)
+    for part in ("reduce", "gather", "second_shard"):
+        for index in chosen:
+            if getattr(chosen[index], part):
+                tried = {**chosen, index: chosen[index].without(part)}
+                now = seconds(tried)
+                if now <= best + _LESS:
+                    chosen, best = tried, now
+    return chosen
+
+
+def _plan(
+    plan: Plan,
+    layout: BucketLayout,
+    chosen: Mapping[int, Choice],
+    most: Mapping[int, Choice],
+    moments: Sequence[_Moment],
+    sends: _Sends,
+) -> Plan:
+    """The plan with the choices; a reduction of two hops is awaited where the next bucket's was."""
+    best = _replay(moments, chosen, sends)
+    waits = [decision.wait_after for decision in plan.reduces]
+    reduces: list[ReduceDecision] = []
+    hops: dict[int, str | None] = {}
+    for number, decision in enumerate(plan.reduces):
+        if chosen[decision.bucket].reduce and sends.two_hops:
+            hops[decision.bucket] = decision.wait_after
+            following = waits[number + 1] if number + 1 < len(waits) else None
+            reason = f"{decision.reason}; the hop across nodes hides behind what follows"
+            decision = replace(decision, wait_after=following, reason=reason)
+        reduces.append(decision)
+    wires = []
+    for bucket in layout.buckets:
+        choice = chosen[bucket.index]
+        saved = _replay(moments, {**chosen, bucket.index: Choice()}, sends) - best
+        wires.append(
+            WireDecision(
+                bucket=bucket.index,
+                gather="int8" if choice.gather else "exact",
+                second_shard=choice.second_shard,
+                reduce=plan.wire if choice.reduce else "exact",
+                reason=_reason(plan, bucket, choice, most[bucket.index], saved, sends),
+                hop_after=hops.get(bucket.index),
+            )
+        )
+    return replace(plan, wires=tuple(wires), reduces=tuple(reduces))
+
+
+def _reason(plan: Plan, bucket: Bucket, choice: Choice, most: Choice, saved: float, sends: _Sends) -> str:
+    if choice == Choice():
+        return "sent exactly: " + (
+            "it hides behind computation" if most != Choice() else "it is not sent, or cannot be rounded"
+        )
+    parts = [
+        *(["gathered in int8"] if choice.gather else []),
+        *(
+            [f"gathered again from second shards of {format_bytes(bucket.full_bytes // sends.local)} on each node"]
+            if choice.second_shard
+            else []
+        ),
+        *([f"reduced in {plan.wire}"] if choice.reduce else []),
+    ]
+    rest = "" if choice == most else "; the rest hides behind computation"
+    return f"{', '.join(parts)}: the step is {format_seconds(max(0.0, saved))} shorter than with it sent exactly{rest}"
