@@ -186,7 +186,7 @@ def run_some(labels: tuple[str, ...]) -> Found:
 @pytest.fixture(scope="module")
 def four_ranks() -> list[Found]:
     """Two nodes of two ranks."""
-    labels = ("1 exact", "1 int8", "2 exact", "2 int4", "3 exact", "3 int8", "3 int4")
+    labels = ("1 exact", "1 int4", "3 exact", "3 int8", "3 int4")
     return run_ranks(run_some, 4, labels, timeout=600.0)
 
 
@@ -260,7 +260,7 @@ def test_what_is_sent_and_held_is_what_was_planned(world: list[Found]) -> None:
 
 def test_fewer_bytes_leave_a_node(four_ranks: list[Found]) -> None:
     sent = {label: run.sent["across"] for label, run in four_ranks[0].runs.items()}
-    assert sent["1 int8"] < 0.75 * sent["1 exact"] and sent["2 int4"] < 0.75 * sent["2 exact"]
+    assert sent["1 int4"] < 0.75 * sent["1 exact"]  # what is left is the exact gather of new values
     assert sent["3 int4"] < sent["3 int8"] < 0.2 * sent["3 exact"]
 
 
