@@ -186,9 +186,9 @@ def _slices(row: Row) -> Iterator[_Slice]:
 def _kind(row: Row) -> str:
     if row.stream in (COMPUTE, HOST):
         return row.phase if row.phase in KINDS else "forward"
-    if row.op.startswith("all_gather"):
+    if row.op.startswith(("all_gather", "gather_on_node")):
         return "gathers"
-    if row.op.startswith(("reduce_scatter", "all_reduce")):
+    if row.op.startswith(("reduce_scatter", "all_reduce", "exchange")):
         return "reductions"
     return {"offload": "offloads", "reload": "reloads", "copy_into": "write-backs"}.get(row.op, "other transfers")
 
