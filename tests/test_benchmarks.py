@@ -78,7 +78,8 @@ def test_peers_are_compared_through_the_baseline_that_ran_beside_each() -> None:
         "contenders": [
             measured("matmul", [1.0], flops=60),
             measured("FSDP2 + compile", [2.0, 4.0, 3.0], peak=200),
-            measured("zerofx stage 3", [1.5], peak=100),
+            measured("zerofx stage 3", [1.5], peak=150),
+            measured("zerofx stage 3, 70 %", [1.6], peak=100),
             measured("matmul", [2.0], chunk=1, flops=60),
             measured("FSDP2 + compile", [6.0], peak=200, chunk=1),
             measured("FSDP2", [9.0], chunk=1),
@@ -86,7 +87,7 @@ def test_peers_are_compared_through_the_baseline_that_ran_beside_each() -> None:
         ],
     }
     found = {row.name: row for row in peers_report.rows(group)}
-    assert list(found) == ["FSDP2 + compile", "zerofx stage 3", "FSDP2"]
+    assert list(found) == ["FSDP2 + compile", "zerofx stage 3", "zerofx stage 3, 70 %", "FSDP2"]
     ours = found["zerofx stage 3"]
     assert (ours.ratio, ours.min_ratio, found["FSDP2"].ratio) == (0.5, 0.75, 1.5)
     assert ours.tokens_per_second == 2 * 2 * 10 / 1.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -141,3 +142,25 @@ def test_stepping_the_optimizer_by_hand_is_refused() -> None:
     with pytest.raises(RuntimeError, match="does not require grad"):
         pair.step(ids(), labels=ids(1)).backward()
     pair.optimizers[0].zero_grad()
+
+
+def test_a_step_made_anew_computes_what_the_first_did_where_the_model_shows_nan() -> None:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(2), nn.Linear(64, 8), nn.Linear(8, 1)
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    step = zerofx.compile(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), precision="bf16", backend="eager",
+        loss_fn=lambda outputs, x: outputs.square().mean(),
+    )  # fmt: skip
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+
+    def computed() -> list[str]:
+        step(x)
+        return [
+            line for line in step.source.splitlines() if re.search(r"aten\.(addmm|mm|convolution|as_strided)", line)
+        ]
+
+    first, second = computed(), computed()
+    assert any("addmm" in line for line in first)
+    assert not any(p.isfinite().any() for p in model.parameters())
+    assert second == first

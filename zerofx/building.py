@@ -110,7 +110,9 @@ def prepare(
         ZeroFXError: the model cannot be captured, or the optimizer does not belong to it.
     """
     with watched("capturing the model", show=talk):
-        captures = MicroBatches(model, batch, options, settings, talk=talk)
+        captures = MicroBatches(
+            model, batch, options, settings, state.strides() if state is not None else {}, talk=talk
+        )
         captured = captures.first
     groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
     if layout is not None and binding is not None:

@@ -12,6 +12,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from zerofx.graph import (
     Placeholder,
     Role,
     StepGraph,
+    Strides,
     origin,
     set_origin,
     set_placeholder,
@@ -60,6 +62,7 @@ def capture(
     loss_fn: LossFunction | None = None,
     compute_dtype: torch.dtype | None = None,
     num_micro_batches: int = 1,
+    strides: Strides = MappingProxyType({}),
 ) -> StepGraph:
     """Trace ``loss = model(*batch)`` and its backward.
 
@@ -69,6 +72,7 @@ def capture(
         loss_fn: called as ``loss_fn(outputs, *batch)`` where the model does not return its loss.
         compute_dtype: the dtype in which the graph reads floating-point parameters and batch tensors; None as they are.
         num_micro_batches: what the loss is divided by, where ``batch`` is one of several whose gradients are summed.
+        strides: those of parameters whose tensors do not have them now, because their values are elsewhere.
 
     Returns:
         A ``StepGraph`` whose placeholders are parameters, buffers and batch tensors, and whose outputs are the loss,
@@ -77,9 +81,9 @@ def capture(
     Raises:
         CaptureError: the model cannot be one graph; the message names the source line.
     """
-    parameters = parameter_infos(model, compute_dtype)
+    parameters = parameter_infos(model, compute_dtype, strides)
     watcher = _CallWatcher()
-    with traceable(model, batch, loss_fn, compute_dtype, num_micro_batches) as (lossy, fakes, device, _):
+    with traceable(model, batch, loss_fn, compute_dtype, num_micro_batches, strides) as (lossy, fakes, device, _):
         watcher.inputs = fakes
         with watcher, contextlib.ExitStack() as inner:
             try:
@@ -98,14 +102,15 @@ def traceable(
     loss_fn: LossFunction | None,
     compute_dtype: torch.dtype | None,
     num_micro_batches: int,
+    strides: Strides,
 ) -> Iterator[tuple[nn.Module, tuple[torch.Tensor, ...], torch.device, FakeTensorMode]]:
     """While open, the model is on fake tensors, and what runs knows its layer (``running_layer``).
 
     Gives a module that makes the loss, the fake tensors of the batch to call it with, their device, and their mode.
     """
     mode, device = FakeTensorMode(allow_non_fake_inputs=True), _device_of(model, batch)
-    with _fake_state(model, mode, compute_dtype, device), _layer_annotations(model), _compiling():
-        fakes = tuple(_fake(mode, t, _cast_of(t, compute_dtype), device) for t in batch.tensors)
+    with _fake_state(model, mode, compute_dtype, device, strides), _layer_annotations(model), _compiling():
+        fakes = tuple(_fake(mode, t, t.stride(), _cast_of(t, compute_dtype), device) for t in batch.tensors)
         loss_scope = partial(fx_traceback.annotate, {_LAYER_KEY: _LOSS_LAYER})
         yield LossModule(model, batch, loss_fn, num_micro_batches, loss_scope), fakes, device, mode
 
@@ -149,8 +154,8 @@ class _CallWatcher(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-def parameter_infos(model: nn.Module, compute_dtype: torch.dtype | None) -> tuple[ParameterInfo, ...]:
-    """The distinct parameters of a model in order; ``compute_dtype`` as for ``capture``."""
+def parameter_infos(model: nn.Module, compute_dtype: torch.dtype | None, strides: Strides) -> tuple[ParameterInfo, ...]:
+    """The distinct parameters of a model in order; ``compute_dtype`` and ``strides`` as for ``capture``."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -161,7 +166,7 @@ def parameter_infos(model: nn.Module, compute_dtype: torch.dtype | None) -> tupl
             name=names[key][0],
             aliases=tuple(names[key]),
             shape=tuple(p.shape),
-            stride=tuple(p.stride()),
+            stride=strides.get(key, p.stride()),
             dtype=p.dtype,
             compute_dtype=_cast_of(p, compute_dtype),
             requires_grad=p.requires_grad,
@@ -182,14 +187,20 @@ def _device_of(model: nn.Module, batch: Batch) -> torch.device:
     return torch.device("cpu")
 
 
-def _fake(mode: FakeTensorMode, real: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _fake(
+    mode: FakeTensorMode, real: torch.Tensor, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     with mode:
-        return torch.empty_strided(real.shape, real.stride(), dtype=dtype, device=device)
+        return torch.empty_strided(real.shape, stride, dtype=dtype, device=device)
 
 
 @contextlib.contextmanager
 def _fake_state(
-    model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype | None, device: torch.device
+    model: nn.Module,
+    mode: FakeTensorMode,
+    compute_dtype: torch.dtype | None,
+    device: torch.device,
+    strides: Strides,
 ) -> Iterator[None]:
     """Fake tensors in the places of the model's parameters and buffers, the same tensor where it was the same."""
     fakes: dict[int, torch.Tensor] = {}
@@ -202,7 +213,7 @@ def _fake_state(
                     continue
                 if id(real) not in fakes:
                     dtype = _cast_of(real, compute_dtype) if cast else real.dtype
-                    fake = _fake(mode, real, dtype, device)
+                    fake = _fake(mode, real, strides.get(id(real), real.stride()), dtype, device)
                     fakes[id(real)] = nn.Parameter(fake, requires_grad=real.requires_grad) if cast else fake
                 saved.append((table, name, real))
     for table, name, real in saved:

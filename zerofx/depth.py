@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import fx, nn
@@ -18,7 +19,7 @@ from torch import fx, nn
 from zerofx.batch import Batch
 from zerofx.capture import capture, parameter_infos, placeholder_name
 from zerofx.forward_record import record_forward
-from zerofx.graph import Role, StepGraph, placeholder
+from zerofx.graph import Role, StepGraph, Strides, placeholder
 from zerofx.layers import find_units
 from zerofx.loss import LossFunction
 from zerofx.repeats import Repeat, find_repeats, shortened
@@ -32,6 +33,7 @@ def capture_by_layer(
     loss_fn: LossFunction | None = None,
     compute_dtype: torch.dtype | None = None,
     num_micro_batches: int = 1,
+    strides: Strides = MappingProxyType({}),
     allowed: bool = True,
     check: bool = False,
     say: Callable[[str], object] = lambda _: None,
@@ -44,7 +46,7 @@ def capture_by_layer(
     Raises:
         CaptureError: as ``capture``.
     """
-    whole = _Whole(model, batch, loss_fn, compute_dtype, num_micro_batches)
+    whole = _Whole(model, batch, loss_fn, compute_dtype, num_micro_batches, strides)
     repeats = find_repeats(model) if allowed else ()
     if repeats:
         try:
@@ -65,15 +67,18 @@ class _Whole:
     loss_fn: LossFunction | None
     compute_dtype: torch.dtype | None
     num_micro_batches: int
+    strides: Strides
 
     def capture(self) -> StepGraph:
         return capture(
             self.model, self.batch, loss_fn=self.loss_fn, compute_dtype=self.compute_dtype,
-            num_micro_batches=self.num_micro_batches,
+            num_micro_batches=self.num_micro_batches, strides=self.strides,
         )  # fmt: skip
 
     def record(self) -> fx.Graph:
-        return record_forward(self.model, self.batch, self.loss_fn, self.compute_dtype, self.num_micro_batches)
+        return record_forward(
+            self.model, self.batch, self.loss_fn, self.compute_dtype, self.num_micro_batches, self.strides
+        )
 
 
 def _stamped(whole: _Whole, repeats: Sequence[Repeat]) -> StepGraph:
@@ -98,7 +103,7 @@ def _stamped(whole: _Whole, repeats: Sequence[Repeat]) -> StepGraph:
         same_outputs(short, stamped)
         names.extend(stamped)
     names.give(short)
-    parameters = parameter_infos(model, whole.compute_dtype)
+    parameters = parameter_infos(model, whole.compute_dtype, whole.strides)
     found = replace(short, parameters=parameters, units=frozenset(find_units(model)))
     found.graph.lint()
     return found.clone()

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofx.batch import Batch
 from zerofx.capture import running_layer, saves_by_hook, traceable
-from zerofx.graph import Origin, Phase, Placeholder, Role, origin, set_origin, set_placeholder, set_value
+from zerofx.graph import Origin, Phase, Placeholder, Role, Strides, origin, set_origin, set_placeholder, set_value
 from zerofx.loss import LossFunction
 from zerofx.stamp import NotRepeatedError
 
@@ -29,6 +29,7 @@ def record_forward(
     loss_fn: LossFunction | None,
     compute_dtype: torch.dtype | None,
     num_micro_batches: int,
+    strides: Strides,
 ) -> fx.Graph:
     """Run the forward on fake tensors; arguments as for ``capture``.
 
@@ -39,7 +40,7 @@ def record_forward(
         NotRepeatedError: the model runs Python in backward, or has tensors of its own that are neither parameters nor
             buffers.
     """
-    with traceable(model, batch, loss_fn, compute_dtype, num_micro_batches) as (lossy, fakes, _, mode):
+    with traceable(model, batch, loss_fn, compute_dtype, num_micro_batches, strides) as (lossy, fakes, _, mode):
         recorder = _Recorder(model, fakes)
         with mode, recorder:
             loss = lossy(*fakes)

@@ -55,6 +55,9 @@ class Origin:
     phase: Phase
 
 
+Strides = Mapping[int, tuple[int, ...]]  # of parameters, by the identity of their tensors
+
+
 @dataclass(frozen=True)
 class ParameterInfo:
     """A distinct parameter tensor.

@@ -6,13 +6,14 @@ import copy
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from torch import nn
 
 from zerofx.batch import Batch, micro_batch
 from zerofx.depth import capture_by_layer
 from zerofx.errors import UsageError
-from zerofx.graph import StepGraph
+from zerofx.graph import StepGraph, Strides
 from zerofx.options import CompileOptions
 from zerofx.passes.accumulate import accumulate
 from zerofx.passes.simplify import simplify
@@ -25,14 +26,22 @@ class MicroBatches:
     """The step of one batch in any number of micro-batches, each captured when it is asked for first.
 
     ``candidates`` are the numbers that may be planned for, the least first: the divisors of the batch size where the
-    number is left to the plan and a memory budget gives it a reason to take more than one. ``talk``: whether this rank
-    writes how it was captured, where ``ZEROFX_DEBUG`` asks for passes.
+    number is left to the plan and a memory budget gives it a reason to take more than one. ``strides`` as for
+    ``capture``. ``talk``: whether this rank writes how it was captured, where ``ZEROFX_DEBUG`` asks for passes.
     """
 
     def __init__(
-        self, model: nn.Module, batch: Batch, options: CompileOptions, settings: Settings, *, talk: bool = False
+        self,
+        model: nn.Module,
+        batch: Batch,
+        options: CompileOptions,
+        settings: Settings,
+        strides: Strides = MappingProxyType({}),
+        *,
+        talk: bool = False,
     ) -> None:
         self._model, self._batch, self._options, self._settings = model, batch, options, settings
+        self._strides = strides
         self._talk = talk and settings.debug > 0
         self._captured: dict[int, StepGraph] = {}  # of one micro-batch each, before it is unrolled
         self._unrolled: dict[int, StepGraph] = {}
@@ -88,8 +97,8 @@ class MicroBatches:
             batch = replace(batch, tensors=first)
         step = capture_by_layer(
             self._model, batch, loss_fn=self._options.loss_fn, compute_dtype=self._options.compute_dtype,
-            num_micro_batches=num, allowed="stamp" not in self._settings.disable, check=self._settings.verify == 2,
-            say=self._say,
+            num_micro_batches=num, strides=self._strides, allowed="stamp" not in self._settings.disable,
+            check=self._settings.verify == 2, say=self._say,
         )  # fmt: skip
         if "simplify" not in self._settings.disable:
             simplify(step)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx.buckets import Bucket, BucketLayout, Slot
-from zerofx.graph import DEVICE, Role
+from zerofx.graph import DEVICE, Role, Strides
 from zerofx.optimizers import UpdateProgram
 from zerofx.runtime.collectives import Transport
 from zerofx.runtime.tiers import Stored, Tiers
@@ -241,6 +241,10 @@ class TrainingState:
                     tensor.data = torch.full((), float("nan"), dtype=bucket.dtype, device=self.device).expand(
                         tensor.shape
                     )
+
+    def strides(self) -> Strides:
+        """Those of the parameters as a step reads them: NaN that takes no memory has others."""
+        return {id(self._tensors[slot.source]): slot.stride for bucket in self.layout.buckets for slot in bucket.slots}
 
     def show_parameters(self) -> None:
         """Give the model its whole parameters, gathered from all ranks, in their own dtype."""
