@@ -54,7 +54,10 @@ def peak(samples: int = 8, world_size: int = 1) -> int:
 
 
 def fewest(memory_kib: int, stage: int = 3, limit: int = 64) -> SearchResult:
-    return smallest_world(*training(), rows(8), stage, machine=machine(memory_kib), backend="eager", limit=limit)
+    """With whole parameters: slices would need fewer."""
+    return smallest_world(
+        *training(), rows(8), stage, machine=machine(memory_kib), backend="eager", tile="none", limit=limit
+    )
 
 
 def check_consistent(result: SearchResult) -> None:
@@ -86,7 +89,9 @@ def test_one_more_sample_does_not_fit() -> None:
 
 def test_the_budget_is_what_counts_when_there_is_one() -> None:
     results = [
-        largest_micro_batch(rows, *training(), limit=8, machine=machine(360), memory_budget=budget, backend="eager")
+        largest_micro_batch(
+            rows, *training(), limit=8, machine=machine(360), memory_budget=budget, backend="eager", tile="none"
+        )
         for budget in ("346KiB", 0.97, None)
     ]
     assert [result.limit_bytes for result in results] == [346 * 1024, int(0.97 * 360 * 1024), 360 * 1024]
@@ -125,7 +130,7 @@ def test_recomputation_makes_room_for_samples() -> None:
     choices: tuple[Recompute, ...] = ("none", "auto")
     without, with_it = (
         largest_micro_batch(
-            rows, model, optimizer, limit=64, machine=machine(256), backend="eager", recompute=recompute
+            rows, model, optimizer, limit=64, machine=machine(256), backend="eager", recompute=recompute, tile="none"
         )
         for recompute in choices
     )
@@ -137,6 +142,14 @@ def test_a_limit_ends_the_search() -> None:
     result = largest_micro_batch(rows, *training(), limit=6, machine=machine(8 * 1024), backend="eager")
     assert [trial.value for trial in result.tried] == [1, 2, 4, 6]
     assert result.value == 6
+
+
+def test_slices_make_room_for_samples() -> None:
+    without, with_it = (
+        largest_micro_batch(rows, *training(), machine=machine(420), backend="eager", recompute="none", tile=tile)
+        for tile in ("none", "auto")
+    )
+    assert with_it.value > without.value and with_it.planned.plan.slices and not without.planned.plan.slices
 
 
 def test_not_even_one_sample() -> None:
@@ -154,7 +167,9 @@ def test_fewer_ranks_do_not_fit() -> None:
 def test_past_a_node_there_are_whole_nodes() -> None:
     memory_kib = (peak(world_size=4) + peak(world_size=6)) // 2048
     pairs = replace(machine(memory_kib), ranks_per_node=2)
-    result = smallest_world(*training(), rows(8), machine=pairs, backend="eager", recompute="none", prefetch=0)
+    result = smallest_world(
+        *training(), rows(8), machine=pairs, backend="eager", recompute="none", tile="none", prefetch=0
+    )
     assert [trial.value for trial in result.tried] == [1, 2, 4, 8, 6]
     assert result.value == 6
     check_consistent(result)
@@ -200,8 +215,9 @@ def test_a_limit_within_a_node() -> None:
 def test_a_plan_that_was_found_is_the_plan_that_is_made() -> None:
     result = fewest(200)
     again = zerofx.plan(
-        *training(), rows(8), world_size=result.value, machine=machine(200), memory_budget=1.0, backend="eager"
-    )
+        *training(), rows(8), world_size=result.value, machine=machine(200), memory_budget=1.0, backend="eager",
+        tile="none",
+    )  # fmt: skip
     assert again.plan == result.planned.plan
 
 

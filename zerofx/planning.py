@@ -168,6 +168,7 @@ class RankOptions(TypedDict, total=False):
     prefetch: int
     keep_gathered: Collection[str] | Literal["all"]
     accumulate: Accumulate
+    delayed_update: int | None
     wire: Wire
 
 

@@ -264,7 +264,9 @@ def _options(stage: int, given: RankOptions) -> CompileOptions:
         given.get("recompute", "auto"),
         given.get("offload", "auto"),
         given.get("accumulate", 1),
-        host_budget=given.get("host_budget"),
+        given.get("tile", "auto"),
+        given.get("host_budget"),
+        delayed_update=given.get("delayed_update"),
         wire=given.get("wire", "exact"),
     )
 
