@@ -28,8 +28,9 @@ from zerofx.buckets import BucketLayout
 from zerofx.errors import PlanError
 from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, set_tier
 from zerofx.passes.base import consumers, end_of_unit, named, start_of_unit
+from zerofx.scheduler.decisions import GradientDecision
 from zerofx.scheduler.machine import TIERS
-from zerofx.scheduler.plan import GradientDecision, Plan
+from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import mutated_inputs
 
 

@@ -30,8 +30,9 @@ from zerofx import ops
 from zerofx.errors import PlanError
 from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, origin, set_tier, tensor
 from zerofx.passes.base import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
+from zerofx.scheduler.decisions import OffloadDecision
 from zerofx.scheduler.machine import TIERS
-from zerofx.scheduler.plan import OffloadDecision, Plan
+from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import mutated_inputs, storage_source, tensors_of
 
 

@@ -23,7 +23,8 @@ from zerofx import ops
 from zerofx.graph import StepGraph
 from zerofx.passes.base import named, start_of_unit
 from zerofx.passes.gather import gather_name, read_name, reload_name
-from zerofx.scheduler.plan import GatherDecision, Plan
+from zerofx.scheduler.decisions import GatherDecision
+from zerofx.scheduler.plan import Plan
 
 
 @dataclass(frozen=True)

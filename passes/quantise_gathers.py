@@ -28,7 +28,8 @@ from zerofx.buckets import Bucket, BucketLayout
 from zerofx.errors import PlanError
 from zerofx.graph import DEVICE, StepGraph, insert_call, origin, set_value, tensor, tier_of
 from zerofx.quantise import BLOCK
-from zerofx.scheduler.plan import Plan, WireDecision
+from zerofx.scheduler.decisions import WireDecision
+from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.streams import slice_behind
 
 GATHER_BITS = 8

@@ -43,8 +43,8 @@ from zerofx.graph import (
     tensor,
 )
 from zerofx.scheduler.activations import value_node
+from zerofx.scheduler.decisions import SliceDecision
 from zerofx.scheduler.heads import sum_dtype
-from zerofx.scheduler.plan import SliceDecision
 from zerofx.scheduler.slices import Sliceable, Use, Way, find_sliceable, product_of
 from zerofx.scheduler.storage import is_view, storage_source
 

@@ -40,8 +40,9 @@ from zerofx.buckets import Bucket
 from zerofx.errors import PlanError
 from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, set_tier, tensor, tier_of
 from zerofx.passes.base import consumers, named, start_of_unit
+from zerofx.scheduler.decisions import StateDecision
 from zerofx.scheduler.machine import TIERS
-from zerofx.scheduler.plan import Plan, StateDecision
+from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.streams import ends_of
 
 _aten = torch.ops.aten

@@ -31,8 +31,9 @@ from zerofx.errors import PlanError
 from zerofx.graph import Origin, Phase, StepGraph, insert_call, origin, tensor
 from zerofx.passes.tile_chain import tile_chain
 from zerofx.scheduler.chains import Chain, find_chains
+from zerofx.scheduler.decisions import TileDecision
 from zerofx.scheduler.heads import LossHead, find_heads, sum_dtype
-from zerofx.scheduler.plan import Plan, TileDecision
+from zerofx.scheduler.plan import Plan
 
 _aten = torch.ops.aten
 _MEAN, _SUM = 1, 2  # torch's numbers of the reductions of a loss

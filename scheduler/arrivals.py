@@ -22,8 +22,9 @@ from torch import fx
 
 from zerofx.buckets import BucketLayout
 from zerofx.graph import StepGraph
+from zerofx.scheduler.decisions import GatherDecision, ReduceDecision, StateDecision
 from zerofx.scheduler.machine import Machine, Tier, copy_seconds
-from zerofx.scheduler.plan import GatherDecision, Plan, ReduceDecision, StateDecision
+from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.policy import parameter_uses
 from zerofx.scheduler.timeline import Place, Run, runs
 

@@ -30,7 +30,8 @@ from zerofx.graph import StepGraph
 from zerofx.report.units import format_bytes
 from zerofx.scheduler.items import Activations, Item, Leaning, Question, items_of, plan_of
 from zerofx.scheduler.moves import order_moves
-from zerofx.scheduler.plan import Plan, Prediction
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan_facts import Prediction
 from zerofx.scheduler.tiling import rungs
 
 _SCANNED = 32  # lengths of an order that are tried, at least, before a budget is said to be out of reach

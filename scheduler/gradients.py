@@ -17,8 +17,8 @@ from torch import fx
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import Phase, StepGraph
 from zerofx.report.units import format_bytes, format_seconds
+from zerofx.scheduler.decisions import GradientDecision
 from zerofx.scheduler.machine import Machine, Tier, copy_seconds
-from zerofx.scheduler.plan import GradientDecision
 from zerofx.scheduler.timeline import Place, Run, runs
 
 

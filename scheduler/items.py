@@ -15,20 +15,20 @@ from zerofx.passes.tile import tile
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.activations import Level, Segment, crossing_storages, menu, segments, value_node
 from zerofx.scheduler.arrivals import NUM_BUFFERS, place_arrivals
+from zerofx.scheduler.decisions import (
+    GradientDecision,
+    ParameterDecision,
+    RecomputeDecision,
+    StateDecision,
+    TileDecision,
+)
 from zerofx.scheduler.gathers import Gathering, keep_menus, prefetch_menu, why_kept
 from zerofx.scheduler.gradients import Waiting, gradient_menus, place_gradients
 from zerofx.scheduler.machine import Machine, Tier
 from zerofx.scheduler.moves import Move, reached
 from zerofx.scheduler.offload import Room, Wish, away_seconds, entries, joint_menu, place
 from zerofx.scheduler.parameters import Home, copies_menu, parameter_menus
-from zerofx.scheduler.plan import (
-    GradientDecision,
-    ParameterDecision,
-    Plan,
-    RecomputeDecision,
-    StateDecision,
-    TileDecision,
-)
+from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.policy import GraphIdentity, PolicyOptions, decide, identify, residencies
 from zerofx.scheduler.states import Placement, decisions_of, state_menus
 from zerofx.scheduler.storage import Storage, storage_bytes, tensors_of

@@ -22,8 +22,9 @@ from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import StepGraph, delayed_bucket
 from zerofx.passes.gather import gather_name
 from zerofx.report.units import format_seconds
+from zerofx.scheduler.decisions import GatherDecision
 from zerofx.scheduler.machine import Machine, collective_latency, collective_seconds
-from zerofx.scheduler.plan import GatherDecision, Plan
+from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.simulate import Simulation
 from zerofx.scheduler.streams import COLLECTIVE
 

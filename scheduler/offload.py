@@ -26,8 +26,8 @@ from zerofx.passes.offload import refusal
 from zerofx.report.units import format_seconds
 from zerofx.scheduler.activations import Level, Segment, cheapest, keep_all, menu, storage_size
 from zerofx.scheduler.costs import node_cost
+from zerofx.scheduler.decisions import OffloadDecision
 from zerofx.scheduler.machine import Machine, Tier, copy_seconds
-from zerofx.scheduler.plan import OffloadDecision
 from zerofx.scheduler.storage import storage_bytes, tensors_of
 from zerofx.scheduler.timeline import Place, Run, runs
 

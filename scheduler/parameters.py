@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import Phase, origin
 from zerofx.report.units import format_bytes, format_seconds
+from zerofx.scheduler.decisions import ParameterDecision
 from zerofx.scheduler.gathers import Gathering
 from zerofx.scheduler.machine import Machine, Tier, copy_seconds
-from zerofx.scheduler.plan import ParameterDecision
 from zerofx.scheduler.policy import Residency
 from zerofx.scheduler.timeline import Place
 

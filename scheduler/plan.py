@@ -4,243 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from zerofx.errors import PlanError
-
-FORMAT = 1
-_PLAIN_FIELDS = (
-    "stage", "num_ranks", "precision", "machine", "graph", "memory_budget", "num_micro_batches", "micro_batches_reason",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class GatherDecision:
-    """One residency of a bucket on the device.
-
-    Positions are names of nodes of the captured graph: the gather is issued before ``issue``, awaited before ``first``
-    (the first use), and the full buffer is released after ``last``. Where parameters live in a slower tier, the copy of
-    this rank's slice to the device is issued before ``reload`` (None: before ``issue``), and its read from nvme into
-    the host's memory before ``read`` (None: with the copy). On one rank the copy is all there is to gather.
-    ``merged``: the gather starts as one collective with that of the decision before it, whose ``issue`` it has.
-    """
-
-    bucket: int
-    first: str
-    last: str
-    issue: str
-    reason: str
-    reload: str | None = None
-    read: str | None = None
-    merged: bool = False
-
-
-@dataclass(frozen=True)
-class ReduceDecision:
-    """The reduction of a bucket's gradients: issued after its last gradient, awaited (and the bucket updated) after
-    node ``wait_after``; None means at the end of the step."""
-
-    bucket: int
-    wait_after: str | None
-    reason: str
-
-
-@dataclass(frozen=True)
-class RecomputeDecision:
-    """A forward value that is not kept for backward but computed again: node name, bytes, and why.
-
-    ``layer`` is the dotted path of the module that makes the value, ``""`` the model itself.
-    """
-
-    value: str
-    num_bytes: int
-    reason: str
-    layer: str = ""
-
-
-@dataclass(frozen=True)
-class TileDecision:
-    """Logits that are made, and turned into their loss and its gradients, in ``num_tiles`` runs of rows.
-
-    ``value`` is the node of the captured graph that gives the logits, ``num_bytes`` what they take whole, ``layer`` as
-    in ``RecomputeDecision``.
-    """
-
-    value: str
-    num_tiles: int
-    num_bytes: int
-    reason: str
-    layer: str = ""
-
-
-@dataclass(frozen=True)
-class SliceDecision:
-    """A parameter that is gathered, multiplied, reduced and updated ``num_slices`` runs of rows at a time.
-
-    ``parameter`` is its first dotted name, ``num_bytes`` what it takes whole in the compute dtype. Each slice is a
-    parameter of the captured graph, with a bucket of its own: ``"layers.0.mlp.up.weight[0:2048]"``.
-    """
-
-    parameter: str
-    num_slices: int
-    num_bytes: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class OffloadDecision:
-    """A forward value that waits for backward in a slower tier: ``"host"`` or ``"nvme"``.
-
-    Positions are names of nodes of the captured graph. The copy out is issued behind the value's last reader in
-    forward; it is awaited, and the value's memory on the device given back, behind ``free_after``. The copy back is
-    issued before ``reload_before`` and awaited before the value's first reader in backward. ``layer`` as in
-    ``RecomputeDecision``.
-    """
-
-    value: str
-    tier: str
-    num_bytes: int
-    free_after: str
-    reload_before: str
-    reason: str
-    layer: str = ""
-
-
-@dataclass(frozen=True)
-class StateDecision:
-    """Where a bucket's optimizer states and fp32 masters live between steps (``tier``), and where its update runs.
-
-    ``update`` is ``"device"`` (the states come up for the update and go down again) or ``"host"`` (the gradient goes
-    down, and the parameters come up). A bucket without a decision has its states on the device.
-    Positions are names of nodes of the captured graph: what the update works on is copied to it from before ``reload``
-    (None: from where the bucket's reduction starts), and from nvme into the host's memory from before ``read``
-    (None: with the copy). ``at_once``: all copies are made, and awaited, where the update is; nothing is held for it
-    beside other computation, and nothing hides behind that. ``behind`` is the bucket whose buffers on the host it takes
-    over on its way from nvme: its read starts when that bucket is written back, at the earliest.
-    ``delayed``: an update on the host runs beside the next step, which computes with the parameters from before it and
-    brings the new ones up when it needs the old no more (2101.06840, section 5: one-step delayed parameter update).
-    """
-
-    bucket: int
-    tier: str
-    update: str
-    reason: str
-    reload: str | None = None
-    read: str | None = None
-    at_once: bool = False
-    delayed: bool = False
-    behind: int | None = None
-
-    @property
-    def place(self) -> str:
-        """Where the states live and are updated, in words."""
-        return f"on {self.tier}, updated on the {self.update}{' beside the next step' if self.delayed else ''}"
-
-
-@dataclass(frozen=True)
-class ParameterDecision:
-    """The slower tier that a rank's slice of a bucket's parameters lives in between uses: ``"host"`` or ``"nvme"``.
-
-    The slice is in the compute dtype. It is copied to the device for each of the bucket's residencies, and brought to
-    where the bucket is updated. A bucket without a decision has its parameters on the device.
-    """
-
-    bucket: int
-    tier: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class GradientDecision:
-    """The slower tier that a bucket's gradients wait in between micro-batches: ``"host"`` or ``"nvme"``.
-
-    Positions are names of nodes of the captured graph, one of each for every micro-batch but the last: the copy out
-    starts behind the micro-batch's last gradient of the bucket, and is awaited behind ``free_after``; the copy back
-    starts before ``reload_before``, and is awaited before the next micro-batch's first gradient. A bucket without a
-    decision has its gradients on the device.
-    """
-
-    bucket: int
-    tier: str
-    num_bytes: int
-    free_after: tuple[str, ...]
-    reload_before: tuple[str, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
-class WireDecision:
-    """How a bucket goes over the wire where the user allows results that are not exact.
-
-    ``gather`` is ``"exact"`` or ``"int8"``; ``reduce`` also ``"int4"``. With ``second_shard`` each rank keeps the part
-    of the first gathered bucket that is its own among the ranks of its node, and later gathers stay on the node.
-    A reduction that is not exact, on several nodes of several ranks, is a hop within nodes and one across: the second
-    begins behind the node ``hop_after`` of the captured graph (None: where the bucket is updated).
-    """
-
-    bucket: int
-    gather: str
-    second_shard: bool
-    reduce: str
-    reason: str
-    hop_after: str | None = None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether nothing about the bucket is changed."""
-        return self.gather == "exact" and not self.second_shard and self.reduce == "exact"
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a plan leads to, per rank: bytes by tier, seconds, bytes sent on the wire in one step, FLOPs.
-
-    ``peak_bytes`` has the device and the slower tiers that the plan uses, ``peak_node`` is where the device's peak is
-    reached, and ``peak_live`` what is live there, by category. ``link_bytes`` are moved between tiers in one step, by
-    stream: ``to_host``, ``to_device``, ``nvme_read`` and ``nvme_write``.
-    ``node_wire_bytes`` are what the ranks of the first node send together, ``"within"`` it and ``"across"`` nodes,
-    where the plan was free to send less than exact values; empty elsewhere.
-    ``least_seconds`` bounds the step from below: within the same budget, no choice of values to keep and to compute
-    again takes less (``scheduler.bound``); None where nobody asked.
-    """
-
-    peak_bytes: dict[str, int]
-    peak_node: str
-    peak_live: dict[str, int]
-    model_state_bytes: int
-    wire_bytes: int
-    step_seconds: float
-    exposed_seconds: float
-    flops: int
-    link_bytes: dict[str, int] = field(default_factory=dict)
-    least_seconds: float | None = None
-    node_wire_bytes: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class BucketSummary:
-    """What a plan must know of a bucket to be recognised: its name, elements and dtypes."""
-
-    name: str
-    group: int | None
-    num_parameters: int
-    shard_numel: int
-    dtype: str
-    compute_dtype: str
-
-
-@dataclass(frozen=True)
-class GraphSummary:
-    """What a plan must know of the captured graph to say how another one differs.
-
-    ``placeholders`` are types by role and name (``"parameter head.weight"``: ``"float32[8, 4]"``), ``operators``
-    numbers of calls by operator.
-    """
-
-    placeholders: dict[str, str]
-    operators: dict[str, int]
+from zerofx.scheduler.decisions import (
+    GatherDecision,
+    GradientDecision,
+    OffloadDecision,
+    ParameterDecision,
+    RecomputeDecision,
+    ReduceDecision,
+    SliceDecision,
+    StateDecision,
+    TileDecision,
+    WireDecision,
+)
+from zerofx.scheduler.plan_facts import BucketSummary, GraphSummary, Prediction
+from zerofx.scheduler.plan_json import as_data, fields_of, to_text
 
 
 @dataclass(frozen=True)
@@ -357,13 +138,13 @@ class Plan:
 
     def decisions_hash(self) -> str:
         """SHA-256 of all decisions without the prediction: what ranks compare before the first step."""
-        data = self._as_dict()
+        data = as_data(self)
         del data["prediction"], data["summary"]  # the fingerprint stands for the graph
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> str:
         """The plan as JSON text; ``Plan.from_json`` gives an equal plan back."""
-        return json.dumps({"format": FORMAT, **self._as_dict()}, indent=1, sort_keys=True)
+        return to_text(self)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -372,37 +153,7 @@ class Plan:
         Raises:
             PlanError: the text is no plan of this format.
         """
-        try:
-            data = json.loads(text)
-            if data.pop("format") != FORMAT:
-                raise PlanError(f"expected a plan of format {FORMAT}; make the plan anew with this version of zerofx")
-            prediction, summary = data["prediction"], data["summary"]
-            return Plan(
-                **{name: data[name] for name in _PLAIN_FIELDS},
-                buckets=tuple(BucketSummary(**b) for b in data["buckets"]),
-                gathers=tuple(GatherDecision(**g) for g in data["gathers"]),
-                reduces=tuple(ReduceDecision(**r) for r in data["reduces"]),
-                recomputes=tuple(RecomputeDecision(**r) for r in data["recomputes"]),
-                extra_keeps=tuple(data["extra_keeps"]),
-                tiles=tuple(TileDecision(**t) for t in data["tiles"]),
-                slices=tuple(SliceDecision(**s) for s in data["slices"]),
-                offloads=tuple(OffloadDecision(**o) for o in data["offloads"]),
-                states=tuple(StateDecision(**s) for s in data["states"]),
-                parameters=tuple(ParameterDecision(**p) for p in data["parameters"]),
-                gradients=tuple(
-                    GradientDecision(
-                        **{**g, "free_after": tuple(g["free_after"]), "reload_before": tuple(g["reload_before"])}
-                    )
-                    for g in data["gradients"]
-                ),
-                wire=data.get("wire", "exact"),
-                ranks_per_node=data.get("ranks_per_node"),
-                wires=tuple(WireDecision(**w) for w in data.get("wires", ())),
-                prediction=Prediction(**prediction) if prediction else None,
-                summary=GraphSummary(**summary) if summary else None,
-            )
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise PlanError(f"expected the JSON of a zerofx plan, found something else: {error!r}") from error
+        return Plan(**fields_of(text))
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, for ``zerofx.compile(plan=path)``; a file that exists is replaced."""
@@ -448,15 +199,6 @@ class Plan:
         from zerofx.report.plan_text import describe_plan
 
         return describe_plan(self)
-
-    def _as_dict(self) -> dict[str, Any]:
-        data = asdict(self)
-        for name, exact in (("wire", "exact"), ("ranks_per_node", None), ("wires", ())):
-            if data[name] == exact:
-                del data[name]
-        if self.prediction is not None and not self.prediction.node_wire_bytes:
-            del data["prediction"]["node_wire_bytes"]
-        return data
 
     def _predicted(self) -> Prediction:
         if self.prediction is None:

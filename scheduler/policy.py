@@ -21,19 +21,18 @@ from zerofx.node_text import target_name
 from zerofx.passes.base import consumers
 from zerofx.passes.recompute import put_off, recompute
 from zerofx.passes.tile import tile
-from zerofx.scheduler.plan import (
-    BucketSummary,
+from zerofx.scheduler.decisions import (
     GatherDecision,
     GradientDecision,
-    GraphSummary,
     OffloadDecision,
     ParameterDecision,
-    Plan,
     RecomputeDecision,
     ReduceDecision,
     StateDecision,
     TileDecision,
 )
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan_facts import BucketSummary, GraphSummary
 
 
 @dataclass(frozen=True)

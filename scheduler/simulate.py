@@ -22,7 +22,8 @@ from zerofx.report.memory import peak_memory
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.liveness import Liveness, liveness
 from zerofx.scheduler.machine import Machine, collective_latency, collective_seconds, copy_seconds, wire_bytes
-from zerofx.scheduler.plan import Plan, Prediction
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan_facts import Prediction
 from zerofx.scheduler.storage import storage_bytes, storage_source
 from zerofx.scheduler.streams import HOST, LINKS, hops_of, num_gathers_behind, runs_on_host, stream_of
 from zerofx.scheduler.wire_volume import collective_of, node_wire_bytes

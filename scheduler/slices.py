@@ -22,8 +22,8 @@ from zerofx.graph import ParameterInfo, Role, StepGraph, placeholder, tensor, un
 from zerofx.node_text import target_name
 from zerofx.report.units import format_bytes
 from zerofx.scheduler.chains import find_chains
+from zerofx.scheduler.decisions import SliceDecision
 from zerofx.scheduler.heads import find_heads
-from zerofx.scheduler.plan import SliceDecision
 
 _aten = torch.ops.aten
 

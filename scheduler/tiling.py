@@ -8,8 +8,8 @@ from zerofx.errors import UsageError
 from zerofx.graph import StepGraph, origin
 from zerofx.report.units import format_bytes
 from zerofx.scheduler.chains import Chain, find_chains
+from zerofx.scheduler.decisions import TileDecision
 from zerofx.scheduler.heads import LossHead, find_heads
-from zerofx.scheduler.plan import TileDecision
 
 Tiles = tuple[TileDecision, ...]
 

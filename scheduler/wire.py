@@ -20,8 +20,9 @@ from zerofx.graph import StepGraph
 from zerofx.passes.quantise_reductions import BITS, is_two_hops
 from zerofx.quantise import packed_bytes
 from zerofx.report.units import format_bytes, format_seconds
+from zerofx.scheduler.decisions import ReduceDecision, WireDecision
 from zerofx.scheduler.machine import Machine, collective_seconds
-from zerofx.scheduler.plan import Plan, ReduceDecision, WireDecision
+from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.simulate import Simulation
 from zerofx.scheduler.streams import slice_behind
 

@@ -17,7 +17,8 @@ from zerofx.passes.base import consumers
 from zerofx.passes.recompute import recompute
 from zerofx.runtime.measure import Measurement
 from zerofx.scheduler.activations import crossing_values
-from zerofx.scheduler.plan import OffloadDecision, ParameterDecision, Plan, RecomputeDecision, StateDecision
+from zerofx.scheduler.decisions import OffloadDecision, ParameterDecision, RecomputeDecision, StateDecision
+from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.policy import PolicyOptions, decide
 from zerofx.scheduler.storage import is_view, storage_bytes
 

@@ -14,7 +14,7 @@ from tests.distributed import run_ranks
 from tests.models import CASES, Case, batches
 from tests.offloads import check_measured
 from tests.training import Trained, build, differences, train_compiled, train_plain
-from zerofx.scheduler.plan import StateDecision
+from zerofx.scheduler.decisions import StateDecision
 
 
 @pytest.fixture(autouse=True)

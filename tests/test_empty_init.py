@@ -22,7 +22,7 @@ from tests.users import Tiny, adamw, facts, ids, tiny
 from zerofx import OptimizerError, UsageError
 from zerofx.deferred import DeferredTensor
 from zerofx.runtime.measure import CpuPeak
-from zerofx.scheduler.plan import StateDecision
+from zerofx.scheduler.decisions import StateDecision
 
 
 def deferred(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

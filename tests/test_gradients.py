@@ -17,9 +17,10 @@ from tests.models import CASES, batches
 from tests.offloads import check_measured, prepare_case
 from tests.scheduler.test_joint import small_machine
 from tests.training import build, differences, train_compiled, train_plain
+from zerofx.scheduler.decisions import GradientDecision
 from zerofx.scheduler.gradients import place_gradients
 from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.plan import GradientDecision, Plan
+from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.timeline import seconds_by_place
 
 

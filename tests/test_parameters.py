@@ -17,7 +17,8 @@ from tests.graphs import Prepared
 from tests.models import CASES, batches
 from tests.offloads import check_measured, parameters_away, prepare_case
 from tests.training import build, differences, train_compiled, train_plain
-from zerofx.scheduler.plan import ParameterDecision, Plan
+from zerofx.scheduler.decisions import ParameterDecision
+from zerofx.scheduler.plan import Plan
 
 STATES = [None, ("host", "device"), ("host", "host"), ("nvme", "device"), ("nvme", "host")]
 

@@ -17,7 +17,8 @@ from tests.graphs import Prepared, prepare
 from tests.models import CASES, batches, sgd
 from tests.offloads import check_measured, prepare_case
 from tests.training import build, differences, train_compiled, train_plain
-from zerofx.scheduler.plan import Plan, StateDecision
+from zerofx.scheduler.decisions import StateDecision
+from zerofx.scheduler.plan import Plan
 
 PLACES = [("host", "device"), ("host", "host"), ("nvme", "device"), ("nvme", "host")]
 

@@ -13,9 +13,10 @@ import zerofx
 from tests.graphs import Prepared, prepare
 from zerofx import ops
 from zerofx.scheduler.arrivals import NUM_BUFFERS, place_arrivals
+from zerofx.scheduler.decisions import StateDecision
 from zerofx.scheduler.liveness import liveness
 from zerofx.scheduler.machine import Link, Machine, Nvme
-from zerofx.scheduler.plan import Plan, StateDecision
+from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.streams import ends_of, runs_on_host
 from zerofx.scheduler.timeline import seconds_by_place
 

@@ -33,7 +33,8 @@ from zerofx.scheduler.liveness import Liveness, MemoryEvent, liveness, with_prof
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.measured import MeasuredCosts
 from zerofx.scheduler.merging import may_merge, merge_gathers
-from zerofx.scheduler.plan import Plan, Prediction
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan_facts import Prediction
 from zerofx.scheduler.policy import decide
 from zerofx.scheduler.simulate import Simulation, predict, simulate
 from zerofx.scheduler.states import decisions_of, delayed_placements

@@ -15,7 +15,8 @@ from zerofx.options import CompileOptions
 from zerofx.report.units import format_bytes, format_count
 from zerofx.runtime.control import Control
 from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.plan import BucketSummary, Plan
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan_facts import BucketSummary
 from zerofx.scheduler.policy import PolicyOptions, identify, summarise
 
 T = TypeVar("T")

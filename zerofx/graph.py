@@ -18,8 +18,8 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.node_text import target_name, type_text
+from zerofx.scheduler.decisions import SliceDecision
 from zerofx.scheduler.machine import Tier
-from zerofx.scheduler.plan import SliceDecision
 
 DEVICE: Tier = "device"
 

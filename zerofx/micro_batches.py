@@ -18,7 +18,8 @@ from zerofx.options import CompileOptions
 from zerofx.passes.accumulate import accumulate
 from zerofx.passes.simplify import simplify
 from zerofx.passes.slice import slice_parameters
-from zerofx.scheduler.plan import Plan, SliceDecision
+from zerofx.scheduler.decisions import SliceDecision
+from zerofx.scheduler.plan import Plan
 from zerofx.settings import Settings
 
 

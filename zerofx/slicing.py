@@ -9,7 +9,8 @@ from zerofx.buckets import BucketLayout
 from zerofx.graph import StepGraph
 from zerofx.options import CompileOptions
 from zerofx.scheduler.budget import BudgetMissedError
-from zerofx.scheduler.plan import Plan, SliceDecision
+from zerofx.scheduler.decisions import SliceDecision
+from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.slices import Slices, named_slices, slice_rungs
 
 T = TypeVar("T")

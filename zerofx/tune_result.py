@@ -10,7 +10,8 @@ from tabulate import tabulate
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.runtime.measure import Measurement
 from zerofx.scheduler.measured import MeasuredCosts
-from zerofx.scheduler.plan import Plan, Prediction
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan_facts import Prediction
 
 _HEADERS = ("candidate", "peak", "measured", "time", "corrected", "measured", "")
 _ALIGN = ("left", *["right"] * 5, "left")

@@ -24,8 +24,8 @@ from zerofx.codegen.regions import cut
 from zerofx.errors import PlanError
 from zerofx.graph import Role, placeholder
 from zerofx.runtime.executor import StepFunction, load_source
+from zerofx.scheduler.decisions import StateDecision
 from zerofx.scheduler.liveness import liveness
-from zerofx.scheduler.plan import StateDecision
 from zerofx.scheduler.workspace import workspace_bytes
 
 

@@ -15,7 +15,7 @@ from zerofx.codegen.regions import Region, cut, is_free_view
 from zerofx.errors import PlanError
 from zerofx.graph import Phase, origin, tensor, tier_of
 from zerofx.passes.base import consumers
-from zerofx.scheduler.plan import OffloadDecision
+from zerofx.scheduler.decisions import OffloadDecision
 
 aten = torch.ops.aten
 

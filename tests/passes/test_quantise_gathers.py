@@ -13,8 +13,8 @@ from tests.graphs import DIM, ROWS, Prepared, TwoBlocks, calls, order_of, prepar
 from zerofx import ops
 from zerofx.errors import InvalidGraphError, PlanError
 from zerofx.quantise import BLOCK
+from zerofx.scheduler.decisions import ParameterDecision, WireDecision
 from zerofx.scheduler.liveness import liveness
-from zerofx.scheduler.plan import ParameterDecision, WireDecision
 from zerofx.verify import verify
 
 

@@ -11,8 +11,8 @@ from tests.graphs import Prepared, calls, order_of, prepare
 from zerofx import ops
 from zerofx.errors import PlanError
 from zerofx.quantise import BLOCK
+from zerofx.scheduler.decisions import WireDecision
 from zerofx.scheduler.liveness import liveness
-from zerofx.scheduler.plan import WireDecision
 
 
 def wired(

@@ -21,7 +21,7 @@ from zerofx.passes.base import consumers
 from zerofx.passes.simplify import simplify
 from zerofx.passes.slice import slice_parameters
 from zerofx.scheduler.chains import find_chains
-from zerofx.scheduler.plan import SliceDecision
+from zerofx.scheduler.decisions import SliceDecision
 from zerofx.scheduler.slices import named_slices, slice_rungs
 from zerofx.verify import verify
 

@@ -14,7 +14,7 @@ from zerofx import ops
 from zerofx.codegen.regions import Region, cut
 from zerofx.errors import InvalidGraphError, PlanError
 from zerofx.graph import Role, delayed_bucket, insert_call, origin, placeholder, tier_of
-from zerofx.scheduler.plan import StateDecision
+from zerofx.scheduler.decisions import StateDecision
 from zerofx.scheduler.streams import hops_of, runs_on_host
 from zerofx.verify import verify
 

@@ -19,8 +19,9 @@ from zerofx.graph import StepGraph, tensor
 from zerofx.options import Tiling
 from zerofx.passes.simplify import simplify
 from zerofx.passes.tile import tile
+from zerofx.scheduler.decisions import TileDecision
 from zerofx.scheduler.heads import find_heads
-from zerofx.scheduler.plan import Plan, TileDecision
+from zerofx.scheduler.plan import Plan
 
 VOCAB = 512
 TILINGS: tuple[Tiling, ...] = ("none", "auto")

@@ -22,8 +22,8 @@ from zerofx.graph import Phase, StepGraph, tensor, tile_of
 from zerofx.passes.simplify import simplify
 from zerofx.passes.tile import tile
 from zerofx.scheduler.chains import find_chains
+from zerofx.scheduler.decisions import TileDecision
 from zerofx.scheduler.liveness import liveness
-from zerofx.scheduler.plan import TileDecision
 from zerofx.scheduler.policy import PolicyOptions, decide
 from zerofx.scheduler.storage import is_view
 from zerofx.scheduler.tiling import named_tiles

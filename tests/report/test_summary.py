@@ -13,7 +13,8 @@ import zerofx
 from tests.graphs import features, sgd
 from tests.report.lowered import Deep, lowered
 from zerofx.report.reasons import one_line, reasons
-from zerofx.scheduler.plan import Plan, RecomputeDecision
+from zerofx.scheduler.decisions import RecomputeDecision
+from zerofx.scheduler.plan import Plan
 
 
 def compiled_step(depth: int = 4) -> zerofx.Step:

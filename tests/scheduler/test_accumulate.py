@@ -9,7 +9,9 @@ import pytest
 from tests.graphs import prepare
 from zerofx.scheduler.accumulate import choose_micro_batches
 from zerofx.scheduler.budget import BudgetMissedError
-from zerofx.scheduler.plan import Plan, Prediction, RecomputeDecision
+from zerofx.scheduler.decisions import RecomputeDecision
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan_facts import Prediction
 
 CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 24)
 

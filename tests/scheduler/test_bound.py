@@ -28,9 +28,10 @@ from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.scheduler.activations import Segment, crossing_storages, segments, value_node
 from zerofx.scheduler.bound import Exchange, bound, convex_hull, least_seconds_to_free, with_least_seconds
 from zerofx.scheduler.costs import node_cost
+from zerofx.scheduler.decisions import OffloadDecision, RecomputeDecision
 from zerofx.scheduler.liveness import liveness, with_profiles
 from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.plan import OffloadDecision, Plan, RecomputeDecision
+from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.policy import PolicyOptions, decide
 from zerofx.scheduler.simulate import predict, simulate
 from zerofx.scheduler.storage import storage_bytes, storage_source, tensors_of

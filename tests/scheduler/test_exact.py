@@ -22,7 +22,8 @@ from zerofx.scheduler.exact import SEARCH_NODES, search, solve
 from zerofx.scheduler.items import Captured, Question
 from zerofx.scheduler.liveness import liveness
 from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.plan import Plan, Prediction
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan_facts import Prediction
 from zerofx.scheduler.problem import (
     Compute,
     Drop,

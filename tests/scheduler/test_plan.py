@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from tests.graphs import Tied, prepare, token_ids
 from zerofx.errors import PlanError
-from zerofx.scheduler.plan import Plan, Prediction
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan_facts import Prediction
 
 _ROOT = Path(__file__).parent.parent.parent
 

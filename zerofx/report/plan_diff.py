@@ -10,8 +10,9 @@ from typing import Any
 from zerofx.report.fold import fold, span
 from zerofx.report.plan_text import D, by_unit, count_values, wire_words
 from zerofx.report.units import format_bytes, format_count, format_seconds
+from zerofx.scheduler.decisions import GatherDecision, OffloadDecision
 from zerofx.scheduler.machine import TIERS
-from zerofx.scheduler.plan import GatherDecision, OffloadDecision, Plan
+from zerofx.scheduler.plan import Plan
 
 SAME = "the plans are the same"
 

@@ -14,7 +14,9 @@ from zerofx.graph import unit_of
 from zerofx.report.fold import fold, span
 from zerofx.report.reasons import reasons
 from zerofx.report.units import format_bytes, format_count, format_seconds, on_tiers
-from zerofx.scheduler.plan import BucketSummary, OffloadDecision, Plan, RecomputeDecision, WireDecision
+from zerofx.scheduler.decisions import OffloadDecision, RecomputeDecision, WireDecision
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan_facts import BucketSummary
 
 AboutValue = RecomputeDecision | OffloadDecision
 D = TypeVar("D", RecomputeDecision, OffloadDecision)

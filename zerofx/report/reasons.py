@@ -10,7 +10,8 @@ from functools import partial
 
 from zerofx.report.fold import span
 from zerofx.report.units import format_bytes
-from zerofx.scheduler.plan import OffloadDecision, Plan, RecomputeDecision
+from zerofx.scheduler.decisions import OffloadDecision, RecomputeDecision
+from zerofx.scheduler.plan import Plan
 
 KINDS = ("gathers", "reductions", "wire", "parameters", "optimizer states", "gradients", "recomputed", "offloaded")
 

@@ -8,14 +8,8 @@ from collections.abc import Iterator
 from zerofx.errors import PlanError
 from zerofx.report.plan_text import AboutValue, count_values, itemsize
 from zerofx.report.units import format_bytes
-from zerofx.scheduler.plan import (
-    GatherDecision,
-    OffloadDecision,
-    Plan,
-    RecomputeDecision,
-    ReduceDecision,
-    TileDecision,
-)
+from zerofx.scheduler.decisions import GatherDecision, OffloadDecision, RecomputeDecision, ReduceDecision, TileDecision
+from zerofx.scheduler.plan import Plan
 
 _NEAREST = 5  # names that an error suggests
 

@@ -16,7 +16,8 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.runtime.collectives import Transport
 from zerofx.runtime.tiers import Stored, Tiers
 from zerofx.runtime.weights import Weights, whole_bucket
-from zerofx.scheduler.plan import Plan, StateDecision
+from zerofx.scheduler.decisions import StateDecision
+from zerofx.scheduler.plan import Plan
 
 
 @dataclass
