@@ -92,7 +92,7 @@ def liveness(step: StepGraph, on_cpu: bool) -> Liveness:
     """Walk the graph in order.
 
     ``on_cpu``: whether the step runs on a CPU, where operators keep workspaces (``scheduler/workspace.py``) and
-    reductions receive every other rank's slice into a buffer of its own (``zerofx/runtime/collectives.py``) rather than
+    reductions receive every other rank's slice into a buffer of its own (``zerofx/runtime/messages.py``) rather than
     sum inside the collective.
     """
     last_use, owned = _last_uses(step)

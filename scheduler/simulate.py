@@ -5,7 +5,7 @@ one for each link and direction. What is started begins when its stream is free 
 leg when the first is done; a wait holds computation until then, and so does an update on the host. What computation
 waits for is *exposed*. A delayed update on the host holds nothing: it begins when the host is free and its copies are
 there, and where it ends beyond the step, the next step begins with it under way. (The emitted step behaves so; see
-``zerofx/runtime/collectives.py`` and ``zerofx/runtime/tiers.py``.)
+``zerofx/runtime/messages.py``, ``zerofx/runtime/nccl.py`` and ``zerofx/runtime/tiers.py``.)
 """
 
 from __future__ import annotations

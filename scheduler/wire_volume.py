@@ -1,6 +1,6 @@
 """Bytes that collectives send, by link: within nodes and across them.
 
-On a CPU every rank sends its part to every other (``zerofx/runtime/collectives.py``). Elsewhere gathers and reductions
+On a CPU every rank sends its part to every other (``zerofx/runtime/messages.py``). Elsewhere gathers and reductions
 are rings, which leave each node once, and only exchanges go from rank to rank. A node's bytes are those that its ranks
 send together: (N - 1) / N of a bucket cross a node's boundary in a ring over N ranks.
 """

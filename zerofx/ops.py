@@ -2,7 +2,7 @@
 
 They are registered with schemas and fake implementations, so that fake tensors flow through them and alias analysis
 reads them like any other operator. Those that compute have kernels, and may run in regions; the others have none: what
-runs is the emitted step, which calls the runtime (``zerofx/runtime/collectives.py``) in their place.
+runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py``) in their place.
 
 ====================  ==============================================================================================
 ``all_gather``        start gathering every rank's slice of a flat bucket into a fresh full buffer; ``more``

@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 from tests.distributed import run_ranks
 from zerofx.buckets import BucketLayout
-from zerofx.runtime.collectives import Pending, gather_coalesced, make_transport
+from zerofx.runtime.collectives import make_transport
 from zerofx.runtime.executor import Runtime
+from zerofx.runtime.nccl import gather_coalesced
 from zerofx.runtime.tiers import Tiers
+from zerofx.runtime.transport import Pending
 
 CPU = torch.device("cpu")
 

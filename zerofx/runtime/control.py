@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # docum
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zerofx.errors import RankMismatchError, ZeroFXError
-from zerofx.runtime.collectives import close_connections
+from zerofx.runtime.messages import close_connections
 
 T = TypeVar("T")
 

@@ -11,8 +11,9 @@ import torch
 
 from zerofx.buckets import BucketLayout
 from zerofx.errors import PlanError
-from zerofx.runtime.collectives import Group, Joint, Pending, Transport
+from zerofx.runtime.collectives import Joint
 from zerofx.runtime.tiers import Stored, Tiers
+from zerofx.runtime.transport import Group, Pending, Transport
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from zerofx.buckets import Bucket, Slot
 from zerofx.checks import names
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import UsageError, warn
-from zerofx.runtime.collectives import Transport
 from zerofx.runtime.control import WORK_SECONDS, Control
+from zerofx.runtime.transport import Transport
 from zerofx.runtime.weights import copy_overlap, in_order_of
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ import torch
 
 from zerofx.buckets import BucketLayout
 from zerofx.graph import Role, StepGraph, placeholder
-from zerofx.runtime.collectives import Pending
 from zerofx.runtime.executor import Runtime, StepFunction, functions_of, with_functions
 from zerofx.runtime.spans import Span, SpanLog, StreamUse, stream_uses, transfers_of
 from zerofx.runtime.tiers import Stored
+from zerofx.runtime.transport import Pending
 from zerofx.scheduler.links import Transfer
 from zerofx.scheduler.storage import storage_bytes
 from zerofx.scheduler.streams import COMPUTE, HOST

@@ -13,8 +13,8 @@ from torch import nn
 from zerofx.buckets import Bucket, BucketLayout, Slot
 from zerofx.graph import DEVICE, Role, Strides
 from zerofx.optimizers import UpdateProgram
-from zerofx.runtime.collectives import Transport
 from zerofx.runtime.tiers import Stored, Tiers
+from zerofx.runtime.transport import Transport
 from zerofx.runtime.weights import Weights, whole_bucket
 from zerofx.scheduler.decisions import StateDecision
 from zerofx.scheduler.plan import Plan

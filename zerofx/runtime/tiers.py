@@ -16,12 +16,12 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 
 from zerofx.graph import DEVICE
-from zerofx.runtime.collectives import Pending
 from zerofx.runtime.copies import Copies, Copy, CudaCopies, ThreadCopies
 from zerofx.runtime.host_memory import HostMemory
 from zerofx.runtime.nvme import NvmeFile, NvmeFiles
 from zerofx.runtime.nvme_folders import check_folders
 from zerofx.runtime.spans import SpanLog
+from zerofx.runtime.transport import Pending
 from zerofx.scheduler.storage import storage_bytes
 from zerofx.scheduler.streams import LINKS, NVME_READ, NVME_WRITE, TO_DEVICE, TO_HOST
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from zerofx.checks import device_of
 from zerofx.deferred import adopt_meta, check_recipes, make_buffers
-from zerofx.runtime.collectives import Transport
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.loaded_weights import LoadedWeights, describe, match
+from zerofx.runtime.transport import Transport
 from zerofx.runtime.weights import ModelWeights, Weights
 
 if TYPE_CHECKING:

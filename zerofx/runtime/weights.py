@@ -14,8 +14,8 @@ import torch
 
 from zerofx.buckets import Bucket, Slot
 from zerofx.deferred import DeferredTensor
-from zerofx.runtime.collectives import Transport
 from zerofx.runtime.control import WORK_SECONDS, Control
+from zerofx.runtime.transport import Transport
 
 
 class Weights(Protocol):

@@ -1,0 +1,203 @@
+"""Collectives on a CPU: messages between all pairs of ranks, on gloo.
+
+That is faster than gloo's own all-gather and reduce-scatter, takes no hidden buffers, and lets the sum be taken in rank
+order: results depend neither on timing nor on how parameters are divided into buckets.
+
+The gloo group is the step's own: a rank whose step fails closes its connections there, so that the others fail too
+rather than wait for it, and the user's process group stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zerofx.runtime.copies import Workers
+from zerofx.runtime.spans import SpanLog
+from zerofx.runtime.transport import Group, Pending, Transport, members_of
+from zerofx.scheduler.streams import COLLECTIVE
+
+_NEVER_SENT = 2**31 - 1  # a tag that no message has
+
+
+class PointToPoint(Transport):
+    """Messages between all pairs of ranks of a gloo group that nobody else uses. ``log`` notes how long they take."""
+
+    def __init__(self, group: dist.ProcessGroup, log: SpanLog) -> None:
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.sent_to = Counter()
+        self._group = group
+        self._peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
+        self._next_tag = 0
+        self._log = log
+        self._watch: _Watch | None = None
+
+    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
+        return self._gathered(full, shard, list(range(self.num_ranks)))
+
+    def gather_on_node(self, full: torch.Tensor, part: torch.Tensor, size: int) -> Pending[torch.Tensor]:
+        return self._gathered(full, part, members_of("node", self.rank, size, self.num_ranks))
+
+    def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
+        # Their messages leave back to back, which is all that a group of gathers can save here.
+        everyone = list(range(self.num_ranks))
+        pairs = zip(fulls, shards, strict=True)
+        works = [work for full, shard in pairs for work in self._gather(full, shard, everyone)]
+        arrived = self._under_way(works, sum(shard.nbytes for shard in shards) * len(self._peers))
+
+        def finish(_source: object) -> None:
+            arrived()
+
+        return Pending(None, finish)
+
+    def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]:
+        num_shard = gradients.numel() // self.num_ranks
+        received = [gradients.new_empty(num_shard) for _ in self._peers]
+        works: list[dist.Work] = []
+        if num_shard:
+            tag = self._tag()
+            slices = gradients.chunk(self.num_ranks)
+            works += [self._receive(buffer, peer, tag) for buffer, peer in zip(received, self._peers, strict=True)]
+            works += [self._send(slices[peer], peer, tag) for peer in self._peers]
+        arrived = self._under_way(works, received[0].nbytes * len(self._peers))
+
+        def finish(source: torch.Tensor | None) -> torch.Tensor:
+            assert source is not None
+            arrived()
+            own = source.narrow(0, self.rank * num_shard, num_shard)
+            parts = [*received[: self.rank], own, *received[self.rank :]]
+            total = torch.add(parts[0], parts[1], out=received[0])
+            for part in parts[2:]:
+                total.add_(part)
+            received.clear()
+            return total
+
+        return Pending(received[0], finish)
+
+    def exchange(self, parts: torch.Tensor, size: int, group: Group) -> Pending[torch.Tensor]:
+        received = torch.empty_like(parts)
+        works: list[dist.Work] = []
+        if parts.numel():
+            tag = self._tag()
+            members = members_of(group, self.rank, size, self.num_ranks)
+            own = members.index(self.rank)
+            sent, into = parts.chunk(size), received.chunk(size)
+            others = [place for place in range(size) if place != own]
+            works += [self._receive(into[place], members[place], tag) for place in others]
+            works += [self._send(sent[place], members[place], tag) for place in others]
+            into[own].copy_(sent[own])
+        arrived = self._under_way(works, parts.nbytes // size * (size - 1))
+
+        def finish(_source: object) -> torch.Tensor:
+            arrived()
+            return received
+
+        return Pending(received, finish)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self._group, group_src=0)
+            if self.rank == 0:
+                self.sent_to.update(dict.fromkeys(self._peers, tensor.nbytes))
+
+    def abort(self) -> None:
+        close_connections(self._group)
+
+    def _gathered(self, full: torch.Tensor, shard: torch.Tensor, members: list[int]) -> Pending[torch.Tensor]:
+        arrived = self._under_way(self._gather(full, shard, members), shard.nbytes * (len(members) - 1))
+
+        def finish(_source: object) -> torch.Tensor:
+            arrived()
+            return full
+
+        return Pending(full, finish)
+
+    def _gather(self, full: torch.Tensor, shard: torch.Tensor, members: list[int]) -> list[dist.Work]:
+        works: list[dist.Work] = []
+        slices = dict(zip(members, full.chunk(len(members)), strict=True)) if full.numel() else {}
+        if slices:
+            tag = self._tag()
+            peers = [peer for peer in members if peer != self.rank]
+            works += [self._receive(slices[peer], peer, tag) for peer in peers]
+            works += [self._send(shard, peer, tag) for peer in peers]
+            own = slices[self.rank]
+            if own.data_ptr() != shard.data_ptr():
+                own.copy_(shard)
+        return works
+
+    def _under_way(self, works: list[dist.Work], num_bytes: int) -> Callable[[], None]:
+        """What waits for messages, ``num_bytes`` of them sent; as a step is measured, a thread sees them come."""
+        if self._log.running and works:
+            self._watch = self._watch or _Watch(self._log)
+            return self._watch.see(works, num_bytes)
+        if self._watch is not None and not self._log.running:
+            self._watch.close()
+            self._watch = None
+
+        def arrived() -> None:
+            while works:
+                works.pop().wait()
+
+        return arrived
+
+    def _tag(self) -> int:
+        self._next_tag += 1
+        return self._next_tag
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        self.sent_to[peer] += tensor.nbytes
+        work = dist.isend(tensor, group=self._group, group_dst=peer, tag=tag)
+        assert work is not None
+        return work
+
+    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        work = dist.irecv(tensor, group=self._group, group_src=peer, tag=tag)
+        assert work is not None
+        return work
+
+
+class _Watch:
+    """A thread that notes when messages have come: whoever waits for them may come later than they do.
+
+    Collectives are taken to run one behind the other, as in predictions: one begins where the one before it ends.
+    """
+
+    def __init__(self, log: SpanLog) -> None:
+        self._log = log
+        self._workers = Workers("messages")
+        self._free = 0.0
+
+    def see(self, works: list[dist.Work], num_bytes: int) -> Callable[[], None]:
+        began = time.perf_counter()
+
+        def watch() -> None:
+            while works:
+                works.pop(0).wait()
+            begin, self._free = max(began, self._free), time.perf_counter()
+            self._log.add(COLLECTIVE, begin, self._free, num_bytes)
+
+        seen = self._workers.submit(watch)
+        return seen.result
+
+    def close(self) -> None:
+        self._workers.close()
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections of a gloo group: ranks that wait for it there, or come to, fail at once.
+
+    No call of gloo's does that for a process that lives on, but a message that does not come in time does.
+    """
+    rank = dist.get_rank(group)
+    for peer in range(dist.get_world_size(group)):
+        if peer != rank:
+            with contextlib.suppress(RuntimeError):
+                late = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+                assert late is not None
+                late.wait(timedelta(milliseconds=1))

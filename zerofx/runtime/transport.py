@@ -1,0 +1,65 @@
+"""What every way to move tensors between ranks can do: gather, reduce, exchange and broadcast."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+Group = Literal["all", "node", "across"]
+
+
+@dataclass
+class Pending(Generic[T]):
+    """Something started: its result (valid once awaited), and what finishes it, given the buffer that it reads."""
+
+    result: T
+    finish: Callable[[Any], T]
+
+
+def members_of(group: Group, rank: int, size: int, num_ranks: int) -> list[int]:
+    """The ranks of the group that ``rank`` is in, in order.
+
+    ``"all"`` ranks; the ``size`` ranks of its ``"node"``, which are consecutive; or the ``size`` ranks ``"across"``
+    nodes that have its place there.
+    """
+    if group == "node":
+        first = rank // size * size
+        return list(range(first, first + size))
+    return list(range(rank % (num_ranks // size), num_ranks, num_ranks // size))
+
+
+class Transport(Protocol):
+    """Moves slices between ranks. ``sent_to`` counts what this rank has sent to each other, payload only."""
+
+    rank: int
+    num_ranks: int
+    sent_to: Counter[int]
+
+    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]: ...
+
+    def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
+        """Gather several slices of one dtype as one collective."""
+
+    def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]: ...
+
+    def gather_on_node(self, full: torch.Tensor, part: torch.Tensor, size: int) -> Pending[torch.Tensor]:
+        """Gather the parts of the ``size`` ranks of this node."""
+
+    def exchange(self, parts: torch.Tensor, size: int, group: Group) -> Pending[torch.Tensor]:
+        """Send part i of ``size`` equal parts to the group's rank i; the result has the parts received, in order."""
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None: ...
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent, payload only."""
+        return self.sent_to.total()
+
+    def abort(self) -> None:
+        """Behind a step that failed here: let ranks that wait for this one fail. Nothing can be moved after it."""
