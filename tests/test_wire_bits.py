@@ -280,6 +280,7 @@ def train_variants() -> dict[str, tuple[Run, Run]]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # importing Inductor warns
 def test_what_else_is_asked_for_goes_with_it() -> None:
     ranks = run_ranks(train_variants, 4, timeout=900.0)
     one, again = ranks[0].pop("twice")
