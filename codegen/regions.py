@@ -75,6 +75,11 @@ def cut(step: StepGraph) -> tuple[Instruction, ...]:
     return tuple(instructions)
 
 
+def regions_of(instructions: tuple[Instruction, ...]) -> list[Region]:
+    """The regions among the instructions of a step, in order; equal ones as often as they run."""
+    return [i for i in instructions if isinstance(i, Region)]
+
+
 def _runs(step: StepGraph) -> Iterator[list[fx.Node]]:
     run: list[fx.Node] = []
     group: tuple[str, bool, bool, str | None, str | None, bool] | None = None

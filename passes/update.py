@@ -127,8 +127,7 @@ def _update_bucket(
     free = None
     if decision is not None and decision.behind is not None:
         # Where that bucket's buffers are free only behind this update's place, there is no time to read ahead.
-        free = written.get(decision.behind, end.prev)
-        free = min(free, end.prev)
+        free = min(written.get(decision.behind, end.prev), end.prev)
     placed = PlacedStates(step, bucket, kept, decision, free)
     with graph.inserting_before(end):
         # What is written to nvme is still being written while the next bucket is updated on the host.

@@ -36,8 +36,8 @@ from zerofx import (
     trial,
     tuning,
 )
-from zerofx.compiler import predict_plan
 from zerofx.options import check_options
+from zerofx.rehearsal import predict_plan
 from zerofx.runtime.measure import Measurement
 from zerofx.scheduler.machine import Link, Machine
 from zerofx.settings import read_settings

@@ -16,14 +16,17 @@ from torch import nn
 
 from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout, layout_of
-from zerofx.compiler import CompiledStep, Estimates, budget_bytes, build, lower, make_plan
+from zerofx.compiler import CompiledStep, build
 from zerofx.errors import MemoryBudgetError, UsageError, warn
 from zerofx.given_plan import check_budget, check_graph, check_host_budget
 from zerofx.graph import StepGraph
+from zerofx.lowering import lower
 from zerofx.micro_batches import MicroBatches
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions, check_bucket_names
+from zerofx.plan_choice import budget_bytes, make_plan
 from zerofx.progress import watched
+from zerofx.rehearsal import Estimates
 from zerofx.runtime.collectives import is_on_cpu
 from zerofx.runtime.control import WORK_SECONDS, Control, check_equal
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters, held_states

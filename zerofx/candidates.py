@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 from zerofx.building import Prepared
 from zerofx.codegen.regions import Region
-from zerofx.compiler import budget_bytes, make_plan, predict_plan
 from zerofx.errors import MemoryBudgetError
 from zerofx.options import CompileOptions
+from zerofx.plan_choice import budget_bytes, make_plan
+from zerofx.rehearsal import predict_plan
 from zerofx.report.units import format_bytes
 from zerofx.runtime.collectives import is_on_cpu
 from zerofx.scheduler.accumulate import choose_micro_batches

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from zerofx.buckets import BucketLayout
-from zerofx.compiler import LoweredStep, budget_bytes, host_budget_bytes
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError, warn
 from zerofx.graph import StepGraph
+from zerofx.lowering import LoweredStep
 from zerofx.options import CompileOptions
+from zerofx.plan_choice import budget_bytes, host_budget_bytes
 from zerofx.report.units import format_bytes, format_count
 from zerofx.runtime.control import Control
 from zerofx.scheduler.machine import Machine

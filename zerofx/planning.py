@@ -12,10 +12,10 @@ from torch import nn
 
 from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout, layout_of
-from zerofx.compiler import Estimates, LoweredStep, budget_bytes, lower, make_plan
 from zerofx.deferred import make_buffers
 from zerofx.errors import UsageError
 from zerofx.loss import LossFunction
+from zerofx.lowering import LoweredStep, lower
 from zerofx.micro_batches import MicroBatches
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import (
@@ -30,7 +30,9 @@ from zerofx.options import (
     check_options,
 )
 from zerofx.pipeline import check_disabled
+from zerofx.plan_choice import budget_bytes, make_plan
 from zerofx.progress import watched
+from zerofx.rehearsal import Estimates
 from zerofx.report.saved import SavedPlan
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.report.units import format_bytes, format_seconds, on_tiers

@@ -16,9 +16,9 @@ from tabulate import tabulate
 from torch import nn
 from tqdm import tqdm
 
-from zerofx.compiler import budget_bytes
 from zerofx.errors import MemoryBudgetError, UsageError
 from zerofx.options import CompileOptions, check_options
+from zerofx.plan_choice import budget_bytes
 from zerofx.planning import (
     CapturedStep,
     PlannedStep,

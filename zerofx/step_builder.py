@@ -14,7 +14,7 @@ from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout
 from zerofx.building import Prepared, build_within_budget, describe_request, machine_at_hand, prepare
 from zerofx.checks import device_of
-from zerofx.compiler import CompiledStep, host_budget_bytes
+from zerofx.compiler import CompiledStep
 from zerofx.deferred import becoming_real
 from zerofx.errors import RankMismatchError, UsageError, warn
 from zerofx.given_plan import take_plan
@@ -23,6 +23,7 @@ from zerofx.latest import LatestStep
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.pipeline import check_disabled
+from zerofx.plan_choice import host_budget_bytes
 from zerofx.runtime.allocator import keep_freed_memory
 from zerofx.runtime.collectives import make_transport
 from zerofx.runtime.control import WORK_SECONDS, Control

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from zerofx.codegen.regions import Region
-from zerofx.compiler import regions_of
+from zerofx.codegen.regions import Region, regions_of
 from zerofx.errors import UsageError, ZeroFXError
 from zerofx.optimizers import copy_optimizer
 from zerofx.options import CompileOptions

@@ -23,12 +23,13 @@ from zerofx.building import Prepared, describe_request, machine_at_hand, prepare
 from zerofx.candidates import Planner, best_of, concluded, most_promising, promises_more
 from zerofx.checks import check_batch
 from zerofx.codegen.regions import Region
-from zerofx.compiler import budget_bytes, lower
 from zerofx.deferred import make_buffers
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.guards import claim, release
 from zerofx.loss import LossFunction
+from zerofx.lowering import lower
 from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, Wire, check_options
+from zerofx.plan_choice import budget_bytes
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
 from zerofx.report.units import format_bytes

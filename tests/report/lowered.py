@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.graphs import DIM, Block, prepare, settings
 from tests.offloads import offloading
-from zerofx.compiler import LoweredStep, lower
+from zerofx.lowering import LoweredStep, lower
 from zerofx.scheduler.machine import Machine
 
 

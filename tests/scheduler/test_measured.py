@@ -14,11 +14,12 @@ from tests import graphs
 from tests.graphs import Prepared, prepare
 from tests.report.lowered import Deep
 from tests.test_search import WIDTH, Waves
-from zerofx.codegen.regions import Region, cut
-from zerofx.compiler import make_plan, predict_plan, regions_of
+from zerofx.codegen.regions import Region, cut, regions_of
 from zerofx.errors import PlanError
 from zerofx.graph import origin
 from zerofx.options import check_options
+from zerofx.plan_choice import make_plan
+from zerofx.rehearsal import predict_plan
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.links import MeasuredLink, predicted_link
 from zerofx.scheduler.machine import Machine

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from zerofx.compiler import LoweredStep
 from zerofx.errors import PlanError
+from zerofx.lowering import LoweredStep
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan

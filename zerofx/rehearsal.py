@@ -1,0 +1,127 @@
+"""What plans for a captured graph lead to: each is carried out on a copy of it, and simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from zerofx.buckets import BucketLayout
+from zerofx.codegen.regions import Instruction, cut, regions_of
+from zerofx.graph import StepGraph
+from zerofx.optimizers import UpdateProgram
+from zerofx.pipeline import run_quietly
+from zerofx.scheduler.fusion import estimated_memory
+from zerofx.scheduler.liveness import Liveness, MemoryEvent, liveness, with_profiles
+from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.measured import MeasuredCosts
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan_facts import Prediction
+from zerofx.scheduler.simulate import Simulation, predict, simulate
+from zerofx.settings import Settings
+
+# What compiled regions are estimated to hold, by region key: equal regions hold equal memory.
+Estimates = dict[str, tuple[MemoryEvent, ...]]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A captured graph to carry plans out on, copy by copy, and what their outcome is predicted with.
+
+    ``on_cpu``: whether kernels and collectives are those of a CPU, which hold memory of their own. ``fused``: whether
+    regions will be compiled, and so hold less inside; what they are estimated to hold is added to ``estimates``.
+    ``costs`` are measured costs to go by, which ``machine`` has the links of.
+    """
+
+    captured: StepGraph
+    layout: BucketLayout
+    programs: Mapping[int, UpdateProgram]
+    machine: Machine
+    settings: Settings
+    on_cpu: bool
+    fused: bool
+    costs: MeasuredCosts | None = None
+    estimates: Estimates = field(default_factory=dict)
+
+    def carried_out(self, plan: Plan) -> StepGraph:
+        """The captured graph as all passes leave it."""
+        step = self.captured.clone()
+        run_quietly(step, plan, self.layout, self.programs, self.settings)
+        return step
+
+    def simulated(self, plan: Plan) -> tuple[StepGraph, Simulation]:
+        """The graph that carries ``plan`` out, and its run on paper."""
+        step = self.carried_out(plan)
+        return step, simulate_step(
+            step, cut(step), self.layout, self.machine, self.on_cpu, self.costs,
+            fused=self.fused, estimates=self.estimates,
+        )  # fmt: skip
+
+    def predicted(self, plan: Plan) -> Prediction:
+        """What ``plan`` leads to."""
+        step, simulation = self.simulated(plan)
+        return predict(step, plan, self.layout, simulation)
+
+    def peak_bytes(self, plan: Plan, begun: StepGraph, done: Collection[str]) -> int:
+        """The device's peak when ``plan`` is carried out on ``begun``, which the passes ``done`` have been through."""
+        run_quietly(begun, plan, self.layout, self.programs, self.settings, done=done)
+        live = liveness(begun, self.on_cpu)
+        return (_live_when_fused(live, begun, cut(begun), self.estimates) if self.fused else live).peak_bytes
+
+    def host_block_bytes(self, plan: Plan) -> int:
+        """What ``plan`` takes of the host, counted in blocks."""
+        return liveness(self.carried_out(plan), self.on_cpu).host_block_bytes
+
+
+def predict_plan(
+    captured: StepGraph,
+    plan: Plan,
+    layout: BucketLayout,
+    programs: Mapping[int, UpdateProgram],
+    machine: Machine,
+    settings: Settings,
+    *,
+    on_cpu: bool,
+    fused: bool,
+    costs: MeasuredCosts | None = None,
+) -> Plan:
+    """``plan`` with what it leads to on ``machine``, whose links are corrected by ``costs``; see ``Rehearsal``."""
+    machine = costs.machine(machine, layout.num_ranks) if costs is not None else machine
+    rehearsal = Rehearsal(captured, layout, programs, machine, settings, on_cpu, fused, costs)
+    return plan.with_prediction(rehearsal.predicted(plan))
+
+
+def simulate_step(
+    step: StepGraph,
+    instructions: tuple[Instruction, ...],
+    layout: BucketLayout,
+    machine: Machine,
+    on_cpu: bool,
+    costs: MeasuredCosts | None,
+    *,
+    fused: bool,
+    estimates: Estimates | None,
+) -> Simulation:
+    """The run of a step on paper as measured costs, if there are any, and compiled regions make it; see ``Rehearsal``.
+
+    ``instructions`` are those that ``step`` is cut into.
+    """
+    measured = costs.of_nodes(regions_of(instructions), machine) if costs is not None else None
+    simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu, measured=measured)
+    if fused:
+        known = {} if estimates is None else estimates
+        simulation = replace(simulation, live=_live_when_fused(simulation.live, step, instructions, known))
+    return simulation
+
+
+def _live_when_fused(
+    live: Liveness, step: StepGraph, instructions: tuple[Instruction, ...], known: Estimates
+) -> Liveness:
+    """``live`` as it will be with compiled regions, by an estimate; updates run on kernels of their own.
+
+    ``known`` are the estimates made before, to which those made here are added.
+    """
+    compiled = [region for region in regions_of(instructions) if not region.is_update]
+    for region in compiled:
+        if region.key not in known:
+            known[region.key] = estimated_memory(region)
+    return with_profiles(live, step, [(region, known[region.key]) for region in compiled])
