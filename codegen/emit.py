@@ -22,7 +22,8 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.codegen.regions import Event, Instruction, Region, is_free_view
-from zerofx.graph import Role, StepGraph, delayed_bucket, origin, placeholder, value
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Role, delayed_bucket, origin, placeholder, value
 from zerofx.report.units import format_bytes, on_tiers
 from zerofx.scheduler.liveness import Liveness
 from zerofx.scheduler.streams import runs_on_host, stream_of

@@ -22,7 +22,8 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import Origin, Phase, StepGraph, origin, slice_of, tile_of, value
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Origin, Phase, origin, slice_of, tile_of, value
 from zerofx.node_text import target_name
 from zerofx.scheduler.storage import is_view
 from zerofx.scheduler.streams import runs_on_host

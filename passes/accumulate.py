@@ -26,7 +26,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from zerofx.graph import Role, StepGraph, insert_call, origin, placeholder, set_placeholder, set_value, tensor
+from zerofx.graph import StepGraph, insert_call
+from zerofx.node_facts import Role, origin, placeholder, set_placeholder, set_value, tensor
 
 
 def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]) -> None:

@@ -11,7 +11,8 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.errors import PlanError
-from zerofx.graph import Origin, StepGraph, origin, set_origin, set_value, slice_of, value
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Origin, origin, set_origin, set_value, slice_of, value
 from zerofx.node_text import target_name
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import aliased_input, is_view

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from zerofx import ops
-from zerofx.graph import Origin, Phase, Role, StepGraph, insert_call, origin, placeholder
+from zerofx.graph import StepGraph, insert_call
+from zerofx.node_facts import Origin, Phase, Role, origin, placeholder
 from zerofx.passes.base import after, consumers
 from zerofx.scheduler.plan import Plan
 

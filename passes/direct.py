@@ -20,7 +20,8 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import StepGraph, value
+from zerofx.graph import StepGraph
+from zerofx.node_facts import value
 from zerofx.scheduler.plan import Plan
 
 _aten = torch.ops.aten

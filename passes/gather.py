@@ -33,7 +33,8 @@ from torch import fx
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.errors import PlanError
-from zerofx.graph import DEVICE, Origin, Role, StepGraph, insert_call, origin, placeholder, set_tier, tier_of
+from zerofx.graph import StepGraph, insert_call
+from zerofx.node_facts import DEVICE, Origin, Role, origin, placeholder, set_tier, tier_of
 from zerofx.passes.base import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
 from zerofx.scheduler.decisions import GatherDecision
 from zerofx.scheduler.plan import Plan

@@ -26,7 +26,8 @@ from torch import fx
 from zerofx import ops
 from zerofx.buckets import BucketLayout
 from zerofx.errors import PlanError
-from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, set_tier
+from zerofx.graph import StepGraph, insert_call
+from zerofx.node_facts import DEVICE, Origin, Phase, set_tier
 from zerofx.passes.base import consumers, end_of_unit, named, start_of_unit
 from zerofx.scheduler.decisions import GradientDecision
 from zerofx.scheduler.machine import TIERS

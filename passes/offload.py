@@ -28,7 +28,8 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.errors import PlanError
-from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, origin, set_tier, tensor
+from zerofx.graph import StepGraph, insert_call
+from zerofx.node_facts import DEVICE, Origin, Phase, origin, set_tier, tensor
 from zerofx.passes.base import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
 from zerofx.scheduler.decisions import OffloadDecision
 from zerofx.scheduler.machine import TIERS

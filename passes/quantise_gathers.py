@@ -26,7 +26,8 @@ from torch import fx
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.errors import PlanError
-from zerofx.graph import DEVICE, StepGraph, insert_call, origin, set_value, tensor, tier_of
+from zerofx.graph import StepGraph, insert_call
+from zerofx.node_facts import DEVICE, origin, set_value, tensor, tier_of
 from zerofx.quantise import BLOCK
 from zerofx.scheduler.decisions import WireDecision
 from zerofx.scheduler.plan import Plan

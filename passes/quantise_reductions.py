@@ -36,7 +36,8 @@ from torch import fx
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.errors import PlanError
-from zerofx.graph import StepGraph, insert_call, origin, set_value, tensor
+from zerofx.graph import StepGraph, insert_call
+from zerofx.node_facts import origin, set_value, tensor
 from zerofx.passes.base import after, end_of_unit, named
 from zerofx.passes.quantise_gathers import check_block
 from zerofx.scheduler.plan import Plan

@@ -28,18 +28,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.graph import (
-    Origin,
-    Phase,
-    StepGraph,
-    copied_from,
-    is_random,
-    mark_copy,
-    origin,
-    set_origin,
-    set_value,
-    value,
-)
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Origin, Phase, copied_from, is_random, mark_copy, origin, set_origin, set_value, value
 from zerofx.passes.base import consumers
 from zerofx.scheduler.activations import crossing_values, value_node
 from zerofx.scheduler.plan import Plan

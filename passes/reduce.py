@@ -26,7 +26,8 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout, Slot
-from zerofx.graph import Origin, Phase, StepGraph, insert_call, is_random, origin
+from zerofx.graph import StepGraph, insert_call
+from zerofx.node_facts import Origin, Phase, is_random, origin
 from zerofx.passes.base import after, consumers, end_of_unit, start_of_unit
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import storage_source

@@ -25,18 +25,8 @@ from torch import fx
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.errors import PlanError
-from zerofx.graph import (
-    DEVICE,
-    Origin,
-    Phase,
-    Placeholder,
-    Role,
-    StepGraph,
-    insert_call,
-    placeholder,
-    set_tier,
-    tier_of,
-)
+from zerofx.graph import StepGraph, insert_call
+from zerofx.node_facts import DEVICE, Origin, Phase, Placeholder, Role, placeholder, set_tier, tier_of
 from zerofx.scheduler.machine import TIERS, Tier
 from zerofx.scheduler.plan import Plan
 

@@ -38,7 +38,8 @@ from torch import fx
 from zerofx import ops
 from zerofx.buckets import Bucket
 from zerofx.errors import PlanError
-from zerofx.graph import DEVICE, Origin, Phase, StepGraph, insert_call, set_tier, tensor, tier_of
+from zerofx.graph import StepGraph, insert_call
+from zerofx.node_facts import DEVICE, Origin, Phase, set_tier, tensor, tier_of
 from zerofx.passes.base import consumers, named, start_of_unit
 from zerofx.scheduler.decisions import StateDecision
 from zerofx.scheduler.machine import TIERS

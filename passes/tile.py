@@ -28,7 +28,8 @@ import torch
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.graph import Origin, Phase, StepGraph, insert_call, origin, tensor
+from zerofx.graph import StepGraph, insert_call
+from zerofx.node_facts import Origin, Phase, origin, tensor
 from zerofx.passes.tile_chain import tile_chain
 from zerofx.scheduler.chains import Chain, find_chains
 from zerofx.scheduler.decisions import TileDecision

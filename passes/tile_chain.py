@@ -30,7 +30,8 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import Origin, Phase, StepGraph, insert_call, origin, set_tile, tensor
+from zerofx.graph import StepGraph, insert_call
+from zerofx.node_facts import Origin, Phase, origin, set_tile, tensor
 from zerofx.scheduler.activations import value_node
 from zerofx.scheduler.chains import Chain, Part, by_stride
 from zerofx.scheduler.heads import sum_dtype

@@ -27,14 +27,13 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import (
+from zerofx.graph import StepGraph, insert_call
+from zerofx.node_facts import (
     DEVICE,
     Origin,
     Phase,
     Placeholder,
     Role,
-    StepGraph,
-    insert_call,
     placeholder,
     set_delayed,
     set_tier,

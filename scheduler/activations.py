@@ -17,7 +17,8 @@ import networkx as nx
 import torch
 from torch import fx
 
-from zerofx.graph import Phase, StepGraph, is_random, origin
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Phase, is_random, origin
 from zerofx.node_text import target_name
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.machine import Machine

@@ -31,7 +31,8 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from zerofx.buckets import BucketLayout
-from zerofx.graph import Phase, Role, StepGraph, origin, placeholder
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Phase, Role, origin, placeholder
 from zerofx.passes.recompute import recompute
 from zerofx.scheduler.activations import Level, Segment, cheapest, is_forward_call, segments, storage_size
 from zerofx.scheduler.costs import node_cost

@@ -27,7 +27,8 @@ from math import prod
 import torch
 from torch import fx
 
-from zerofx.graph import Phase, Role, StepGraph, origin, slice_of, tensor, value
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Phase, Role, origin, slice_of, tensor, value
 from zerofx.scheduler.heads import MIN_ROWS
 from zerofx.scheduler.rows import Found, Given, Kind, Rows, leading_rows, rows_of_result
 from zerofx.scheduler.storage import storage_bytes, storage_source, tensors_of

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import Phase
+from zerofx.node_facts import Phase
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.machine import Machine, collective_seconds
 from zerofx.scheduler.policy import PolicyOptions, Residency

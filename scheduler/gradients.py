@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import Phase, StepGraph
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Phase
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.decisions import GradientDecision
 from zerofx.scheduler.machine import Machine, Tier, copy_seconds

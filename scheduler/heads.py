@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zerofx.graph import StepGraph, tensor
+from zerofx.graph import StepGraph
+from zerofx.node_facts import tensor
 
 _aten = torch.ops.aten
 _RESHAPES = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Literal
 
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import Phase, StepGraph, origin
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Phase, origin
 from zerofx.passes.recompute import put_off, recompute
 from zerofx.passes.tile import tile
 from zerofx.report.units import format_bytes, format_seconds

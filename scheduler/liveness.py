@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import DEVICE, StepGraph, placeholder, tier_of
+from zerofx.graph import StepGraph
+from zerofx.node_facts import DEVICE, placeholder, tier_of
 from zerofx.scheduler.blocks import size_class
 from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.storage import Storage, aliased_input, storage_bytes, storage_source, tensors_of

@@ -19,7 +19,8 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import StepGraph, delayed_bucket
+from zerofx.graph import StepGraph
+from zerofx.node_facts import delayed_bucket
 from zerofx.passes.gather import gather_name
 from zerofx.report.units import format_seconds
 from zerofx.scheduler.decisions import GatherDecision

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from zerofx.graph import Phase, StepGraph, origin
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Phase, origin
 from zerofx.passes.base import consumers
 from zerofx.passes.offload import refusal
 from zerofx.report.units import format_seconds

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import Phase, origin
+from zerofx.node_facts import Phase, origin
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.decisions import ParameterDecision
 from zerofx.scheduler.gathers import Gathering

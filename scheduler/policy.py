@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import Phase, Role, StepGraph, origin, placeholder, type_name, unit_of
-from zerofx.node_text import target_name
+from zerofx.graph import StepGraph, unit_of
+from zerofx.node_facts import Phase, Role, origin, placeholder
+from zerofx.node_text import target_name, type_name
 from zerofx.passes.base import consumers
 from zerofx.passes.recompute import put_off, recompute
 from zerofx.passes.tile import tile

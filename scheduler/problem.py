@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.errors import UsageError
-from zerofx.graph import StepGraph, copied_from, is_random
+from zerofx.graph import StepGraph
+from zerofx.node_facts import copied_from, is_random
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.liveness import liveness
 from zerofx.scheduler.machine import Machine

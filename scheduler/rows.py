@@ -20,7 +20,7 @@ from math import prod
 import torch
 from torch import fx
 
-from zerofx.graph import is_random, tensor, value
+from zerofx.node_facts import is_random, tensor, value
 from zerofx.scheduler.storage import mutated_inputs
 
 _aten = torch.ops.aten

@@ -17,7 +17,8 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import Role, StepGraph, delayed_bucket, tensor
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Role, delayed_bucket, tensor
 from zerofx.report.memory import peak_memory
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.liveness import Liveness, liveness

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from zerofx.errors import PlanError, UsageError
-from zerofx.graph import ParameterInfo, Role, StepGraph, placeholder, tensor, unit_of
+from zerofx.graph import ParameterInfo, StepGraph, unit_of
+from zerofx.node_facts import Role, placeholder, tensor
 from zerofx.node_text import target_name
 from zerofx.report.units import format_bytes
 from zerofx.scheduler.chains import find_chains

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import Phase
+from zerofx.node_facts import Phase
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.arrivals import NUM_BUFFERS
 from zerofx.scheduler.decisions import StateDecision

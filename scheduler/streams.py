@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import DEVICE, Role, placeholder, tier_of
+from zerofx.node_facts import DEVICE, Role, placeholder, tier_of
 from zerofx.scheduler.machine import Tier
 from zerofx.scheduler.storage import storage_source
 

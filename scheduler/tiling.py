@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zerofx.errors import UsageError
-from zerofx.graph import StepGraph, origin
+from zerofx.graph import StepGraph
+from zerofx.node_facts import origin
 from zerofx.report.units import format_bytes
 from zerofx.scheduler.chains import Chain, find_chains
 from zerofx.scheduler.decisions import TileDecision

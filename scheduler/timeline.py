@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zerofx.graph import Phase, StepGraph, copied_from, origin, slice_of
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Phase, copied_from, origin, slice_of
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.storage import is_view

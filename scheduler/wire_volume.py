@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import tensor
+from zerofx.node_facts import tensor
 from zerofx.scheduler.machine import CollectiveKind
 from zerofx.scheduler.storage import storage_bytes, tensors_of
 

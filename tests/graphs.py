@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 
 from zerofx.buckets import BucketLayout, layout_of
 from zerofx.capture import Batch, capture
-from zerofx.graph import Role, StepGraph, placeholder, tensor
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Role, placeholder, tensor
 from zerofx.optimizers import UpdateProgram
 from zerofx.passes.accumulate import accumulate
 from zerofx.passes.base import Pass

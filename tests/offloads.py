@@ -12,7 +12,8 @@ from torch import fx
 from tests.graphs import Prepared, prepare
 from tests.models import Case, batches
 from tests.training import build, parts
-from zerofx.graph import Phase, StepGraph, is_random, origin, tensor
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Phase, is_random, origin, tensor
 from zerofx.passes.base import consumers
 from zerofx.passes.recompute import recompute
 from zerofx.runtime.measure import Measurement

@@ -17,7 +17,8 @@ from tests.training import compare_function
 from zerofx.batch import Batch
 from zerofx.capture import capture
 from zerofx.errors import CaptureError
-from zerofx.graph import Origin, Phase, Role, StepGraph, placeholder
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Origin, Phase, Role, placeholder
 from zerofx.node_text import target_name
 
 MODELS = [

@@ -16,7 +16,8 @@ from tests.models import DIM, ROWS, Adapted, Layer, Regression, adamw
 from zerofx.batch import Batch
 from zerofx.capture import capture
 from zerofx.depth import capture_by_layer
-from zerofx.graph import StepGraph, origin
+from zerofx.graph import StepGraph
+from zerofx.node_facts import origin
 from zerofx.planning import plan
 from zerofx.repeats import find_repeats
 

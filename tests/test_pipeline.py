@@ -11,7 +11,8 @@ import torch
 import zerofx.pipeline
 from tests.graphs import TwoBlocks, features, prepare, settings, sgd
 from zerofx.errors import InvalidGraphError, UsageError
-from zerofx.graph import Origin, Phase, StepGraph, insert_call
+from zerofx.graph import StepGraph, insert_call
+from zerofx.node_facts import Origin, Phase
 from zerofx.passes.base import Pass
 from zerofx.passes.prefetch import Prefetch
 from zerofx.pipeline import check_disabled

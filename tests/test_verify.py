@@ -13,7 +13,8 @@ from tests.graphs import Block, Prepared, calls, features, prepare
 from tests.offloads import offloading
 from zerofx import ops
 from zerofx.errors import InvalidGraphError
-from zerofx.graph import Origin, Phase, StepGraph, insert_call, mark_copy, origin, set_origin, set_value, value
+from zerofx.graph import StepGraph, insert_call
+from zerofx.node_facts import Origin, Phase, mark_copy, origin, set_origin, set_value, value
 from zerofx.verify import verify
 
 aten = torch.ops.aten

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zerofx.graph import ParameterInfo, Role, StepGraph, placeholder, unit_of
+from zerofx.graph import ParameterInfo, StepGraph, unit_of
+from zerofx.node_facts import Role, placeholder
 
 ALIGNMENT_BYTES = 64
 

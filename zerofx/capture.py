@@ -35,20 +35,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zerofx.batch import Batch as Batch
 from zerofx.blame import explain, user_line
 from zerofx.errors import CaptureError, ZeroFXError
-from zerofx.graph import (
-    Origin,
-    ParameterInfo,
-    Phase,
-    Placeholder,
-    Role,
-    StepGraph,
-    Strides,
-    origin,
-    set_origin,
-    set_placeholder,
-)
+from zerofx.graph import ParameterInfo, StepGraph, Strides
 from zerofx.layers import find_units
 from zerofx.loss import LossFunction, LossModule
+from zerofx.node_facts import Origin, Phase, Placeholder, Role, origin, set_origin, set_placeholder
 from zerofx.normalise import lift_constants, own_storage, refuse_sparse, replace_tangent, sum_gradients
 
 _LAYER_KEY = "zerofx_layer"

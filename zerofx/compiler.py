@@ -14,8 +14,8 @@ from zerofx.checks import names
 from zerofx.codegen.helpers import Helpers, Task, num_helpers
 from zerofx.codegen.regions import Instruction, regions_of
 from zerofx.errors import PlanError, UsageError
-from zerofx.graph import value
 from zerofx.lowering import LoweredStep
+from zerofx.node_facts import value
 from zerofx.progress import watched
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.executor import StepFunction, load_source

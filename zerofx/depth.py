@@ -19,9 +19,10 @@ from torch import fx, nn
 from zerofx.batch import Batch
 from zerofx.capture import capture, parameter_infos, placeholder_name
 from zerofx.forward_record import record_forward
-from zerofx.graph import Role, StepGraph, Strides, placeholder
+from zerofx.graph import StepGraph, Strides
 from zerofx.layers import find_units
 from zerofx.loss import LossFunction
+from zerofx.node_facts import Role, placeholder
 from zerofx.repeats import Repeat, find_repeats, shortened
 from zerofx.stamp import NotRepeatedError, Stamped, canonical, erase, same_outputs, shrink, stamp, without_outputs
 

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofx.batch import Batch
 from zerofx.capture import running_layer, saves_by_hook, traceable
-from zerofx.graph import Origin, Phase, Placeholder, Role, Strides, origin, set_origin, set_placeholder, set_value
+from zerofx.graph import Strides
 from zerofx.loss import LossFunction
+from zerofx.node_facts import Origin, Phase, Placeholder, Role, origin, set_origin, set_placeholder, set_value
 from zerofx.stamp import NotRepeatedError
 
 

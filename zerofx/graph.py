@@ -1,8 +1,4 @@
-"""The step graph: one fx graph of a whole training step, and the typed facts about it.
-
-Everything zerofx knows about a node beyond fx's own fields goes through the functions of this file, so that no other
-file reads or writes ``node.meta`` by key.
-"""
+"""The step graph: one fx graph of a whole training step, with its parameters, gradients and buffers by name."""
 
 from __future__ import annotations
 
@@ -10,50 +6,26 @@ import hashlib
 import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.node_text import target_name, type_text
+from zerofx.node_facts import (
+    Origin,
+    Placeholder,
+    Role,
+    origin,
+    placeholder,
+    set_origin,
+    set_placeholder,
+    set_value,
+    tensor,
+    value,
+)
+from zerofx.node_text import node_text
 from zerofx.scheduler.decisions import SliceDecision
-from zerofx.scheduler.machine import Tier
-
-DEVICE: Tier = "device"
-
-
-class Phase(StrEnum):
-    """The part of the training step that a node belongs to."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    UPDATE = "update"
-
-
-class Role(StrEnum):
-    """What a placeholder of the step graph stands for."""
-
-    PARAMETER = "parameter"  # one tensor of the model; gone after the shard pass
-    FULL = "full"  # a whole flat bucket that stays on the device
-    SHARD = "shard"  # this rank's slice of a flat bucket, in the compute dtype
-    MASTER = "master"  # this rank's fp32 slice, where the compute dtype is lower
-    STATE = "state"  # one flat optimizer state of a bucket
-    DELAYED = "delayed"  # what a delayed update hands over: "grad", the gradient, and "low", the parameters' new values
-    SCALAR_STATE = "scalar_state"  # a 0-dim optimizer state, such as Adam's step count
-    BUFFER = "buffer"  # a buffer of the model
-    INPUT = "input"  # a tensor of the batch
-    CONSTANT = "constant"  # a tensor that the model made or held outside its parameters and buffers
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a node comes from: the dotted path of its module (``""`` is the model itself) and its phase."""
-
-    layer: str
-    phase: Phase
-
 
 Strides = Mapping[int, tuple[int, ...]]  # of parameters, by the identity of their tensors
 
@@ -85,21 +57,6 @@ class ParameterInfo:
     @property
     def numel(self) -> int:
         return int(torch.Size(self.shape).numel())
-
-
-@dataclass(frozen=True)
-class Placeholder:
-    """What the runtime must pass for a placeholder: its role, the name there, and the bucket it is of, if any.
-
-    ``alias_of`` names the placeholder whose storage this one is a slice of; it then takes no memory of its own.
-    ``part`` is the micro-batch that a placeholder of a divided batch tensor stands for; None for the whole tensor.
-    """
-
-    role: Role
-    name: str
-    bucket: int | None = None
-    alias_of: str | None = None
-    part: int | None = None
 
 
 @dataclass
@@ -224,7 +181,7 @@ class StepGraph:
 
     def text(self) -> str:
         """The graph as text, one node a line, stable from run to run: what golden tests compare."""
-        return "\n".join(_line(node) for node in self.graph.nodes)
+        return "\n".join(node_text(node) for node in self.graph.nodes)
 
     def fingerprint(self) -> str:
         """SHA-256 of the graph's text: equal on two ranks exactly when they captured the same step."""
@@ -241,120 +198,6 @@ def unit_of(layer: str, units: Collection[str]) -> str:
     while layer and layer not in units:
         layer = layer.rpartition(".")[0]
     return layer
-
-
-def origin(node: fx.Node) -> Origin:
-    """The origin of a node; a node without one (a placeholder) belongs to the model's forward."""
-    found = node.meta.get("zerofx_origin")
-    return found if isinstance(found, Origin) else Origin("", Phase.FORWARD)
-
-
-def set_origin(node: fx.Node, value: Origin) -> fx.Node:
-    """Record where ``node`` comes from; returns it."""
-    node.meta["zerofx_origin"] = value
-    return node
-
-
-def placeholder(node: fx.Node) -> Placeholder:
-    """What a placeholder stands for."""
-    found = node.meta["zerofx_placeholder"]
-    assert isinstance(found, Placeholder)
-    return found
-
-
-def set_placeholder(node: fx.Node, value: Placeholder) -> fx.Node:
-    """Record what a placeholder stands for; returns it."""
-    node.meta["zerofx_placeholder"] = value
-    return node
-
-
-def value(node: fx.Node) -> Any:
-    """The fake tensor (or tuple of them) that stands for the node's result."""
-    return node.meta["val"]
-
-
-def set_value(node: fx.Node, fake: Any) -> fx.Node:
-    """Record the fake value of ``node``; returns it."""
-    node.meta["val"] = fake
-    return node
-
-
-def tier_of(node: fx.Node) -> Tier:
-    """Where the storage lives that ``node`` owns: ``"device"``, ``"host"`` or ``"nvme"``."""
-    found: Tier = node.meta.get("zerofx_tier", DEVICE)
-    return found
-
-
-def set_tier(node: fx.Node, tier: str) -> fx.Node:
-    """Record where the storage of ``node`` lives; returns it."""
-    node.meta["zerofx_tier"] = tier
-    return node
-
-
-def delayed_bucket(node: fx.Node) -> int | None:
-    """The bucket whose delayed update a node on the host is of; None for what computation waits for."""
-    found = node.meta.get("zerofx_delayed")
-    return found if isinstance(found, int) else None
-
-
-def set_delayed(node: fx.Node, bucket: int) -> fx.Node:
-    """Record that ``node`` is of the delayed update of ``bucket``; returns it."""
-    node.meta["zerofx_delayed"] = bucket
-    return node
-
-
-def tile_of(node: fx.Node) -> str | None:
-    """The tile that a node is of; tiles of one chain have names of their own."""
-    found = node.meta.get("zerofx_tile")
-    return found if isinstance(found, str) else None
-
-
-def set_tile(node: fx.Node, tile: str | None) -> fx.Node:
-    """Record the tile that ``node`` is of; returns it."""
-    node.meta["zerofx_tile"] = tile
-    return node
-
-
-def slice_of(node: fx.Node) -> str | None:
-    """The slice of a parameter that a node works on, by the slice's name."""
-    found = node.meta.get("zerofx_slice")
-    return found if isinstance(found, str) else None
-
-
-def set_slice(node: fx.Node, name: str) -> fx.Node:
-    """Record the slice of a parameter that ``node`` works on; returns it."""
-    node.meta["zerofx_slice"] = name
-    return node
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether the operator draws from a random generator. Attention without dropout does not, though it could."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":
-            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-            return bool(given != 0.0)
-    return True
-
-
-def mark_copy(copy: fx.Node, original: fx.Node) -> None:
-    """Remember that ``copy`` runs again what ``original`` ran."""
-    copy.meta["zerofx_copy_of"] = original.name
-
-
-def copied_from(node: fx.Node) -> str | None:
-    """The name of the node that ``node`` runs again, if it is a copy."""
-    found = node.meta.get("zerofx_copy_of")
-    return found if isinstance(found, str) else None
-
-
-def tensor(node: fx.Node) -> torch.Tensor:
-    """The fake value of a node that gives a single tensor."""
-    found = value(node)
-    assert isinstance(found, torch.Tensor), f"{node.name} is no single tensor"
-    return found
 
 
 def insert_call(
@@ -397,23 +240,3 @@ def _same_value(target: Any, args: tuple[Any, ...]) -> Any:
         return None
     is_first = written and target._schema.arguments[0].alias_info is not None
     return value(first) if is_first or target in (ops.wait, ops.offload, ops.reload) else None
-
-
-def _line(node: fx.Node) -> str:
-    where = node.meta.get("zerofx_origin")
-    suffix = f"  # {where.layer or '(model)'} {where.phase}" if isinstance(where, Origin) else ""
-    kind = type_text(node.meta.get("val")) + ("" if tier_of(node) == DEVICE else f" on {tier_of(node)}")
-    if node.op == "placeholder":
-        what = placeholder(node)
-        part = "" if what.part is None else f" of micro-batch {what.part}"
-        return f"{node.name}: {kind} = {what.role} {what.name}{part}"
-    if node.op == "output":
-        return f"return {node.args[0]}"
-    kwargs = ", ".join(f"{k}={v}" for k, v in node.kwargs.items())
-    args = ", ".join(str(a) for a in node.args) + (", " + kwargs if kwargs else "")
-    return f"{node.name}: {kind} = {target_name(node)}({args}){suffix}"
-
-
-def type_name(node: fx.Node) -> str:
-    """Dtype and shape of a node's value in short: ``float32[8, 4]``."""
-    return type_text(value(node))

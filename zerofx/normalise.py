@@ -6,12 +6,12 @@ import torch
 from torch import fx
 
 from zerofx.errors import CaptureError
-from zerofx.graph import (
+from zerofx.graph import StepGraph
+from zerofx.node_facts import (
     Origin,
     Phase,
     Placeholder,
     Role,
-    StepGraph,
     origin,
     placeholder,
     set_origin,

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.graph import Role, StepGraph, origin, placeholder, set_origin, set_placeholder
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Role, origin, placeholder, set_origin, set_placeholder
 from zerofx.repeats import Repeat
 
 

@@ -29,18 +29,8 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.errors import InvalidGraphError
-from zerofx.graph import (
-    DEVICE,
-    Phase,
-    Role,
-    StepGraph,
-    copied_from,
-    delayed_bucket,
-    is_random,
-    origin,
-    placeholder,
-    tier_of,
-)
+from zerofx.graph import StepGraph
+from zerofx.node_facts import DEVICE, Phase, Role, copied_from, delayed_bucket, is_random, origin, placeholder, tier_of
 from zerofx.node_text import target_name
 from zerofx.passes.base import consumers
 from zerofx.scheduler.plan import Plan

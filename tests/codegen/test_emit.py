@@ -22,7 +22,7 @@ from zerofx.buckets import BucketLayout
 from zerofx.codegen.emit import EmittedStep, _literal, _wrapped, emit
 from zerofx.codegen.regions import cut
 from zerofx.errors import PlanError
-from zerofx.graph import Role, placeholder
+from zerofx.node_facts import Role, placeholder
 from zerofx.runtime.executor import StepFunction, load_source
 from zerofx.scheduler.decisions import StateDecision
 from zerofx.scheduler.liveness import liveness

@@ -9,7 +9,7 @@ from tests.graphs import Averaging, Normed, Prepared, Shifts, Tied, TwoBlocks, f
 from tests.report.lowered import Deep
 from zerofx import ops
 from zerofx.codegen.regions import Event, Region, cut, is_free_view
-from zerofx.graph import Phase, origin
+from zerofx.node_facts import Phase, origin
 
 _MODELS = [
     (TwoBlocks, features), (Averaging, features), (Tied, token_ids), (Normed, features), (Shifts, features),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.graphs import Averaging, Peeking, Prepared, Tied, TwoBlocks, calls, prepare, token_ids
 from zerofx import ops
 from zerofx.codegen.regions import Region, cut
-from zerofx.graph import Phase, Role, is_random, origin, placeholder, value
+from zerofx.node_facts import Phase, Role, is_random, origin, placeholder, value
 from zerofx.passes.base import consumers
 from zerofx.scheduler.activations import crossing_values, segments
 

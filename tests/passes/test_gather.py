@@ -12,7 +12,7 @@ from torch import fx
 from tests.graphs import Normed, Prepared, Tied, TwoBlocks, calls, features, prepare, token_ids
 from zerofx import ops
 from zerofx.errors import PlanError
-from zerofx.graph import Phase, origin
+from zerofx.node_facts import Phase, origin
 from zerofx.passes.base import consumers
 
 aten = torch.ops.aten

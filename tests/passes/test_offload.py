@@ -13,7 +13,7 @@ from tests.offloads import offloading, recomputing
 from zerofx import ops
 from zerofx.codegen.regions import Region, cut, is_free_view
 from zerofx.errors import PlanError
-from zerofx.graph import Phase, origin, tensor, tier_of
+from zerofx.node_facts import Phase, origin, tensor, tier_of
 from zerofx.passes.base import consumers
 from zerofx.scheduler.decisions import OffloadDecision
 

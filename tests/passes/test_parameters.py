@@ -13,7 +13,8 @@ from tests.graphs import Prepared, TwoBlocks, calls, prepare
 from tests.offloads import parameters_away
 from zerofx import ops
 from zerofx.errors import InvalidGraphError, PlanError
-from zerofx.graph import Role, insert_call, origin, tier_of
+from zerofx.graph import insert_call
+from zerofx.node_facts import Role, origin, tier_of
 from zerofx.report.memory import Category, category_of
 from zerofx.scheduler.liveness import liveness
 from zerofx.scheduler.streams import slice_behind

@@ -13,7 +13,8 @@ from tests.graphs import DIM, ROWS, calls, prepare
 from zerofx import ops
 from zerofx.codegen.emit import emit
 from zerofx.codegen.regions import cut
-from zerofx.graph import Role, StepGraph, placeholder
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Role, placeholder
 from zerofx.scheduler.liveness import liveness
 from zerofx.scheduler.storage import mutated_inputs
 

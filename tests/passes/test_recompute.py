@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from tests.graphs import Block
 from zerofx.capture import Batch, capture
 from zerofx.errors import PlanError
-from zerofx.graph import Phase, StepGraph, copied_from, origin
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Phase, copied_from, origin
 from zerofx.passes.recompute import recompute
 from zerofx.passes.simplify import simplify
 from zerofx.scheduler.activations import crossing_values

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.graphs import Normed, Shifts, Tied, TwoBlocks, calls, prepare, token_ids
 from zerofx import ops
-from zerofx.graph import tensor
+from zerofx.node_facts import tensor
 from zerofx.passes.base import consumers
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ import torch
 
 from tests.graphs import DIM, Tied, calls, prepare, token_ids
 from zerofx import ops
-from zerofx.graph import Role, placeholder, tensor
+from zerofx.node_facts import Role, placeholder, tensor
 
 aten = torch.ops.aten
 

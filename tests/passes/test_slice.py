@@ -16,7 +16,8 @@ from zerofx import ops
 from zerofx.buckets import BucketLayout
 from zerofx.capture import Batch, capture
 from zerofx.errors import PlanError, UsageError
-from zerofx.graph import Phase, StepGraph, origin, slice_of, tensor
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Phase, origin, slice_of, tensor
 from zerofx.passes.base import consumers
 from zerofx.passes.simplify import simplify
 from zerofx.passes.slice import slice_parameters

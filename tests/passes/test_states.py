@@ -13,7 +13,8 @@ from tests.graphs import Prepared, TwoBlocks, calls, prepare
 from zerofx import ops
 from zerofx.codegen.regions import Region, cut
 from zerofx.errors import InvalidGraphError, PlanError
-from zerofx.graph import Role, delayed_bucket, insert_call, origin, placeholder, tier_of
+from zerofx.graph import insert_call
+from zerofx.node_facts import Role, delayed_bucket, origin, placeholder, tier_of
 from zerofx.scheduler.decisions import StateDecision
 from zerofx.scheduler.streams import hops_of, runs_on_host
 from zerofx.verify import verify

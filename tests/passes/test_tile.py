@@ -15,7 +15,8 @@ from gpt import GPT
 from tests.graphs import calls, run_graph
 from zerofx.capture import Batch, capture
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
-from zerofx.graph import StepGraph, tensor
+from zerofx.graph import StepGraph
+from zerofx.node_facts import tensor
 from zerofx.options import Tiling
 from zerofx.passes.simplify import simplify
 from zerofx.passes.tile import tile

@@ -18,7 +18,8 @@ from tests.graphs import difference, prepare, run_graph
 from zerofx.capture import Batch, capture
 from zerofx.codegen.regions import Region, cut
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
-from zerofx.graph import Phase, StepGraph, tensor, tile_of
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Phase, tensor, tile_of
 from zerofx.passes.simplify import simplify
 from zerofx.passes.tile import tile
 from zerofx.scheduler.chains import find_chains

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from tests.graphs import Averaging, Peeking, Prepared, Tied, TwoBlocks, calls, features, prepare, token_ids
 from zerofx import ops
-from zerofx.graph import Role, placeholder, tensor
+from zerofx.node_facts import Role, placeholder, tensor
 from zerofx.passes.base import consumers
 from zerofx.scheduler.storage import mutated_inputs
 

@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 from zerofx.buckets import BucketLayout
 from zerofx.capture import Batch, capture
 from zerofx.errors import MemoryBudgetError, UsageError
-from zerofx.graph import Origin, Phase, Placeholder, Role, StepGraph, insert_call, set_placeholder, set_value
+from zerofx.graph import StepGraph, insert_call
+from zerofx.node_facts import Origin, Phase, Placeholder, Role, set_placeholder, set_value
 from zerofx.passes.recompute import recompute
 from zerofx.passes.simplify import simplify
 from zerofx.scheduler.budget import fit

@@ -16,7 +16,8 @@ from torch import Tensor, fx
 from tests.graphs import TwoBlocks, calls, prepare
 from tests.report.lowered import lowered
 from zerofx import ops
-from zerofx.graph import Placeholder, Role, StepGraph, set_placeholder, set_value
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Placeholder, Role, set_placeholder, set_value
 from zerofx.scheduler.liveness import Liveness, MemoryEvent, liveness, with_profiles
 from zerofx.scheduler.workspace import workspace_bytes
 

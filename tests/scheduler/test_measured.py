@@ -16,7 +16,7 @@ from tests.report.lowered import Deep
 from tests.test_search import WIDTH, Waves
 from zerofx.codegen.regions import Region, cut, regions_of
 from zerofx.errors import PlanError
-from zerofx.graph import origin
+from zerofx.node_facts import origin
 from zerofx.options import check_options
 from zerofx.plan_choice import make_plan
 from zerofx.rehearsal import predict_plan

@@ -13,7 +13,7 @@ from tests.models import CASES
 from tests.offloads import prepare_case
 from zerofx.buckets import layout_of
 from zerofx.capture import Batch, capture
-from zerofx.graph import Phase, origin
+from zerofx.node_facts import Phase, origin
 from zerofx.passes.accumulate import accumulate
 from zerofx.passes.base import consumers
 from zerofx.passes.simplify import simplify

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from zerofx.graph import Origin, Phase, insert_call, set_value, value
+from zerofx.graph import insert_call
+from zerofx.node_facts import Origin, Phase, set_value, value
 from zerofx.scheduler.rows import SUM, Given, Rows, leading_rows, rows_of_result, takes_sizes, tile_shape
 
 aten = torch.ops.aten

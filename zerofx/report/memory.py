@@ -9,7 +9,8 @@ from enum import StrEnum
 from torch import fx
 
 from zerofx import ops
-from zerofx.graph import DEVICE, Phase, Role, StepGraph, origin, placeholder, tier_of
+from zerofx.graph import StepGraph
+from zerofx.node_facts import DEVICE, Phase, Role, origin, placeholder, tier_of
 from zerofx.scheduler.liveness import Liveness
 from zerofx.scheduler.storage import storage_bytes, tensors_of
 from zerofx.scheduler.streams import slice_behind

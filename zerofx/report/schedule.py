@@ -17,8 +17,8 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.codegen.regions import Event, Instruction
-from zerofx.graph import origin, tier_of
 from zerofx.lowering import LoweredStep
+from zerofx.node_facts import origin, tier_of
 from zerofx.node_text import target_name
 from zerofx.report.memory import memory_curve
 from zerofx.report.page import write_html

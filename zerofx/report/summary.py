@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from zerofx.graph import origin
+from zerofx.node_facts import origin
 from zerofx.node_text import target_name
 from zerofx.report.memory import Category, peak_memory
 from zerofx.report.plan_text import bucket_table, heading

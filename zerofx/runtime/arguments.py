@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from zerofx.batch import Batch, micro_batch
-from zerofx.graph import Role, StepGraph, placeholder
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Role, placeholder
 from zerofx.runtime.state import TrainingState
 
 

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import torch
 
 from zerofx.buckets import BucketLayout
-from zerofx.graph import Role, StepGraph, placeholder
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Role, placeholder
 from zerofx.runtime.executor import Runtime, StepFunction, functions_of, with_functions
 from zerofx.runtime.spans import Span, SpanLog, StreamUse, stream_uses, transfers_of
 from zerofx.runtime.tiers import Stored

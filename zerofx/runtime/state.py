@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx.buckets import Bucket, BucketLayout, Slot
-from zerofx.graph import DEVICE, Role, Strides
+from zerofx.graph import Strides
+from zerofx.node_facts import DEVICE, Role
 from zerofx.optimizers import UpdateProgram
 from zerofx.runtime.tiers import Stored, Tiers
 from zerofx.runtime.transport import Transport

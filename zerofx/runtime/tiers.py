@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
-from zerofx.graph import DEVICE
+from zerofx.node_facts import DEVICE
 from zerofx.runtime.copies import Copies, Copy, CudaCopies, ThreadCopies
 from zerofx.runtime.host_memory import HostMemory
 from zerofx.runtime.nvme import NvmeFile, NvmeFiles
