@@ -8,7 +8,7 @@ computation on the device waits for both; the updated parameters come up beside 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerofx.buckets import Bucket, BucketLayout
@@ -63,39 +63,33 @@ def state_menus(
         machine: its links, its host, and how much its tiers hold for a rank.
         tiers: where states may go; the first is filled first.
     """
-    menus = _menus(layout, state_bytes, stage, seconds, machine, tiers, 0)
-    if len(menus) == sum(num_bytes > 0 for num_bytes in state_bytes.values()) or tiers[:2] != ("host", "nvme"):
-        return menus
-    # Not all go to the host: some of it is left to what passes through on its way to nvme and back.
-    return _menus(layout, state_bytes, stage, seconds, machine, tiers, 4 * max(state_bytes.values()))
-
-
-def _menus(
-    layout: BucketLayout,
-    state_bytes: Mapping[int, int],
-    stage: int,
-    seconds: Mapping[Place, float],
-    machine: Machine,
-    tiers: tuple[Tier, ...],
-    reserve: int,
-) -> dict[Bucket, tuple[Placement, Placement]]:
-    """The menus of ``state_menus``, with ``reserve`` bytes of the host kept free of states."""
-    room = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank, "device": 0}
-    menus = {}
+    ways = {}
     for bucket in layout.buckets:
         num_bytes = state_bytes.get(bucket.index, 0)
-        if not num_bytes:
-            continue
-        local = bucket.shard_numel if stage >= 1 else bucket.numel
-        beside = seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
-        for tier in tiers:
-            off = _off_the_device(bucket, num_bytes, local, beside, tier, machine)
-            on_host = NUM_BUFFERS * off.passing_bytes + (off.stored_bytes + reserve if tier == "host" else 0)
-            if room[tier] >= off.stored_bytes and room["host"] >= on_host:
-                room[tier] -= off.stored_bytes
-                menus[bucket] = (Placement(num_bytes, 0.0), off)
+        if num_bytes:
+            local = bucket.shard_numel if stage >= 1 else bucket.numel
+            beside = seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
+            ways[bucket] = [_off_the_device(bucket, num_bytes, local, beside, tier, machine) for tier in tiers]
+    found = _filled(ways, machine)
+    if len(found) < len(ways) and tiers[:2] == ("host", "nvme"):
+        # Not all go to the host: some of it is left to what passes through on its way to nvme and back.
+        found = _filled(ways, machine, reserve=4 * max(state_bytes.values()))
+    return {bucket: (Placement(state_bytes[bucket.index], 0.0), off) for bucket, off in found.items()}
+
+
+def _filled(ways: Mapping[Bucket, Sequence[Placement]], machine: Machine, reserve: int = 0) -> dict[Bucket, Placement]:
+    """The first of each bucket's placements that there is room for, with ``reserve`` bytes of the host kept free of
+    states; buckets without one are left out."""
+    room = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
+    found = {}
+    for bucket, placements in ways.items():
+        for off in placements:
+            on_host = NUM_BUFFERS * off.passing_bytes + (off.stored_bytes + reserve if off.tier == "host" else 0)
+            if room[off.tier] >= off.stored_bytes and room["host"] >= on_host:
+                room[off.tier] -= off.stored_bytes
+                found[bucket] = off
                 break
-    return menus
+    return found
 
 
 def _off_the_device(
