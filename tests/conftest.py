@@ -1,4 +1,4 @@
-"""What all tests share: golden texts, one thread, a fixed seed, and GPU tests that skip with a reason."""
+"""What all tests share: golden texts, one thread, a fixed seed, a drive, and GPU tests that skip with a reason."""
 
 from __future__ import annotations
 
@@ -39,6 +39,19 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for the nvme tier."""
+    monkeypatch.setenv("ZEROFX_NVME_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass is followed by all checks of the graph."""
+    monkeypatch.setenv("ZEROFX_VERIFY", "2")
 
 
 @pytest.fixture

@@ -44,6 +44,12 @@ def prepare_case(
     )  # fmt: skip
 
 
+def placing(prepared: Prepared, tier: str, update: str, every: int = 1) -> Plan:
+    """The plan of ``prepared`` with the states of every so many buckets in ``tier``."""
+    buckets = [decision.bucket for decision in prepared.plan.reduces][::every]
+    return replace(prepared.plan, states=tuple(StateDecision(bucket, tier, update, "by hand") for bucket in buckets))
+
+
 def parameters_away(prepared: Prepared, tier: str, states: tuple[str, str] | None, *, every: int = 1) -> Plan:
     """The plan of ``prepared`` with the parameters of every so many buckets in ``tier``.
 

@@ -16,10 +16,7 @@ from tests.offloads import check_measured
 from tests.training import Trained, build, differences, train_compiled, train_plain
 from zerofx.scheduler.decisions import StateDecision
 
-
-@pytest.fixture(autouse=True)
-def checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEROFX_VERIFY", "2")
+pytestmark = pytest.mark.usefixtures("verified")
 
 
 def train_delayed(case: Case, steps: int, warm_up: int, rank: int = 0) -> Trained:

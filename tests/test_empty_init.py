@@ -89,9 +89,9 @@ def test_other_stages_on_two_ranks() -> None:
     assert run_ranks(_on_ranks, 2, runs, timeout=600) == [[], []]
 
 
+@pytest.mark.usefixtures("drive")
 @pytest.mark.parametrize("tier", ["host", "nvme"])
-def test_values_go_to_the_tier_of_the_plan(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEROFX_NVME_DIR", str(tmp_path))
+def test_values_go_to_the_tier_of_the_plan(tier: str) -> None:
     case = CASES["gpt"]
     prepared = prepare_case(case, 0, 1)
     states = [StateDecision(one.bucket, tier, "host", "by hand") for one in prepared.plan.reduces]

@@ -19,17 +19,12 @@ import torch.distributed as dist
 import zerofx
 from tests.distributed import run_ranks
 from tests.models import CASES, DIM, Case, batches
-from tests.offloads import offloading, prepare_case
-from tests.test_states import placing
+from tests.offloads import offloading, placing, prepare_case
 from tests.training import build
 from zerofx.errors import RankMismatchError, TierError, ZeroFXError, ZeroFXWarning
 from zerofx.scheduler.plan import Plan
 
-
-@pytest.fixture(autouse=True)
-def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ZEROFX_NVME_DIR", str(tmp_path))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("drive")
 
 
 def _step(plan: Plan | None, stage: int = 0, case: Case = CASES["gpt"]) -> tuple[zerofx.Step, tuple[Any, ...]]:
@@ -139,8 +134,7 @@ _IS_KILLED = """
 import os, signal, sys, threading, time
 import torch, zerofx
 from tests.models import CASES, batches
-from tests.offloads import prepare_case
-from tests.test_states import placing
+from tests.offloads import placing, prepare_case
 from tests.training import build
 case = CASES["gpt"]
 model = build(case)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +22,7 @@ from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.timeline import seconds_by_place
 
-
-@pytest.fixture(autouse=True)
-def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEROFX_NVME_DIR", str(tmp_path))
-    monkeypatch.setenv("ZEROFX_VERIFY", "2")
+pytestmark = pytest.mark.usefixtures("drive", "verified")
 
 
 def waiting(prepared: Prepared, tier: str, machine: Machine | None = None, every: int = 1) -> Plan:

@@ -17,15 +17,9 @@ from tests.models import CASES, batches
 from tests.offloads import offloading, prepare_case, recomputing
 from tests.training import build, differences, train_compiled, train_plain
 
+pytestmark = pytest.mark.usefixtures("drive", "verified")
+
 TIERS = {"host": ["host"], "nvme": ["nvme"], "both": ["host", "nvme"]}
-
-
-@pytest.fixture(autouse=True)
-def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for the nvme tier, which nothing is left in."""
-    monkeypatch.setenv("ZEROFX_NVME_DIR", str(tmp_path))
-    monkeypatch.setenv("ZEROFX_VERIFY", "2")
-    return tmp_path
 
 
 @pytest.mark.parametrize("tiers", TIERS)

@@ -20,14 +20,9 @@ from tests.training import build, differences, train_compiled, train_plain
 from zerofx.scheduler.decisions import ParameterDecision
 from zerofx.scheduler.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("drive", "verified")
+
 STATES = [None, ("host", "device"), ("host", "host"), ("nvme", "device"), ("nvme", "host")]
-
-
-@pytest.fixture(autouse=True)
-def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ZEROFX_NVME_DIR", str(tmp_path))
-    monkeypatch.setenv("ZEROFX_VERIFY", "2")
-    return tmp_path
 
 
 @pytest.mark.parametrize("states", STATES)

@@ -18,6 +18,8 @@ from tests.models import CASES
 from tests.training import differences, train_compiled, train_plain
 from zerofx.errors import MemoryBudgetError, ShardedParametersError
 
+pytestmark = pytest.mark.usefixtures("drive", "verified")
+
 TOLERANCE = 1e-5
 SLICES = {
     "gpt": {
@@ -28,12 +30,6 @@ SLICES = {
     },
     "tied": {"embed.weight": 2, "layers.1.up.weight": 3},
 }
-
-
-@pytest.fixture(autouse=True)
-def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("ZEROFX_VERIFY", "2")
-    monkeypatch.setenv("ZEROFX_NVME_DIR", str(tmp_path))
 
 
 class Wide(nn.Module):

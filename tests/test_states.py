@@ -13,27 +13,16 @@ import torch
 
 import zerofx
 from tests.distributed import run_ranks
-from tests.graphs import Prepared, prepare
+from tests.graphs import prepare
 from tests.models import CASES, batches, sgd
-from tests.offloads import check_measured, prepare_case
+from tests.offloads import check_measured, placing, prepare_case
 from tests.training import build, differences, train_compiled, train_plain
 from zerofx.scheduler.decisions import StateDecision
 from zerofx.scheduler.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("drive", "verified")
+
 PLACES = [("host", "device"), ("host", "host"), ("nvme", "device"), ("nvme", "host")]
-
-
-@pytest.fixture(autouse=True)
-def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ZEROFX_NVME_DIR", str(tmp_path))
-    monkeypatch.setenv("ZEROFX_VERIFY", "2")
-    return tmp_path
-
-
-def placing(prepared: Prepared, tier: str, update: str, every: int = 1) -> Plan:
-    """The plan of ``prepared`` with the states of every so many buckets in ``tier``."""
-    buckets = [decision.bucket for decision in prepared.plan.reduces][::every]
-    return replace(prepared.plan, states=tuple(StateDecision(bucket, tier, update, "by hand") for bucket in buckets))
 
 
 @pytest.mark.parametrize("every", [1, 2])

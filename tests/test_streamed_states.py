@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +18,8 @@ from zerofx.scheduler.machine import Link, Machine, Nvme
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.streams import ends_of, runs_on_host
 from zerofx.scheduler.timeline import seconds_by_place
+
+pytestmark = pytest.mark.usefixtures("drive", "verified")
 
 DIM = 64
 NUM_BYTES = 4 * DIM * DIM  # of one layer's parameters
@@ -49,7 +50,7 @@ def built(depth: int) -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, .
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False), (torch.randn(2, DIM),)
 
 
-def streaming(depth: int, update: str, drive: float) -> tuple[Prepared, Plan]:
+def streaming(depth: int, update: str, bytes_per_second: float) -> tuple[Prepared, Plan]:
     """The plan with all states on nvme, each copied as its timeline has it."""
     model, optimizer, batch = built(depth)
     prepared = prepare(model, batch, stage=0, num_ranks=1, optimizer=optimizer)
@@ -57,25 +58,18 @@ def streaming(depth: int, update: str, drive: float) -> tuple[Prepared, Plan]:
     prepared.plan = place_arrivals(
         replace(prepared.plan, states=states), prepared.step, prepared.layout,
         {bucket.index: 2 * bucket.full_bytes for bucket in prepared.layout.buckets},
-        seconds_by_place(prepared.step, machine(drive)), machine(drive), ahead=True,
+        seconds_by_place(prepared.step, machine(bytes_per_second)), machine(bytes_per_second), ahead=True,
     )  # fmt: skip
     return prepared, prepared.plan
 
 
-@pytest.fixture(autouse=True)
-def drive_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEROFX_NVME_DIR", str(tmp_path))
-    monkeypatch.setenv("ZEROFX_VERIFY", "2")
-
-
-@pytest.mark.parametrize(
-    "drive", [1e8, 3e9]
-)  # bytes/s: computation waits for each bucket; or reading ahead saves it that
+# Computation waits for each bucket; or reading ahead saves it that.
+@pytest.mark.parametrize("bytes_per_second", [1e8, 3e9])
 @pytest.mark.parametrize("update", ["device", "host"])
-def test_what_passes_through_the_host_does_not_grow_with_depth(update: str, drive: float) -> None:
+def test_what_passes_through_the_host_does_not_grow_with_depth(update: str, bytes_per_second: float) -> None:
     peaks = []
     for depth in (8, 16, 32):
-        prepared, _ = streaming(depth, update, drive)
+        prepared, _ = streaming(depth, update, bytes_per_second)
         peaks.append(liveness(prepared.run().step, on_cpu=True).peaks["host"])
     assert peaks[0] == peaks[1] == peaks[2]
     # Two moments, and where the host updates, the values themselves; also the gradient that comes down to them.

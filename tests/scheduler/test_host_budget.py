@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ import torch
 
 import zerofx
 from tests.models import CASES, batches
-from tests.offloads import prepare_case
+from tests.offloads import placing, prepare_case
 from tests.scheduler.test_budget import gpt, run
 from tests.scheduler.test_joint import small_machine
-from tests.test_states import placing
 from tests.training import build
 from zerofx.errors import MemoryBudgetError, TierError, UsageError, ZeroFXWarning
 from zerofx.options import Offload
@@ -79,11 +77,9 @@ def test_what_cannot_be_a_budget_is_refused() -> None:
         planned(None, host_budget="1GiB")
 
 
+@pytest.mark.usefixtures("drive")
 @pytest.mark.parametrize("offload", ["host", pytest.param("nvme", marks=pytest.mark.slow)])
-def test_the_pool_keeps_to_it_and_the_bits_are_the_same(
-    offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ZEROFX_NVME_DIR", str(tmp_path))
+def test_the_pool_keeps_to_it_and_the_bits_are_the_same(offload: Offload) -> None:
     model, batch = gpt()
 
     def trained(**options: Any) -> tuple[zerofx.Step, list[torch.Tensor]]:

@@ -79,15 +79,15 @@ def test_where_the_link_is_fast_the_joint_plan_offloads_and_is_faster_than_compu
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.usefixtures("drive")
 @pytest.mark.parametrize("offload", ["host", pytest.param("nvme", marks=SLOW)])
 @pytest.mark.parametrize(
     ("make", "tightest"),
     [(gpt, 0.65), pytest.param(convnet, 0.8, marks=SLOW), pytest.param(llama, 0.65, marks=SLOW)],
 )
 def test_at_every_budget_plans_that_offload_train_the_same_bits_and_fit(
-    make: object, tightest: float, offload: Offload, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+    make: object, tightest: float, offload: Offload
 ) -> None:
-    monkeypatch.setenv("ZEROFX_NVME_DIR", str(tmp_path))
     model, batch = make()  # type: ignore[operator]
     machine = small_machine(1e9)
     trained = copy.deepcopy(model)
