@@ -174,7 +174,7 @@ def test_options_that_contradict_the_plan() -> None:
     assert plan.recomputes
     assert "expected recompute='auto' beside a plan" in refusal(UsageError, Wavy, plan=plan, recompute="none")
     away = replace(plan, recomputes=(), offloads=(OffloadDecision("tanh", "host", 4, "tanh", "tanh", "why"),))
-    assert "has 1 values, the states of 0 buckets and the parameters of 0 off" in refusal(
+    assert "has 1 values, the states of 0 buckets, the parameters of 0 and the gradients of 0 off" in refusal(
         UsageError, Wavy, plan=away, offload="none"
     )
     with pytest.warns(ZeroFXWarning, match="prefetch and keep_gathered have no effect beside a plan"):

@@ -55,8 +55,9 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
     if options.offload == "none" and (plan.offloads or plan.states or plan.parameters or plan.gradients):
         raise UsageError(
             f"expected offload='auto' beside a plan that has {len(plan.offloads)} values, the states of "
-            f"{len(plan.states)} buckets and the parameters of {len(plan.parameters)} off the device, found "
-            f"offload='none': leave it out, or leave plan out to have another made"
+            f"{len(plan.states)} buckets, the parameters of {len(plan.parameters)} and the gradients of "
+            f"{len(plan.gradients)} off the device, found offload='none': leave it out, or leave plan out to have "
+            f"another made"
         )
     _check_delayed(plan, options)
     default = PolicyOptions()

@@ -50,7 +50,7 @@ def passes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Pl
         Buffers(),  # mutated buffers written back
         Prefetch(),  # gathers issued ahead of their use
         *((Merge(),) if any(gather.merged for gather in plan.gathers) else ()),  # several gathers as one collective
-        # what the plan may send otherwise than exactly, on every node's second shards or in few bits
+        # what is not sent exactly as it is: in few bits, or from second shards on each node
         *((QuantiseGathers(layout), QuantiseReductions(layout)) if plan.wires else ()),
     )
 
