@@ -2,7 +2,7 @@
 
 By default glibc gives large blocks back to the operating system when they are freed, and has every page of the next one
 mapped and zeroed anew. A training step takes and frees the same blocks over and over: those page faults can take a
-fifth of it.
+fifth of it on a machine whose memory is shared.
 """
 
 from __future__ import annotations
