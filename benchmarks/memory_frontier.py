@@ -222,7 +222,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each contender in a round")
     parser.add_argument("--together", type=int, default=8, help="contenders in memory at a time, beside the baseline")
-    parser.add_argument("--budgets", type=int, nargs="*", default=[420, 340, 270, 220, 186, 150, 90], help="MB, for zerofx")
+    parser.add_argument(
+        "--budgets", type=int, nargs="*", default=[420, 340, 270, 220, 186, 150, 90], help="MB, for zerofx"
+    )
     parser.add_argument("--peers", nargs="*", default=PEERS, metavar="SOLVER:BUDGET", help="activation_memory_budget")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
