@@ -163,3 +163,11 @@ def test_a_step_that_takes_no_time_has_a_page(tmp_path: Path) -> None:
     schedule = make_schedule(lowered(1))
     nothing = replace(schedule.totals, step_seconds=0.0, peak_bytes=0)
     assert "Memory" in page(Schedule((), (), nothing, ()), tmp_path)
+
+
+def test_a_curve_above_the_peak_is_explained(tmp_path: Path) -> None:
+    schedule = make_schedule(lowered(stage=0, num_ranks=1))
+    below, above = "a single operator may reach for a moment", "has operators one by one"
+    assert below in page(schedule, tmp_path) and above not in page(schedule, tmp_path)
+    fused = replace(schedule, totals=replace(schedule.totals, peak_bytes=1))
+    assert above in page(fused, tmp_path) and below not in page(fused, tmp_path)

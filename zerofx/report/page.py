@@ -140,6 +140,15 @@ def write_html(
     Path(path).write_text(_page(schedule, title, limits or {}, notes), encoding="utf-8")
 
 
+def _about_peak(highest_bytes: int, peak_bytes: int) -> str:
+    if highest_bytes > peak_bytes:
+        return (
+            "The curve has operators one by one; the dashed line is the peak of the compiled step, which holds less "
+            "where it fuses them"
+        )
+    return "The dashed line is the peak, which a single operator may reach for a moment above the curve"
+
+
 def _page(schedule: Schedule, title: str, limits: Mapping[str, int], notes: str) -> str:
     totals, seconds = schedule.totals, schedule.totals.step_seconds
     memory, categories = memory_picture(schedule.memory, schedule.instructions, limits, seconds, totals.peak_bytes)
@@ -163,8 +172,7 @@ ranks do the same. All numbers are predictions of the plan.</p>
 <div class="numbers">{_numbers(schedule)}</div>
 <h2>Memory</h2>
 <p>How many bytes are on the device at each moment of the step, and what they are; the height of a colour is its share.
-The dashed line is the peak, which a single operator may reach for a moment above the curve; the dot is
-where.{about_limits}</p>
+{_about_peak(sum(highest.values()), totals.peak_bytes)}; the dot is where.{about_limits}</p>
 {memory}
 <p id="here" class="soft"></p>
 <p class="soft">Bytes where the curve is highest:</p>
