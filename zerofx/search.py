@@ -250,25 +250,12 @@ def _check_limit(limit: int) -> None:
 def _options(stage: int, given: RankOptions) -> CompileOptions:
     """The options of ``zerofx.plan`` with its defaults, but for the budget: without one it is the whole device."""
     budget = given.get("memory_budget")
-    return check_options(
-        stage,
-        given.get("loss_fn"),
-        given.get("precision"),
-        given.get("backend", "inductor"),
-        given.get("machine", "h100-sxm"),
-        None,
-        given.get("prefetch", 1),
-        given.get("keep_gathered", ()),
-        1,
-        1.0 if budget is None else budget,
-        given.get("recompute", "auto"),
-        given.get("offload", "auto"),
-        given.get("accumulate", 1),
-        given.get("tile", "auto"),
-        given.get("host_budget"),
-        delayed_update=given.get("delayed_update"),
-        wire=given.get("wire", "exact"),
-    )
+    defaults: RankOptions = {
+        "loss_fn": None, "precision": None, "backend": "inductor", "machine": "h100-sxm", "prefetch": 1,
+        "keep_gathered": (),
+    }  # fmt: skip
+    asked: RankOptions = {**defaults, **given, "memory_budget": 1.0 if budget is None else budget}
+    return check_options(stage, plan=None, max_shapes=1, **asked)
 
 
 def _limit_bytes(options: CompileOptions) -> int:
