@@ -19,7 +19,7 @@ from zerofx.graph import StepGraph
 from zerofx.node_facts import Phase
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.decisions import GradientDecision
-from zerofx.scheduler.machine import Machine, Tier, copy_seconds
+from zerofx.scheduler.machine import Machine, Tier, copy_seconds, first_with_room
 from zerofx.scheduler.timeline import Place, Run, runs
 
 
@@ -56,7 +56,7 @@ def gradient_menus(
     left, menus = dict(room), {}
     for bucket in layout.buckets:
         size = bucket.full_bytes
-        tier = next((tier for tier in left if left[tier] >= size), None)
+        tier = first_with_room(left, size)
         if num_micro_batches == 1 or not bucket.trainable or not size or tier is None:
             continue
         left[tier] -= size

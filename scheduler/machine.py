@@ -279,6 +279,11 @@ def _ranks_on_node(world_size: int, machine: Machine, asked: int | None) -> int:
     return local
 
 
+def first_with_room(left: Mapping[Tier, int], num_bytes: int) -> Tier | None:
+    """The first tier of which at least ``num_bytes`` are left; None if there is none."""
+    return next((tier for tier in left if left[tier] >= num_bytes), None)
+
+
 def copy_seconds(num_bytes: int, source: Tier, destination: Tier, machine: Machine) -> float:
     """Seconds for one rank to copy `num_bytes` between tiers while every other rank of the node does the same.
 

@@ -28,7 +28,7 @@ from zerofx.report.units import format_seconds
 from zerofx.scheduler.activations import Level, Segment, cheapest, keep_all, menu, storage_size
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.decisions import OffloadDecision
-from zerofx.scheduler.machine import Machine, Tier, copy_seconds
+from zerofx.scheduler.machine import Machine, Tier, copy_seconds, first_with_room
 from zerofx.scheduler.storage import storage_bytes, tensors_of
 from zerofx.scheduler.timeline import Place, Run, runs
 
@@ -227,7 +227,7 @@ def _copies(step: StepGraph, spans: Sequence[Run], wishes: Sequence[Wish], room:
         num_bytes = storage_bytes(tensors_of(node)[0])
         readers = [order[reader] for reader in consumers(node) if origin(reader).phase is Phase.FORWARD]
         again = [order[reader] for reader in consumers(node) if origin(reader).phase is not Phase.FORWARD]
-        tier = next((tier for tier in left if left[tier] >= num_bytes), None)
+        tier = first_with_room(left, num_bytes)
         # A buffer is read by the next micro-batch's forward: behind its reload it would be needed twice.
         needed_twice = bool(again) and max(readers, default=0) > min(again)
         if tier is None or not again or needed_twice or refusal(node) is not None:

@@ -15,7 +15,7 @@ from zerofx.node_facts import Phase, origin
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.decisions import ParameterDecision
 from zerofx.scheduler.gathers import Gathering
-from zerofx.scheduler.machine import Machine, Tier, copy_seconds
+from zerofx.scheduler.machine import Machine, Tier, copy_seconds, first_with_room
 from zerofx.scheduler.policy import Residency
 from zerofx.scheduler.timeline import Place
 
@@ -55,7 +55,7 @@ def parameter_menus(
     left, menus = dict(room), {}
     for bucket in layout.buckets:
         size = bucket.shard_bytes
-        tier = next((tier for tier in left if left[tier] >= size), None)
+        tier = first_with_room(left, size)
         if not size or tier is None:
             continue
         left[tier] -= size
