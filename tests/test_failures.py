@@ -157,7 +157,9 @@ def test_a_process_killed_in_mid_step_leaves_its_checkpoint_and_the_next_run_sta
     drive: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     saved = tmp_path_factory.mktemp("saved") / "model.pt"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    # Another number of threads may sum in another order.
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    environment = {**os.environ, **threads, "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(
         [sys.executable, "-c", _IS_KILLED, str(saved)], env=environment, capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""Collectives on a CPU: messages between all pairs of ranks, on gloo.
+"""Collectives on a CPU: messages between all pairs of ranks.
 
 That is faster than gloo's own all-gather and reduce-scatter, takes no hidden buffers, and lets the sum be taken in rank
 order: results depend neither on timing nor on how parameters are divided into buckets.
@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from zerofx.runtime.channels import Message, open_channels
 from zerofx.runtime.copies import Workers
 from zerofx.runtime.spans import SpanLog
 from zerofx.runtime.transport import Group, Pending, Transport, members_of
@@ -35,6 +36,8 @@ class PointToPoint(Transport):
         self._group = group
         self._peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         self._next_tag = 0
+        self._readers = Workers("messages")
+        self._channels = open_channels(group, self._readers)
         self._log = log
         self._watch: _Watch | None = None
 
@@ -59,7 +62,7 @@ class PointToPoint(Transport):
     def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]:
         num_shard = gradients.numel() // self.num_ranks
         received = [gradients.new_empty(num_shard) for _ in self._peers]
-        works: list[dist.Work] = []
+        works: list[Message] = []
         if num_shard:
             tag = self._tag()
             slices = gradients.chunk(self.num_ranks)
@@ -82,7 +85,7 @@ class PointToPoint(Transport):
 
     def exchange(self, parts: torch.Tensor, size: int, group: Group) -> Pending[torch.Tensor]:
         received = torch.empty_like(parts)
-        works: list[dist.Work] = []
+        works: list[Message] = []
         if parts.numel():
             tag = self._tag()
             members = members_of(group, self.rank, size, self.num_ranks)
@@ -118,8 +121,8 @@ class PointToPoint(Transport):
 
         return Pending(full, finish)
 
-    def _gather(self, full: torch.Tensor, shard: torch.Tensor, members: list[int]) -> list[dist.Work]:
-        works: list[dist.Work] = []
+    def _gather(self, full: torch.Tensor, shard: torch.Tensor, members: list[int]) -> list[Message]:
+        works: list[Message] = []
         slices = dict(zip(members, full.chunk(len(members)), strict=True)) if full.numel() else {}
         if slices:
             tag = self._tag()
@@ -131,7 +134,7 @@ class PointToPoint(Transport):
                 own.copy_(shard)
         return works
 
-    def _under_way(self, works: list[dist.Work], num_bytes: int) -> Callable[[], None]:
+    def _under_way(self, works: list[Message], num_bytes: int) -> Callable[[], None]:
         """What waits for messages, ``num_bytes`` of them sent; as a step is measured, a thread sees them come."""
         if self._log.running and works:
             self._watch = self._watch or _Watch(self._log)
@@ -150,16 +153,12 @@ class PointToPoint(Transport):
         self._next_tag += 1
         return self._next_tag
 
-    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
         self.sent_to[peer] += tensor.nbytes
-        work = dist.isend(tensor, group=self._group, group_dst=peer, tag=tag)
-        assert work is not None
-        return work
+        return self._channels[peer].send(tensor, tag)
 
-    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.irecv(tensor, group=self._group, group_src=peer, tag=tag)
-        assert work is not None
-        return work
+    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
+        return self._channels[peer].receive(tensor, tag)
 
 
 class _Watch:
@@ -173,7 +172,7 @@ class _Watch:
         self._workers = Workers("messages")
         self._free = 0.0
 
-    def see(self, works: list[dist.Work], num_bytes: int) -> Callable[[], None]:
+    def see(self, works: list[Message], num_bytes: int) -> Callable[[], None]:
         began = time.perf_counter()
 
         def watch() -> None:

@@ -1,0 +1,104 @@
+"""Messages between ranks on CPUs: out of each other's memory where that is permitted, through gloo elsewhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import run_ranks
+from zerofx.runtime import channels
+from zerofx.runtime.channels import GlooChannel, MemoryChannel, open_channels, read_memory
+from zerofx.runtime.copies import Workers
+from zerofx.runtime.messages import close_connections
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
+SIZES = (0, 1, 3, 1000, 300_001)
+
+
+def _own_group() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _exchanged() -> tuple[list[type], bool]:
+    """What kinds the channels are, and whether messages under way in all directions at once arrive as sent."""
+    rank, opened = dist.get_rank(), open_channels(_own_group(), Workers("messages"))
+    received, messages = [], []
+    for tag, size in enumerate(SIZES):
+        for peer, channel in opened.items():
+            into = torch.zeros(size)
+            messages.append(channel.receive(into, tag))
+            messages.append(channel.send(torch.arange(size) * 10.0 + rank, tag))
+            received.append((into, torch.arange(size) * 10.0 + peer))
+    for message in messages:
+        message.wait()
+    return [type(channel) for channel in opened.values()], all(torch.equal(*pair) for pair in received)
+
+
+def _refused(pid: int, address: int, into: torch.Tensor) -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def _in_three_ways() -> list[tuple[list[type], bool]]:
+    """As ranks of one host; where rank 1 may not read; on hosts of their own, where rank 0 cannot tell which."""
+    plain = _exchanged()
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            patched.setattr(channels, "read_memory", _refused)
+        refused = _exchanged()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(channels, "_machine", dist.get_rank)
+        return [plain, refused, _exchanged()]
+
+
+@linux
+def test_pairs_of_ranks_read_each_others_memory_where_both_may_and_send_through_gloo_elsewhere() -> None:
+    ways = zip(*run_ranks(_in_three_ways, 3), strict=True)
+    expected = [
+        [[MemoryChannel, MemoryChannel], [MemoryChannel, MemoryChannel], [MemoryChannel, MemoryChannel]],
+        [[GlooChannel, MemoryChannel], [GlooChannel, GlooChannel], [MemoryChannel, GlooChannel]],
+        [[GlooChannel, GlooChannel], [GlooChannel, GlooChannel], [GlooChannel, GlooChannel]],
+    ]
+    for ranks, kinds in zip(ways, expected, strict=True):
+        assert [found for found, _ in ranks] == kinds
+        assert all(arrived for _, arrived in ranks)
+
+
+@linux
+def test_reading_a_process_that_has_ended_is_an_error() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with pytest.raises(OSError, match="No such process"):
+        read_memory(ended.pid, 0, torch.empty(1))
+
+
+@linux
+def test_reading_where_nothing_is_is_an_error() -> None:
+    with pytest.raises(OSError, match="Bad address"):
+        read_memory(os.getpid(), 8, torch.empty(1))
+
+
+def _one_lets_go() -> str:
+    """What comes of messages to and from a rank that has closed its connections."""
+    group = _own_group()
+    (channel,) = open_channels(group, Workers("messages")).values()
+    if dist.get_rank() == 1:
+        close_connections(group)
+        return ""
+    try:
+        for message in (channel.receive(torch.empty(10), 1), channel.send(torch.ones(10), 2)):
+            message.wait()
+    except RuntimeError as error:
+        return type(error).__name__
+    return "arrived"
+
+
+@linux
+def test_a_message_fails_where_the_other_rank_lets_go() -> None:
+    assert run_ranks(_one_lets_go, 2) == ["RuntimeError", ""]

@@ -1,0 +1,170 @@
+"""How a message goes from one rank to another on CPUs: through gloo, or read out of the other rank's memory.
+
+Ranks of one host need no network between them. The sender says where its bytes are, the receiver reads them there
+(``process_vm_readv``: one copy, no buffer in between) and says that it has; both words are messages of a few bytes on
+gloo, so that a rank that fails or ends is noticed as with any message. MPI's libraries do the same among the ranks of
+a host ("cross-memory attach"). Linux permits it to processes of one user unless it is told otherwise (containers of
+their own, ``kernel.yama.ptrace_scope``); between which ranks it works is tried when the channels are opened.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from zerofx.runtime.copies import Workers
+
+
+class Message(Protocol):
+    """A message under way, to be awaited once."""
+
+    def wait(self) -> object:
+        """Block until it has arrived, here or there; raises where the other rank has failed."""
+
+
+class Channel(Protocol):
+    """Messages with one other rank. Both sides send and receive in the same order, under the same tags."""
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Message:
+        """Send a contiguous tensor, which has to stay as it is until the message is awaited."""
+
+    def receive(self, tensor: torch.Tensor, tag: int) -> Message:
+        """Receive into a contiguous tensor of the size that is sent."""
+
+
+class GlooChannel:
+    """Messages through gloo's connections."""
+
+    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
+        self._group, self._peer = group, peer
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Message:
+        return _work(dist.isend(tensor, group=self._group, group_dst=self._peer, tag=tag))
+
+    def receive(self, tensor: torch.Tensor, tag: int) -> Message:
+        return _work(dist.irecv(tensor, group=self._group, group_src=self._peer, tag=tag))
+
+
+class MemoryChannel:
+    """Messages that the receiver reads out of the memory of process ``pid``, on a thread of ``readers``."""
+
+    def __init__(self, words: GlooChannel, pid: int, readers: Workers) -> None:
+        self._words, self._pid, self._readers = words, pid, readers
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Message:
+        where = torch.tensor([tensor.data_ptr(), tensor.nbytes])
+        return _Sent(self._words.send(where, 2 * tag), self._words.receive(torch.empty(1), 2 * tag + 1), where, tensor)
+
+    def receive(self, tensor: torch.Tensor, tag: int) -> Message:
+        where = torch.zeros(2, dtype=torch.int64)
+        told = self._words.receive(where, 2 * tag)
+
+        def read() -> None:
+            told.wait()
+            address, num_bytes = where.tolist()
+            assert num_bytes == tensor.nbytes, f"{num_bytes} bytes are sent where {tensor.nbytes} are expected"
+            try:
+                read_memory(self._pid, address, tensor)
+            except OSError as error:
+                raise RuntimeError(f"process {self._pid} of another rank cannot be read any more: {error}") from error
+            self._words.send(torch.empty(1), 2 * tag + 1).wait()
+
+        return _Received(self._readers, read)
+
+
+class _Sent:
+    """A message that has been announced: it, and where it is told, stay until the receiver has said that it has it."""
+
+    def __init__(self, told: Message, read: Message, *kept: torch.Tensor) -> None:
+        self._told, self._read, self._kept = told, read, kept
+
+    def wait(self) -> None:
+        self._told.wait()
+        self._read.wait()
+
+
+class _Received:
+    """A message that a thread of ``readers`` reads."""
+
+    def __init__(self, readers: Workers, read: Callable[[], None]) -> None:
+        self._done = readers.submit(read)
+
+    def wait(self) -> None:
+        self._done.result()
+
+
+class _Piece(ctypes.Structure):
+    """``struct iovec`` of readv(2)."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
+
+
+def read_memory(pid: int, address: int, into: torch.Tensor) -> None:
+    """Fill a contiguous tensor from ``address`` on of another process of this machine.
+
+    Raises:
+        OSError: there is no such process or address, or it may not be read.
+    """
+    done = 0
+    library = ctypes.CDLL(None, use_errno=True)
+    library.process_vm_readv.restype = ctypes.c_ssize_t
+    while done < into.nbytes:
+        here = _Piece(into.data_ptr() + done, into.nbytes - done)
+        there = _Piece(address + done, into.nbytes - done)
+        num_bytes = library.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        if num_bytes <= 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        done += num_bytes
+
+
+def open_channels(group: dist.ProcessGroup, readers: Workers) -> dict[int, Channel]:
+    """This rank's channels to all others, by rank in ``group``. All its ranks call it, and agree for each pair."""
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    word = torch.tensor([secrets.randbits(62)])
+    here = torch.tensor([os.getpid(), word.data_ptr(), int(word), _machine()])
+    ranks = [torch.empty_like(here) for _ in range(num_ranks)]
+    dist.all_gather(ranks, here, group=group)
+    reads = torch.tensor([peer != rank and _can_read(found.tolist(), _machine()) for peer, found in enumerate(ranks)])
+    every = [torch.empty_like(reads) for _ in range(num_ranks)]
+    dist.all_gather(every, reads, group=group)  # which also keeps ``word`` until all have tried
+    channels: dict[int, Channel] = {}
+    for peer in range(num_ranks):
+        words = GlooChannel(group, peer)
+        both = bool(every[rank][peer] and every[peer][rank])
+        channels[peer] = MemoryChannel(words, int(ranks[peer][0]), readers) if both else words
+    del channels[rank]
+    return channels
+
+
+def _can_read(told: Sequence[int], machine: int) -> bool:
+    """Whether the word that another rank has told is found where it says; never so where machines are not known."""
+    pid, address, word, its_machine = told
+    if not machine or machine != its_machine:
+        return False
+    found = torch.zeros(1, dtype=torch.int64)
+    try:
+        read_memory(pid, address, found)
+    except OSError:
+        return False
+    return int(found) == word
+
+
+def _machine() -> int:
+    """The same number for all processes under one running kernel; 0 where there is no telling, or no such reading."""
+    told = Path("/proc/sys/kernel/random/boot_id")
+    if sys.platform != "linux" or not told.exists():
+        return 0
+    return int(told.read_text().strip().replace("-", ""), 16) % 2**62
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work
