@@ -14,7 +14,8 @@ within rounding; parts of a sum in bfloat16 are added up in float32. That is why
 it.
 
 Does not handle: a loss with class weights or without a reduction, label smoothing, logits that anything else reads, and
-a loss that forward goes on computing with (``scheduler/heads.py`` does not find those).
+a loss that forward goes on computing with (``scheduler/heads.py`` does not find those). Tiles of classes are written by
+``passes/tile_classes.py``.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from zerofx.errors import PlanError
 from zerofx.graph import StepGraph, insert_call
 from zerofx.node_facts import Origin, Phase, origin, tensor
 from zerofx.passes.tile_chain import tile_chain
+from zerofx.passes.tile_classes import tile_classes
 from zerofx.scheduler.chains import Chain, find_chains
 from zerofx.scheduler.decisions import TileDecision
-from zerofx.scheduler.heads import LossHead, find_heads, sum_dtype
+from zerofx.scheduler.heads import MEAN, SUM, LossHead, find_heads, sum_dtype
 from zerofx.scheduler.plan import Plan
 
 _aten = torch.ops.aten
-_MEAN, _SUM = 1, 2  # torch's numbers of the reductions of a loss
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,25 @@ def tile(step: StepGraph, decisions: Sequence[TileDecision]) -> None:
             # It reads what another's tiles were joined to.
             chains = {chain.product.name: chain for chain in find_chains(step)}
             found = chains.get(decision.value)
-        if found is None or not 2 <= decision.num_tiles <= found.num_rows:
+        if found is None or not 2 <= decision.num_tiles <= _most_tiles(found, decision):
             raise PlanError(
                 f"expected a plan to tile logits of this graph ({', '.join(heads) or 'there are none'}), or large "
                 f"values between operators ({', '.join(chains) or 'there are none'}), into 2 tiles up to one for each "
-                f"row, found {decision.value} into {decision.num_tiles}"
+                f"row, found {decision.value} into {decision.num_tiles} over {decision.over}"
             )
-        if isinstance(found, LossHead):
+        if isinstance(found, LossHead) and decision.over == "classes":
+            tile_classes(step, found, decision.num_tiles)
+        elif isinstance(found, LossHead):
             _Tiler(step, found).run(decision.num_tiles)
         else:
             tile_chain(step, found, decision.num_tiles)
     step.graph.eliminate_dead_code()
+
+
+def _most_tiles(found: LossHead | Chain, decision: TileDecision) -> int:
+    if decision.over == "rows":
+        return found.num_rows
+    return found.num_classes if isinstance(found, LossHead) and found.has_classes else 0
 
 
 class _Tiler:
@@ -103,7 +112,7 @@ class _Tiler:
                     rows[node].append(self._call(node.target, grad, *node.args[1:]))
                 for node in head.over_rows:
                     sums[node] = self._add(node, sums.get(node), grad, start, end)
-            loss = self._call(_aten.div.Tensor, losses[0], count) if head.loss.args[3] == _MEAN else losses[0]
+            loss = self._call(_aten.div.Tensor, losses[0], count) if head.loss.args[3] == MEAN else losses[0]
             loss = self._cast(loss, tensor(head.softmax).dtype)
             sums = {node: self._cast(whole, tensor(node).dtype) for node, whole in sums.items()}
             joined = {node: self._call(_aten.cat.default, parts) for node, parts in rows.items()}
@@ -130,7 +139,7 @@ class _Tiler:
         softmax = self._call(head.softmax.target, logits, *head.softmax.args[1:])
         _, target, weights, reduction, ignored = head.loss.args
         given = (softmax, self._rows(target, start, end), weights)
-        summed = self._call(head.loss.target, *given, _SUM, ignored)
+        summed = self._call(head.loss.target, *given, SUM, ignored)
         loss = self._call(operator.getitem, summed, 0)
         grad = self._call(head.grad_loss.target, head.grad_loss.args[0], *given, reduction, ignored, total)
         grad = self._call(head.grad_softmax.target, grad, softmax, *head.grad_softmax.args[2:])

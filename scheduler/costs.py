@@ -59,6 +59,8 @@ _PER_ELEMENT = {
     "aten::std": 4,
     "aten::logsumexp": 4,
     "aten::native_dropout": 2,
+    "zerofx::softmax_chunk": 5,  # max, subtract, exp, sum, compare
+    "zerofx::softmax_gradient": 4,  # subtract, exp, subtract, multiply
     "aten::_fused_adam_": 14,  # two moments (6), bias corrections (2), root, add, divide, step; decay (2)
     "aten::_fused_adamw_": 14,
     "aten::_fused_sgd_": 5,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ class RecomputeDecision:
 
 @dataclass(frozen=True)
 class TileDecision:
-    """Logits that are made, and turned into their loss and its gradients, in ``num_tiles`` runs of rows.
+    """Logits that are made, and turned into their loss and its gradients, in ``num_tiles`` runs of rows or of classes.
 
     ``value`` is the node of the captured graph that gives the logits, ``num_bytes`` what they take whole, ``layer`` as
-    in ``RecomputeDecision``.
+    in ``RecomputeDecision``. ``over`` is ``"rows"`` or ``"classes"``.
     """
 
     value: str
@@ -62,6 +63,7 @@ class TileDecision:
     num_bytes: int
     reason: str
     layer: str = ""
+    over: Literal["rows", "classes"] = "rows"
 
 
 @dataclass(frozen=True)

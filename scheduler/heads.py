@@ -17,10 +17,12 @@ from zerofx.node_facts import tensor
 
 _aten = torch.ops.aten
 _RESHAPES = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})
-_REDUCTIONS = frozenset({1, 2})  # torch's numbers of "mean" and "sum"
+MEAN, SUM = 1, 2  # torch's numbers of the reductions of a loss
 _SUMMABLE = frozenset({torch.float32, torch.float64, torch.bfloat16})  # a tile's loss may leave float16's range
 _NUM_COUNTS = 3
 MIN_ROWS = 128  # below as many rows to a tile, matrix products lose more than tiles can save
+MIN_CLASSES = 1024  # and below as many classes, of which there are more
+_CLASS_TILES = (8, 32)
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,16 @@ class LossHead:
         return int(tensor(self.product).shape[0])
 
     @property
+    def num_classes(self) -> int:
+        return int(tensor(self.product).shape[1])
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether it can be tiled over its classes too: the softmax is in float32, and a bias has one for each."""
+        bias = [tensor(arg) for arg in self.product.args[:-2] if isinstance(arg, fx.Node)]
+        return tensor(self.softmax).dtype == torch.float32 and all(one.shape == (self.num_classes,) for one in bias)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all logits, in the dtype of the loss."""
         return tensor(self.softmax).numel() * tensor(self.softmax).element_size()
@@ -64,6 +76,10 @@ class LossHead:
         counts = [2**power for power in range(1, 16) if self.num_rows >= 2**power * MIN_ROWS]
         return [count for count in counts if count <= 4 * even][-_NUM_COUNTS:]
 
+    def class_counts(self) -> list[int]:
+        """Numbers of tiles of classes worth trying; none where the products of each would be too narrow."""
+        return [n for n in _CLASS_TILES if self.has_classes and self.num_classes >= n * MIN_CLASSES]
+
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which parts of a sum are added up that has ``dtype`` itself."""
@@ -81,7 +97,7 @@ def _head(step: StepGraph, grad_loss: fx.Node, order: dict[fx.Node, int]) -> Los
     softmax, reduction = grad_loss.args[1], grad_loss.args[4]
     if not isinstance(softmax, fx.Node) or softmax.target is not _aten._log_softmax.default:
         return None
-    if reduction not in _REDUCTIONS or grad_loss.args[3] is not None or softmax.args[1] not in (1, -1):
+    if reduction not in (MEAN, SUM) or grad_loss.args[3] is not None or softmax.args[1] not in (1, -1):
         return None
     if tensor(softmax).dtype not in _SUMMABLE:
         return None
@@ -99,7 +115,7 @@ def _head(step: StepGraph, grad_loss: fx.Node, order: dict[fx.Node, int]) -> Los
     if not _is_first_used_behind(losses[0], grad_loss, order):
         return None
     readers, grad_cast = _readers(grads[0]), None
-    if len(readers) == 1 and readers[0].target is _aten._to_copy.default and set(readers[0].kwargs) == {"dtype"}:
+    if len(readers) == 1 and _is_cast(readers[0]):
         grad_cast, readers = readers[0], _readers(readers[0])
     sources = _same_rows(grad_cast or grads[0])
     by_row = [n for n in readers if n.target is _aten.mm.default and n.args[0] in sources and n.args[1] not in sources]
@@ -112,10 +128,19 @@ def _head(step: StepGraph, grad_loss: fx.Node, order: dict[fx.Node, int]) -> Los
 def _made_from(softmax: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """The product that gives a softmax its logits, and the conversion between them."""
     source, cast = _behind_reshapes(softmax.args[0]), None
-    if source.target is _aten._to_copy.default and set(source.kwargs) == {"dtype"}:
+    if _is_cast(source):
         cast, source = source, _behind_reshapes(source.args[0])
     is_product = source.target in (_aten.mm.default, _aten.addmm.default) and not source.kwargs
     return (source if is_product else None), cast
+
+
+def _is_cast(node: fx.Node) -> bool:
+    """Whether a node only changes the dtype; backward's casts name the layout and the device, too."""
+    if node.target is not _aten._to_copy.default or not set(node.kwargs) <= {"dtype", "layout", "device"}:
+        return False
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return tensor(node).layout == tensor(source).layout and tensor(node).device == tensor(source).device
 
 
 def _behind_reshapes(node: object) -> fx.Node:

@@ -44,8 +44,11 @@ _OF_A_WIRE = {"wire": "exact", "ranks_per_node": None, "wires": ()}  # what an e
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
-    """All that a plan holds, as dicts; an exact plan has no entries about the wire."""
+    """All that a plan holds, as dicts; an exact plan has no entries about the wire, nor tiles of rows that they are."""
     data = asdict(plan)
+    for tile in data["tiles"]:
+        if tile["over"] == "rows":
+            del tile["over"]
     for name, exact in _OF_A_WIRE.items():
         if data[name] == exact:
             del data[name]

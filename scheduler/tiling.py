@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from zerofx.errors import UsageError
 from zerofx.graph import StepGraph
@@ -17,11 +18,11 @@ Tiles = tuple[TileDecision, ...]
 _CHAIN_TILES = (4, 16)
 
 
-def rungs(step: StepGraph, allowed: bool) -> list[list[Tiles]]:
+def rungs(step: StepGraph, allowed: bool, *, classes: bool = False) -> list[list[Tiles]]:
     """The ways to tile, in the order in which they are turned to: nothing, losses, then chains of operators as well.
 
-    Those of one rung are tried together: losses into some numbers of tiles; chains on one rung each, into more and
-    more.
+    Those of one rung are tried together: losses into some numbers of tiles, of rows and, where ``classes``, of classes;
+    chains on one rung each, into more and more.
     """
     if not allowed:
         return [[()]]
@@ -30,6 +31,8 @@ def rungs(step: StepGraph, allowed: bool) -> list[list[Tiles]]:
     counts = sorted({count for head in heads for count in head.tile_counts()})
     of_heads = [tuple(_as_needed(head, n) for head in heads if n in head.tile_counts()) for n in counts]
     finest = of_heads[-1] if of_heads else ()
+    by_class = sorted({count for head in heads for count in head.class_counts()}) if classes else []
+    of_heads += [tuple(_of_classes(head, n) for head in heads if n in head.class_counts()) for n in by_class]
     most = max(chains.values(), default=1)
     of_chains = [
         (*finest, *(_as_needed(chain, min(n, limit)) for chain, limit in chains.items()))
@@ -75,6 +78,10 @@ def _as_needed(found: LossHead | Chain, num_tiles: int) -> TileDecision:
     return _decision(
         found, num_tiles, f"no plan with whole {what} ({whole}) fits; each of {num_tiles} tiles has {each}"
     )
+
+
+def _of_classes(head: LossHead, num_tiles: int) -> TileDecision:
+    return replace(_as_needed(head, num_tiles), over="classes")
 
 
 def _decision(found: LossHead | Chain, num_tiles: int, reason: str) -> TileDecision:

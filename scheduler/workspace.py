@@ -76,6 +76,18 @@ def _dropout(node: fx.Node) -> int:
     return storage_bytes(_value(node, 0))
 
 
+def _softmax_chunk(node: fx.Node) -> int:
+    """A copy of the logits in float32; of each row the maximum, a shift, the target's place and logit, and the sum."""
+    logits = _value(node, 0)
+    return logits.numel() * 4 + logits.shape[0] * 25
+
+
+def _softmax_gradient(node: fx.Node) -> int:
+    """A copy of the logits in float32, and of each row the target's place."""
+    logits = _value(node, 0)
+    return logits.numel() * 4 + logits.shape[0] * 17
+
+
 def _one_more_input(node: fx.Node) -> int:
     return storage_bytes(_value(node, 0))
 
@@ -271,6 +283,8 @@ _RULES: dict[str, Callable[[fx.Node], int]] = {
     "aten::cumsum": _reduction,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "zerofx::softmax_chunk": _softmax_chunk,
+    "zerofx::softmax_gradient": _softmax_gradient,
     "zerofx::quantise": _quantisation,
     "zerofx::dequantise": _dequantisation,
     "zerofx::dequantise_sum": _dequantised_sum,

@@ -24,6 +24,9 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``quantise``          flat values as bytes to send, ``bits`` each and a scale for each block, a row for each part
 ``dequantise``        the values of all parts of what was quantised, in order
 ``dequantise_sum``    the sum of the parts of what was quantised
+``launch_...``        the three above as one kernel each, where a compiled region on CUDA is to launch ours
+``softmax_chunk``     what each row's softmax needs of a run of classes: see ``zerofx/softmax.py``
+``softmax_gradient``  the logits of a run of classes become their gradients
 ``gather_on_node``    start gathering the parts of a bucket that the ranks of this node hold, into a fresh full buffer
 ``exchange``          start sending part i to the group's rank i, and receiving one part from each: an all-to-all.
                       Groups are ``"all"`` ranks, those of a ``"node"``, and those ``"across"`` nodes in the same place
@@ -33,9 +36,14 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
 import torch
 
 from zerofx import quantise as _quantise
+from zerofx import softmax as _softmax
 
 _library = torch.library.Library("zerofx", "DEF")  # torch unregisters the operators when this object goes
 _library.define("all_gather(Tensor shard, int bucket, int num_ranks, int more=0) -> Tensor")
@@ -54,6 +62,14 @@ _library.define("settle(int bucket) -> ()")
 _library.define("quantise(Tensor values, int num_parts, int bits, int interleave=1) -> Tensor")
 _library.define("dequantise(Tensor packed, int num_parts, int bits, ScalarType dtype) -> Tensor")
 _library.define("dequantise_sum(Tensor packed, int num_parts, int bits, ScalarType dtype) -> Tensor")
+_library.define("launch_quantise(Tensor values, int num_parts, int bits, int interleave=1) -> Tensor")
+_library.define("launch_dequantise(Tensor packed, int num_parts, int bits, ScalarType dtype) -> Tensor")
+_library.define("launch_dequantise_sum(Tensor packed, int num_parts, int bits, ScalarType dtype) -> Tensor")
+_library.define("softmax_chunk(Tensor logits, Tensor target, int first_class, Tensor? stats) -> Tensor")
+_library.define(
+    "softmax_gradient(Tensor(a!) logits, Tensor target, int first_class, Tensor log_sums, Tensor scale, "
+    "int ignore_index) -> ()"
+)
 _library.define("gather_on_node(Tensor part, int bucket, int num_ranks) -> Tensor")
 _library.define("exchange(Tensor parts, int bucket, int num_ranks, str group) -> Tensor")
 _library.define("second_shard(Tensor full, int bucket, int num_ranks) -> Tensor")
@@ -116,6 +132,19 @@ def _unpacked_sum(packed: torch.Tensor, num_parts: int, bits: int, dtype: torch.
     return packed.new_empty(_quantise.unpacked_numel(packed.numel() // num_parts, bits), dtype=dtype)
 
 
+def _stats(logits: torch.Tensor, target: torch.Tensor, first_class: int, stats: torch.Tensor | None) -> torch.Tensor:
+    return logits.new_empty(3, logits.shape[0], dtype=torch.float32)
+
+
+def _kernel_of(module: str, name: str) -> Callable[..., Any]:
+    """A Triton kernel's launch; Triton is imported with its first."""
+
+    def launch(*args: Any) -> Any:
+        return getattr(import_module(f"zerofx.codegen.kernels.{module}"), name)(*args)
+
+    return launch
+
+
 def _exchange(parts: torch.Tensor, bucket: int, num_ranks: int, group: str) -> torch.Tensor:
     return torch.empty_like(parts)
 
@@ -127,6 +156,15 @@ for _name, _kernel in (
 ):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _key)
+    _library.impl(f"launch_{_name}", _kernel, "CPU")
+    _library.impl(f"launch_{_name}", _kernel_of("wire", _name), "CUDA")
+
+for _name, _reference in (
+    ("softmax_chunk", _softmax.softmax_chunk),
+    ("softmax_gradient", _softmax.softmax_gradient),
+):
+    _library.impl(_name, _reference, "CPU")
+    _library.impl(_name, _kernel_of("softmax", _name), "CUDA")
 
 _library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
 _library.impl("part", _part, "CompositeExplicitAutograd")  # a view is the same on any device
@@ -148,6 +186,11 @@ for _name, _fake in (
     ("quantise", _packed),
     ("dequantise", _unpacked),
     ("dequantise_sum", _unpacked_sum),
+    ("launch_quantise", _packed),
+    ("launch_dequantise", _unpacked),
+    ("launch_dequantise_sum", _unpacked_sum),
+    ("softmax_chunk", _stats),
+    ("softmax_gradient", _nothing),
     ("gather_on_node", _all_gather),
     ("exchange", _exchange),
     ("second_shard", _reduce_scatter),
@@ -170,6 +213,8 @@ part = torch.ops.zerofx.part.default
 quantise = torch.ops.zerofx.quantise.default
 dequantise = torch.ops.zerofx.dequantise.default
 dequantise_sum = torch.ops.zerofx.dequantise_sum.default
+softmax_chunk = torch.ops.zerofx.softmax_chunk.default
+softmax_gradient = torch.ops.zerofx.softmax_gradient.default
 gather_on_node = torch.ops.zerofx.gather_on_node.default
 exchange = torch.ops.zerofx.exchange.default
 second_shard = torch.ops.zerofx.second_shard.default

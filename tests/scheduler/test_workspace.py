@@ -59,6 +59,10 @@ def quantised(bits: int) -> Tensor:
     return packed
 
 
+def classes(dtype: torch.dtype) -> tuple[Any, ...]:
+    return rand(64, 1024, dtype=dtype), torch.randint(2048, (64,)), 512
+
+
 CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "attention": (aten._scaled_dot_product_flash_attention_for_cpu.default, attention),
     "attention backward": (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, attention_backward),
@@ -92,6 +96,12 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "4 bits to float32": (ops.dequantise, lambda: (quantised(4), 4, 4, torch.float32)),
     "sum of 8 bits": (ops.dequantise_sum, lambda: (quantised(8), 4, 8, torch.float32)),
     "sum of 4 bits in bfloat16": (ops.dequantise_sum, lambda: (quantised(4), 4, 4, torch.bfloat16)),
+    "softmax of some classes": (ops.softmax_chunk, lambda: (*classes(torch.float32), None)),
+    "softmax of more in bfloat16": (ops.softmax_chunk, lambda: (*classes(torch.bfloat16), rand(3, 64))),
+    "gradient of some classes": (
+        ops.softmax_gradient,
+        lambda: (*classes(torch.float32), rand(64), torch.tensor(0.5), 3),
+    ),
     "copy": (aten.copy_.default, lambda: (rand(64, 64), rand(64, 64, dtype=torch.bfloat16))),
 }
 

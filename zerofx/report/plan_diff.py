@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from zerofx.report.fold import fold, span
-from zerofx.report.plan_text import D, by_unit, count_values, wire_words
+from zerofx.report.plan_text import D, by_unit, count_values, tiles_words, wire_words
 from zerofx.report.units import format_bytes, format_count, format_seconds
 from zerofx.scheduler.decisions import GatherDecision, OffloadDecision
 from zerofx.scheduler.machine import TIERS
@@ -174,7 +174,7 @@ def _wires(one: Plan, other: Plan) -> list[_Change]:
 def _tiles(one: Plan, other: Plan) -> Iterator[str]:
     def known(plan: Plan) -> dict[str, str]:
         slices = {sliced.parameter: f"{sliced.num_slices} slices" for sliced in plan.slices}
-        return slices | {tiled.value: f"{tiled.num_tiles} tiles" for tiled in plan.tiles}
+        return slices | {tiled.value: tiles_words(tiled) for tiled in plan.tiles}
 
     before, after = known(one), known(other)
     for name in dict.fromkeys([*before, *after]):

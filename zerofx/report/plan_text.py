@@ -14,7 +14,7 @@ from zerofx.graph import unit_of
 from zerofx.report.fold import fold, span
 from zerofx.report.reasons import reasons
 from zerofx.report.units import format_bytes, format_count, format_seconds, on_tiers
-from zerofx.scheduler.decisions import OffloadDecision, RecomputeDecision, WireDecision
+from zerofx.scheduler.decisions import OffloadDecision, RecomputeDecision, TileDecision, WireDecision
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.plan_facts import BucketSummary
 
@@ -51,12 +51,18 @@ def describe_plan(plan: Plan) -> str:
             *(f"  {sliced.parameter} in {sliced.num_slices}: {sliced.reason}" for sliced in plan.slices),
         ]
     for tiled in plan.tiles:
-        lines += ["", f"tiled: {tiled.value} of {tiled.layer or '(model)'} and what follows: {tiled.reason}"]
+        over = " over classes" if tiled.over == "classes" else ""
+        lines += ["", f"tiled{over}: {tiled.value} of {tiled.layer or '(model)'} and what follows: {tiled.reason}"]
     if plan.recomputes:
         lines += ["", *_recomputed(plan)]
     if plan.offloads:
         lines += ["", *_offloaded(plan)]
     return "\n".join(lines)
+
+
+def tiles_words(decision: TileDecision) -> str:
+    """Into how many tiles, and of what where that is not rows."""
+    return f"{decision.num_tiles} tiles" + (" of classes" if decision.over == "classes" else "")
 
 
 def wire_words(decision: WireDecision) -> str:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator
 
 from zerofx.errors import PlanError
-from zerofx.report.plan_text import AboutValue, count_values, itemsize
+from zerofx.report.plan_text import AboutValue, count_values, itemsize, tiles_words
 from zerofx.report.units import format_bytes
 from zerofx.scheduler.decisions import GatherDecision, OffloadDecision, RecomputeDecision, ReduceDecision, TileDecision
 from zerofx.scheduler.plan import Plan
@@ -153,7 +153,7 @@ def _offload(decision: OffloadDecision) -> str:
 
 def _tile(decision: TileDecision) -> str:
     where = f" of {decision.layer}" if decision.layer else ""
-    return f"{decision.value}{where} and what follows run in {decision.num_tiles} tiles: {decision.reason}"
+    return f"{decision.value}{where} and what follows run in {tiles_words(decision)}: {decision.reason}"
 
 
 def _parts(bucket: str) -> list[str]:
