@@ -61,7 +61,7 @@ def emit(
     for text in dict.fromkeys(host_functions):
         parts += ["", text.rstrip(), ""]
     for region_key, region in definitions.items():
-        parts += ["", _region_source(functions[region_key], region), ""]
+        parts += ["", region_source(functions[region_key], region), ""]
     parts += ["", *body, ""]
     source = "\n".join(parts)
     return EmittedStep(source, functions, tuple(n.name for n in state), tuple(n.name for n in inputs))
@@ -98,7 +98,8 @@ class _Statement:
     unpacks: bool
 
 
-def _region_source(name: str, region: Region) -> str:
+def region_source(name: str, region: Region) -> str:
+    """The function that does what ``region`` does."""
     statements = _statements(region)
     local = {node: f"x{i}" for i, node in enumerate(region.inputs)}
     lines = [f"def {name}(inputs):"]

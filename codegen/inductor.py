@@ -100,8 +100,12 @@ def _preparation(device_type: str) -> tuple[Future[Any], ...]:
     return tuple(begun)
 
 
-def compile_region(function: RegionFunction, inputs: Sequence[Any], name: str) -> CompiledRegion:
+def compile_region(
+    function: RegionFunction, inputs: Sequence[Any], name: str, *, launch_quantisers: bool = False
+) -> CompiledRegion:
     """Compile ``function`` for inputs like ``inputs`` (fake tensors or scalars).
+
+    ``launch_quantisers``: leave what makes values small for the wire to kernels of ours.
 
     Raises:
         CompilerError: Inductor could not compile it; the message names the region.
@@ -114,7 +118,11 @@ def compile_region(function: RegionFunction, inputs: Sequence[Any], name: str) -
         with mode:
             traced = make_fx(
                 lambda *args: function(list(args)),
-                decomposition_table={**select_decomp_table(), **_DECOMPOSITIONS},
+                decomposition_table={
+                    **select_decomp_table(),
+                    **_DECOMPOSITIONS,
+                    **(_LAUNCHES if launch_quantisers else {}),
+                },
                 tracing_mode="real",
             )(*map(_own_fake, inputs))
         views, inner = _hoist_views(traced)
@@ -187,6 +195,11 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     ops.quantise: quantise.quantise_at_once,
     ops.dequantise: quantise.dequantise_at_once,
     ops.dequantise_sum: quantise.dequantise_sum_at_once,
+}
+_LAUNCHES: dict[Any, Callable[..., Any]] = {
+    ops.quantise: torch.ops.zerofx.launch_quantise,
+    ops.dequantise: torch.ops.zerofx.launch_dequantise,
+    ops.dequantise_sum: torch.ops.zerofx.launch_dequantise_sum,
 }
 
 

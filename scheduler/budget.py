@@ -72,7 +72,9 @@ def fit(
     budget = question.memory_budget
     assert budget is not None
     lowest: list[tuple[int, Plan]] = []
-    ladder = rungs(question.step, question.tile) if not question.tiles else [[question.tiles]]
+    ladder = (
+        rungs(question.step, question.tile, classes=question.tile_classes) if not question.tiles else [[question.tiles]]
+    )
     for rung in ladder:
         questions = [question.tiled(tiles) for tiles in rung]
         searches: list[_Search] = []

@@ -85,7 +85,8 @@ class Question:
 
     ``recompute``: whether activations may be computed again. ``tiers``: where they may be offloaded to, the first being
     filled first; none if empty. ``asked``: how buckets are gathered as long as memory allows. ``state_bytes``: bytes of
-    one rank's optimizer states and masters, by bucket index. ``tile``: whether values may be tiled.
+    one rank's optimizer states and masters, by bucket index. ``tile``: whether values may be tiled, and
+    ``tile_classes`` logits over their classes too.
     ``delayed``: where states are in any case, so that their updates run beside the next step; none if empty.
     """
 
@@ -99,6 +100,7 @@ class Question:
     asked: PolicyOptions = field(default_factory=PolicyOptions)
     state_bytes: Mapping[int, int] = field(default_factory=dict)
     tile: bool = False
+    tile_classes: bool = False
     delayed: Mapping[Bucket, Placement] = field(default_factory=dict)
 
     def tiled(self, tiles: tuple[TileDecision, ...]) -> Question:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import compile_depth, host_update, largest_trainable, nvme_throughput, peers, peers_report
+from benchmarks import compile_depth, host_update, kernels, largest_trainable, nvme_throughput, peers, peers_report
 from benchmarks.memory_frontier import BASELINE, Contender, Result, rows, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -214,3 +215,34 @@ def test_a_size_is_tried_in_a_process_of_its_own(tmp_path: Path) -> None:
         assert 0 < found.imported_bytes < found.peak_bytes
         assert not largest_trainable.attempt(contender, axis, 1 << 26, tmp_path, 600.0, 2).trained
     assert not list(tmp_path.iterdir())
+
+
+def test_kernels_are_compared_with_the_first_contender_and_a_copy() -> None:
+    group = kernels.Group("update", {}, num_bytes=4000)
+    found = {"torch": kernels.Measured([4.0, 2.0, 3.0], 1 << 20), "kernel": kernels.Measured([1.5, 1.0, 9.0], 0)}
+    first, second = kernels.rows(group, found, copy_bandwidth=2000.0)
+    assert (first["ratio"], second["ratio"], second["min_ratio"]) == (1.0, 0.5, 0.5)
+    assert second["of_copy"] == pytest.approx(4000 / 1.5 / 2000)
+    assert "| kernel" in kernels.table([first, second]) and "133%" in kernels.table([first, second])
+
+
+def test_contenders_of_an_update_and_of_a_loss_compute_the_same() -> None:
+    by_aten = kernels.update_inputs(301, torch.device("cpu"))
+    written_out = [tensor.clone() for tensor in by_aten]
+    hyper = (kernels.LR, kernels.BETA1, kernels.BETA2, kernels.DECAY, kernels.EPS)
+    for _ in range(2):
+        kernels.adamw_written_out(*written_out)
+        kernels.adamw_region([*by_aten, hyper])
+        by_aten[1].copy_(written_out[1])
+    torch.testing.assert_close(written_out, by_aten, rtol=1e-5, atol=1e-6)
+    given = kernels.loss_inputs(17, 8, 50, torch.device("cpu"))
+    whole, tiled = kernels.loss_whole(*given), kernels.loss_by_classes(*given, 3)
+    for one, other in zip(tiled, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_kernels_are_not_measured_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["kernels"])
+    with pytest.raises(SystemExit, match="needs a CUDA GPU, found none"):
+        kernels.main()

@@ -12,7 +12,7 @@ from zerofx.errors import UsageError
 from zerofx.settings import read_settings
 
 _DOCS = Path(__file__).parent.parent / "docs"
-_NAMES = ("DEBUG", "DUMP_DIR", "DISABLE", "VERIFY", "TIMEOUT", "NVME_DIR", "KEEP_FREED")
+_NAMES = ("DEBUG", "DUMP_DIR", "DISABLE", "VERIFY", "TIMEOUT", "NVME_DIR", "KEEP_FREED", "KERNELS")
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_defaults() -> None:
 
 def test_every_switch_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in zip(
-        _NAMES, ("5", str(tmp_path), "prefetch,simplify,", "2", "7", "drive:other", "0"), strict=True
+        _NAMES, ("5", str(tmp_path), "prefetch,simplify,", "2", "7", "drive:other", "0", "update,wire"), strict=True
     ):
         monkeypatch.setenv(f"ZEROFX_{name}", value)
     found = read_settings()
@@ -37,6 +37,16 @@ def test_every_switch_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert (found.debug, found.dump_dir, found.verify, found.timeout_seconds) == (5, tmp_path, 2, 7.0)
     assert found.nvme_dirs == (Path("drive"), Path("other"))
     assert not found.keep_freed
+    assert found.kernels == {"update", "wire"}
+
+
+@pytest.mark.parametrize(("value", "expected"), [("auto", None), ("none", frozenset())])
+def test_kernels_are_those_on_by_default_or_none(
+    monkeypatch: pytest.MonkeyPatch, value: str, expected: frozenset[str] | None
+) -> None:
+    assert read_settings().kernels is None
+    monkeypatch.setenv("ZEROFX_KERNELS", value)
+    assert read_settings().kernels == expected
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,8 @@ def describe_request(
     plan = options.plan
     lines.append(f"plan: {plan.decisions_hash() if isinstance(plan, Plan) else 'from a file' if plan else None}")
     lines.append(f"ZEROFX_DISABLE: {','.join(sorted(settings.disable))}")
+    kernels = "auto" if settings.kernels is None else ",".join(sorted(settings.kernels))
+    lines.append(f"ZEROFX_KERNELS: {kernels}")
     lines.append(f"optimizer: {type(optimizer).__name__} with {len(optimizer.param_groups)} param group(s)")
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from zerofx.buckets import BucketLayout
 from zerofx.checks import names
 from zerofx.codegen.helpers import Helpers, Task, num_helpers
+from zerofx.codegen.kernels.choose import UpdateKernels, update_kernels
+from zerofx.codegen.kernels.table import UPDATE, WIRE, kernels_in_use
 from zerofx.codegen.regions import Instruction, regions_of
 from zerofx.errors import PlanError, UsageError
 from zerofx.lowering import LoweredStep
@@ -19,7 +21,7 @@ from zerofx.node_facts import value
 from zerofx.progress import watched
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.executor import StepFunction, load_source
-from zerofx.scheduler.liveness import with_profiles
+from zerofx.scheduler.liveness import MemoryEvent, with_profiles
 from zerofx.scheduler.simulate import predict
 from zerofx.settings import Settings
 
@@ -29,10 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompiledStep(LoweredStep):
-    """A lowered step that can be run, and where its source was written."""
+    """A lowered step that can be run, where its source was written, and which kernel each of its updates runs on."""
 
     source_path: Path
     function: StepFunction
+    updates: UpdateKernels
 
 
 def build(
@@ -44,16 +47,29 @@ def build(
     folder = settings.dump_dir / hashlib.sha256((plan.decisions_hash() + source).encode()).hexdigest()[:12]
     path = folder / "step.py"
     control.attempt("write the generated step", lambda: _write(path, source) if control.rank == 0 else None)
-    function, compiled = load_step(source, str(path), lowered.instructions, lowered.emitted.functions, control, backend)
-    if compiled:
-        profiles = [(r, compiled[r.key].memory) for r in regions_of(lowered.instructions) if r.key in compiled]
+    kernels = kernels_in_use(settings.kernels, lowered.graph.device) if backend == "inductor" else frozenset[str]()
+    loaded = load_step(
+        source, str(path), lowered.instructions, lowered.emitted.functions, control, backend, kernels, edited=False
+    )
+    if loaded.memory:
+        profiles = [(r, loaded.memory[r.key]) for r in regions_of(lowered.instructions) if r.key in loaded.memory]
         simulation = replace(simulation, live=with_profiles(simulation.live, lowered.graph, profiles))
         plan = plan.with_prediction(predict(lowered.graph, plan, layout, simulation))
     if control.rank == 0:
         (folder / "plan.json").write_text(plan.to_json())
     return CompiledStep(
-        lowered.graph, plan, lowered.instructions, simulation, lowered.stages, lowered.emitted, path, function
-    )
+        lowered.graph, plan, lowered.instructions, simulation, lowered.stages, lowered.emitted, path,
+        loaded.function, loaded.updates,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """A step function, what its compiled regions take and free inside, by key, and the kernels of its updates."""
+
+    function: StepFunction
+    memory: Mapping[str, tuple[MemoryEvent, ...]]
+    updates: UpdateKernels
 
 
 def load_step(
@@ -63,23 +79,36 @@ def load_step(
     functions: Mapping[str, str],
     control: Control,
     backend: str,
-) -> tuple[StepFunction, dict[str, CompiledRegion]]:
-    """The step function of an emitted file, its region functions compiled if ``backend`` is ``"inductor"``."""
+    kernels: frozenset[str],
+    *,
+    edited: bool,
+) -> LoadedStep:
+    """The step function of an emitted file, its region functions compiled if ``backend`` is ``"inductor"``.
+
+    ``kernels`` are those of zerofx's own that it uses. ``edited``: whether the file may read what the step does not.
+    """
     namespace = load_source(source, filename)
+    regions = regions_of(instructions)
+    updates = UpdateKernels({}, {})
+    if UPDATE in kernels:
+        known = {key: namespace[name] for key, name in functions.items()}
+        updates = update_kernels(regions, known, all_is_read=edited)
+    for key, kernel in updates.made.items():
+        namespace[functions[key]] = kernel
     compiled: dict[str, CompiledRegion] = {}
     if backend == "inductor":
         # Inductor takes seconds to import, and warns of what torch itself deprecates: only who needs it pays.
         from zerofx.codegen.inductor import compile_region
 
         # A region without inputs only makes constants.
-        first = {r.key: r for r in reversed(regions_of(instructions)) if not r.is_update and r.inputs}
+        first = {r.key: r for r in reversed(regions) if not r.is_update and r.inputs}
         mine, others = control.divide(sorted(first, key=lambda key: len(first[key].nodes), reverse=True))
         inputs = {key: [value(n) for n in region.inputs] for key, region in first.items()}
 
         def compile_one(key: str) -> None:
             name = functions[key]
             progress.set_description(f"compiling {name}", refresh=False)
-            compiled[key] = compile_region(namespace[name], inputs[key], name)
+            compiled[key] = compile_region(namespace[name], inputs[key], name, launch_quantisers=WIRE in kernels)
             progress.update()
 
         def compile_all(keys: list[str]) -> None:
@@ -98,7 +127,8 @@ def load_step(
                 control.attempt("compile their regions", partial(compile_all, keys), WORK_SECONDS)
         for key, done in compiled.items():
             namespace[functions[key]] = done.call
-    return namespace["step"], compiled
+    memory = {key: done.memory for key, done in compiled.items()} | dict.fromkeys(updates.made, ())
+    return LoadedStep(namespace["step"], memory, updates)
 
 
 def _write(path: Path, source: str) -> None:

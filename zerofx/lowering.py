@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from zerofx.buckets import BucketLayout
 from zerofx.codegen.emit import EmittedStep, emit
+from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.codegen.regions import Instruction, cut, regions_of
 from zerofx.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
@@ -68,7 +69,10 @@ def lower(
     with watched("carrying out the plan", show=talk):
         stages = run_passes(step, plan, layout, programs, settings, on_cpu=on_cpu, talk=talk)
         instructions = cut(step)
-        simulation = simulate_step(step, instructions, layout, machine, on_cpu, costs, fused=fused, estimates=estimates)
+        kernels = kernels_in_use(settings.kernels, step.device) if fused else frozenset[str]()
+        simulation = simulate_step(
+            step, instructions, layout, machine, on_cpu, costs, fused=fused, estimates=estimates, kernels=kernels
+        )
         if plan.machine != machine.name:
             plan = replace(plan, prediction=None)  # what was predicted for another machine bounds nothing here
         plan = plan.with_prediction(predict(step, plan, layout, simulation))

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from zerofx.buckets import BucketLayout
+from zerofx.codegen.kernels.table import check_kernels
 from zerofx.errors import UsageError
 from zerofx.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
@@ -68,11 +69,12 @@ class Stage:
 
 
 def check_disabled(settings: Settings) -> None:
-    """Check the names in ``ZEROFX_DISABLE``.
+    """Check the names in ``ZEROFX_DISABLE`` and ``ZEROFX_KERNELS``.
 
     Raises:
-        UsageError: one of them is no pass that can be left out.
+        UsageError: one of them is no pass that can be left out, or no kernel.
     """
+    check_kernels(settings.kernels)
     allowed = _OPTIONAL | {"simplify", "stamp"}
     unknown = settings.disable - allowed
     if unknown:

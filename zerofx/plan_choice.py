@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from zerofx.buckets import BucketLayout
+from zerofx.codegen.kernels.table import LOSS
 from zerofx.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions, tiers_for
@@ -99,6 +100,7 @@ def _exact_plan(
         tiers=tiers_for(options.offload, machine),
         asked=options.policy,
         tile=options.tile == "auto",
+        tile_classes=LOSS in rehearsal.kernels,
         state_bytes=state_bytes,
         delayed=delayed,
     )

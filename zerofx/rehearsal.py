@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from zerofx.buckets import BucketLayout
+from zerofx.codegen.kernels.choose import update_kernels
+from zerofx.codegen.kernels.table import UPDATE, kernels_in_use
 from zerofx.codegen.regions import Instruction, cut, regions_of
 from zerofx.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
@@ -42,6 +44,11 @@ class Rehearsal:
     costs: MeasuredCosts | None = None
     estimates: Estimates = field(default_factory=dict)
 
+    @property
+    def kernels(self) -> frozenset[str]:
+        """The Triton kernels that the step will use."""
+        return kernels_in_use(self.settings.kernels, self.captured.device) if self.fused else frozenset()
+
     def carried_out(self, plan: Plan) -> StepGraph:
         """The captured graph as all passes leave it."""
         step = self.captured.clone()
@@ -53,7 +60,7 @@ class Rehearsal:
         step = self.carried_out(plan)
         return step, simulate_step(
             step, cut(step), self.layout, self.machine, self.on_cpu, self.costs,
-            fused=self.fused, estimates=self.estimates,
+            fused=self.fused, estimates=self.estimates, kernels=self.kernels,
         )  # fmt: skip
 
     def predicted(self, plan: Plan) -> Prediction:
@@ -65,7 +72,9 @@ class Rehearsal:
         """The device's peak when ``plan`` is carried out on ``begun``, which the passes ``done`` have been through."""
         run_quietly(begun, plan, self.layout, self.programs, self.settings, done=done)
         live = liveness(begun, self.on_cpu)
-        return (_live_when_fused(live, begun, cut(begun), self.estimates) if self.fused else live).peak_bytes
+        if self.fused:
+            live = _live_when_fused(live, begun, cut(begun), self.estimates, self.kernels)
+        return live.peak_bytes
 
     def host_block_bytes(self, plan: Plan) -> int:
         """What ``plan`` takes of the host, counted in blocks."""
@@ -100,6 +109,7 @@ def simulate_step(
     *,
     fused: bool,
     estimates: Estimates | None,
+    kernels: frozenset[str] = frozenset(),
 ) -> Simulation:
     """The run of a step on paper as measured costs, if there are any, and compiled regions make it; see ``Rehearsal``.
 
@@ -109,19 +119,26 @@ def simulate_step(
     simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu, measured=measured)
     if fused:
         known = {} if estimates is None else estimates
-        simulation = replace(simulation, live=_live_when_fused(simulation.live, step, instructions, known))
+        simulation = replace(simulation, live=_live_when_fused(simulation.live, step, instructions, known, kernels))
     return simulation
 
 
 def _live_when_fused(
-    live: Liveness, step: StepGraph, instructions: tuple[Instruction, ...], known: Estimates
+    live: Liveness,
+    step: StepGraph,
+    instructions: tuple[Instruction, ...],
+    known: Estimates,
+    kernels: frozenset[str],
 ) -> Liveness:
-    """``live`` as it will be with compiled regions, by an estimate; updates run on kernels of their own.
+    """``live`` as it will be with compiled regions, by an estimate; updates run on torch's kernels, or on one of ours,
+    which holds nothing.
 
     ``known`` are the estimates made before, to which those made here are added.
     """
-    compiled = [region for region in regions_of(instructions) if not region.is_update]
+    regions = regions_of(instructions)
+    in_one_pass = update_kernels(regions).made if UPDATE in kernels else {}
+    compiled = [region for region in regions if not region.is_update or region.key in in_one_pass]
     for region in compiled:
         if region.key not in known:
-            known[region.key] = estimated_memory(region)
+            known[region.key] = () if region.is_update else estimated_memory(region)
     return with_profiles(live, step, [(region, known[region.key]) for region in compiled])

@@ -6,6 +6,8 @@
 ``ZEROFX_DUMP_DIR``    folder for generated files (default: ``zerofx-<user>`` in the system's temporary folder)
 ``ZEROFX_DISABLE``     comma-separated names of what to leave out: ``prefetch``, ``simplify``, ``stamp`` (repeated
                        layers are then captured one by one)
+``ZEROFX_KERNELS``     ``auto`` (default), ``none``, or comma-separated names of zerofx's own Triton kernels that a
+                       compiled step on CUDA is to use: ``update``, ``loss``, ``wire`` (see ``docs/kernels.md``)
 ``ZEROFX_VERIFY``      0 no checks, 1 checks after the last pass (default), 2 after every pass, and of repeated layers
                        that were stamped out against a whole capture
 ``ZEROFX_NVME_DIR``    folder for what plans put on nvme, or several with ``:`` between them, over which it is striped;
@@ -28,7 +30,7 @@ from zerofx.errors import UsageError
 
 @dataclass(frozen=True)
 class Settings:
-    """The switches' values; see the table in the module's docstring."""
+    """The switches' values; see the table in the module's docstring. ``kernels``: None for those on by default."""
 
     debug: int
     dump_dir: Path
@@ -37,6 +39,7 @@ class Settings:
     timeout_seconds: float
     nvme_dirs: tuple[Path, ...] = ()
     keep_freed: bool = True
+    kernels: frozenset[str] | None = None
 
 
 def read_settings() -> Settings:
@@ -53,7 +56,14 @@ def read_settings() -> Settings:
         timeout_seconds=float(_integer("ZEROFX_TIMEOUT", 600, 86_400)),
         nvme_dirs=tuple(Path(part) for part in os.environ.get("ZEROFX_NVME_DIR", "").split(os.pathsep) if part),
         keep_freed=bool(_integer("ZEROFX_KEEP_FREED", 1, 1)),
+        kernels=_kernels(os.environ.get("ZEROFX_KERNELS", "auto")),
     )
+
+
+def _kernels(text: str) -> frozenset[str] | None:
+    if text == "auto":
+        return None
+    return frozenset() if text == "none" else frozenset(name for name in text.split(",") if name)
 
 
 def _integer(name: str, default: int, largest: int) -> int:

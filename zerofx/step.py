@@ -13,6 +13,7 @@ from torch import nn
 
 from zerofx.batch import Batch
 from zerofx.checks import check_batch, names
+from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.compiler import CompiledStep, load_step, read_edited
 from zerofx.deferred import is_deferred
 from zerofx.errors import RankMismatchError, UsageError, ZeroFXError, warn
@@ -323,10 +324,15 @@ class Step(StepBuilder):
         self._check_open("load an edited step")
         text = self._control.attempt("load an edited step", lambda: read_edited(path, functions))
         self._control.agree("load an edited step", text, "edited step", "Give every rank the same file.")
-        function, _ = load_step(text, str(path), compiled.instructions, functions, self._control, self.options.backend)
-        replaced = replace(
-            compiled, function=function, source_path=Path(path), emitted=replace(compiled.emitted, source=text)
+        backend = self.options.backend
+        kernels = kernels_in_use(self.settings.kernels, self._device) if backend == "inductor" else frozenset[str]()
+        loaded = load_step(
+            text, str(path), compiled.instructions, functions, self._control, backend, kernels, edited=True
         )
+        replaced = replace(
+            compiled, function=loaded.function, updates=loaded.updates, source_path=Path(path),
+            emitted=replace(compiled.emitted, source=text),
+        )  # fmt: skip
         self._steps = {key: replaced if value is compiled else value for key, value in self._steps.items()}
         self._latest = replaced
         self._loaded = Path(path)

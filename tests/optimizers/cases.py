@@ -62,6 +62,7 @@ class CountingAdam(torch.optim.Optimizer):
 
 
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+Run = Callable[..., None]  # what ``run_program`` takes
 o = torch.optim
 
 CASES: dict[str, Make] = {
@@ -102,8 +103,11 @@ FUSED_CASES = [name for name in CASES if name.split("_")[0] in ("sgd", "adam", "
 class Runner:
     """Steps a flat buffer by traced programs, tracing anew whenever a program no longer applies."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, param: torch.Tensor, *, fused: bool = False) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, param: torch.Tensor, *, fused: bool = False, run: Run = run_program
+    ) -> None:
         self.optimizer = optimizer
+        self.run = run
         self.param = param
         self.fused = fused
         self.states: dict[str, torch.Tensor] = {}
@@ -132,7 +136,7 @@ class Runner:
             self.num_traces += 1
             self.states = {**self.program.new_states(len(self.param)), **self.states}
             self.scalars = {**self.program.new_scalar_states(), **self.scalars}
-        run_program(self.program, self.param, grad, self.states, self.scalars, group)
+        self.run(self.program, self.param, grad, self.states, self.scalars, group)
         self.present |= self.program.state_after
         if self.program.first_step_only:
             self.program = None

@@ -1,0 +1,66 @@
+"""Rounding for the wire in one kernel: the bits of ``zerofx/quantise.py``, for any layout of the parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.codegen.kernels.conftest import Interpret
+from tests.codegen.kernels.interpreted import launch
+from zerofx import quantise
+from zerofx.quantise import BLOCK
+
+DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    bits=st.sampled_from([8, 4]),
+    parts=st.integers(1, 4),
+    interleave=st.integers(1, 3),
+    blocks=st.integers(1, 5),
+    dtype=DTYPES,
+    seed=st.integers(0, 99),
+)
+def test_codes_and_scales_are_those_of_aten(
+    interpret: Interpret, bits: int, parts: int, interleave: int, blocks: int, dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(parts * interleave * blocks * BLOCK, generator=generator)
+    sizes = torch.randint(-20, 20, (values.numel() // BLOCK, 1), generator=generator).exp2()
+    values *= sizes.expand(-1, BLOCK).flatten()
+    values = values.to(dtype)
+    packed, _ = interpret(launch, "wire", "quantise", values, parts, bits, interleave)
+    assert torch.equal(packed, quantise.quantise(values, parts, bits, interleave))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("name", ["dequantise", "dequantise_sum"])
+def test_values_and_sums_are_those_of_aten(interpret: Interpret, name: str, num_parts: int, bits: int) -> None:
+    packed = quantise.quantise(torch.randn(num_parts * 11 * BLOCK), num_parts, bits)
+    for dtype in (torch.float32, torch.float16):
+        found, _ = interpret(launch, "wire", name, packed, num_parts, bits, dtype)
+        assert torch.equal(found, getattr(quantise, name)(packed, num_parts, bits, dtype))
+    found, _ = interpret(launch, "wire", name, packed, num_parts, bits, torch.bfloat16)
+    expected = getattr(quantise, name)(packed, num_parts, bits, torch.bfloat16)
+    # The interpreter cuts bfloat16 off where a GPU rounds it.
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=0.0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_a_block_that_overflowed_has_no_finite_value(interpret: Interpret, bad: float, bits: int) -> None:
+    values = torch.randn(3 * BLOCK)
+    values[BLOCK + 7] = bad
+    packed, _ = interpret(launch, "wire", "quantise", values, 1, bits)
+    found, _ = interpret(launch, "wire", "dequantise", packed, 1, bits, torch.float32)
+    assert not found[BLOCK : 2 * BLOCK].isfinite().any()
+    assert found[:BLOCK].isfinite().all() and found[2 * BLOCK :].isfinite().all()
+
+
+def test_zeros_stay_zeros(interpret: Interpret) -> None:
+    packed, _ = interpret(launch, "wire", "quantise", torch.zeros(BLOCK), 1, 8)
+    assert torch.equal(packed, quantise.quantise(torch.zeros(BLOCK), 1, 8))
