@@ -136,9 +136,10 @@ def _live_when_fused(
     ``known`` are the estimates made before, to which those made here are added.
     """
     regions = regions_of(instructions)
-    in_one_pass = update_kernels(regions).made if UPDATE in kernels else {}
-    compiled = [region for region in regions if not region.is_update or region.key in in_one_pass]
+    if UPDATE in kernels:
+        known |= dict.fromkeys(update_kernels([region for region in regions if region.key not in known]).made, ())
+    compiled = [region for region in regions if not region.is_update or region.key in known]
     for region in compiled:
         if region.key not in known:
-            known[region.key] = () if region.is_update else estimated_memory(region)
+            known[region.key] = estimated_memory(region)
     return with_profiles(live, step, [(region, known[region.key]) for region in compiled])
