@@ -37,7 +37,7 @@ def test_every_switch_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert (found.debug, found.dump_dir, found.verify, found.timeout_seconds) == (5, tmp_path, 2, 7.0)
     assert found.nvme_dirs == (Path("drive"), Path("other"))
     assert not found.keep_freed
-    assert found.kernels == {"update", "wire"}
+    assert found.kernels == frozenset({"update", "wire"})
 
 
 @pytest.mark.parametrize(("value", "expected"), [("auto", None), ("none", frozenset())])

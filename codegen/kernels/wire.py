@@ -3,7 +3,7 @@
 ATen takes a part at a time through eight kernels and a concatenation of codes and scales. Here each program reads some
 blocks, and writes their codes and scales to where they are sent from. The bits are ATen's: quotients are rounded as
 IEEE 754 has it, halves to even, sums are taken in the order of the parts, and nothing is contracted to fused
-multiply-adds.
+multiply-adds. Only codes in a block with a value that is not finite may differ, whose scale is not finite either.
 """
 
 from __future__ import annotations

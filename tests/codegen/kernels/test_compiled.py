@@ -1,0 +1,65 @@
+"""Compiled regions call the operators that have kernels, rather than generate code in their place."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+from zerofx import ops, quantise, softmax
+from zerofx.quantise import BLOCK
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
+]
+
+
+def _rounded(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
+    (values,) = inputs
+    inputs.clear()
+    packed = ops.quantise(values, 2, 8)
+    return packed, ops.dequantise_sum(packed, 2, 8, torch.float32)
+
+
+@pytest.mark.parametrize("launch", [True, False])
+def test_rounding_is_launched_where_that_is_asked_for(launch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zerofx.codegen import record
+    from zerofx.codegen.inductor import compile_region
+
+    seen: list[str] = []
+
+    def noted(code: str, *rest: Any) -> Any:
+        seen.append(code)
+        return record.memory_record(code, *rest)
+
+    monkeypatch.setattr("zerofx.codegen.inductor.memory_record", noted)
+    values = torch.randn(4 * BLOCK)
+    compiled = compile_region(_rounded, [values], "rounded", launch_quantisers=launch)
+    packed, total = compiled.call([values])
+    expected = quantise.quantise(values, 2, 8)
+    assert torch.equal(packed, expected)
+    torch.testing.assert_close(total, quantise.dequantise_sum(expected, 2, 8, torch.float32))
+    assert ("zerofx.launch_quantise" in seen[0] and "zerofx.launch_dequantise_sum" in seen[0]) == launch
+
+
+def _gradient(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
+    x, weight, target, log_sums, scale = inputs
+    inputs.clear()
+    logits = torch.ops.aten.mm.default(x, weight)
+    ops.softmax_gradient(logits, target, 3, log_sums, scale, 1)
+    return (torch.ops.aten.mm.default(torch.ops.aten.t.default(logits), x),)
+
+
+def test_gradients_written_in_place_are_seen_by_the_products_behind_them() -> None:
+    from zerofx.codegen.inductor import compile_region
+
+    given = [torch.randn(6, 4), torch.randn(4, 5), torch.tensor([3, 4, 1, 0, 7, 9]), torch.randn(6), torch.tensor(0.5)]
+    (found,) = compile_region(_gradient, given, "gradient").call(list(given))
+    x, weight, target, log_sums, scale = given
+    logits = x @ weight
+    softmax.softmax_gradient(logits, target, 3, log_sums, scale, 1)
+    torch.testing.assert_close(found, logits.t() @ x)
