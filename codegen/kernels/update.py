@@ -34,12 +34,13 @@ class UpdateKernel:
     """A kernel and how to launch it; called like the region that it was made from, with inputs that it empties.
 
     ``source`` is the kernel's text. ``pointers`` are the numbers of the inputs that are its first arguments, then come
-    the number of elements and ``scalars``. ``singles`` are operators on 0-dim tensors, such as a count of steps, which
-    run on ATen before it.
+    the number of elements and ``scalars``. ``written`` are the numbers of the inputs that it stores to. ``singles`` are
+    operators on 0-dim tensors, such as a count of steps, which run on ATen before it.
     """
 
     source: str
     pointers: tuple[int, ...]
+    written: tuple[int, ...]
     scalars: tuple[HostScalar, ...]
     singles: tuple[fx.Node, ...]
     numel: int
@@ -56,6 +57,8 @@ class UpdateKernel:
         with on_device_of(tensors[0]):
             grid = (-(-self.numel // BLOCK),)
             load_kernel(self.source)[grid](*tensors, self.numel, *values, BLOCK=BLOCK, num_warps=NUM_WARPS)
+        # A step that fails tells by these counts which buckets had been updated; torch cannot see Triton write.
+        torch.autograd.graph.increment_version([given[number] for number in self.written])
         return ()
 
 
@@ -96,7 +99,9 @@ def make_update_kernel(
     stored = [b for b in _distinct(writer) if b.is_written and b.number is not None and b.number not in dying]
     if not stored:
         raise NoKernelError("it changes nothing of the bucket's size")
-    return UpdateKernel(_source(writer, used, stored), tuple(used), tuple(writer.scalars), tuple(singles), numel)
+    written = tuple(buffer.number for buffer in stored if buffer.number is not None)
+    source = _source(writer, used, stored)
+    return UpdateKernel(source, tuple(used), written, tuple(writer.scalars), tuple(singles), numel)
 
 
 def _traced(function: Callable[[list[Any]], object], num_inputs: int) -> tuple[fx.Graph, object]:

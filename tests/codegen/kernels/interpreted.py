@@ -69,8 +69,9 @@ def trained(
         scaled = (2 * grad).to(low)
         inputs = [param, scaled, *tensors, copy, values]
         kernel = make_update_kernel(region_of(program, low), inputs, dying={1})
+        before = param._version
         kernel(inputs)
-        assert not inputs
+        assert not inputs and param._version == before + 1
         # The interpreter cuts bfloat16 off where a GPU rounds it.
         torch.testing.assert_close(copy, param.to(low), rtol=2**-7 if low == torch.bfloat16 else 0.0, atol=1e-30)
         assert torch.equal(scaled, (2 * grad).to(low)), "what nothing reads later is not stored"
