@@ -94,8 +94,7 @@ class Writer:
             return self.scalars.setdefault(known, f"s{len(self.scalars)}")
         if isinstance(arg, bool) or not isinstance(arg, int | float):
             raise NoKernelError(f"an operand is {arg!r}, not a number")
-        number = HOST_FUNCTIONS[function](float(arg))
-        return repr(number) if math.isfinite(number) else f'float("{number}")'
+        return _literal(HOST_FUNCTIONS[function](float(arg)))
 
     def write(self, node: fx.Node, expression: str) -> None:
         """``node``'s memory now has the value of ``expression``, in the dtype that it has."""
@@ -147,6 +146,13 @@ class Writer:
         for other in sized[1:]:
             dtype = torch.promote_types(dtype, other)
         return dtype
+
+
+def _literal(number: float) -> str:
+    """Text for a number. Triton takes a literal beyond float32's normal range for a float64: what is smaller is 0."""
+    if math.isnan(number) or abs(number) > torch.finfo(torch.float32).max:
+        return f'float("{math.copysign(math.inf, number) if number == number else number}")'
+    return repr(number) if abs(number) >= torch.finfo(torch.float32).tiny else "0.0"
 
 
 Arguments = Mapping[str, Any]

@@ -96,6 +96,18 @@ def test_what_is_no_elementwise_update_has_a_reason(operator: Any, inputs: list[
         make_update_kernel(region, inputs)
 
 
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0.1, "0.1"), (1e-45, "0.0"), (-1e300, 'float("-inf")'), (float("nan"), 'float("nan")')],
+)
+def test_numbers_are_float32s(number: float, text: str) -> None:
+    def region(given: list[Any]) -> tuple[()]:
+        aten.mul_.Tensor(given[0], number)
+        return ()
+
+    assert f"* {text}\n" in make_update_kernel(region, [torch.zeros(4)]).source
+
+
 def test_a_value_that_is_read_later_has_a_reason() -> None:
     with pytest.raises(NoKernelError, match="read later"):
         make_update_kernel(lambda given: (aten.add.Tensor(*given),), [torch.zeros(4), torch.zeros(4)])
