@@ -19,7 +19,7 @@ from torch import fx
 from torch._dynamo.device_interface import get_interface_for_device
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
-from torch._inductor.codecache import CppPythonBindingsCodeCache, torch_key
+from torch._inductor.codecache import CacheBase, CppPythonBindingsCodeCache, torch_key
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
@@ -79,8 +79,8 @@ def prepare_compiler(device: torch.device) -> None:
     """Begin, on threads of their own, what Inductor does once in a process before it builds or loads code.
 
     It asks which vector instructions there are, in processes that it waits for, precompiles its headers, and reads all
-    of torch's files for the keys of its cache: time enough to capture a model beside. What fails here fails again, and
-    is reported, where the first region is built.
+    of torch's and Triton's files for the keys of its cache: time enough to capture a model beside. What fails here
+    fails again, and is reported, where the first region is built.
     """
     _preparation(device.type)
 
@@ -93,7 +93,7 @@ def _preparation(device_type: str) -> tuple[Future[Any], ...]:
     at a time, or the answer, and with it the compiler's flags, depends on timing.
     """
     pool = ThreadPoolExecutor(2, "zerofx-prepare-compiler")
-    begun = [pool.submit(torch_key)]
+    begun: list[Future[Any]] = [pool.submit(torch_key), pool.submit(CacheBase.get_system)]
     if device_type == "cpu":
         begun.append(pool.submit(CppPythonBindingsCodeCache.load_pybinding, ["float*"], _SMALLEST_KERNEL))
     pool.shutdown(wait=False)

@@ -13,6 +13,7 @@ products on CPU (about one operand), and CUDA, where cuBLAS and cuDNN keep works
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -28,13 +29,18 @@ def workspace_bytes(node: fx.Node) -> int:
     """Bytes that ``node`` holds at its worst moment beyond inputs and outputs; 0 where no rule says otherwise."""
     if not isinstance(node.target, OpOverload):
         return 0
+    rule = _rule(node.target)
+    if rule is None:
+        return 0
     values = (*tensors_of(node), *(value for source in node.all_input_nodes for value in tensors_of(source)))
     if not values or any(value.device.type != "cpu" for value in values):
         return 0
-    rule = _RULES.get(node.target._schema.name)
-    if rule is not None:
-        return rule(node)
-    return _converted(node) if torch.Tag.pointwise in node.target.tags else 0
+    return rule(node)
+
+
+@functools.cache
+def _rule(target: OpOverload) -> Callable[[fx.Node], int] | None:
+    return _RULES.get(target._schema.name, _converted if torch.Tag.pointwise in target.tags else None)
 
 
 def is_left_to_aten(node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from zerofx.node_facts import DEVICE, known_origin, placeholder, tier_of, value
 
 def target_name(node: fx.Node) -> str:
     """A short stable name of what a call node calls: ``aten.mm.default``, ``zerofx.wait.default``, ``getitem``."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target)
-    return getattr(node.target, "__name__", str(node.target))
+    return _name(node.target)
+
+
+@functools.cache
+def _name(target: Any) -> str:
+    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
 def type_text(fake: Any) -> str:

@@ -99,10 +99,10 @@ def run_passes(
     ``talk``: whether this rank writes what ``ZEROFX_DEBUG`` asks for.
     """
     stages = [Stage("capture", step.text(), None)]
-    peak = liveness(step, on_cpu).peak_bytes
+    peak, before = liveness(step, on_cpu).peak_bytes, op_counts(step)
     listed = [p for p in passes(layout, programs, plan) if p.name not in settings.disable]
     for number, one in enumerate(listed):
-        before, began = op_counts(step), time.perf_counter()
+        began = time.perf_counter()
         one.run(step, plan)
         seconds = time.perf_counter() - began
         last = number == len(listed) - 1
@@ -113,7 +113,7 @@ def run_passes(
         after = peak if text == stages[-1].text else liveness(step, on_cpu).peak_bytes
         report = PassReport(one.name, dict(counts - before), dict(before - counts), peak, after, seconds)
         stages.append(Stage(one.name, text, report))
-        peak = after
+        peak, before = after, counts
         if talk and settings.debug:
             _say(report, settings.debug)
     if talk and settings.debug >= 5:

@@ -17,6 +17,7 @@ from zerofx.checks import device_of
 from zerofx.compiler import CompiledStep
 from zerofx.deferred import becoming_real
 from zerofx.errors import RankMismatchError, UsageError, warn
+from zerofx.garbage import collecting_recent_garbage_only
 from zerofx.given_plan import take_plan
 from zerofx.guards import LossWatch, ModeWatch, ParameterWatch, claim, guard_model, release
 from zerofx.latest import LatestStep
@@ -164,7 +165,7 @@ class StepBuilder(LatestStep):
             from zerofx.codegen.inductor import prepare_compiler
 
             prepare_compiler(next(self.model.parameters()).device)
-        with self._unguarded():
+        with self._unguarded(), collecting_recent_garbage_only():
             prepared = self._control.attempt("capture a step", lambda: self._prepare(batch), WORK_SECONDS)
             prepared.agree(self._control)
             machine = self._machine or machine_at_hand(prepared.captured.device, self.options)
