@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import random
 import re
 from collections.abc import Callable
@@ -22,6 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     # Several test processes share the cores, and results must not depend on how many there are.
     torch.set_num_threads(1)
+    # What an earlier run has left is no part of a test, nor of the processes that it starts.
+    os.environ["ZEROFX_CACHE_DIR"] = "0"
 
 
 # First, so that `-m golden` sees the marker.

@@ -12,7 +12,7 @@ from zerofx.errors import UsageError
 from zerofx.settings import read_settings
 
 _DOCS = Path(__file__).parent.parent / "docs"
-_NAMES = ("DEBUG", "DUMP_DIR", "DISABLE", "VERIFY", "TIMEOUT", "NVME_DIR", "KEEP_FREED", "KERNELS")
+_NAMES = ("DEBUG", "DUMP_DIR", "DISABLE", "VERIFY", "TIMEOUT", "NVME_DIR", "CACHE_DIR", "KEEP_FREED", "KERNELS")
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +29,16 @@ def test_defaults() -> None:
 
 def test_every_switch_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in zip(
-        _NAMES, ("5", str(tmp_path), "prefetch,simplify,", "2", "7", "drive:other", "0", "update,wire"), strict=True
+        _NAMES,
+        ("5", str(tmp_path), "prefetch,simplify,", "2", "7", "drive:other", "kept", "0", "update,wire"),
+        strict=True,
     ):
         monkeypatch.setenv(f"ZEROFX_{name}", value)
     found = read_settings()
     assert found.disable == {"prefetch", "simplify"}
     assert (found.debug, found.dump_dir, found.verify, found.timeout_seconds) == (5, tmp_path, 2, 7.0)
     assert found.nvme_dirs == (Path("drive"), Path("other"))
+    assert found.cache_dir == Path("kept")
     assert not found.keep_freed
     assert found.kernels == frozenset({"update", "wire"})
 
@@ -47,6 +50,29 @@ def test_kernels_are_those_on_by_default_or_none(
     assert read_settings().kernels is None
     monkeypatch.setenv("ZEROFX_KERNELS", value)
     assert read_settings().kernels == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "inductor", "user", "expected"),
+    [
+        ("", "inductor", "user", None),
+        ("0", "inductor", "user", None),
+        ("own", "inductor", "user", "own"),
+        (None, "inductor", "user", "inductor/zerofx"),
+        (None, None, "user", "user/zerofx"),
+        (None, None, None, "~/.cache/zerofx"),
+    ],
+)
+def test_the_folder_of_the_cache(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, inductor: str | None, user: str | None, expected: str | None
+) -> None:
+    names = ("ZEROFX_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")
+    for name, value in zip(names, (given, inductor, user), strict=True):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert read_settings().cache_dir == (Path(expected).expanduser() if expected is not None else None)
 
 
 @pytest.mark.parametrize(

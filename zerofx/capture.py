@@ -8,6 +8,7 @@ Nothing of the model is computed or changed: its parameters and buffers are stoo
 from __future__ import annotations
 
 import contextlib
+import platform
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -35,7 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zerofx.batch import Batch as Batch
 from zerofx.blame import explain, user_line
 from zerofx.errors import CaptureError, ZeroFXError
-from zerofx.graph import ParameterInfo, StepGraph, Strides
+from zerofx.graph import ParameterInfo, StepGraph, Strides, cast_of, parameter_infos
 from zerofx.layers import find_units
 from zerofx.loss import LossFunction, LossModule
 from zerofx.node_facts import Origin, Phase, Placeholder, Role, origin, set_origin, set_placeholder
@@ -98,11 +100,31 @@ def traceable(
 
     Gives a module that makes the loss, the fake tensors of the batch to call it with, their device, and their mode.
     """
-    mode, device = FakeTensorMode(allow_non_fake_inputs=True), _device_of(model, batch)
+    mode, device = fake_mode(), _device_of(model, batch)
     with _fake_state(model, mode, compute_dtype, device, strides), _layer_annotations(model), _compiling():
-        fakes = tuple(_fake(mode, t, t.stride(), _cast_of(t, compute_dtype), device) for t in batch.tensors)
+        fakes = tuple(_fake(mode, t, t.stride(), cast_of(t, compute_dtype), device) for t in batch.tensors)
         loss_scope = partial(fx_traceback.annotate, {_LAYER_KEY: _LOSS_LAYER})
         yield LossModule(model, batch, loss_fn, num_micro_batches, loss_scope), fakes, device, mode
+
+
+def fake_mode() -> FakeTensorMode:
+    """What makes the fake tensors of a captured graph."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def tracing_settings() -> tuple[str, ...]:
+    """What tracing may depend on beside the model, its batch and the versions of what is installed, as texts."""
+    kinds = ("cpu", "cuda")
+    return (
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        repr(sorted(functorch_config.save_config_portable().items())),
+        f"{torch.get_default_dtype()} {torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}",
+        f"autocast {[(torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in kinds]}",
+        f"deterministic {torch.are_deterministic_algorithms_enabled()} {torch.backends.cudnn.deterministic}",
+        f"libraries {torch.backends.mkldnn.enabled} {torch.backends.cudnn.enabled} {torch.backends.cudnn.benchmark}",
+        torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
+    )
 
 
 def running_layer() -> str:
@@ -144,31 +166,6 @@ class _CallWatcher(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-def parameter_infos(model: nn.Module, compute_dtype: torch.dtype | None, strides: Strides) -> tuple[ParameterInfo, ...]:
-    """The distinct parameters of a model in order; ``compute_dtype`` and ``strides`` as for ``capture``."""
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-        tensors[id(parameter)] = parameter
-    return tuple(
-        ParameterInfo(
-            name=names[key][0],
-            aliases=tuple(names[key]),
-            shape=tuple(p.shape),
-            stride=strides.get(key, p.stride()),
-            dtype=p.dtype,
-            compute_dtype=_cast_of(p, compute_dtype),
-            requires_grad=p.requires_grad,
-        )
-        for key, p in tensors.items()
-    )
-
-
-def _cast_of(tensor: torch.Tensor, compute_dtype: torch.dtype | None) -> torch.dtype:
-    return compute_dtype if compute_dtype is not None and tensor.is_floating_point() else tensor.dtype
-
-
 def _device_of(model: nn.Module, batch: Batch) -> torch.device:
     """The device to trace on: the model's, or the batch's when the model is on ``meta``, or the CPU."""
     for tensor in (*model.parameters(), *batch.tensors):
@@ -202,7 +199,7 @@ def _fake_state(
                 if real is None:
                     continue
                 if id(real) not in fakes:
-                    dtype = _cast_of(real, compute_dtype) if cast else real.dtype
+                    dtype = cast_of(real, compute_dtype) if cast else real.dtype
                     fake = _fake(mode, real, strides.get(id(real), real.stride()), dtype, device)
                     fakes[id(real)] = nn.Parameter(fake, requires_grad=real.requires_grad) if cast else fake
                 saved.append((table, name, real))

@@ -17,9 +17,11 @@ import torch
 from torch import fx, nn
 
 from zerofx.batch import Batch
-from zerofx.capture import capture, parameter_infos, placeholder_name
-from zerofx.forward_record import record_forward
-from zerofx.graph import StepGraph, Strides
+from zerofx.capture import capture, placeholder_name
+from zerofx.capture_cache import KeptCapture
+from zerofx.disk_cache import NOT_KEPT, DiskCache
+from zerofx.forward_record import ForwardRecord, record_forward
+from zerofx.graph import StepGraph, Strides, parameter_infos
 from zerofx.layers import find_units
 from zerofx.loss import LossFunction
 from zerofx.node_facts import Role, placeholder
@@ -38,27 +40,57 @@ def capture_by_layer(
     allowed: bool = True,
     check: bool = False,
     say: Callable[[str], object] = lambda _: None,
+    cache: DiskCache = NOT_KEPT,
 ) -> StepGraph:
     """What ``capture`` gives, to the name, where layers repeat at a fraction of its cost; arguments as there.
 
-    ``allowed``: whether layers may be stamped out. ``check``: whether what was stamped out is compared with a whole
-    capture. ``say`` is told which layers were stamped out, or why none were, of a model that has enough.
+    ``allowed``: whether layers may be stamped out. ``check``: whether what was stamped out, or read from ``cache``, is
+    compared with a whole capture. ``say`` is told which layers were stamped out, or why none were, of a model that has
+    enough, and of a graph that was read.
 
     Raises:
         CaptureError: as ``capture``.
     """
     whole = _Whole(model, batch, loss_fn, compute_dtype, num_micro_batches, strides)
     repeats = find_repeats(model) if allowed else ()
-    if repeats:
-        try:
-            found = _stamped(whole, repeats)
-        except Exception as error:  # noqa: BLE001 - what a shortened model raises says nothing of the whole one
-            say(f"captured layer by layer: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-        else:
-            say(", ".join(f"captured {len(one.kept)} of {len(one.keys)} layers of {one.path}" for one in repeats))
-            assert not check or found.text() == whole.capture().text(), "layers were stamped out as they are not"
-            return found
-    return whole.capture()
+    if not repeats and cache.folder is None:
+        return whole.capture()
+    try:
+        record = whole.record()
+    except Exception as error:  # noqa: BLE001 - what the model's own code raises is explained where it is captured
+        if repeats:
+            say(f"captured layer by layer: {_in_short(error)}")
+        return whole.capture()
+    kept = KeptCapture.of(cache, record, model, batch.names, compute_dtype, strides)
+    found = kept.read()
+    if found is not None:
+        say("captured by an earlier run, whose forward was the same")
+    elif repeats and (found := _try_to_stamp(whole, repeats, record, say)) is not None:
+        found = kept.keep(found)
+    else:
+        captured = whole.capture()
+        # A forward that does not do the same twice may have done something else while it was captured.
+        again = whole.record() if kept.key is not None else record
+        same = (canonical(again.graph), again.asked) == (canonical(record.graph), record.asked)
+        return kept.keep(captured) if same else captured
+    assert not check or found.text() == whole.capture().text(), "layers were stamped out, or kept, as they are not"
+    return found
+
+
+def _try_to_stamp(
+    whole: _Whole, repeats: Sequence[Repeat], record: ForwardRecord, say: Callable[[str], object]
+) -> StepGraph | None:
+    try:
+        found = _stamped(whole, repeats, canonical(record.graph))
+    except Exception as error:  # noqa: BLE001 - what a shortened model raises says nothing of the whole one
+        say(f"captured layer by layer: {_in_short(error)}")
+        return None
+    say(", ".join(f"captured {len(one.kept)} of {len(one.keys)} layers of {one.path}" for one in repeats))
+    return found
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 @dataclass(frozen=True)
@@ -76,18 +108,18 @@ class _Whole:
             num_micro_batches=self.num_micro_batches, strides=self.strides,
         )  # fmt: skip
 
-    def record(self) -> fx.Graph:
+    def record(self) -> ForwardRecord:
         return record_forward(
             self.model, self.batch, self.loss_fn, self.compute_dtype, self.num_micro_batches, self.strides
         )
 
 
-def _stamped(whole: _Whole, repeats: Sequence[Repeat]) -> StepGraph:
+def _stamped(whole: _Whole, repeats: Sequence[Repeat], expected: str) -> StepGraph:
+    """The whole model's graph, whose forward's record is ``expected``."""
     model = whole.model
     kept = [(one, one.kept) for one in repeats]
-    expected = canonical(whole.record())
     with shortened(model, kept):
-        record = whole.record()
+        record = whole.record().graph
         for one in repeats:
             stamp(record, one)
         if canonical(record) != expected:

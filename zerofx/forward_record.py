@@ -2,26 +2,45 @@
 
 What a joint graph is made of, then, at a tenth of what tracing one costs. Two models with equal records have equal
 joint graphs: a backward follows from autograd's graph and from the arguments of the operators that made it. Where it
-depends on more, on Python that runs in backward, there is no record.
+depends on more, on Python that runs in backward, there is no record. From one process to another that holds for what is
+torch's own: what else is called by a name may be other code there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from zerofx.batch import Batch
 from zerofx.capture import running_layer, saves_by_hook, traceable
 from zerofx.graph import Strides
+from zerofx.graph_json import LARGEST_LITERAL, TORCH_NAMESPACES
 from zerofx.loss import LossFunction
 from zerofx.node_facts import Origin, Phase, Placeholder, Role, origin, set_origin, set_placeholder, set_value
 from zerofx.stamp import NotRepeatedError
+
+
+@dataclass(frozen=True)
+class ForwardRecord:
+    """What a forward did.
+
+    The calls in ``graph`` are operators, and its methods the nodes of autograd's graph, which stand behind all
+    operators. Values are texts. ``asked`` are the functions of torch that Python called, a line each: which of them
+    are composed of others is up to the one who traces. ``foreign`` names an operator or a backward that is not torch's,
+    if there is one.
+    """
+
+    graph: fx.Graph
+    asked: str
+    foreign: str | None
 
 
 def record_forward(
@@ -31,21 +50,32 @@ def record_forward(
     compute_dtype: torch.dtype | None,
     num_micro_batches: int,
     strides: Strides,
-) -> fx.Graph:
+) -> ForwardRecord:
     """Run the forward on fake tensors; arguments as for ``capture``.
-
-    The graph's calls are operators, and its methods the nodes of autograd's graph, which stand behind all operators.
-    Values are texts.
 
     Raises:
         NotRepeatedError: the model runs Python in backward, or has tensors of its own that are neither parameters nor
             buffers.
     """
     with traceable(model, batch, loss_fn, compute_dtype, num_micro_batches, strides) as (lossy, fakes, _, mode):
-        recorder = _Recorder(model, fakes)
-        with mode, recorder:
+        recorder, asked = _Recorder(model, fakes), _Asked()
+        with mode, recorder, asked:
             loss = lossy(*fakes)
-        return recorder.finished(loss)
+        return ForwardRecord(recorder.finished(loss), "\n".join(asked.names), recorder.foreign)
+
+
+class _Asked(TorchFunctionMode):
+    """Remembers the names of the functions and methods that Python calls on tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(f"{getattr(func, '__module__', None)}.{getattr(func, '__qualname__', func)}")
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):
@@ -56,6 +86,7 @@ class _Recorder(TorchDispatchMode):
         self._functions: dict[Any, fx.Node] = {}  # autograd's nodes
         self._kept: list[torch.Tensor] = []  # so that no identity is used twice
         self._made: list[tuple[fx.Node, list[torch.Tensor]]] = []
+        self.foreign: str | None = None
         for tensor, what in _given(model, fakes):
             if id(tensor) not in self._values:
                 node = set_placeholder(self.graph.placeholder("given"), what)
@@ -66,7 +97,10 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if saves_by_hook():
             raise NotRepeatedError("the model saves tensors for backward through hooks, as checkpointing does")
-        given = pytree.tree_map(self._argument, (args, kwargs or {}))
+        if func.namespace not in TORCH_NAMESPACES:
+            self.foreign = str(func)
+        literal = func is torch.ops.aten.lift_fresh.default and self._is_literal(args[0])
+        given = ((_literal_text(args[0]),), {}) if literal else pytree.tree_map(self._argument, (args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
         node = self.graph.create_node("call_function", func, *given)
         set_origin(node, Origin(running_layer(), Phase.FORWARD))
@@ -97,6 +131,9 @@ class _Recorder(TorchDispatchMode):
         part = self.graph.create_node("call_method", "part", (node, index))
         return set_origin(set_value(part, ""), Origin(running_layer(), Phase.FORWARD))
 
+    def _is_literal(self, given: torch.Tensor) -> bool:
+        return id(given) not in self._values and given.numel() <= LARGEST_LITERAL
+
     def _argument(self, given: Any) -> Any:
         if not isinstance(given, torch.Tensor):
             return given
@@ -117,6 +154,8 @@ class _Recorder(TorchDispatchMode):
                 (self._function(source, behind), index) if source is not None else None
                 for source, index in function.next_functions
             )
+            if not hasattr(torch._C._functions, function.name().removeprefix("torch::autograd::")):
+                self.foreign = function.name()
             found = self.graph.create_node("call_method", function.name(), reads)
             set_origin(set_value(found, ""), Origin(origin(behind).layer, Phase.FORWARD))
         self._functions[function] = found
@@ -130,6 +169,12 @@ def _given(model: nn.Module, fakes: tuple[torch.Tensor, ...]) -> Iterator[tuple[
         yield buffer, Placeholder(Role.BUFFER, name)
     for index, fake in enumerate(fakes):
         yield fake, Placeholder(Role.INPUT, str(index))
+
+
+def _literal_text(tensor: torch.Tensor) -> str:
+    """A tensor that was written down in the forward, ``torch.tensor(0.5)``, by its values."""
+    with _disable_current_modes():
+        return f"{_text(tensor)} {tensor.tolist()}"
 
 
 def _text(tensor: torch.Tensor) -> str:

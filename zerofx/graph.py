@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from zerofx import ops
 from zerofx.node_facts import (
@@ -57,6 +57,32 @@ class ParameterInfo:
     @property
     def numel(self) -> int:
         return int(torch.Size(self.shape).numel())
+
+
+def parameter_infos(model: nn.Module, compute_dtype: torch.dtype | None, strides: Strides) -> tuple[ParameterInfo, ...]:
+    """The distinct parameters of a model in order; ``compute_dtype`` and ``strides`` as for ``capture``."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    return tuple(
+        ParameterInfo(
+            name=names[key][0],
+            aliases=tuple(names[key]),
+            shape=tuple(p.shape),
+            stride=strides.get(key, p.stride()),
+            dtype=p.dtype,
+            compute_dtype=cast_of(p, compute_dtype),
+            requires_grad=p.requires_grad,
+        )
+        for key, p in tensors.items()
+    )
+
+
+def cast_of(tensor: torch.Tensor, compute_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a graph reads ``tensor``: ``compute_dtype``, if one is given, for what is floating-point."""
+    return compute_dtype if compute_dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 @dataclass

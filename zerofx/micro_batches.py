@@ -12,6 +12,7 @@ from torch import nn
 
 from zerofx.batch import Batch, micro_batch
 from zerofx.depth import capture_by_layer
+from zerofx.disk_cache import DiskCache
 from zerofx.errors import UsageError
 from zerofx.graph import StepGraph, Strides
 from zerofx.options import CompileOptions
@@ -99,7 +100,7 @@ class MicroBatches:
         step = capture_by_layer(
             self._model, batch, loss_fn=self._options.loss_fn, compute_dtype=self._options.compute_dtype,
             num_micro_batches=num, strides=self._strides, allowed="stamp" not in self._settings.disable,
-            check=self._settings.verify == 2, say=self._say,
+            check=self._settings.verify == 2, say=self._say, cache=DiskCache(self._settings.cache_dir),
         )  # fmt: skip
         if "simplify" not in self._settings.disable:
             simplify(step)

@@ -13,6 +13,8 @@
 ``ZEROFX_NVME_DIR``    folder for what plans put on nvme, or several with ``:`` between them, over which it is striped;
                        each process makes one of its own in each (default: none)
 ``ZEROFX_TIMEOUT``     seconds to wait for other ranks where they must agree (default 600)
+``ZEROFX_CACHE_DIR``   folder for what is kept for the next run, 0 or empty for none (default: ``zerofx`` in
+                       ``TORCHINDUCTOR_CACHE_DIR``, or else in the user's cache folder)
 ``ZEROFX_KEEP_FREED``  1 memory that a CPU step frees stays with the process for its next use (default), 0 it does not
 =====================  =========================================================================================
 """
@@ -40,6 +42,7 @@ class Settings:
     nvme_dirs: tuple[Path, ...] = ()
     keep_freed: bool = True
     kernels: frozenset[str] | None = None
+    cache_dir: Path | None = None
 
 
 def read_settings() -> Settings:
@@ -57,6 +60,7 @@ def read_settings() -> Settings:
         nvme_dirs=tuple(Path(part) for part in os.environ.get("ZEROFX_NVME_DIR", "").split(os.pathsep) if part),
         keep_freed=bool(_integer("ZEROFX_KEEP_FREED", 1, 1)),
         kernels=_kernels(os.environ.get("ZEROFX_KERNELS", "auto")),
+        cache_dir=_cache_dir(),
     )
 
 
@@ -64,6 +68,16 @@ def _kernels(text: str) -> frozenset[str] | None:
     if text == "auto":
         return None
     return frozenset() if text == "none" else frozenset(name for name in text.split(",") if name)
+
+
+def _cache_dir() -> Path | None:
+    given = os.environ.get("ZEROFX_CACHE_DIR")
+    if given is not None:
+        return Path(given) if given not in ("", "0") else None
+    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if inductor:
+        return Path(inductor) / "zerofx"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "zerofx"
 
 
 def _integer(name: str, default: int, largest: int) -> int:

@@ -1,0 +1,127 @@
+"""What is kept on disk: found again, or absent where it is damaged, of other versions, or too much."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerofx.disk_cache import NOT_KEPT, DiskCache, _hash_of_sources, key_of
+from zerofx.errors import ZeroFXWarning
+
+TEXT = "what was made, ü\n" * 1000
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    cache, key = DiskCache(tmp_path / "new" / "folder"), key_of("kind", ["a part"])
+    assert cache.read(key) is None
+    cache.write(key, TEXT)
+    assert cache.read(key) == TEXT
+    assert DiskCache(tmp_path / "new" / "folder").read(key) == TEXT
+    assert cache.read(key_of("other", ["a part"])) is None
+    assert cache.read(key_of("kind", ["another part"])) is None
+    assert [path.name for path in cache.folder.iterdir()] == [key] if cache.folder else False
+
+
+def test_without_a_folder_nothing_is_kept() -> None:
+    NOT_KEPT.write("key", TEXT)
+    assert NOT_KEPT.read("key") is None
+
+
+def test_parts_are_told_apart() -> None:
+    assert key_of("kind", ["ab", "c"]) != key_of("kind", ["a", "bc"])
+
+
+def test_other_versions_have_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {key_of("kind", [])}
+    for module, name in ((torch, "__version__"), (torch.version, "git_version"), (torch.version, "cuda")):
+        with monkeypatch.context() as changed:
+            changed.setattr(module, name, "another")
+            keys.add(key_of("kind", []))
+    with monkeypatch.context() as changed:
+        changed.setattr("zerofx.disk_cache._hash_of_sources", lambda folder: "another")
+        keys.add(key_of("kind", []))
+    assert len(keys) == 5
+    assert key_of("kind", []) in keys
+
+
+def test_a_change_of_any_source_is_another_hash(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    for folder in (package / "inner", tmp_path / "beside"):
+        folder.mkdir(parents=True)
+    (package / "linked").symlink_to(tmp_path / "beside", target_is_directory=True)
+    hashes = []
+    for path, text in (("a.py", "1"), ("a.py", "2"), ("inner/b.py", "2"), ("inner/c.py", "2"), ("linked/d.py", "2")):
+        (package / path).write_text(text)
+        _hash_of_sources.cache_clear()
+        hashes.append(_hash_of_sources(package))
+    (package / "a.txt").write_text("no source")
+    _hash_of_sources.cache_clear()
+    assert len(set(hashes)) == 5 and _hash_of_sources(package) == hashes[-1]
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "flipped", "foreign", "of another key", "a folder"])
+def test_what_is_damaged_counts_as_absent_and_is_written_anew(tmp_path: Path, damage: str) -> None:
+    cache = DiskCache(tmp_path)
+    cache.write("key", TEXT)
+    path = tmp_path / "key"
+    data = path.read_bytes()
+    if damage == "of another key":
+        cache.write("other", "another text")
+        data = (tmp_path / "other").read_bytes()
+    if damage == "a folder":
+        path.unlink()
+        path.mkdir()
+        assert cache.read("key") is None
+        return
+    changed = {
+        "empty": b"",
+        "truncated": data[:-7],
+        "flipped": data[:-1] + bytes([data[-1] ^ 1]),
+        "foreign": b"{}" * 99,
+    }
+    path.write_bytes(changed.get(damage, data))
+    assert cache.read("key") is None
+    cache.write("key", TEXT)
+    assert cache.read("key") == TEXT
+
+
+def test_what_was_not_read_for_longest_goes_first(tmp_path: Path) -> None:
+    one = DiskCache(tmp_path)
+    one.write("size", TEXT)
+    size = (tmp_path / "size").stat().st_size
+    (tmp_path / "size").unlink()
+    cache = DiskCache(tmp_path, most_bytes=3 * size)
+    for number, name in enumerate(("first", "second", "third")):
+        cache.write(name, TEXT)
+        os.utime(tmp_path / name, (number, number))
+    assert cache.read("first") == TEXT  # which makes it the latest
+    cache.write("fourth", TEXT)
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "third", "fourth"}
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.warns(ZeroFXWarning, match="ZEROFX_CACHE_DIR"):
+        DiskCache(tmp_path / "file").write("key", TEXT)
+    assert DiskCache(tmp_path / "file").read("key") is None
+
+
+def _write_and_read(folder: Path, number: int) -> int:
+    cache, others = DiskCache(folder, most_bytes=1000), 0
+    for turn in range(100):
+        cache.write("shared", TEXT)
+        cache.write(f"{number} {turn}", TEXT)
+        others += cache.read("shared") not in (None, TEXT)
+    return others
+
+
+def test_processes_that_write_at_the_same_time_see_whole_entries(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        found = list(pool.map(_write_and_read, [tmp_path] * 2, range(2)))
+    assert found == [0, 0]
+    assert not list(tmp_path.glob("*.part"))

@@ -1,0 +1,70 @@
+"""Captured graphs kept on disk: the graph of a model whose forward has been seen to do the same before.
+
+Running the whole forward on fake tensors and recording it takes a fraction of a capture, and says what a joint graph
+follows from (``forward_record.py``). Its text is the key, so no change of code or of a global can give another model's
+graph. Not kept: what calls operators or backwards that are not torch's own, and what reads tensors that the model holds
+outside its parameters and buffers. Those that the forward writes down, ``torch.tensor(0.5)``, are kept by value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from zerofx.capture import fake_mode, tracing_settings
+from zerofx.disk_cache import DiskCache, key_of
+from zerofx.forward_record import ForwardRecord
+from zerofx.graph import StepGraph, Strides, parameter_infos
+from zerofx.graph_json import NotStorableError, from_json, same_graph, to_json
+from zerofx.layers import find_units
+from zerofx.stamp import canonical
+
+
+@dataclass(frozen=True)
+class KeptCapture:
+    """The place of one model's captured graph in the cache; ``key`` is None where it can have none."""
+
+    cache: DiskCache
+    key: str | None
+    blank: StepGraph  # parameters and units of the model, and no node
+
+    @staticmethod
+    def of(
+        cache: DiskCache,
+        record: ForwardRecord,
+        model: nn.Module,
+        batch_names: Sequence[str],
+        compute_dtype: torch.dtype | None,
+        strides: Strides,
+    ) -> KeptCapture:
+        """The place for the model whose forward is ``record``; other arguments as for ``capture``."""
+        parameters, units = parameter_infos(model, compute_dtype, strides), frozenset(find_units(model))
+        blank = StepGraph(fx.Graph(), torch.device("cpu"), parameters, units)
+        if cache.folder is None or record.foreign is not None:
+            return KeptCapture(cache, None, blank)
+        parts = (
+            *tracing_settings(), canonical(record.graph), record.asked,
+            repr(parameters), repr(sorted(units)), repr(batch_names), str(compute_dtype),
+        )  # fmt: skip
+        return KeptCapture(cache, key_of("capture", parts), blank)
+
+    def read(self) -> StepGraph | None:
+        """The graph, if it was kept."""
+        text = self.cache.read(self.key) if self.key is not None else None
+        return from_json(text, self.blank, fake_mode()) if text is not None else None
+
+    def keep(self, step: StepGraph) -> StepGraph:
+        """Write ``step`` for the next run, and give what that will read: the run that writes does nothing else."""
+        if self.key is None:
+            return step
+        try:
+            text = to_json(step)
+        except NotStorableError:
+            return step
+        found = from_json(text, self.blank, fake_mode())
+        assert same_graph(found, step), "a captured graph is not what is read of it"
+        self.cache.write(self.key, text)
+        return found

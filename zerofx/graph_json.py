@@ -1,0 +1,200 @@
+"""A captured graph as JSON, to be kept on disk and read again: operators by name, fake values by their layout."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.graph import StepGraph
+from zerofx.node_facts import (
+    Origin,
+    Phase,
+    Placeholder,
+    Role,
+    known_origin,
+    placeholder,
+    set_origin,
+    set_placeholder,
+    set_value,
+)
+from zerofx.stamp import canonical
+
+# Operators that are torch's: what they do follows from its version.
+LARGEST_LITERAL = 64  # elements of a constant that is kept by its values
+TORCH_NAMESPACES = frozenset({"aten", "prims"})
+_PLAIN = (type(None), bool, int, float, str)
+_NAMED: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "size": torch.Size, "slice": lambda a: slice(*a)}
+
+
+class NotStorableError(Exception):
+    """The graph has what has no text; the message says what."""
+
+
+def to_json(step: StepGraph) -> str:
+    """All that ``from_json`` needs beside the model's parameters and units, which are not kept.
+
+    Raises:
+        NotStorableError: the graph calls what is not torch's, or has arguments of other kinds than operators take.
+    """
+    places: dict[fx.Node, int] = {}
+    values: dict[str, int] = {}
+    nodes = []
+    for place, node in enumerate(step.graph.nodes):
+        fake = json.dumps(_encoded(node.meta.get("val"), places))
+        where = known_origin(node)
+        nodes.append(
+            [
+                node.op,
+                node.name,
+                _target_text(node),
+                _encoded(tuple(node.args), places),
+                {name: _encoded(given, places) for name, given in node.kwargs.items()},
+                values.setdefault(fake, len(values)),
+                [where.layer, where.phase] if where is not None else None,
+            ]
+        )
+        places[node] = place
+    return json.dumps(
+        {
+            "device": str(step.device),
+            "values": [json.loads(fake) for fake in values],
+            "nodes": nodes,
+            "mutations": step.mutation_names,
+            "gradients": step.gradient_names,
+            "constants": {name: _written(constant) for name, constant in step.constants.items()},
+        }
+    )
+
+
+def from_json(text: str, like: StepGraph, mode: AbstractContextManager[Any]) -> StepGraph:
+    """The graph that ``to_json`` has written, with fake values made in ``mode``; what is not in it is ``like``'s."""
+    data = json.loads(text)
+    graph, made = fx.Graph(), list[fx.Node]()
+    with mode:
+        values = [_decoded(fake, []) for fake in data["values"]]
+    for op, name, target, args, kwargs, fake, where in data["nodes"]:
+        given = {key: _decoded(one, made) for key, one in kwargs.items()}
+        called = _operator(target) if op == "call_function" else name
+        node = graph.create_node(op, called, _decoded(args, made), given, name=name)
+        node.name = name
+        if op != "output":
+            set_value(node, values[fake])
+        if op == "placeholder":
+            set_placeholder(node, Placeholder(Role(target[0]), target[1]))
+        if where is not None:
+            set_origin(node, Origin(where[0], Phase(where[1])))
+        made.append(node)
+    return replace(
+        like,
+        graph=graph,
+        device=torch.device(data["device"]),
+        mutation_names=list(data["mutations"]),
+        gradient_names=list(data["gradients"]),
+        constants={name: _read(*constant) for name, constant in data["constants"].items()},
+    )
+
+
+def same_graph(one: StepGraph, other: StepGraph) -> bool:
+    """Whether two graphs are equal in all that plans and passes read, names and strides included."""
+
+    def facts(step: StepGraph) -> tuple[Any, ...]:
+        return step.text(), canonical(step.graph), step.mutation_names, step.gradient_names, step.device
+
+    constants = one.constants.keys() == other.constants.keys() and all(
+        torch.equal(constant, other.constants[name]) for name, constant in one.constants.items()
+    )
+    return constants and facts(one) == facts(other)
+
+
+def _written(constant: torch.Tensor) -> list[Any]:
+    if constant.numel() > LARGEST_LITERAL or constant.dtype.is_complex:
+        raise NotStorableError(f"a constant of {constant.numel()} elements of {constant.dtype}")
+    dtype = str(constant.dtype).removeprefix("torch.")
+    return [dtype, str(constant.device), list(constant.shape), constant.flatten().tolist()]
+
+
+def _read(dtype: str, device: str, shape: list[int], values: list[Any]) -> torch.Tensor:
+    return torch.tensor(values, dtype=getattr(torch, dtype), device=device).reshape(shape)
+
+
+def _target_text(node: fx.Node) -> Any:
+    if node.op == "placeholder":
+        what = placeholder(node)
+        return [what.role, what.name]
+    if node.op == "output":
+        return None
+    target = node.target
+    if target is operator.getitem:
+        return "getitem"
+    if isinstance(target, torch._ops.OpOverload) and target.namespace in TORCH_NAMESPACES:
+        return str(target)
+    raise NotStorableError(f"{target} is no operator of torch")
+
+
+def _operator(text: str) -> Any:
+    return operator.getitem if text == "getitem" else operator.attrgetter(text)(torch.ops)
+
+
+def _encoded(given: Any, places: dict[fx.Node, int]) -> Any:
+    if type(given) in _PLAIN:
+        return given
+    if isinstance(given, fx.Node):
+        return {"node": places[given]}
+    if isinstance(given, torch.Tensor):
+        return {"tensor": _layout(given)}
+    if isinstance(given, torch.device):
+        return {"device": str(given)}
+    if isinstance(given, slice):
+        return {"slice": [_encoded(one, places) for one in (given.start, given.stop, given.step)]}
+    if isinstance(given, list | tuple):
+        found = [_encoded(one, places) for one in given]
+        kind = "size" if isinstance(given, torch.Size) else "tuple"
+        return found if isinstance(given, list) else {kind: found}
+    for name, kind_of in _NAMED.items():
+        if isinstance(given, kind_of):
+            return {name: str(given).removeprefix("torch.")}
+    raise NotStorableError(f"an argument of type {type(given).__name__}")
+
+
+def _decoded(given: Any, made: list[fx.Node]) -> Any:
+    if isinstance(given, list):
+        return [_decoded(one, made) for one in given]
+    if not isinstance(given, dict):
+        return given
+    ((kind, found),) = given.items()
+    if kind == "node":
+        return made[found]
+    if kind == "tensor":
+        return _fake(*found)
+    if kind == "device":
+        return torch.device(found)
+    if kind in _NAMED:
+        return getattr(torch, found)
+    return _SEQUENCES[kind]([_decoded(one, made) for one in found])
+
+
+def _layout(fake: torch.Tensor) -> list[Any]:
+    if fake.layout is not torch.strided or fake.is_conj() or fake.is_neg():
+        raise NotStorableError(f"a tensor of {fake.layout}")
+    numbers = [*fake.shape, *fake.stride(), fake.storage_offset()]
+    if any(type(number) is not int for number in numbers):
+        raise NotStorableError("a tensor of symbolic size")
+    length = fake.untyped_storage().nbytes() // fake.dtype.itemsize
+    dtype = str(fake.dtype).removeprefix("torch.")
+    return [dtype, str(fake.device), list(fake.shape), list(fake.stride()), fake.storage_offset(), length]
+
+
+def _fake(dtype: str, device: str, shape: list[int], stride: list[int], offset: int, length: int) -> torch.Tensor:
+    """A view of a storage of ``length`` elements, as far as it may be read there."""
+    made = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+    if offset == 0 and made.untyped_storage().nbytes() == length * made.dtype.itemsize:
+        return made
+    return torch.empty(length, dtype=made.dtype, device=device).as_strided(shape, stride, offset)
