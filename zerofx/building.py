@@ -24,6 +24,7 @@ from zerofx.lowering import lower
 from zerofx.micro_batches import MicroBatches
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions, check_bucket_names
+from zerofx.plan_cache import kept_plan
 from zerofx.plan_choice import budget_bytes, make_plan
 from zerofx.progress import watched
 from zerofx.rehearsal import Estimates
@@ -213,7 +214,12 @@ def _agree_on_plan(
         if options.plan is not None:
             return options.plan.to_json()
         again = prepared.sliced if options.tile == "auto" else None
-        return choose_slices(prepared, prepared.captured, memory_budget, again, plan_for)[1].to_json()
+
+        def search() -> str:
+            return choose_slices(prepared, prepared.captured, memory_budget, again, plan_for)[1].to_json()
+
+        captured, layout, programs = prepared.captured, prepared.layout, prepared.programs
+        return kept_plan(captured, layout, programs, machine, options, settings, memory_budget, search)
 
     shared = Plan.from_json(control.share("share the plan", make, WORK_SECONDS))
     sliced = prepared.sliced

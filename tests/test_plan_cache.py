@@ -1,0 +1,101 @@
+"""A searched plan that was kept is the plan that would be found, for the same question alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import zerofx
+from tests.models import DIM, Layer, adamw
+from zerofx.plan_choice import make_plan
+from zerofx.scheduler.plan import Plan
+
+BUDGET = 45_000  # bytes: less than is needed without recomputing
+
+
+class Searches:
+    """Builds the step of a small model, and counts the plans that were searched for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return make_plan(*args, **kwargs)
+
+        monkeypatch.setattr("zerofx.building.make_plan", counted)
+
+    def run(self, **options: Any) -> tuple[int, str, str, list[Tensor]]:
+        """Number of searches, and the plan, the source and the losses of two steps."""
+        before = self.count
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(Layer() for _ in range(4)))
+        optimizer = options.pop("optimizer", adamw)(model)
+        batch = (torch.randn(64, DIM), torch.randn(64, DIM))
+        given: dict[str, Any] = {
+            "memory_budget": BUDGET,
+            "backend": "eager",
+            "loss_fn": lambda out, x, y: F.mse_loss(out, y),
+        } | options
+        step = zerofx.compile(model, optimizer, stage=given.pop("stage", 3), **given)
+        losses = [step(*batch).clone() for _ in range(2)]
+        assert step.plan is not None
+        found = self.count - before, step.plan.to_json(), step.source, losses
+        step.close()
+        return found
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Searches:
+    monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
+    return Searches(monkeypatch)
+
+
+def _kept(folder: Path) -> list[Path]:
+    return list(folder.glob("plan-*"))
+
+
+def test_a_plan_is_searched_for_once_and_trains_the_same_bits(searches: Searches, tmp_path: Path) -> None:
+    first, again = searches.run(), searches.run()
+    assert (first[0], again[0]) == (1, 0) and len(_kept(tmp_path)) == 1
+    assert first[1:3] == again[1:3]
+    assert Plan.from_json(first[1]).recomputes
+    assert all(map(torch.equal, first[3], again[3]))
+
+
+@pytest.mark.slow
+def test_another_question_is_searched_for(searches: Searches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    searches.run()
+    for options in (
+        {"memory_budget": BUDGET + 4096},
+        {"stage": 1},
+        {"prefetch": 0},
+        {"keep_gathered": ("0",)},
+        {"machine": "h100-sxm"},
+        {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1)},
+        {"recompute": "full", "memory_budget": None},
+    ):
+        assert searches.run(**options)[0] == 1, options
+        assert searches.run(**options)[0] == 0, options
+    assert len(_kept(tmp_path)) == 8
+    monkeypatch.setenv("ZEROFX_DISABLE", "prefetch")
+    assert searches.run()[0] == 1
+
+
+def test_a_damaged_plan_is_searched_for_anew(searches: Searches, tmp_path: Path) -> None:
+    first = searches.run()
+    (path,) = _kept(tmp_path)
+    path.write_bytes(path.read_bytes()[:-20])
+    again = searches.run()
+    assert again[0] == 1 and again[1:3] == first[1:3]
+    assert searches.run()[0] == 0
+
+
+def test_without_a_search_no_plan_is_kept(searches: Searches, tmp_path: Path) -> None:
+    assert searches.run(memory_budget=None)[0] == 1
+    assert not _kept(tmp_path)
