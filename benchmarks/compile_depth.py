@@ -69,6 +69,7 @@ def measure(contender: str, depth: int, width: int, cache: Path) -> Found:
     environment = {
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "ZEROFX_CACHE_DIR": str(cache / "zerofx"),
         "TMPDIR": str(cache),  # Inductor's precompiled headers
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples"))),
     }
