@@ -176,7 +176,9 @@ def _step_body(
     place = ""
     for index, instruction in enumerate(instructions):
         node = instruction.node if isinstance(instruction, Event) else instruction.nodes[-1]
-        here = str(origin(node).phase) + " " + (step.unit_of(node) or origin(node).layer or "(model)")
+        here = (
+            f"{origin(node).phase} {step.cut_piece_of(node) or step.unit_of(node) or origin(node).layer or '(model)'}"
+        )
         if here != place:
             place = here
             lines += ["", f"    # {here}"]

@@ -1,6 +1,8 @@
 """Cut a step graph into regions: maximal runs of nodes between scheduled events, inside one unit and one phase, on the
 device or on the host, and of one tile: what runs tile by tile must not be fused across tiles. What makes values small
 for the wire is a region by itself: a layer's own region is then the same whether its bucket is sent so or not.
+Outside layers a region also ends at the borders of a piece whose values are computed again or offloaded: a compiler
+that saw what computes them twice at once would compute them once, and hold them.
 
 Where forward turns into backward without leaving its unit, as it does around the loss, both are one region: what only
 they share, such as the logits' softmax, then need not be held between them.
@@ -85,6 +87,7 @@ def _runs(step: StepGraph) -> Iterator[list[fx.Node]]:
     run: list[fx.Node] = []
     group: tuple[str, bool, bool, str | None, str | None, bool] | None = None
     phase: Phase | None = None
+    piece: str | None = None
     for node in step.calls():
         is_event = node.target in ops.EVENTS
         here = (
@@ -95,9 +98,13 @@ def _runs(step: StepGraph) -> Iterator[list[fx.Node]]:
         stays = node.target is operator.getitem or is_free_view(node)
         # A forward behind a backward is the next micro-batch's.
         again = not stays and origin(node).phase is Phase.FORWARD and phase is Phase.BACKWARD
-        if run and (is_event or again or (here != group and not stays)):
+        # What passes have added is of no piece, and runs with its neighbours.
+        own = None if stays else step.cut_piece_of(node)
+        leaves = own is not None and piece is not None and own != piece
+        if run and (is_event or again or leaves or (here != group and not stays)):
             yield run
-            run, group = [], None
+            run, group, piece = [], None, None
+        piece = piece if own is None else own
         if is_event:
             yield [node]
         else:

@@ -12,7 +12,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.errors import PlanError
 from zerofx.graph import StepGraph
-from zerofx.node_facts import Origin, origin, set_origin, set_value, slice_of, value
+from zerofx.node_facts import Origin, origin, piece_of, set_origin, set_value, slice_of, value
 from zerofx.node_text import target_name
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import aliased_input, is_view
@@ -99,23 +99,29 @@ def after(node: fx.Node) -> fx.Node:
     return node
 
 
-def start_of_unit(step: StepGraph, node: fx.Node) -> fx.Node:
-    """The node before which an event for ``node``'s unit is put so that it does not cut the unit's run in two."""
+def start_of_unit(step: StepGraph, node: fx.Node, *, by_piece: bool = False) -> fx.Node:
+    """The node before which an event for ``node``'s unit is put so that it does not cut the unit's run in two.
+
+    ``by_piece``: also where a piece begins at whose borders regions do not end.
+    """
     run = node
-    while _continues(step, run.prev, node):
+    while _continues(step, run.prev, node, by_piece):
         run = run.prev
     return run
 
 
-def end_of_unit(step: StepGraph, node: fx.Node) -> fx.Node:
-    """The node behind which an event for ``node``'s unit is put so that it does not cut the unit's run in two."""
+def end_of_unit(step: StepGraph, node: fx.Node, *, by_piece: bool = False) -> fx.Node:
+    """The node behind which an event for ``node``'s unit is put so that it does not cut the unit's run in two.
+
+    ``by_piece``: also where a piece ends at whose borders regions do not end.
+    """
     run = node
-    while _continues(step, run.next, node):
+    while _continues(step, run.next, node, by_piece):
         run = run.next
     return run
 
 
-def _continues(step: StepGraph, other: fx.Node, node: fx.Node) -> bool:
+def _continues(step: StepGraph, other: fx.Node, node: fx.Node, by_piece: bool) -> bool:
     """Whether ``other`` runs in the unit and phase of ``node``; views are of no unit, as they run anywhere."""
     if other.op != "call_function" or other.target in ops.EVENTS:
         return False
@@ -123,4 +129,8 @@ def _continues(step: StepGraph, other: fx.Node, node: fx.Node) -> bool:
         return True
     if slice_of(other) != slice_of(node):
         return False  # a slice of a weight is there for its own nodes only
+    # What passes have added is of no piece, and runs with its neighbours.
+    pieces = [piece_of(one) if by_piece else step.cut_piece_of(one) for one in (other, node)]
+    if None not in pieces and pieces[0] != pieces[1]:
+        return False
     return step.unit_of(other) == step.unit_of(node) and origin(other).phase is origin(node).phase

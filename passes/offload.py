@@ -104,10 +104,10 @@ def _place(
         decision,
         node,
         tuple(backward),
-        issue=end_of_unit(step, after(last)),
-        free=end_of_unit(step, after(named(by_name, decision.free_after))),
-        reload=start_of_unit(step, named(by_name, decision.reload_before)),
-        first=start_of_unit(step, backward[0]),
+        issue=end_of_unit(step, after(last), by_piece=True),
+        free=end_of_unit(step, after(named(by_name, decision.free_after)), by_piece=True),
+        reload=start_of_unit(step, named(by_name, decision.reload_before), by_piece=True),
+        first=start_of_unit(step, backward[0], by_piece=True),
     )
     if not order[place.issue] <= order[place.free] < order[place.reload] <= order[place.first]:
         raise PlanError(

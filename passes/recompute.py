@@ -29,9 +29,21 @@ from torch import fx
 
 from zerofx.errors import PlanError
 from zerofx.graph import StepGraph
-from zerofx.node_facts import Origin, Phase, copied_from, is_random, mark_copy, origin, set_origin, set_value, value
+from zerofx.node_facts import (
+    Origin,
+    Phase,
+    copied_from,
+    is_random,
+    mark_copy,
+    origin,
+    piece_of,
+    set_origin,
+    set_piece,
+    set_value,
+    value,
+)
 from zerofx.passes.base import consumers
-from zerofx.scheduler.activations import crossing_values, value_node
+from zerofx.scheduler.crossing import crossing_values, value_node
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import is_view, storage_bytes, storage_source, tensors_of
 
@@ -100,12 +112,16 @@ def put_off(step: StepGraph) -> None:
         readers = consumers(node)
         first = min(readers, default=node)
         nearest = bisect_right(places, node)
-        if nearest == len(places) or places[nearest] > first or step.unit_of(node) != step.unit_of(first):
+        if nearest == len(places) or places[nearest] > first or _run_of(step, node) != _run_of(step, first):
             continue
         if step.output in readers or _freed_bytes(node) >= sum(map(storage_bytes, tensors_of(node))):
             continue
         for moved in (node, *_names_of(node)):
             first.prepend(moved)
+
+
+def _run_of(step: StepGraph, node: fx.Node) -> tuple[str, str | None]:
+    return step.unit_of(node), piece_of(node)
 
 
 def _freed_bytes(node: fx.Node) -> int:
@@ -142,4 +158,5 @@ def _copy(step: StepGraph, node: fx.Node, copies: dict[fx.Node, fx.Node], reader
     set_origin(copy, Origin(origin(node).layer, Phase.BACKWARD))
     if node.target is not operator.getitem and not is_view(node):
         mark_copy(copy, node)
-    return copy
+    piece = piece_of(reader)
+    return copy if piece is None else set_piece(copy, piece)

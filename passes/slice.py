@@ -31,7 +31,7 @@ from torch import fx
 from zerofx import ops
 from zerofx.graph import ParameterInfo, StepGraph, insert_call
 from zerofx.node_facts import Phase, Placeholder, Role, origin, set_placeholder, set_slice, set_value, tensor
-from zerofx.scheduler.activations import value_node
+from zerofx.scheduler.crossing import value_node
 from zerofx.scheduler.decisions import SliceDecision
 from zerofx.scheduler.heads import sum_dtype
 from zerofx.scheduler.slices import Sliceable, Use, Way, find_sliceable, product_of

@@ -32,8 +32,8 @@ from torch import fx
 from zerofx import ops
 from zerofx.graph import StepGraph, insert_call
 from zerofx.node_facts import Origin, Phase, origin, set_tile, tensor
-from zerofx.scheduler.activations import value_node
 from zerofx.scheduler.chains import Chain, Part, by_stride
+from zerofx.scheduler.crossing import value_node
 from zerofx.scheduler.heads import sum_dtype
 from zerofx.scheduler.rows import SUM, Rows, takes_sizes, tile_shape
 from zerofx.scheduler.storage import storage_source

@@ -1,4 +1,4 @@
-"""What lives from forward to backward, and the ways to have less of it: a menu for each layer, and between layers.
+"""What lives from forward to backward, and the ways to have less of it: a menu for each layer and each piece.
 
 A menu entry is a set of forward values to keep; the rest of what backward reads is computed again. The best set for a
 price mu (bytes that a second of computation is worth) is a minimum cut: cutting the edge from an operator to a value
@@ -14,15 +14,16 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
-import torch
 from torch import fx
 
 from zerofx.graph import StepGraph
-from zerofx.node_facts import Phase, is_random, origin
+from zerofx.node_facts import is_random
 from zerofx.node_text import target_name
 from zerofx.scheduler.costs import node_cost
+from zerofx.scheduler.crossing import crossing_storages, is_forward_call, outputs_of, storage_size
 from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.storage import Storage, is_view, storage_bytes, storage_source, tensors_of
+from zerofx.scheduler.pieces import ForwardRun, forward_runs
+from zerofx.scheduler.storage import Storage, is_view, storage_source, tensors_of
 
 _PRICES = 24  # how many prices are tried between the cheapest and the dearest value
 
@@ -43,13 +44,15 @@ class Level:
 
 @dataclass(frozen=True)
 class Segment:
-    """The forward run of one repeated layer, or of what is between layers; ``unit`` is then ``""``.
+    """The forward run of one repeated layer, or of a piece of what is outside layers; ``unit`` is then ``""``.
 
+    ``piece`` is the piece's name, empty where what is outside layers is not divided.
     ``operators`` compute; ``values`` are the storages they make and the ones of other segments that they read.
     ``needed`` are positions in ``values`` that backward reads, ``fixed`` those that are kept whatever is chosen.
     """
 
     unit: str
+    piece: str
     operators: tuple[fx.Node, ...]
     values: tuple[Storage, ...]
     needed: frozenset[int]
@@ -59,65 +62,23 @@ class Segment:
     @property
     def name(self) -> str:
         """What to call it in a reason."""
-        return self.unit or "what is outside layers"
+        if self.unit:
+            return self.unit
+        return f"the piece {self.piece}" if self.piece else "what is outside layers"
 
 
-def crossing_storages(step: StepGraph) -> dict[Storage, None]:
-    """Storages that forward makes and backward reads, in the order in which they are made."""
-    order = step.positions()
-    found = {
-        storage_source(source)
-        for node in step.calls()
-        if origin(node).phase is Phase.BACKWARD
-        for source in node.all_input_nodes
-        if is_forward_call(source)
-    }
-    made = [s for s in found if is_forward_call(s[0])]
-    return dict.fromkeys(sorted(made, key=lambda s: (order[s[0]], s[1])))
+def segments(step: StepGraph, runs: Sequence[ForwardRun] | None = None) -> list[Segment]:
+    """The forward runs of all repeated layers, and of the pieces of what is outside them, in order.
 
-
-def crossing_values(step: StepGraph) -> list[fx.Node]:
-    """The nodes that name the crossing storages: an operator, or the getitem of one of its outputs."""
-    return [value_node(storage) for storage in crossing_storages(step)]
-
-
-def value_node(storage: Storage) -> fx.Node:
-    """The node that names a storage."""
-    node, index = storage
-    if isinstance(node.meta.get("val"), torch.Tensor):
-        return node
-    return next(user for user in node.users if user.args[1] == index)
-
-
-def is_forward_call(node: fx.Node) -> bool:
-    """Whether the node computes in forward."""
-    return node.op == "call_function" and origin(node).phase is Phase.FORWARD
-
-
-def segments(step: StepGraph) -> list[Segment]:
-    """The forward runs of all repeated layers, and of what is before and between them, in order.
-
-    Outside layers, the run that ends in the loss is left as it is: backward begins there.
+    Outside layers, the piece that ends in the loss is left as it is: backward begins there. ``runs``: forward's
+    runs and pieces, found here if not given.
     """
     crossing = crossing_storages(step)
-    forwards: list[list[tuple[str, list[fx.Node]]]] = []  # the runs of each micro-batch
-    ended = True
-    for node in step.calls():
-        if not is_forward_call(node):
-            ended = True  # what follows is another micro-batch's forward
-        elif not is_view(node):
-            if ended:
-                forwards.append([])
-            unit, runs = step.unit_of(node), forwards[-1]
-            if not runs or runs[-1][0] != unit:
-                runs.append((unit, []))
-            runs[-1][1].append(node)
-            ended = False
-    every = [run for runs in forwards for run in runs]
-    home = {node: number for number, (_, nodes) in enumerate(every) for node in nodes}
+    if runs is None:
+        runs = forward_runs(step, crossing)
+    home = {node: number for number, run in enumerate(runs) for node in run.nodes}
     leaving = _read_elsewhere(step, home)
-    chosen = [run for runs in forwards for run in (runs if runs[-1][0] else runs[:-1])]
-    return [_segment(unit, nodes, crossing, leaving) for unit, nodes in chosen]
+    return [_segment(run, crossing, leaving) for run in runs if run.unit or not run.ends]
 
 
 def _read_elsewhere(step: StepGraph, home: Mapping[fx.Node, int]) -> set[Storage]:
@@ -132,27 +93,20 @@ def _read_elsewhere(step: StepGraph, home: Mapping[fx.Node, int]) -> set[Storage
     return found
 
 
-def _segment(unit: str, nodes: Sequence[fx.Node], crossing: Mapping[Storage, None], leaving: set[Storage]) -> Segment:
-    members = set(nodes)
+def _segment(run: ForwardRun, crossing: Mapping[Storage, None], leaving: set[Storage]) -> Segment:
+    nodes, members = run.nodes, set(run.nodes)
     values: dict[Storage, int] = {}
     for node in nodes:
         for source in node.all_input_nodes:
             storage = storage_source(source)
             if is_forward_call(storage[0]):
                 values.setdefault(storage, len(values))
-        for storage in _outputs(node):
+        for storage in outputs_of(node):
             values.setdefault(storage, len(values))
     needed = frozenset(i for s, i in values.items() if s in crossing and s[0] in members)
     # What another run reads stays: that run's own choice counts on it.
     fixed = frozenset(i for s, i in values.items() if s in crossing and (s in leaving or s[0] not in members))
-    return Segment(unit, tuple(nodes), tuple(values), needed, fixed, _key(nodes, values, needed, fixed))
-
-
-def _outputs(node: fx.Node) -> Iterator[Storage]:
-    if isinstance(node.meta.get("val"), torch.Tensor):
-        yield (node, 0)
-    else:
-        yield from ((node, int(user.args[1])) for user in node.users if isinstance(user.args[1], int))
+    return Segment(run.unit, run.name, nodes, tuple(values), needed, fixed, _key(nodes, values, needed, fixed))
 
 
 def _key(nodes: Sequence[fx.Node], values: Mapping[Storage, int], needed: frozenset[int], fixed: frozenset[int]) -> str:
@@ -252,7 +206,7 @@ def cheapest(segment: Segment, sizes: Sequence[float], seconds: Mapping[fx.Node,
             i = position.get(storage_source(source))
             if i is not None:
                 graph.add_edge(("value", i), operator, capacity=float("inf"))
-        for storage in _outputs(node):
+        for storage in outputs_of(node):
             i = position[storage]
             size = 0 if i in segment.fixed else sizes[i]
             graph.add_edge(operator, ("value", i), capacity=float(size))
@@ -278,10 +232,3 @@ def cheapest(segment: Segment, sizes: Sequence[float], seconds: Mapping[fx.Node,
 def _sum(segment: Segment, seconds: Mapping[fx.Node, float], nodes: set[fx.Node]) -> float:
     """Seconds of ``nodes``, added up in the segment's order: a set's own order changes from run to run."""
     return sum(seconds[node] for node in segment.operators if node in nodes)
-
-
-def storage_size(storage: Storage) -> int:
-    """Bytes of a storage."""
-    node, index = storage
-    fake = node.meta["val"]
-    return storage_bytes(fake if isinstance(fake, torch.Tensor) else fake[index])

@@ -4,12 +4,12 @@ A plan keeps, in each repeated layer, a set of forward values and computes the r
 relaxations make the fastest such plan easy to bound from below:
 
 1. *Memory is counted where all plans are alike.* The captured graph consists of *runs*, stretches of operators of one
-   layer and one phase. Plans add operators, and may put one off inside its run, or out of it if nothing there needs it;
-   all else runs where it did. So there are moments, between two runs or while some operator computes, in which certain
-   storages live whatever is kept: parameters and states, forward values that are read later in any case, what the
-   operator itself reads and makes. That is the moment's floor. To it comes, for each layer that is *waiting* (its
-   forward is over, its backward not begun), all that the layer keeps. A plan within the budget therefore keeps, at
-   every moment, at most ``budget - floor`` bytes in the waiting layers.
+   layer, or one piece of what is outside layers, and one phase. Plans add operators, and may put one off inside its
+   run, or out of it if nothing there needs it; all else runs where it did. So there are moments, between two runs or
+   while some operator computes, in which certain storages live whatever is kept: parameters and states, forward values
+   that are read later in any case, what the operator itself reads and makes. That is the moment's floor. To it comes,
+   for each layer or piece that is *waiting* (its forward is over, its backward not begun), all that it keeps. A plan
+   within the budget therefore keeps, at every moment, at most ``budget - floor`` bytes in those that wait.
 2. *One moment at a time.* Each moment gives a bound; the largest holds.
 3. *Prices.* For each price, bytes plus price times seconds of a layer is least for a minimum cut
    (``scheduler.activations.cheapest``); by these cuts, layers that keep at most so many bytes compute at least so many
@@ -32,12 +32,15 @@ from torch import fx
 
 from zerofx.buckets import BucketLayout
 from zerofx.graph import StepGraph
-from zerofx.node_facts import Phase, Role, origin, placeholder
+from zerofx.node_facts import Phase, Role, origin, piece_of, placeholder
+from zerofx.passes.divide import divide
 from zerofx.passes.recompute import recompute
-from zerofx.scheduler.activations import Level, Segment, cheapest, is_forward_call, segments, storage_size
+from zerofx.scheduler.activations import Level, Segment, cheapest, segments
 from zerofx.scheduler.costs import node_cost
+from zerofx.scheduler.crossing import crossing_storages, is_forward_call, storage_size
 from zerofx.scheduler.liveness import liveness
 from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.pieces import forward_runs, pieces
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.simulate import gradient_bytes
 from zerofx.scheduler.storage import Storage, is_view, storage_bytes, storage_source, tensors_of
@@ -101,22 +104,38 @@ def bound(
     regions, rather than with that of operators one by one.
     """
     assert plan.memory_budget is not None
-    parts = segments(step)
-    facts = _Facts(step, parts)
-    persistent = _persistent_bytes(step, plan, layout)
+    # A plan divides what is outside layers in one of these ways.
+    found, tried = [], []
+    for ends_only in (True, False):
+        marked = step.clone()
+        runs = forward_runs(marked, crossing_storages(marked), ends_only=ends_only)
+        divided = pieces(marked, runs)
+        if divided not in tried:
+            tried.append(divided)
+            divide(marked, divided)
+            facts = _Facts(marked, segments(marked, runs), by_region=by_region)
+            found.append(_least(facts, plan, layout, machine, on_cpu=on_cpu))
+    least, at = min(found)
+    planned = step.clone()
+    recompute(planned, frozenset(d.value for d in plan.recomputes), frozenset(plan.extra_keeps))
+    extra = _compute_seconds(planned, machine) - _compute_seconds(step, machine)
+    return Bound(least * (1 - _ROUNDING), extra, at)
+
+
+def _least(facts: _Facts, plan: Plan, layout: BucketLayout, machine: Machine, *, on_cpu: bool) -> tuple[float, str]:
+    """The least seconds to compute again, and the operator that decides it."""
+    assert plan.memory_budget is not None
+    persistent = _persistent_bytes(facts.step, plan, layout)
     hulls = _hulls(facts, machine)
     least, at = 0.0, ""
-    for waiting, moment in _tightest(facts, _moments(facts, plan, layout, on_cpu=on_cpu, by_region=by_region)):
+    for waiting, moment in _tightest(facts, _moments(facts, plan, layout, on_cpu=on_cpu)):
         start = sum(hulls[number][0].num_bytes for number in waiting)
         missing = persistent + moment.floor + start - plan.memory_budget
         exchanges = [e for number in waiting for e in _exchanges(hulls[number])]
         seconds = least_seconds_to_free(missing, exchanges)
         if seconds > least:
             least, at = seconds, moment.at
-    planned = step.clone()
-    recompute(planned, frozenset(d.value for d in plan.recomputes), frozenset(plan.extra_keeps))
-    extra = _compute_seconds(planned, machine) - _compute_seconds(step, machine)
-    return Bound(least * (1 - _ROUNDING), extra, at)
+    return least, at
 
 
 def least_seconds_to_free(missing: int, exchanges: Sequence[Exchange]) -> float:
@@ -182,8 +201,8 @@ class _Moment:
 class _Facts:
     """Where storages of the captured graph are made and read, as positions in the order of execution."""
 
-    def __init__(self, step: StepGraph, parts: Sequence[Segment]) -> None:
-        self.step, self.parts = step, parts
+    def __init__(self, step: StepGraph, parts: Sequence[Segment], *, by_region: bool) -> None:
+        self.step, self.parts, self.by_region = step, parts, by_region
         self.order = step.positions()
         self.sizes = liveness(step, on_cpu=False).sizes
         self.stays = _stays(step)
@@ -227,18 +246,22 @@ class _Facts:
             storages = _outputs_of(node, self.sizes)
             readers = [reader for storage in storages for reader in self.readers(storage, Phase.BACKWARD)]
             needed = any(home[reader] == home[node] and reader in found for reader in readers)
-            elsewhere = all(self.step.unit_of(reader) != self.step.unit_of(node) for reader in readers)
+            elsewhere = all(self.home_of(reader) != self.home_of(node) for reader in readers)
             if needed or (readers and elsewhere):
                 found.add(node)
         return found
+
+    def home_of(self, node: fx.Node) -> tuple[str, str | None]:
+        """The layer or piece that a plan leaves an operator in; regions need not end where a piece does."""
+        return self.step.unit_of(node), None if self.by_region else piece_of(node)
 
     def _in_every_plan(self, node: fx.Node) -> bool:
         return origin(node).phase is Phase.BACKWARD or node in self.stays
 
     def _find_runs(self) -> list[list[fx.Node]]:
-        """Stretches of operators of one layer and phase, without those that a plan may leave out."""
+        """Stretches of operators of one layer or piece and one phase, without those that a plan may leave out."""
         computing = (n for n in self.step.calls() if not is_view(n) and self._in_every_plan(n))
-        return [list(run) for _, run in itertools.groupby(computing, lambda n: (self.step.unit_of(n), origin(n).phase))]
+        return [list(run) for _, run in itertools.groupby(computing, lambda n: (self.home_of(n), origin(n).phase))]
 
 
 def _outputs_of(node: fx.Node, sizes: Mapping[Storage, int]) -> list[Storage]:
@@ -260,7 +283,7 @@ def _stays(step: StepGraph) -> set[fx.Node]:
     return found
 
 
-def _moments(facts: _Facts, plan: Plan, layout: BucketLayout, *, on_cpu: bool, by_region: bool) -> Iterator[_Moment]:
+def _moments(facts: _Facts, plan: Plan, layout: BucketLayout, *, on_cpu: bool) -> Iterator[_Moment]:
     """The moments between two runs, and unless regions are compiled those in which an operator computes."""
     begins = [facts.order[run[0]] for run in facts.runs]
     ends = [facts.order[run[-1]] for run in facts.runs]
@@ -281,9 +304,9 @@ def _moments(facts: _Facts, plan: Plan, layout: BucketLayout, *, on_cpu: bool, b
         inside, outside = inside + across[number], outside + behind[number]
         # Where forward turns into backward inside one layer, a region may reach from the one into the other.
         following = facts.runs[number + 1][0] if number + 1 < len(facts.runs) else run[-1]
-        if not by_region or facts.step.unit_of(following) != facts.step.unit_of(run[-1]):
+        if not facts.by_region or facts.step.unit_of(following) != facts.step.unit_of(run[-1]):
             yield _Moment(end + 1, end, outside, run[-1].name)
-        for node in () if by_region else run:
+        for node in () if facts.by_region else run:
             if node in stay:
                 own = {storage_source(source) for source in node.all_input_nodes}
                 own.update(_outputs_of(node, facts.sizes))

@@ -15,6 +15,9 @@ of operators between which values are large (``scheduler.chains``) as well, into
 because it alone does not train the same bits. Each rung of this ladder is turned to where none before it fits. What the
 user has tiled by name is, and nothing else.
 
+Where what is before or between layers is divided into pieces, all is searched without that too: what lies in one piece
+can be computed again from less.
+
 What is left of the budget then buys fewer collectives: gathers that latency dominates are merged
 (``scheduler.merging``).
 """
@@ -76,7 +79,7 @@ def fit(
         rungs(question.step, question.tile, classes=question.tile_classes) if not question.tiles else [[question.tiles]]
     )
     for rung in ladder:
-        questions = [question.tiled(tiles) for tiles in rung]
+        questions = [one for tiles in rung for one in question.tiled(tiles).divisions]
         searches: list[_Search] = []
         fitting: list[Plan] = []
         for one in questions:
@@ -112,9 +115,12 @@ def _predicted(plan: Plan, budget: int, evaluate: Evaluate, merge: Merge | None)
 
 def least_memory(question: Question, evaluate: Evaluate) -> Plan:
     """The plan that computes again all it can, and gathers as asked."""
-    items = [item for item in items_of(question, "recompute") if isinstance(item, Activations)]
-    plan, _ = plan_of(question, items, order_moves([item.levels for item in items]))
-    return plan.with_prediction(evaluate(plan))
+    found = []
+    for one in question.divisions:
+        items = [item for item in items_of(one, "recompute") if isinstance(item, Activations)]
+        plan, _ = plan_of(one, items, order_moves([item.levels for item in items]))
+        found.append(plan.with_prediction(evaluate(plan)))
+    return min(found, key=lambda plan: plan.peak_bytes["device"])
 
 
 class _Search:

@@ -144,6 +144,23 @@ class ParameterDecision:
 
 
 @dataclass(frozen=True)
+class PieceDecision:
+    """A piece of what is outside repeated layers, whose values are decided about together as those of a layer are.
+
+    It goes from the node ``first`` of the captured graph to ``last`` in forward, and from ``back_first`` to
+    ``back_last`` in backward (None: backward reads nothing that only the piece makes). ``values`` are those that do not
+    stay on the device in between: where there are some, regions end at the piece's borders.
+    """
+
+    name: str
+    first: str
+    last: str
+    back_first: str | None
+    back_last: str | None
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class GradientDecision:
     """The slower tier that a bucket's gradients wait in between micro-batches: ``"host"`` or ``"nvme"``.
 

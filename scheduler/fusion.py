@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from zerofx.scheduler.activations import storage_size
+from zerofx.scheduler.crossing import storage_size
 from zerofx.scheduler.liveness import MemoryEvent, RegionLike
 from zerofx.scheduler.storage import Storage, aliased_input, is_view, mutated_inputs, storage_source
 from zerofx.scheduler.workspace import is_left_to_aten, workspace_bytes

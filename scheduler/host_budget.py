@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from zerofx.report.units import format_bytes
 from zerofx.scheduler.budget import BudgetMissedError
-from zerofx.scheduler.items import Captured, Question
+from zerofx.scheduler.captured import Captured
+from zerofx.scheduler.items import Question
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 

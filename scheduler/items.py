@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal
 
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import StepGraph
 from zerofx.node_facts import Phase, origin
+from zerofx.passes.divide import divide
 from zerofx.passes.recompute import put_off, recompute
-from zerofx.passes.tile import tile
 from zerofx.report.units import format_bytes, format_seconds
-from zerofx.scheduler.activations import Level, Segment, crossing_storages, menu, segments, value_node
+from zerofx.scheduler.activations import Level, Segment, menu
 from zerofx.scheduler.arrivals import NUM_BUFFERS, place_arrivals
+from zerofx.scheduler.captured import Captured
+from zerofx.scheduler.crossing import value_node
 from zerofx.scheduler.decisions import (
     GradientDecision,
     ParameterDecision,
@@ -30,53 +31,12 @@ from zerofx.scheduler.moves import Move, reached
 from zerofx.scheduler.offload import Room, Wish, away_seconds, entries, joint_menu, place
 from zerofx.scheduler.parameters import Home, copies_menu, parameter_menus
 from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.policy import GraphIdentity, PolicyOptions, decide, identify, residencies
+from zerofx.scheduler.policy import PolicyOptions, decide, residencies
 from zerofx.scheduler.states import Placement, decisions_of, state_menus
-from zerofx.scheduler.storage import Storage, storage_bytes, tensors_of
-from zerofx.scheduler.timeline import Place, runs, seconds_by_place
+from zerofx.scheduler.storage import storage_bytes, tensors_of
+from zerofx.scheduler.timeline import Place, runs
 
 Leaning = Literal["recompute", "offload", "joint"]
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A captured graph and a machine, with what follows from the two whatever is asked; each found once.
-
-    ``tiles``: what is tiled in it, which all but the graph's identity is about.
-    """
-
-    step: StepGraph
-    machine: Machine
-    tiles: tuple[TileDecision, ...] = ()
-
-    @cached_property
-    def tiled(self) -> StepGraph:
-        """The captured graph with ``tiles`` carried out."""
-        if not self.tiles:
-            return self.step
-        found = self.step.clone()
-        tile(found, self.tiles)
-        return found
-
-    @cached_property
-    def seconds(self) -> dict[Place, float]:
-        """Seconds of computation by unit and phase."""
-        return seconds_by_place(self.tiled, self.machine)
-
-    @cached_property
-    def seconds_of_one(self) -> dict[Place, float]:
-        """Seconds of computation by unit and phase, of one micro-batch: what is beside a single transfer."""
-        return {place: total / self.step.num_micro_batches for place, total in self.seconds.items()}
-
-    @cached_property
-    def crossing(self) -> dict[Storage, None]:
-        """Storages that forward makes and backward reads."""
-        return crossing_storages(self.tiled)
-
-    @cached_property
-    def identity(self) -> GraphIdentity:
-        """What plans record of the graph."""
-        return identify(self.step)
 
 
 @dataclass(frozen=True)
@@ -106,6 +66,13 @@ class Question:
     def tiled(self, tiles: tuple[TileDecision, ...]) -> Question:
         """The same question where values are tiled so."""
         return self if tiles == self.tiles else replace(self, captured=replace(self.captured, tiles=tiles))
+
+    @property
+    def divisions(self) -> tuple[Question, ...]:
+        """The same question with what is outside layers divided in every way that there is a choice of."""
+        if not self.captured.divides_others:
+            return (self,)
+        return (self, replace(self, captured=replace(self.captured, ends_only=True)))
 
     @property
     def tiles(self) -> tuple[TileDecision, ...]:
@@ -242,7 +209,7 @@ def _parameters(question: Question, states: Sequence[Placement]) -> list[Paramet
 def _activations(question: Question, leaning: Leaning) -> list[Activations]:
     if not question.recompute and not question.tiers:
         return []
-    parts = segments(question.captured.tiled)
+    parts = question.captured.segments
     num_layers = len(parts) // question.step.num_micro_batches
     # The peak is that of the worst micro-batch: a layer makes the same move in each before another layer does.
     parts = [part for layer in range(num_layers) for part in parts[layer::num_layers]]
@@ -251,10 +218,15 @@ def _activations(question: Question, leaning: Leaning) -> list[Activations]:
         menus = {key: menu(part, machine) for key, part in first.items()}
         return [Activations(part, menus[part.key]) for part in parts]
     tier, recompute = question.tiers[0], leaning == "joint"
-    alike = Counter(part.key for part in parts)
-    found = {key: entries(part, machine, tier, alike[key], recompute=recompute) for key, part in first.items()}
+    # Of layers that are alike one at a time has its values back, and so it is with pieces, which need not be alike.
+    alike = Counter(_kind(part) for part in parts)
+    found = {key: entries(part, machine, tier, alike[_kind(part)], recompute=recompute) for key, part in first.items()}
     spans = runs(question.captured.tiled, question.captured.seconds)
     return [Activations(part, joint_menu(found[part.key], away_seconds(part, spans))) for part in parts]
+
+
+def _kind(part: Segment) -> str:
+    return "piece" if part.piece else part.key
 
 
 @dataclass
@@ -283,6 +255,8 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     offloads = place(carried_out, list(chosen.wishes.values()), chosen.seconds, question.machine, room)
     if not offloads:
         put_off(carried_out)
+    divided = question.captured.pieces_without(recomputed.union(one.value for one in offloads))
+    divide(carried_out, divided)
     plan = decide(
         question.step,
         question.layout,
@@ -292,6 +266,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         options=PolicyOptions(chosen.prefetch, "all" if question.asked.keep == "all" else chosen.keep),
         recomputes=tuple(chosen.recomputes),
         extra_keeps=tuple(chosen.extra_keeps),
+        pieces=divided,
         tiles=question.tiles,
         offloads=offloads,
         states=tuple(chosen.states),

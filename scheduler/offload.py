@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from zerofx.graph import StepGraph
-from zerofx.node_facts import Phase, origin
+from zerofx.node_facts import Phase, origin, piece_of
 from zerofx.passes.base import consumers
 from zerofx.passes.offload import refusal
 from zerofx.report.units import format_seconds
-from zerofx.scheduler.activations import Level, Segment, cheapest, keep_all, menu, storage_size
+from zerofx.scheduler.activations import Level, Segment, cheapest, keep_all, menu
 from zerofx.scheduler.costs import node_cost
+from zerofx.scheduler.crossing import storage_size
 from zerofx.scheduler.decisions import OffloadDecision
 from zerofx.scheduler.machine import Machine, Tier, copy_seconds, first_with_room
 from zerofx.scheduler.storage import storage_bytes, tensors_of
@@ -72,7 +73,10 @@ def joint_menu(found: Sequence[Entry], away_seconds: float) -> tuple[Level, ...]
 
 def away_seconds(segment: Segment, spans: Sequence[Run]) -> float:
     """Seconds between the last run of the segment's layer in forward and its next in backward: little for the last."""
-    mine = [run for run in spans if run.unit == segment.unit]
+    if segment.piece:
+        mine = [run for run in spans if piece_of(run.first) == segment.piece]
+    else:
+        mine = [run for run in spans if run.unit == segment.unit]
     gone = next(run for run in mine if run.first <= segment.operators[-1] <= run.last)
     back = next((run for run in mine if run.phase is Phase.BACKWARD and run.first > gone.last), gone)
     return max(0.0, back.start_seconds - gone.end_seconds)

@@ -13,6 +13,7 @@ from zerofx.scheduler.decisions import (
     GradientDecision,
     OffloadDecision,
     ParameterDecision,
+    PieceDecision,
     RecomputeDecision,
     ReduceDecision,
     SliceDecision,
@@ -29,11 +30,11 @@ class Plan:
     """All decisions for one captured step.
 
     ``graph`` is the fingerprint of the captured graph that the node names belong to, in which the parameters of
-    ``slices`` are there in slices; ``summary`` is what is in it.
-    ``extra_keeps`` are forward values
-    that backward reads only because others are computed again from them. ``memory_budget`` is what the plan was made to
-    fit, in bytes on the device. ``num_micro_batches`` is how many a batch is divided into, which run one after the
-    other before the update. ``wire`` is what the plan was free to send (``"exact"``, ``"int8"``, ``"int4"``), and
+    ``slices`` are there in slices; ``summary`` is what is in it. ``extra_keeps`` are forward values that backward reads
+    only because others are computed again from them. ``pieces`` are those that what is outside repeated layers is
+    divided into, where not all values stay. ``memory_budget`` is what the plan was made to fit, in bytes on the device.
+    ``num_micro_batches`` is how many a batch is divided into, which run one after the other before the update. ``wire``
+    is what the plan was free to send (``"exact"``, ``"int8"``, ``"int4"``), and
     ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan.
     """
 
@@ -47,6 +48,7 @@ class Plan:
     reduces: tuple[ReduceDecision, ...]
     recomputes: tuple[RecomputeDecision, ...] = ()
     extra_keeps: tuple[str, ...] = ()
+    pieces: tuple[PieceDecision, ...] = ()
     tiles: tuple[TileDecision, ...] = ()
     slices: tuple[SliceDecision, ...] = ()
     offloads: tuple[OffloadDecision, ...] = ()
@@ -176,8 +178,9 @@ class Plan:
         """Every decision that concerns ``name``, a line each, with bytes and reasons.
 
         Args:
-            name: a bucket (``"layers.3"``), a module in one or around some (``"layers.3.mlp"``, ``"layers"``), a node
-                of the captured graph that a decision names, or ``"accumulate"``: why so many micro-batches.
+            name: a bucket (``"layers.3"``), a module in one or around some (``"layers.3.mlp"``, ``"layers"``), a piece
+                of what is outside layers (as ``print`` names it), a node of the captured graph that a decision names,
+                or ``"accumulate"``: why so many micro-batches.
 
         Raises:
             PlanError: the plan knows no such name; lists the nearest that it knows.

@@ -12,6 +12,7 @@ from zerofx.scheduler.decisions import (
     GradientDecision,
     OffloadDecision,
     ParameterDecision,
+    PieceDecision,
     RecomputeDecision,
     ReduceDecision,
     SliceDecision,
@@ -41,16 +42,17 @@ _LISTS: dict[str, type] = {
     "gradients": GradientDecision,
 }
 _OF_A_WIRE = {"wire": "exact", "ranks_per_node": None, "wires": ()}  # what an exact plan says of them: nothing
+_LEFT_OUT = _OF_A_WIRE | {"pieces": ()}  # entries that a plan has only where they say something
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
-    """All that a plan holds, as dicts; an exact plan has no entries about the wire, nor tiles of rows that they are."""
+    """All that a plan holds, as dicts, but for what most plans say nothing of: the wire, pieces, what tiles are of."""
     data = asdict(plan)
     for tile in data["tiles"]:
         if tile["over"] == "rows":
             del tile["over"]
-    for name, exact in _OF_A_WIRE.items():
-        if data[name] == exact:
+    for name, nothing in _LEFT_OUT.items():
+        if data[name] == nothing:
             del data[name]
     if plan.prediction is not None and not plan.prediction.node_wire_bytes:
         del data["prediction"]["node_wire_bytes"]
@@ -69,7 +71,7 @@ def fields_of(text: str) -> dict[str, Any]:
         PlanError: the text is no plan of this format.
     """
     try:
-        data = _OF_A_WIRE | json.loads(text)
+        data = _LEFT_OUT | json.loads(text)
         if data["format"] != _FORMAT:
             raise PlanError(f"expected a plan of format {_FORMAT}; make the plan anew with this version of zerofx")
         prediction, summary = data["prediction"], data["summary"]
@@ -79,6 +81,7 @@ def fields_of(text: str) -> dict[str, Any]:
             "extra_keeps": tuple(data["extra_keeps"]),
             "wire": data["wire"],
             "ranks_per_node": data["ranks_per_node"],
+            "pieces": tuple(_made(PieceDecision, one) for one in data["pieces"]),
             "wires": tuple(_made(WireDecision, one) for one in data["wires"]),
             "prediction": Prediction(**prediction) if prediction else None,
             "summary": GraphSummary(**summary) if summary else None,

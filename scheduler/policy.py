@@ -20,6 +20,7 @@ from zerofx.graph import StepGraph, unit_of
 from zerofx.node_facts import Phase, Role, origin, placeholder
 from zerofx.node_text import target_name, type_name
 from zerofx.passes.base import consumers
+from zerofx.passes.divide import divide
 from zerofx.passes.recompute import put_off, recompute
 from zerofx.passes.tile import tile
 from zerofx.scheduler.decisions import (
@@ -27,6 +28,7 @@ from zerofx.scheduler.decisions import (
     GradientDecision,
     OffloadDecision,
     ParameterDecision,
+    PieceDecision,
     RecomputeDecision,
     ReduceDecision,
     StateDecision,
@@ -80,6 +82,7 @@ def decide(
     options: PolicyOptions,
     recomputes: tuple[RecomputeDecision, ...] = (),
     extra_keeps: tuple[str, ...] = (),
+    pieces: tuple[PieceDecision, ...] = (),
     states: tuple[StateDecision, ...] = (),
     parameters: tuple[ParameterDecision, ...] = (),
     gradients: tuple[GradientDecision, ...] = (),
@@ -103,6 +106,7 @@ def decide(
     elif recomputes or tiles:
         step = step.clone()
         tile(step, tiles)
+        divide(step, pieces)
         recompute(step, frozenset(decision.value for decision in recomputes), frozenset(extra_keeps))
         if not offloads:
             put_off(step)
@@ -117,6 +121,7 @@ def decide(
         reduces=_decide_reduces(step, layout, ahead=options.prefetch > 0),
         recomputes=recomputes,
         extra_keeps=extra_keeps,
+        pieces=pieces,
         offloads=offloads,
         states=states,
         parameters=parameters,

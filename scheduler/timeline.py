@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.graph import StepGraph
-from zerofx.node_facts import Phase, copied_from, origin, slice_of
+from zerofx.node_facts import Phase, copied_from, origin, piece_of, slice_of
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.storage import is_view
@@ -24,7 +24,8 @@ Place = tuple[str, Phase]
 class Run:
     """A unit's nodes in a row in one phase: the first, the last, and when they run, in seconds from the step's begin.
 
-    Those that work on a slice of a weight are a run of their own. ``unit`` is ``""`` for nodes outside all units.
+    Those that work on a slice of a weight are a run of their own, and so are those of a piece. ``unit`` is ``""`` for
+    nodes outside all units.
     """
 
     unit: str
@@ -51,16 +52,17 @@ def runs(step: StepGraph, seconds: Mapping[Place, float]) -> list[Run]:
     ``seconds`` are divided evenly between the runs of one unit and phase.
     """
     spans: list[tuple[Place, fx.Node, fx.Node]] = []
-    slices: list[str | None] = []
+    parts: list[tuple[str | None, str | None]] = []
     for node in step.calls():
         if is_view(node) or copied_from(node) is not None:
             continue
         place = (step.unit_of(node), origin(node).phase)
-        if spans and spans[-1][0] == place and slices[-1] == slice_of(node):
+        part = slice_of(node), piece_of(node)
+        if spans and spans[-1][0] == place and parts[-1] == part:
             spans[-1] = (place, spans[-1][1], node)
         else:
             spans.append((place, node, node))
-            slices.append(slice_of(node))
+            parts.append(part)
     times = Counter(place for place, _, _ in spans)
     found, now = [], 0.0
     for place, first, last in spans:

@@ -17,7 +17,7 @@ from zerofx.node_facts import Phase, is_random, origin, tensor
 from zerofx.passes.base import consumers
 from zerofx.passes.recompute import recompute
 from zerofx.runtime.measure import Measurement
-from zerofx.scheduler.activations import crossing_values
+from zerofx.scheduler.crossing import crossing_values
 from zerofx.scheduler.decisions import OffloadDecision, ParameterDecision, RecomputeDecision, StateDecision
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.policy import PolicyOptions, decide

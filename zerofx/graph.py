@@ -17,6 +17,7 @@ from zerofx.node_facts import (
     Placeholder,
     Role,
     origin,
+    piece_of,
     placeholder,
     set_origin,
     set_placeholder,
@@ -93,7 +94,8 @@ class StepGraph:
     is which, and each micro-batch has gradients of its own. Passes empty both as they turn gradients into reductions
     and updates into in-place writes; ``reduced`` then holds, by bucket, the node whose value is the bucket's gradient
     on this rank. ``slices`` says which parameters are there in slices, each a parameter of its own. ``fakes`` remembers
-    the values that passes have asked for.
+    the values that passes have asked for. ``cut_pieces`` are the pieces of what is outside ``units`` at whose borders
+    regions end.
     """
 
     graph: fx.Graph
@@ -107,6 +109,7 @@ class StepGraph:
     fakes: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     num_micro_batches: int = 1
     slices: tuple[SliceDecision, ...] = ()
+    cut_pieces: frozenset[str] = frozenset()
 
     @property
     def output(self) -> fx.Node:
@@ -204,6 +207,11 @@ class StepGraph:
     def unit_of(self, node: fx.Node) -> str:
         """The repeated layer that ``node`` is in, or ``""`` when it is in none."""
         return unit_of(origin(node).layer, self.units)
+
+    def cut_piece_of(self, node: fx.Node) -> str | None:
+        """The piece that ``node`` is in, or ``""`` where regions do not end at its borders; None for a node of none."""
+        name = piece_of(node)
+        return name if name is None or name in self.cut_pieces else ""
 
     def text(self) -> str:
         """The graph as text, one node a line, stable from run to run: what golden tests compare."""

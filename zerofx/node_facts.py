@@ -152,6 +152,18 @@ def set_slice(node: fx.Node, name: str) -> fx.Node:
     return node
 
 
+def piece_of(node: fx.Node) -> str | None:
+    """The piece of what is outside repeated layers that a node of the captured graph is of."""
+    found = node.meta.get("zerofx_piece")
+    return found if isinstance(found, str) else None
+
+
+def set_piece(node: fx.Node, name: str) -> fx.Node:
+    """Record the piece that ``node`` is of; returns it."""
+    node.meta["zerofx_piece"] = name
+    return node
+
+
 def mark_copy(copy: fx.Node, original: fx.Node) -> None:
     """Remember that ``copy`` runs again what ``original`` ran."""
     copy.meta["zerofx_copy_of"] = original.name

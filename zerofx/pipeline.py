@@ -15,6 +15,7 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.passes.base import Pass, PassReport, op_counts
 from zerofx.passes.buffers import Buffers
 from zerofx.passes.direct import Direct
+from zerofx.passes.divide import Divide
 from zerofx.passes.gather import Gather
 from zerofx.passes.gradients import Gradients
 from zerofx.passes.merge import Merge
@@ -40,6 +41,7 @@ def passes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Pl
     """Every pass, in order."""
     return (
         Tile(),  # output layer and loss a few rows at a time
+        *((Divide(),) if plan.pieces else ()),  # what is outside layers in pieces that are decided about one by one
         Recompute(),  # activations that are not kept, computed again in backward
         Offload(),  # activations that wait for backward in a slower tier
         Shard(layout),  # parameters become views of flat buckets

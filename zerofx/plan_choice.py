@@ -14,8 +14,9 @@ from zerofx.progress import watched
 from zerofx.rehearsal import Estimates, Rehearsal
 from zerofx.scheduler.bound import with_least_seconds
 from zerofx.scheduler.budget import fit, least_memory
+from zerofx.scheduler.captured import Captured
 from zerofx.scheduler.host_budget import fit_host
-from zerofx.scheduler.items import Captured, Leaning, Question
+from zerofx.scheduler.items import Leaning, Question
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.measured import MeasuredCosts
 from zerofx.scheduler.merging import may_merge, merge_gathers
@@ -108,7 +109,7 @@ def _exact_plan(
 
         def peak(plan: Plan, begun: StepGraph) -> int:
             bar.update()
-            return rehearsal.peak_bytes(plan, begun, done=("tile", "recompute"))
+            return rehearsal.peak_bytes(plan, begun, done=("tile", "divide", "recompute"))
 
         def merge(plan: Plan) -> Plan:
             assert memory_budget is not None

@@ -13,7 +13,8 @@ from zerofx import ops
 from zerofx.codegen.regions import Region, cut
 from zerofx.node_facts import Phase, Role, is_random, origin, placeholder, value
 from zerofx.passes.base import consumers
-from zerofx.scheduler.activations import crossing_values, segments
+from zerofx.scheduler.activations import segments
+from zerofx.scheduler.crossing import crossing_values
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from zerofx.graph import StepGraph
 from zerofx.node_facts import Phase, copied_from, origin
 from zerofx.passes.recompute import recompute
 from zerofx.passes.simplify import simplify
-from zerofx.scheduler.activations import crossing_values
+from zerofx.scheduler.crossing import crossing_values
 
 
 class Dropping(nn.Module):

@@ -25,9 +25,11 @@ from zerofx.passes.simplify import simplify
 from zerofx.pipeline import run_quietly
 from zerofx.planning import plan
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
-from zerofx.scheduler.activations import Segment, crossing_storages, segments, value_node
+from zerofx.scheduler.activations import Segment, segments
 from zerofx.scheduler.bound import Exchange, bound, convex_hull, least_seconds_to_free, with_least_seconds
+from zerofx.scheduler.captured import Captured
 from zerofx.scheduler.costs import node_cost
+from zerofx.scheduler.crossing import crossing_storages, value_node
 from zerofx.scheduler.decisions import OffloadDecision, RecomputeDecision
 from zerofx.scheduler.liveness import liveness, with_profiles
 from zerofx.scheduler.machine import Machine
@@ -111,6 +113,7 @@ class Case:
         made = decide(
             self.step, self.layout, stage=self.stage, precision=None, machine=MACHINE.name,
             options=PolicyOptions(prefetch), recomputes=decisions, extra_keeps=tuple(extra),
+            pieces=Captured(self.step, MACHINE).pieces_without(set(dropped)),
         )  # fmt: skip
         done = self.carry_out(made)
         prediction = predict(done, made, self.layout, simulate(done, MACHINE, self.layout.num_ranks, on_cpu=True))
@@ -202,6 +205,27 @@ def check_against_every_plan(case: Case, model: nn.Module, batch: tuple[Tensor, 
 def test_no_plan_is_faster_than_the_bound(names: list[str], depth: int) -> None:
     model, batch = Chain(tuple(names), depth), (torch.randn(ROWS, DIM),)
     check_against_every_plan(Case.of(model, batch), model, batch)
+
+
+class Unlike(nn.Module):
+    """Three layers that differ, in a model that is divided into pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 10), nn.Linear(10, 12), nn.Linear(12, 14)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.a, self.b, self.c):
+            x = torch.tanh(torch.sin(layer(x)))
+        loss: Tensor = x.square().mean()
+        return loss
+
+
+def test_no_plan_of_a_model_without_repeated_layers_is_faster_than_the_bound() -> None:
+    model, batch = Unlike(), (torch.randn(ROWS, DIM),)
+    case = Case.of(model, batch)
+    assert any(part.piece for part in segments(case.step))
+    check_against_every_plan(case, model, batch)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

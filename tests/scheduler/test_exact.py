@@ -19,8 +19,9 @@ from zerofx.node_facts import Origin, Phase, Placeholder, Role, set_placeholder,
 from zerofx.passes.recompute import recompute
 from zerofx.passes.simplify import simplify
 from zerofx.scheduler.budget import fit
+from zerofx.scheduler.captured import Captured
 from zerofx.scheduler.exact import SEARCH_NODES, search, solve
-from zerofx.scheduler.items import Captured, Question
+from zerofx.scheduler.items import Question
 from zerofx.scheduler.liveness import liveness
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan

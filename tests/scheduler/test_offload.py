@@ -17,8 +17,10 @@ from zerofx.node_facts import Phase, origin
 from zerofx.passes.accumulate import accumulate
 from zerofx.passes.base import consumers
 from zerofx.passes.simplify import simplify
-from zerofx.scheduler.activations import Level, Segment, crossing_values, menu, segments, storage_size
-from zerofx.scheduler.items import Activations, Captured, Question, items_of, plan_of
+from zerofx.scheduler.activations import Level, Segment, menu, segments
+from zerofx.scheduler.captured import Captured
+from zerofx.scheduler.crossing import crossing_values, storage_size
+from zerofx.scheduler.items import Activations, Question, items_of, plan_of
 from zerofx.scheduler.machine import Link, Machine, Nvme, copy_seconds
 from zerofx.scheduler.moves import order_moves
 from zerofx.scheduler.offload import Room, Wish, away_seconds, entries, joint_menu, place

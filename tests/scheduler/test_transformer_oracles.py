@@ -14,8 +14,9 @@ from zerofx.graph import StepGraph
 from zerofx.node_text import target_name
 from zerofx.passes.recompute import recompute
 from zerofx.passes.simplify import simplify
-from zerofx.scheduler.activations import crossing_storages, menu, segments, storage_size, value_node
+from zerofx.scheduler.activations import menu, segments
 from zerofx.scheduler.costs import node_flops
+from zerofx.scheduler.crossing import crossing_storages, storage_size, value_node
 from zerofx.scheduler.formulas import Transformer
 from zerofx.scheduler.machine import Machine
 

@@ -105,11 +105,16 @@ def _from_best(plan: Plan) -> list[str]:
 
 
 def by_unit(plan: Plan, decisions: Iterable[D]) -> dict[str, list[D]]:
-    """Decisions about values by the repeated layer that makes them, in their order; ``""`` is outside all of them."""
+    """Decisions about values by the repeated layer, or piece of the rest, that makes them, in their order.
+
+    ``""`` is what is outside layers where that is not divided.
+    """
     units = {bucket.name for bucket in plan.buckets}
+    pieces = {value: piece.name for piece in plan.pieces for value in piece.values}
     found: dict[str, list[D]] = {}
     for decision in decisions:
-        found.setdefault(unit_of(decision.layer, units), []).append(decision)
+        place = pieces.get(decision.value) or unit_of(decision.layer, units)
+        found.setdefault(place, []).append(decision)
     return found
 
 

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from zerofx.errors import PlanError
 from zerofx.report.plan_text import AboutValue, count_values, itemsize, tiles_words
 from zerofx.report.units import format_bytes
-from zerofx.scheduler.decisions import GatherDecision, OffloadDecision, RecomputeDecision, ReduceDecision, TileDecision
+from zerofx.scheduler.decisions import (
+    GatherDecision,
+    OffloadDecision,
+    PieceDecision,
+    RecomputeDecision,
+    ReduceDecision,
+    TileDecision,
+)
 from zerofx.scheduler.plan import Plan
 
 _NEAREST = 5  # names that an error suggests
@@ -71,6 +78,9 @@ def _of_node(plan: Plan, name: str) -> Iterator[str]:
     for tiled in plan.tiles:
         if tiled.value == name:
             yield _tile(tiled)
+    for piece in plan.pieces:
+        if piece.name == name:
+            yield from _piece(plan, piece)
     if name in plan.extra_keeps:
         yield "kept for backward, which reads it only because other values are computed again from it"
     if plan.prediction is not None and plan.prediction.peak_node == name:
@@ -151,6 +161,15 @@ def _offload(decision: OffloadDecision) -> str:
     )
 
 
+def _piece(plan: Plan, piece: PieceDecision) -> Iterator[str]:
+    back = "" if piece.back_first is None else f", and in backward from {piece.back_first} to {piece.back_last}"
+    yield f"a piece of what is outside repeated layers, from {piece.first} to {piece.last} in forward{back}"
+    if not piece.values:
+        yield "all its values stay on the device"
+    yield from (_recompute(decision) for decision in plan.recomputes if decision.value in piece.values)
+    yield from (_offload(decision) for decision in plan.offloads if decision.value in piece.values)
+
+
 def _tile(decision: TileDecision) -> str:
     where = f" of {decision.layer}" if decision.layer else ""
     return f"{decision.value}{where} and what follows run in {tiles_words(decision)}: {decision.reason}"
@@ -179,6 +198,7 @@ def _nearest(plan: Plan, name: str) -> str:
         *(decision.layer for decision in about_values),
         *(decision.value for decision in about_values),
         *(tiled.value for tiled in plan.tiles),
+        *(piece.name for piece in plan.pieces),
         *(sliced.parameter for sliced in plan.slices),
         *plan.extra_keeps,
         *(node for g in plan.gathers for node in (g.first, g.last, g.issue, g.reload, g.read) if node is not None),

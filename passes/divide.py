@@ -1,0 +1,59 @@
+"""Divide what is outside repeated layers into pieces, each with its own menu of what to keep.
+
+    forward                                 forward
+    a = tanh(mm(x, w1))                     a = tanh(mm(x, w1))                  # of the piece "mm to tanh"
+    b = tanh(mm(a, w2))                     b = tanh(mm(a, w2))                  # of the piece "mm_1 to tanh_1"
+
+Nodes are only marked, in forward and in backward: operators that backward puts off stay in their piece, and regions end
+at the borders of pieces of which something is computed again or offloaded.
+
+Does not handle: nodes that later passes add. They run with their neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Phase, origin, set_piece
+from zerofx.passes.base import named
+from zerofx.scheduler.decisions import PieceDecision
+from zerofx.scheduler.plan import Plan
+
+
+@dataclass(frozen=True)
+class Divide:
+    """Mark the nodes of each piece that the plan names."""
+
+    name: str = "divide"
+
+    def run(self, step: StepGraph, plan: Plan) -> None:
+        divide(step, plan.pieces)
+
+
+def divide(step: StepGraph, pieces: Sequence[PieceDecision]) -> None:
+    """Mark the nodes of ``pieces``.
+
+    Raises:
+        PlanError: the graph has no node of a name that a piece begins or ends with.
+    """
+    by_name = {node.name: node for node in step.graph.nodes} if pieces else {}
+    spans = [
+        (piece.name, phase, named(by_name, first), named(by_name, last))
+        for piece in pieces
+        for phase, first, last in (
+            (Phase.FORWARD, piece.first, piece.last),
+            (Phase.BACKWARD, piece.back_first, piece.back_last),
+        )
+        if first is not None and last is not None
+    ]
+    for name, phase, first, last in spans:
+        node: fx.Node = first
+        while node is not last.next:
+            if node.op == "call_function" and origin(node).phase is phase:
+                set_piece(node, name)
+            node = node.next
+    step.cut_pieces = frozenset(piece.name for piece in pieces if piece.values)
