@@ -25,6 +25,7 @@ from zerofx.node_facts import Phase, origin, piece_of
 from zerofx.passes.divide import divide
 from zerofx.passes.simplify import simplify
 from zerofx.planning import plan
+from zerofx.report.reasons import reasons
 from zerofx.scheduler.activations import segments
 from zerofx.scheduler.budget import BudgetMissedError
 from zerofx.scheduler.captured import Captured
@@ -282,6 +283,7 @@ def test_a_plan_names_its_pieces_and_says_why() -> None:
     piece = next(piece for piece in made.pieces if len(piece.values) > 1)
     assert f"  {piece.name}: {len(piece.values)} values" in str(made)
     assert "fc0" in made.pieces[0].name
+    assert piece.name in [name for reason in reasons(made)["recomputed"] for name in reason.names]
     told = made.why(piece.name)
     assert all(value in told for value in piece.values) and "level" in told
     assert f"for the piece {piece.name}: the last move frees" in made.why(piece.values[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,7 +36,8 @@ def reasons(plan: Plan) -> dict[str, list[Reason]]:
     names = [bucket.name for bucket in plan.buckets]
     gathers = [(names[decision.bucket], decision.reason) for decision in plan.gathers]
     reductions = [(names[decision.bucket], decision.reason) for decision in plan.reduces if plan.num_ranks > 1]
-    again, out = (list(_of_values(found, names)) for found in (plan.recomputes, plan.offloads))
+    pieces = {value: piece.name for piece in plan.pieces for value in piece.values}
+    again, out = (list(_of_values(found, names, pieces)) for found in (plan.recomputes, plan.offloads))
     wires = [(names[decision.bucket], decision.reason) for decision in plan.wires]
     parameters = [(names[d.bucket], f"on {d.tier}; {d.reason}") for d in plan.parameters]
     states = [(names[d.bucket], f"{d.place}; {d.reason}") for d in plan.states]
@@ -55,16 +56,18 @@ def one_line(found: Sequence[Reason]) -> str:
 
 
 def _of_values(
-    decisions: Sequence[RecomputeDecision] | Sequence[OffloadDecision], names: Sequence[str]
+    decisions: Sequence[RecomputeDecision] | Sequence[OffloadDecision], names: Sequence[str], pieces: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """One entry for all values that are treated so for one reason: they are of one layer."""
+    """One entry for all values that are treated so for one reason: they are of one layer, or one piece of the rest."""
     values: dict[str, list[int]] = {}
-    for decision in decisions:
-        values.setdefault(decision.reason, []).append(decision.num_bytes)
+    places: dict[str, str] = {}
     pattern = _any_of(names)
+    for decision in decisions:
+        layer = pattern.search(decision.reason)
+        places[decision.reason] = pieces.get(decision.value) or (layer[0] if layer else "(model)")
+        values.setdefault(decision.reason, []).append(decision.num_bytes)
     for reason, sizes in values.items():
-        layer = pattern.search(reason)
-        yield layer[0] if layer else "(model)", f"{len(sizes)} values, {format_bytes(sum(sizes))}; {reason}"
+        yield places[reason], f"{len(sizes)} values, {format_bytes(sum(sizes))}; {reason}"
 
 
 def _folded(entries: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Reason]:
