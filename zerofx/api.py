@@ -17,6 +17,7 @@ from zerofx.options import (
     Accumulate,
     Backend,
     CompileOptions,
+    CudaGraphs,
     Offload,
     Precision,
     Recompute,
@@ -52,6 +53,7 @@ def compile(
     weights: str | Path | None = None,
     delayed_update: int | None = None,
     wire: Wire = "exact",
+    cuda_graphs: CudaGraphs = False,
 ) -> Step:
     """Make one planned training step of a plain module and its optimizer.
 
@@ -117,6 +119,10 @@ def compile(
             gradients in 4 bits (ZeRO++, 2306.10209). Values are then rounded: a parameter by at most 1/254 of the
             largest in its block, gradients at most twice by 1/254, or 1/14, of that of a block of sums. Masters and
             updates stay exact. Nodes are consecutive ranks, ``LOCAL_WORLD_SIZE`` or ``machine.ranks_per_node`` each.
+        cuda_graphs: whether kernels are launched as CUDA graphs, recorded behind the second step of a batch shape:
+            ``False``, ``"auto"`` where nothing is in the way (``print(step)`` and ``step.launches`` say what is), or
+            ``True`` to have an error there. Collectives and updates are calls between graphs, so that learning rates
+            may change with every step. The memory of a step's values then stays with it between steps.
 
     Returns:
         A ``Step``; ``loss = step(*batch, **kwargs)``. Ranks are those of the default process group, or this process
@@ -128,6 +134,7 @@ def compile(
     options = check_options(
         stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
         memory_budget, recompute, offload, accumulate, tile, host_budget, weights, delayed_update, wire,
+        cuda_graphs,
     )  # fmt: skip
     check_training(model, optimizer, options, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):

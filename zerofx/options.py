@@ -24,6 +24,7 @@ Recompute = Literal["auto", "none", "full"]
 Offload = Literal["auto", "none", "host", "nvme"]
 Accumulate = int | Literal["auto"]
 Wire = Literal["exact", "int8", "int4"]
+CudaGraphs = bool | Literal["auto"]
 Tiling = Literal["auto", "none"] | Mapping[str, int]
 
 
@@ -48,6 +49,7 @@ class CompileOptions:
     weights: Path | None = None
     delayed_update: int | None = None
     wire: Wire = "exact"
+    cuda_graphs: CudaGraphs = False
 
     @property
     def block(self) -> int:
@@ -78,6 +80,7 @@ def check_options(
     weights: str | Path | None = None,
     delayed_update: int | None = None,
     wire: Wire = "exact",
+    cuda_graphs: CudaGraphs = False,
 ) -> CompileOptions:
     """The options as one object.
 
@@ -116,6 +119,10 @@ def check_options(
     _check_tile(tile)
     _check_delayed(delayed_update, offload)
     _check_wire(wire, stage)
+    if cuda_graphs != "auto" and not isinstance(cuda_graphs, bool):
+        raise UsageError(
+            f"expected cuda_graphs 'auto' (where the step allows it), True or False, found {cuda_graphs!r}"
+        )
     budget = _check_budget("memory_budget", memory_budget, "the device")
     limit = _check_budget("host_budget", host_budget, "a rank's share of the host's memory")
     if budget is None and offload in ("host", "nvme") and delayed_update is None:
@@ -145,6 +152,7 @@ def check_options(
         None if weights is None else Path(weights),
         delayed_update,
         wire,
+        cuda_graphs,
     )
 
 

@@ -21,6 +21,7 @@ from zerofx.guards import ParameterWatch, release
 from zerofx.report.summary import summary
 from zerofx.runtime.allocator import return_freed_memory
 from zerofx.runtime.arguments import batch_tensors, state_tensors
+from zerofx.runtime.graphed import Launches
 from zerofx.runtime.measure import Measurement, Meter, persistent_bytes
 from zerofx.runtime.optimizer import Advance
 from zerofx.step_builder import StepBuilder
@@ -56,7 +57,7 @@ class Step(StepBuilder):
                 state = state_tensors(compiled.graph, self.model, self._state)
                 given = (self._runtime, state, batch_tensors(compiled.graph, batch, self.options.compute_dtype))
                 if self._meter is None:
-                    loss = compiled.function(*given)
+                    loss = self._graphs.run(compiled, *given)
                 else:
                     loss = self._meter(compiled.function, compiled.emitted.functions, *given)
             self._runtime.end()
@@ -297,6 +298,7 @@ class Step(StepBuilder):
         self._closed = True
         self._state, self._binding, self._runtime, self._watch, self._optimizer_state = None, None, None, None, None
         self._steps.clear()
+        self._graphs.clear()
         release(self.model, self._owner)
         return_freed_memory()
 
@@ -305,6 +307,15 @@ class Step(StepBuilder):
     def __str__(self) -> str:
         measured = self._measured[1] if self._measured is not None and self._measured[0] is self._latest else None
         return summary(self, self._latest, measured)
+
+    @property
+    def launches(self) -> Launches:
+        """How the kernels of the step that ran last are launched: as CUDA graphs, or one by one and why.
+
+        Raises:
+            UsageError: no step has been captured yet.
+        """
+        return self._graphs.launches(self.compiled)
 
     def __repr__(self) -> str:
         return f"<zerofx.Step of {type(self.model).__name__}, stage {self.options.stage}, {self.num_steps} steps done>"
@@ -333,6 +344,7 @@ class Step(StepBuilder):
             compiled, function=loaded.function, updates=loaded.updates, source_path=Path(path),
             emitted=replace(compiled.emitted, source=text),
         )  # fmt: skip
+        self._graphs.forget(compiled)
         self._steps = {key: replaced if value is compiled else value for key, value in self._steps.items()}
         self._latest = replaced
         self._loaded = Path(path)

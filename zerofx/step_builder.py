@@ -19,16 +19,19 @@ from zerofx.deferred import becoming_real
 from zerofx.errors import RankMismatchError, UsageError, warn
 from zerofx.garbage import collecting_recent_garbage_only
 from zerofx.given_plan import take_plan
+from zerofx.graph_obstacles import machine_obstacle, step_obstacle
 from zerofx.guards import LossWatch, ModeWatch, ParameterWatch, claim, guard_model, release
 from zerofx.latest import LatestStep
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.pipeline import check_disabled
-from zerofx.plan_choice import host_budget_bytes
+from zerofx.plan_choice import budget_bytes, host_budget_bytes
 from zerofx.runtime.allocator import keep_freed_memory
+from zerofx.runtime.capturing import CudaCapturer
 from zerofx.runtime.collectives import make_transport
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.executor import Runtime
+from zerofx.runtime.graphed import GraphedSteps
 from zerofx.runtime.measure import Measurement, Meter
 from zerofx.runtime.optimizer import Advance, OptimizerBinding, OptimizerState
 from zerofx.runtime.state import TrainingState, process_group
@@ -69,6 +72,9 @@ class StepBuilder(LatestStep):
         self.num_steps = 0
         self.measured_peak_bytes: int | None = None
         self._meter: Meter | None = None
+        self._graphs = GraphedSteps(
+            lambda: CudaCapturer(self._device), self._graph_obstacle, required=options.cuda_graphs is True
+        )
         self._measured: tuple[CompiledStep, Measurement] | None = None
         self._group = process_group()
         self._owner = claim(model, self)
@@ -170,12 +176,28 @@ class StepBuilder(LatestStep):
             prepared.agree(self._control)
             machine = self._machine or machine_at_hand(prepared.captured.device, self.options)
             prepared, compiled = build_within_budget(prepared, machine, self.options, self.settings, self._control)
+        self._machine = machine
+        if self.options.cuda_graphs is True and (obstacle := self._graph_obstacle(compiled)):
+            raise UsageError(
+                f"expected a step that CUDA graphs can be made of, since cuda_graphs=True, found that {obstacle}: give "
+                f"cuda_graphs='auto' to have them where they are possible"
+            )
         self._prepare_tiers(compiled, prepared.captured.device, machine)
         if self._state is None:
             self._take_over(prepared.layout, prepared.binding, prepared.captured.device, compiled.plan)
             self._allocate_states(prepared.programs)
-        self._machine = machine
         return compiled
+
+    def _graph_obstacle(self, compiled: CompiledStep) -> str:
+        """Why the kernels of ``compiled`` are not launched as CUDA graphs; empty where they may be."""
+        if self.options.cuda_graphs is False:
+            return "cuda_graphs=False"
+        if self._loaded is not None and compiled.source_path == self._loaded:
+            return f"every line of {self._loaded} is to run in every step"
+        assert self._machine is not None, "a compiled step has been planned for one"
+        budget = budget_bytes(self.options.memory_budget, self._machine)
+        device = device_of(self.model)
+        return machine_obstacle(device) or step_obstacle(compiled, device, budget)
 
     def _prepare_tiers(self, compiled: CompiledStep, device: torch.device, machine: Machine) -> None:
         limit = host_budget_bytes(self.options.host_budget, machine)

@@ -42,6 +42,7 @@ def summary(step: Step, compiled: CompiledStep | None, measured: Measurement | N
         f"{what}: {format_count(num_parameters)} parameters",
         f"{heading(plan)}, backend {step.options.backend}",
         f"{compiled.num_regions} regions, {compiled.num_distinct_regions} of them distinct, in {compiled.source_path}",
+        *([str(step.launches)] if step.options.cuda_graphs else []),
         "",
         _predictions(plan, measured),
         "",

@@ -77,7 +77,10 @@ class Runtime:
         return buffer
 
     def all_gather(self, shard: torch.Tensor, bucket: int, num_ranks: int, more: int = 0) -> Pending[torch.Tensor]:
-        full = shard.new_empty(shard.numel() * num_ranks)
+        return self.all_gather_onto(shard.new_empty(shard.numel() * num_ranks), shard, more)
+
+    def all_gather_onto(self, full: torch.Tensor, shard: torch.Tensor, more: int = 0) -> Pending[torch.Tensor]:
+        """``all_gather``, with the buffer that it makes."""
         if not more and not self._joint.num_parts:
             return self._connected().all_gather_into(full, shard)
         pending = self._joint.add(full, shard)
