@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import compile_depth, host_update, kernels, largest_trainable, nvme_throughput, peers, peers_report
+from benchmarks import (
+    compile_depth,
+    host_update,
+    kernels,
+    largest_trainable,
+    launch_cost,
+    nvme_throughput,
+    peers,
+    peers_report,
+)
 from benchmarks.memory_frontier import BASELINE, Contender, Result, rows, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -121,6 +130,25 @@ def test_peers_of_a_tiny_model(tmp_path: Path) -> None:
     # Bytes are counted from outside the step: they must be what the plan predicts.
     assert ours.predicted_peak_bytes is not None and ours.peak_bytes <= 1.02 * ours.predicted_peak_bytes
     assert ours.wire_bytes is not None and 0 < ours.wire_bytes < 1.2 * (rows["FSDP2 + compile"].wire_bytes or 0)
+
+
+def test_the_cost_of_launches_has_a_share_of_the_step() -> None:
+    between = {"num_regions": 24, "step_seconds": 0.5, "between_seconds": 0.005, "share": 0.01}
+    row = {"shape": "27m", "dtype": "float32", "backend": "inductor", "device": "cuda", "between": between}
+    text = launch_cost.table({**row, "launched": {"one by one": [0.4, 0.2, 0.3], "CUDA graphs": [0.1, 0.2, 0.15]}})
+    assert "| 24        | 500.00    | 5.00                 | 1.00 %  |" in text
+    assert (
+        "| one by one         |       300 |     1   |" in text
+        and "| CUDA graphs        |       150 |     0.5 |" in text
+    )
+
+
+def test_regions_of_a_tiny_model_are_told_from_what_is_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--shape", "tiny", "--device", "cpu", "--backend", "eager", "--steps", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["launch_cost", *arguments])
+    launch_cost.main()
+    found = json.loads((tmp_path / "launch_cost_cpu.json").read_text())
+    assert 0 < found["between"]["share"] < 1 and found["launched"] == {}
 
 
 def test_depths_are_compared_with_the_first_with_torch_compile_and_warm_with_cold() -> None:

@@ -91,7 +91,8 @@ class Step(StepBuilder):
         meter = self._meter = Meter(self._device, num_steps)
         try:
             for _ in range(num_steps):
-                self(*args, **kwargs)
+                with meter.whole_step():
+                    self(*args, **kwargs)
         finally:
             self._meter = None
         assert self._layout is not None

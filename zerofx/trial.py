@@ -124,6 +124,7 @@ def slowest(measured: Sequence[Measurement]) -> Measurement:
         step_seconds=max(one.step_seconds for one in measured),
         exposed_seconds=max(one.exposed_seconds for one in measured),
         num_steps=measured[0].num_steps,
+        between_seconds=max(one.between_seconds for one in measured),
         region_seconds={key: max(one.region_seconds.get(key, 0.0) for one in measured) for key in keys},
         transfers={
             stream: _transfers(stream, [one.transfers.get(stream, ()) for one in measured]) for stream in streams

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,20 @@ def _measure_on_ranks() -> list[tuple[int, int]]:
 def test_two_ranks() -> None:
     first, second = run_ranks(_measure_on_ranks, 2)
     assert first == second
+
+
+def test_what_runs_between_regions_is_told_from_them(tmp_path: Path) -> None:
+    step, batch = gpt_step(0)
+    step(*batch)
+    quick = step.measure(*batch, num_steps=3)
+    assert 0 < quick.between_seconds < quick.step_seconds
+    head, last = step.source.rsplit("\n    return ", 1)
+    path = tmp_path / "step.py"
+    path.write_text(f"import time\n{head}\n    time.sleep(0.2)\n    return {last}")
+    step.load(path)
+    slow = step.measure(*batch, num_steps=3)
+    assert slow.between_seconds >= 0.2
+    assert sum(slow.region_seconds.values()) < 0.2
 
 
 def test_measuring_trains_that_many_steps() -> None:

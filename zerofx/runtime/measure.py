@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from zerofx.buckets import BucketLayout
 from zerofx.graph import StepGraph
 from zerofx.node_facts import Role, placeholder
 from zerofx.runtime.executor import Runtime, StepFunction, functions_of, with_functions
-from zerofx.runtime.spans import Span, SpanLog, StreamUse, stream_uses, transfers_of
+from zerofx.runtime.spans import Span, SpanLog, StreamUse, busy_seconds, stream_uses, transfers_of
 from zerofx.runtime.tiers import Stored
 from zerofx.runtime.transport import Pending
 from zerofx.scheduler.links import Transfer
@@ -37,6 +37,8 @@ class Measurement:
     """What ``num_steps`` steps took on this rank; fields as in ``Plan``. Seconds are medians over the steps.
 
     ``exposed_seconds`` is the time in which computation waited for collectives and for copies between tiers.
+    ``between_seconds`` is what is left of a step, from its call to its return: neither did a region compute, nor did
+    computation wait. On a CPU that is Python's share, the stopwatches' own part of it included.
     ``model_state_bytes`` counts the tensors that are there, and gradients as ZeRO does (1910.02054, section 3).
     ``region_seconds`` are those of one call of each distinct region, by the region's key. ``timeline`` is one step's:
     when regions ran, and when each collective and each copy between tiers was under way; ``streams`` sums it up.
@@ -53,6 +55,7 @@ class Measurement:
     region_seconds: Mapping[str, float] = field(default_factory=dict)
     timeline: tuple[Span, ...] = ()
     transfers: Mapping[str, tuple[Transfer, ...]] = field(default_factory=dict)
+    between_seconds: float = 0.0
 
     @property
     def streams(self) -> dict[str, StreamUse]:
@@ -73,6 +76,8 @@ class _Run:
     link_bytes: dict[str, int]
     region_seconds: dict[str, float]
     timeline: tuple[Span, ...]
+    own_seconds: float
+    between_seconds: float = 0.0
 
 
 class Meter:
@@ -96,6 +101,7 @@ class Meter:
 
         ``functions`` are the names of its region functions, by region key.
         """
+        entered = time.perf_counter()
         self._state = state
         last = len(self._runs) == self._num_steps - 1
         log = runtime.tiers.log
@@ -132,9 +138,19 @@ class Meter:
                 },
                 region_seconds={key: statistics.fmean(spans) for key, spans in regions.spans().items()},
                 timeline=timeline,
+                own_seconds=time.perf_counter() - entered - seconds,
             )
         )
         return loss
+
+    @contextlib.contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """One step runs inside, from its call to its return."""
+        began = time.perf_counter()
+        yield
+        run = self._runs[-1]
+        known = busy_seconds(run.timeline) + run.exposed_seconds + run.own_seconds
+        self._runs[-1] = replace(run, between_seconds=max(0.0, time.perf_counter() - began - known))
 
     def result(self, step: StepGraph, layout: BucketLayout, stage: int) -> Measurement:
         """What the runs have shown."""
@@ -150,6 +166,7 @@ class Meter:
             region_seconds=_medians([run.region_seconds for run in timed]),
             timeline=timed[-1].timeline,
             transfers=_joined(transfers_of(run.timeline) for run in timed),
+            between_seconds=statistics.median(run.between_seconds for run in timed),
         )
 
     def _model_state_bytes(self, step: StepGraph, layout: BucketLayout, stage: int) -> int:

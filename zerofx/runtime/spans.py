@@ -114,6 +114,11 @@ def stream_uses(spans: Sequence[Span]) -> dict[str, StreamUse]:
     return found
 
 
+def busy_seconds(spans: Sequence[Span]) -> float:
+    """The time in which regions computed, on the device or the host."""
+    return sum(span.seconds for span in _merged(span for span in spans if span.stream in (COMPUTE, HOST)))
+
+
 def transfers_of(spans: Iterable[Span]) -> dict[str, tuple[Transfer, ...]]:
     """What each stream that moves bytes has moved, in order.
 
