@@ -59,7 +59,7 @@ def _plain(work: Workload, called: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def _torch(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
-    called = torch.compile(work.model) if request.get("compile") else work.model
+    called = torch.compile(work.model, mode=request.get("mode")) if request.get("compile") else work.model
     return _plain(work, called, _adamw(work.model))  # type: ignore[arg-type]  # compiled modules are callable alike
 
 
@@ -89,17 +89,22 @@ class Checkpointed(nn.Module):
 def _fsdp2(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
     """Blocks are wrapped as torchtitan wraps them: checkpointed, then compiled, then sharded."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policies: dict[str, Any] = {}
+    if request.get("offload"):
+        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    if request.get("mixed"):
+        policies["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     blocks = work.blocks
     for index, block in enumerate(blocks):
         wrapped = Checkpointed(block) if request.get("checkpoint") else block
         if request.get("compile"):
             wrapped.compile()
-        fully_shard(wrapped, mesh=mesh)
+        fully_shard(wrapped, mesh=mesh, **policies)
         blocks[index] = wrapped
-    fully_shard(work.model, mesh=mesh)
+    fully_shard(work.model, mesh=mesh, **policies)
     return _plain(work, work.model, _adamw(work.model))
 
 
@@ -108,14 +113,22 @@ def _deepspeed(request: dict[str, Any], work: Workload, device: torch.device) ->
     warnings.simplefilter("ignore")
     import deepspeed
 
-    block = sum(p.numel() for p in work.blocks[0].parameters())
+    blocks = work.blocks
+    if request.get("checkpoint"):
+        for index, one in enumerate(blocks):
+            blocks[index] = Checkpointed(one)
+    block = sum(p.numel() for p in blocks[0].parameters())
     largest = max(block, *(p.numel() for p in work.model.parameters()))
+    host = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    offload: dict[str, Any] = {"offload_optimizer": host} if request.get("offload") else {}
+    if offload and request["stage"] == 3:
+        offload["offload_param"] = host
     config = {
         "train_micro_batch_size_per_gpu": next(iter(work.batch.values())).shape[0],
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,  # its own default is to clip
         "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": next(work.model.parameters()).dtype is torch.bfloat16},
+        "bf16": {"enabled": request.get("mixed", next(work.model.parameters()).dtype is torch.bfloat16)},
         "zero_optimization": {
             "stage": request["stage"],
             "contiguous_gradients": True,
@@ -129,9 +142,16 @@ def _deepspeed(request: dict[str, Any], work: Workload, device: torch.device) ->
             "stage3_max_reuse_distance": 0,
             "stage3_max_live_parameters": 2 * largest,
             "stage3_prefetch_bucket_size": block,
+            **offload,
         },
     }
-    engine, *_ = deepspeed.initialize(model=work.model, optimizer=_adamw(work.model), config=config)
+    if offload:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # what it updates states on the host with
+
+        optimizer: Any = DeepSpeedCPUAdam(work.model.parameters(), lr=1e-4, adamw_mode=True)
+    else:
+        optimizer = _adamw(work.model)
+    engine, *_ = deepspeed.initialize(model=work.model, optimizer=optimizer, config=config)
 
     def run() -> Tensor:
         loss = work.loss(engine)
@@ -148,6 +168,9 @@ def _zerofx(request: dict[str, Any], work: Workload, device: torch.device) -> Tr
         _adamw(work.model),
         stage=request.get("stage", 3),
         memory_budget=request.get("budget"),
+        offload=request.get("offload", "auto"),
+        precision="bf16" if request.get("mixed") else None,
+        cuda_graphs=request.get("cuda_graphs", False),
         example_batch=work.batch,
     )
     plan = step.plan
@@ -155,6 +178,7 @@ def _zerofx(request: dict[str, Any], work: Workload, device: torch.device) -> Tr
         "predicted_peak_bytes": plan.peak_bytes["device"],
         "predicted_wire_bytes": plan.wire_bytes,
         "recomputed": len(plan.recomputes),
+        "link_bytes": plan.link_bytes,
     }
     return TrainStep(lambda: step(**work.batch), facts=facts)
 

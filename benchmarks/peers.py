@@ -26,7 +26,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,9 +108,13 @@ def selected(options: argparse.Namespace) -> Iterator[tuple[Group, list[Contende
             continue
         first, *others = group.contenders
         wanted = [one for one in others if not options.only or any(word in one.name for word in options.only)]
-        if importlib.util.find_spec("deepspeed") is None:
-            wanted = [one for one in wanted if one.request["family"] != "deepspeed"]
-        yield group, [first, *wanted]
+        yield group, [first, *installed(wanted)]
+
+
+def installed(contenders: Sequence[Contender]) -> list[Contender]:
+    """``contenders`` without DeepSpeed's where it is not."""
+    there = importlib.util.find_spec("deepspeed") is not None
+    return [one for one in contenders if there or one.request["family"] != "deepspeed"]
 
 
 def chunks(contenders: list[Contender], room: int) -> Iterator[list[Contender]]:

@@ -144,21 +144,22 @@ def markdown(data: dict[str, Any]) -> str:
             listed = rows(group)
             if not listed:
                 continue
-            parts.append(f"### {name}, {group['num_ranks']} rank(s)\n\n{_table(listed)}\n")
+            parts.append(f"### {name}, {group['num_ranks']} rank(s)\n\n{table(listed)}\n")
             found = verdicts(listed)
             if found:
                 parts.append(_verdict_table(found) + "\n")
-            parts += [f"- {one['name']}: {_reason(one)}\n" for one in group["contenders"] if _reason(one)]
+            parts += [f"- {one['name']}: {reason(one)}\n" for one in group["contenders"] if reason(one)]
     return "\n".join(parts)
 
 
-def _reason(one: dict[str, Any]) -> str:
+def reason(one: dict[str, Any]) -> str:
     """Why a contender has no row, on one line."""
     text = one["facts"].get("refused") or one["facts"].get("failed") or ""
     return text.strip().splitlines()[-1] if text else ""
 
 
-def _table(listed: list[Row]) -> str:
+def table(listed: list[Row]) -> str:
+    """A line for each row."""
     cells = [
         [
             row.name,

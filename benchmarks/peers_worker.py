@@ -25,9 +25,10 @@ from torch import nn
 
 from benchmarks.contenders import TrainStep, build
 from benchmarks.models import SHAPES, make_workload, model_flops
+from benchmarks.wire_count import WireCount
 from zerofx.runtime.measure import CpuPeak
 
-NUM_WARM_UP_STEPS = 2
+_NEED_A_GROUP = ("ddp", "fsdp2", "deepspeed")  # also where it has one member
 
 
 def main() -> None:
@@ -36,13 +37,14 @@ def main() -> None:
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
     request = json.loads(sys.argv[1])
-    device = _join(request["device"])
+    device = _join(request["device"], alone=request["contender"]["family"] not in _NEED_A_GROUP)
     shape = SHAPES[request["shape"]]
     work = make_workload(shape, device, getattr(torch, request["dtype"]), int(os.environ["RANK"]))
     num_parameters = sum(p.numel() for p in work.model.parameters())
     began = time.perf_counter()
     try:
         step = build(request["contender"], work, device)
+        _hold_to(request["contender"].get("cap"), device)
         step.run()
     except zerofx_errors() as error:
         answers.write(json.dumps({"refused": str(error)}) + "\n")
@@ -67,13 +69,21 @@ def zerofx_errors() -> tuple[type[Exception], ...]:
     return (MemoryBudgetError,)
 
 
-def _join(kind: str) -> torch.device:
-    """This rank's device; the process group of all, where there are several."""
+def _hold_to(cap_bytes: int | None, device: torch.device) -> None:
+    """From here on a CUDA device has no more memory than ``cap_bytes`` for this process."""
+    if cap_bytes is not None and device.type == "cuda":
+        torch.cuda.empty_cache()
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / whole), device)
+
+
+def _join(kind: str, *, alone: bool) -> torch.device:
+    """This rank's device; the process group of all, where there are several or it is not to be ``alone``."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    if num_ranks > 1:
+    if num_ranks > 1 or not alone:
         dist.init_process_group(
             "nccl" if kind == "cuda" else "gloo",
             init_method=Path(os.environ["STORE"]).as_uri(),
@@ -106,15 +116,17 @@ def _measure(step: TrainStep, device: torch.device) -> dict[str, int | None]:
         torch.cuda.synchronize(device)
         held = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
+        _forget_resident_peak()
         step.run()
         torch.cuda.synchronize(device)
-        return {
+        found = {
             "peak_bytes": torch.cuda.max_memory_allocated(device),
+            "reserved_bytes": torch.cuda.max_memory_reserved(device),
             "held_bytes": held,
-            "resident_bytes": None,
-            "wire_bytes": None,
+            "resident_bytes": _status_bytes("VmHWM"),
         }
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        return {**found, "wire_bytes": _sent_bytes(step)}
+    _forget_resident_peak()
     sent = _written_bytes()
     step.run()
     sent = _written_bytes() - sent
@@ -129,6 +141,21 @@ def _measure(step: TrainStep, device: torch.device) -> dict[str, int | None]:
         "resident_bytes": resident,
         "wire_bytes": sent if dist.is_initialized() else 0,
     }
+
+
+def _sent_bytes(step: TrainStep) -> int:
+    """Bytes that NCCL's collectives send in a step."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return 0
+    wire = WireCount(dist.get_world_size())
+    with wire:
+        step.run()
+    return wire.num_bytes
+
+
+def _forget_resident_peak() -> None:
+    """The high-water mark of resident memory starts anew."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _held_bytes() -> int:

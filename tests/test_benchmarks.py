@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import (
     compile_depth,
@@ -19,10 +21,12 @@ from benchmarks import (
     largest_trainable,
     launch_cost,
     nvme_throughput,
+    one_gpu,
     peers,
     peers_report,
 )
 from benchmarks.memory_frontier import BASELINE, Contender, Result, rows, table
+from benchmarks.wire_count import WireCount
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -116,6 +120,88 @@ def test_the_baseline_is_among_each_few_that_fit() -> None:
     few = [peers.Contender(name, {}) for name in "abcd"]
     assert [[one.name for one in part] for part in peers.chunks(few, 3)] == [["a", "b", "c"], ["a", "d"]]
     assert [[one.name for one in part] for part in peers.chunks(few[:1], 3)] == [["a"]]
+
+
+def test_offloads_are_held_to_the_better_peer_and_peaks_to_their_predictions() -> None:
+    whole = [
+        measured("torch.compile", [2.0]),
+        measured("zerofx", [1.8], peak=101, predicted_peak_bytes=100),
+        measured("zerofx, CUDA graphs", [1.5], peak=50, predicted_peak_bytes=100),
+    ]
+    capped = [
+        measured("FSDP2 + CPU offload", [6.0]),
+        measured("zerofx, capped", [2.0], peak=103, predicted_peak_bytes=100),
+        measured("FSDP2 + CPU offload", [3.0], chunk=1),
+        measured("DeepSpeed ZeRO-Offload", [1.5], chunk=1),
+        {**measured("DeepSpeed ZeRO-3 offload + checkpoint", []), "rounds": [], "facts": {"failed": "out of memory"}},
+    ]
+    data = {
+        "machine": _MACHINE, "shape": "tiny", "dtype": "float32", "device": "cuda",
+        "groups": {
+            "whole": {"num_ranks": 1, "contenders": whole},
+            "capped": {"num_ranks": 1, "cap_bytes": 2e9, "contenders": capped},
+        },
+    }  # fmt: skip
+    listed = {name: peers_report.rows(group) for name, group in data["groups"].items()}  # type: ignore[attr-defined]
+    found = {one.what: one for one in one_gpu.verdicts(listed, on_cpu=False)}
+    assert found["time: zerofx / torch.compile"].measured == 0.9
+    # A third of the baseline beside it, where the peer took half of the baseline beside itself.
+    assert found["time: zerofx, capped / DeepSpeed ZeRO-Offload"].measured == pytest.approx(2 / 3)
+    peaks = {what: one.met for what, one in found.items() if what.startswith("peak")}
+    assert peaks == {
+        "peak: zerofx, measured beside predicted": True,
+        "peak: zerofx, capped, measured beside predicted": False,
+    }
+    assert len(one_gpu.verdicts(listed, on_cpu=True)) == len(found) - 1
+    text = one_gpu.markdown(data)
+    assert "capped, within 2 GB" in text and "- DeepSpeed ZeRO-3 offload + checkpoint: out of memory" in text
+
+
+def test_a_cap_is_told_to_all_and_leaves_zerofx_some_room() -> None:
+    group = one_gpu.capped(1000, mixed=True)
+    assert {one.request["cap"] for one in group.contenders} == {1000}
+    ours = [one.request for one in group.contenders if one.request["family"] == "zerofx"]
+    assert [one["budget"] for one in ours] == [950] and all(one.request["mixed"] for one in group.contenders)
+    assert [one.name for one in one_gpu.wanted(group, ["zerofx"])] == ["FSDP2 + CPU offload", "zerofx, capped"]
+    assert not any("graphs" in one.name for one in one_gpu.whole("cpu").contenders)
+    assert sum("graphs" in one.name for one in one_gpu.whole("cuda").contenders) == 2
+
+
+@pytest.mark.slow
+def test_one_device_with_a_tiny_model(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.one_gpu", "--device", "cpu", "--shape", "tiny", "--rounds", "1"]
+    command += ["--steps", "1", "--only", "zerofx", "--out", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT)
+    data = json.loads((tmp_path / "one_gpu.json").read_text())
+    listed = {name: {row.name for row in peers_report.rows(group)} for name, group in data["groups"].items()}
+    assert listed == {"whole": {"torch.compile", "zerofx"}, "capped": {"FSDP2 + CPU offload", "zerofx, capped"}}
+    verdicts = one_gpu.verdicts({name: peers_report.rows(group) for name, group in data["groups"].items()}, on_cpu=True)
+    assert len(verdicts) == 3 and all(one.met for one in verdicts if one.what.startswith("peak"))
+    assert "| zerofx, capped" in (tmp_path / "one_gpu.md").read_text()
+
+
+def test_collectives_are_counted_as_rings_send_them() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        shard, full = torch.ones(100), torch.ones(400)
+        group = dist.group.WORLD
+        assert group is not None
+        sent = []
+        for collective in (
+            lambda: group._allgather_base(full, shard),
+            lambda: group._reduce_scatter_base(shard, full, dist.ReduceScatterOptions()),
+            lambda: group.allreduce([full]),
+            lambda: group.broadcast(full, 0),
+            lambda: group.alltoall_base(torch.empty(400), full, [], []),
+            lambda: group.allgather_into_tensor_coalesced([full, full], [shard, shard]),
+            lambda: shard.add(1),
+        ):
+            with WireCount(4) as wire:
+                collective()
+            sent.append(wire.num_bytes)
+        assert sent == [1200, 1200, 2400, 1200, 1200, 2400, 0]
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -1,0 +1,189 @@
+"""One device: zerofx beside torch.compile, and within a cap of memory beside what else trains with states on the host.
+
+    python -m benchmarks.one_gpu                                    # a Llama of 1.1B in bf16 on a GPU
+    python -m benchmarks.one_gpu --shape llama-8b --cap 60GB
+    python -m benchmarks.one_gpu --device cpu --shape tiny --rounds 1 --steps 1     # the same code without a GPU
+
+Two groups of contenders, each of processes that live side by side and run steps in turn (A B C A B C):
+
+- *whole*: everything is on the device. torch.compile with fused AdamW, and zerofx; both also with CUDA graphs.
+- *capped*: a process has ``--cap`` bytes of the device (by default half of what torch.compile took), fp32 masters on
+  the host, computation in bf16. FSDP2 with CPU offload and DeepSpeed ZeRO-Offload, also with blocks checkpointed, and
+  zerofx with a memory budget of 95 % of the cap, which leaves the allocator some room. A cap is enforced on CUDA alone.
+
+Writes ``benchmarks/results/one_gpu.json`` and a Markdown table with what is held to (at most 0.95 of
+torch.compile's time, at most 0.5 of the better offload's, peaks within 2 % of what was predicted). What runs out of
+memory is listed with its error; DeepSpeed takes part where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from benchmarks.models import SHAPES
+from benchmarks.peers import RESULTS, Contender, Group, describe_machine, installed, measure_group, say
+from benchmarks.peers_report import Row, reason, rows, table
+from zerofx.report.units import parse_bytes
+
+COMPILED = "torch.compile"
+CAP_SHARE = 0.5  # of torch.compile's peak
+BUDGET_SHARE = 0.95  # of the cap: blocks of the allocator are not filled to the last byte
+FASTER, OFFLOADED, PREDICTED = 0.95, 0.5, 0.02
+
+
+def whole(device: str) -> Group:
+    """All on the device; CUDA graphs where there are some."""
+    graphs = (
+        Contender("torch.compile, CUDA graphs", {"family": "torch", "compile": True, "mode": "reduce-overhead"}),
+        Contender("zerofx, CUDA graphs", {"family": "zerofx", "stage": 0, "cuda_graphs": True}),
+    )
+    contenders = (
+        Contender(COMPILED, {"family": "torch", "compile": True}),
+        Contender("zerofx", {"family": "zerofx", "stage": 0}),
+        *(graphs if device == "cuda" else ()),
+    )
+    return Group("whole", contenders, alone=True)
+
+
+def capped(cap_bytes: int, *, mixed: bool) -> Group:
+    """States on the host, within ``cap_bytes`` of the device. ``mixed``: computation in bf16, masters in fp32."""
+    common = {"cap": cap_bytes, "mixed": mixed}
+    fsdp2 = {"family": "fsdp2", "compile": True, "offload": True, **common}
+    deepspeed = {"family": "deepspeed", "offload": True, **common}
+    ours = {"family": "zerofx", "stage": 3, "offload": "host", "budget": int(BUDGET_SHARE * cap_bytes), **common}
+    contenders = (
+        Contender("FSDP2 + CPU offload", fsdp2),
+        Contender("FSDP2 + CPU offload + checkpoint", {**fsdp2, "checkpoint": True}),
+        Contender("DeepSpeed ZeRO-Offload", {**deepspeed, "stage": 2}),
+        Contender("DeepSpeed ZeRO-Offload + checkpoint", {**deepspeed, "stage": 2, "checkpoint": True}),
+        Contender("DeepSpeed ZeRO-3 offload + checkpoint", {**deepspeed, "stage": 3, "checkpoint": True}),
+        Contender("zerofx, capped", ours),
+    )
+    return Group("capped", contenders, alone=True)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Something held to: what was measured of it, and the most that it may be."""
+
+    what: str
+    measured: float
+    at_most: float
+
+    @property
+    def met(self) -> bool:
+        return self.measured <= self.at_most
+
+
+def verdicts(listed: dict[str, list[Row]], *, on_cpu: bool) -> list[Verdict]:
+    """What is held to, as far as both sides have run; ``listed`` are the rows of each group.
+
+    ``on_cpu``: what is on the host is measured with the device's own, whose memory it is.
+    """
+    found = []
+    fits = {row.name: row for row in listed.get("whole", [])}
+    tight = {row.name: row for row in listed.get("capped", [])}
+    for name, row in fits.items():
+        if name.startswith("zerofx") and COMPILED in fits:
+            found.append(Verdict(f"time: {name} / {COMPILED}", row.ratio / fits[COMPILED].ratio, FASTER))
+    peers = {name: row.ratio for name, row in tight.items() if not name.startswith("zerofx")}
+    if peers and "zerofx, capped" in tight:
+        better = min(peers, key=lambda name: peers[name])
+        found.append(
+            Verdict(f"time: zerofx, capped / {better}", tight["zerofx, capped"].ratio / peers[better], OFFLOADED)
+        )
+    for name, row in (*fits.items(), *(() if on_cpu else tight.items())):
+        # What runs in CUDA graphs allocates nothing that could be seen.
+        if row.predicted_peak_bytes and "graphs" not in name:
+            off = abs(row.peak_bytes / row.predicted_peak_bytes - 1)
+            found.append(Verdict(f"peak: {name}, measured beside predicted", off, PREDICTED))
+    return found
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """A table for each group, what could not run and why, and what is held to."""
+    machine = data["machine"]
+    parts = [f"{data['shape']}, {data['dtype']} on {machine['name']}, torch {machine['torch']}\n"]
+    listed = {name: rows(group) for name, group in data["groups"].items()}
+    for name, group in data["groups"].items():
+        cap = f", within {group['cap_bytes'] / 1e9:.3g} GB" if group.get("cap_bytes") else ""
+        parts.append(f"## {name}{cap}\n\n{table(listed[name])}\n")
+        missing = [f"- {one['name']}: {reason(one)}" for one in group["contenders"] if reason(one)]
+        parts += ["\n".join(missing) + "\n"] if missing else []
+    held = verdicts(listed, on_cpu=data["device"] == "cpu")
+    cells = [[one.what, f"{one.measured:.3f}", f"{one.at_most:.2f}", "yes" if one.met else "no"] for one in held]
+    parts.append(tabulate(cells, ["held to", "measured", "at most", "met"], tablefmt="github", disable_numparse=True))
+    return "\n".join(parts) + "\n"
+
+
+def wanted(group: Group, only: list[str]) -> list[Contender]:
+    """The group's contenders that can run and were asked for; the first always."""
+    first, *others = group.contenders
+    return [first, *installed([one for one in others if not only or any(word in one.name for word in only)])]
+
+
+def run(options: argparse.Namespace, cache: Path) -> dict[str, Any]:
+    """Measure both groups, one after the other."""
+    fits = whole(options.device)
+    found = measure_group(options, fits, wanted(fits, options.only), cache)
+    data: dict[str, Any] = {
+        "machine": describe_machine(options),
+        "shape": options.shape,
+        "dtype": options.dtype,
+        "device": options.device,
+        "groups": {"whole": {"num_ranks": 1, "contenders": found}},
+    }
+    peak = next((one["facts"].get("peak_bytes") for one in found if one["name"] == COMPILED), None)
+    if options.cap:
+        cap = parse_bytes(options.cap)
+    elif peak is not None:
+        cap = int(CAP_SHARE * peak)
+    else:
+        say(f"no cap: {COMPILED}, of whose peak it is {CAP_SHARE:.0%}, has not run; give --cap")
+        return data
+    tight = capped(cap, mixed=options.dtype == "bfloat16")
+    masters = argparse.Namespace(**{**vars(options), "dtype": "float32"})
+    found = measure_group(masters, tight, wanted(tight, options.only), cache)
+    data["groups"]["capped"] = {"num_ranks": 1, "cap_bytes": cap, "contenders": found}
+    return data
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-1b")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: bfloat16, on a CPU float32)")
+    parser.add_argument("--cap", help="device memory of a process, as 40GB (default: half of torch.compile's peak)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="contenders whose name has one of these")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each contender in a round")
+    parser.add_argument("--threads", type=int, default=1, help="of each process on a CPU")
+    parser.add_argument("--together", type=int, help="contenders in memory at a time (default: what it has room for)")
+    parser.add_argument("--cache", type=Path, help="Inductor's cache (default: an empty one)")
+    parser.add_argument("--report", action="store_true", help="only make the table again")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    options.ranks = 1
+    options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
+    path = options.out / "one_gpu.json"
+    if not options.report:
+        with tempfile.TemporaryDirectory(prefix="one-gpu-cache-") as empty:
+            data = run(options, options.cache or Path(empty))
+        options.out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=1))
+    text = markdown(json.loads(path.read_text()))
+    path.with_suffix(".md").write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
