@@ -1,10 +1,11 @@
 """One contender of ``benchmarks/memory_frontier.py`` in a process of its own.
 
-    python benchmarks/frontier_worker.py '{"shape": {...}, "contender": {...}}'
+    python benchmarks/frontier_worker.py '{"shape": {...}, "device": "cpu", "contender": {...}}'
 
 Builds its training step, prints what it took as a line of JSON, and then runs as many steps as each line on stdin says,
 answering with the seconds and the CPU seconds of each. Every contender is measured by the same code: memory by the
-profiler's record of allocations, from a moment at which only parameters, optimizer states and the batch are there.
+profiler's record of allocations (the caching allocator's on CUDA), from a moment at which only parameters, optimizer
+states and the batch are there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import zerofx
 from gpt import GPT
 from zerofx.errors import MemoryBudgetError
-from zerofx.runtime.measure import CpuPeak
+from zerofx.runtime.measure import CpuPeak, CudaPeak
 from zerofx.scheduler.budget import BudgetMissedError
 
 TrainStep = Callable[[], Any]
@@ -40,12 +41,13 @@ class Checkpointed(nn.Module):
         return result
 
 
-def make_model(shape: dict[str, int]) -> tuple[GPT, tuple[Tensor, Tensor]]:
+def make_model(shape: dict[str, int], device: torch.device) -> tuple[GPT, tuple[Tensor, Tensor]]:
     """The GPT with an output layer of its own, and a batch."""
     torch.manual_seed(0)
-    model = GPT(shape["vocab"], shape["dim"], shape["depth"], shape["heads"], shape["sequence"])
+    with device:
+        model = GPT(shape["vocab"], shape["dim"], shape["depth"], shape["heads"], shape["sequence"])
+        ids = torch.randint(shape["vocab"], (shape["batch"], shape["sequence"] + 1))
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    ids = torch.randint(shape["vocab"], (shape["batch"], shape["sequence"] + 1))
     return model, (ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
 
 
@@ -78,12 +80,17 @@ def build_ours(
 ) -> tuple[TrainStep, dict[str, float]]:
     """A zerofx step within a budget above what is persistent; ``"least"`` is the least budget that can be met."""
     optimizer = torch.optim.AdamW(model.parameters())
-    free = zerofx.plan(model, optimizer, batch, machine="cpu").lowered.simulation.live
+    on_cpu = batch[0].device.type == "cpu"
+    # What is persistent is the same on any GPU; predictions are for the one at hand.
+    free = zerofx.plan(model, optimizer, batch, machine="cpu" if on_cpu else "h100-sxm").lowered.simulation.live
+    machine = "cpu" if on_cpu else None
     asked = contender.get("budget")
     budget = None if asked is None else 1 if asked == "least" else free.persistent_bytes + int(asked * 1e6)
     while True:
         try:
-            step = zerofx.compile(model, optimizer, example_batch=batch, machine="cpu", memory_budget=budget)
+            step = zerofx.compile(
+                model, optimizer, example_batch=batch, machine=machine, memory_budget=budget, offload="none"
+            )
             break
         except BudgetMissedError as error:
             if asked != "least" or error.least_bytes <= (budget or 0):
@@ -93,8 +100,8 @@ def build_ours(
     return lambda: step(*batch), {"predicted_bytes": predicted, "recomputed": len(step.plan.recomputes)}
 
 
-def measure_peak(function: TrainStep) -> int:
-    with CpuPeak() as peak:
+def measure_peak(function: TrainStep, device: torch.device) -> int:
+    with CpuPeak() if device.type == "cpu" else CudaPeak(device) as peak:
         function()
     return peak.num_bytes
 
@@ -102,7 +109,8 @@ def measure_peak(function: TrainStep) -> int:
 def main() -> None:
     request = json.loads(sys.argv[1])
     contender = request["contender"]
-    model, batch = make_model(request["shape"])
+    device = torch.device(request["device"])
+    model, batch = make_model(request["shape"], device)
     began = time.perf_counter()
     facts: dict[str, Any] = {}
     if contender["family"] == "zerofx":
@@ -113,7 +121,7 @@ def main() -> None:
             return
         step()
         step()
-        facts["peak_bytes"] = measure_peak(step)
+        facts["peak_bytes"] = measure_peak(step, device)
     else:
         step, passes = build_peer(model, batch, contender)
         try:
@@ -122,7 +130,7 @@ def main() -> None:
             print(json.dumps({"refused": f"{type(error).__name__}: {error}"}), flush=True)
             return
         step()
-        facts["peak_bytes"] = measure_peak(passes)
+        facts["peak_bytes"] = measure_peak(passes, device)
         for parameter in model.parameters():
             parameter.grad = None
     facts["compile_seconds"] = time.perf_counter() - began
@@ -132,6 +140,8 @@ def main() -> None:
         for _ in range(int(line)):
             began, began_cpu = time.perf_counter(), time.process_time()
             step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             taken.append((time.perf_counter() - began, time.process_time() - began_cpu))
         print(json.dumps(taken), flush=True)
 

@@ -11,7 +11,10 @@ threads, which hold also where other programs keep the cores busy (threads sleep
 Memory is the most that is allocated at a moment above parameters and optimizer states: for PyTorch in forward and
 backward, gradients included; for zerofx in the whole step, update included.
 
-Writes ``benchmarks/results/memory_frontier.json``, a Markdown table and a plot (``pip install zerofx[benchmarks]``).
+    python benchmarks/memory_frontier.py --device cuda --shape 1b --budgets 20000 12000 8000 6000 --together 2
+
+Writes ``benchmarks/results/memory_frontier.json``, a Markdown table and a plot (``pip install zerofx[benchmarks]``); on
+CUDA to ``memory_frontier_cuda``.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ BASELINE = "torch.compile"
 PEERS = ["dp:0.6", "dp:0.4", "dp:0.2", "dp:0.0", "greedy:0.6", "greedy:0.2", "ilp:0.6", "ilp:0.2"]
 SHAPES = {
     "27m": {"vocab": 8192, "dim": 512, "depth": 6, "heads": 8, "sequence": 256, "batch": 8},
+    "1b": {"vocab": 32_000, "dim": 2048, "depth": 20, "heads": 16, "sequence": 1024, "batch": 4},
     "tiny": {"vocab": 512, "dim": 32, "depth": 2, "heads": 2, "sequence": 64, "batch": 8},
 }
 
@@ -85,7 +89,7 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
 class Worker:
     """The process of one contender."""
 
-    def __init__(self, contender: Contender, shape: dict[str, int], threads: int) -> None:
+    def __init__(self, contender: Contender, shape: dict[str, int], device: str, threads: int) -> None:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(threads),
@@ -93,7 +97,7 @@ class Worker:
             "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples"))),
         }
         command = [sys.executable, str(Path(__file__).with_name("frontier_worker.py"))]
-        command.append(json.dumps({"shape": shape, "contender": contender.request}))
+        command.append(json.dumps({"shape": shape, "device": device, "contender": contender.request}))
         self.contender = contender
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -137,7 +141,7 @@ def measure_group(options: argparse.Namespace, group: list[Contender], number: i
     results: dict[str, Result] = {}
     try:
         for contender in group:
-            worker = Worker(contender, SHAPES[options.shape], options.threads)
+            worker = Worker(contender, SHAPES[options.shape], options.device, options.threads)
             workers.append(worker)
             results[contender.name] = Result(contender, worker.read(), number)
             print(contender.name, results[contender.name].facts, flush=True)
@@ -218,6 +222,7 @@ def plot(found: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="27m")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each contender in a round")
@@ -243,9 +248,10 @@ def main() -> None:
         "refused": refused,
         "raw": [asdict(result) for result in results],
     }
-    (options.out / "memory_frontier.json").write_text(json.dumps(data, indent=1))
-    (options.out / "memory_frontier.md").write_text(shown + "\n")
-    plot(found, options.out / "memory_frontier.png")
+    path = options.out / f"memory_frontier{'' if options.device == 'cpu' else '_cuda'}.json"
+    path.write_text(json.dumps(data, indent=1))
+    path.with_suffix(".md").write_text(shown + "\n")
+    plot(found, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":
