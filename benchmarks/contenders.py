@@ -25,12 +25,13 @@ from zerofx.runtime.allocator import keep_freed_memory
 class TrainStep:
     """One optimizer step on the workload's batch; returns the loss.
 
-    ``hidden_bytes`` is memory that it holds between steps and that no Python object names; ``facts`` are what else
-    there is to say of it.
+    ``hidden_bytes`` is memory that it holds between steps and that no Python object names; ``sent_bytes`` runs a step
+    and says what the rank sent, where that is not written to connections; ``facts`` are what else there is to say.
     """
 
     run: Callable[[], Tensor]
     hidden_bytes: int = 0
+    sent_bytes: Callable[[], int] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -180,7 +181,11 @@ def _zerofx(request: dict[str, Any], work: Workload, device: torch.device) -> Tr
         "recomputed": len(plan.recomputes),
         "link_bytes": plan.link_bytes,
     }
-    return TrainStep(lambda: step(**work.batch), facts=facts)
+    return TrainStep(
+        lambda: step(**work.batch),
+        sent_bytes=lambda: step.measure(num_steps=1, **work.batch).wire_bytes,
+        facts=facts,
+    )
 
 
 def _matmul(device: torch.device, size: int = 1024, repeats: int = 8) -> TrainStep:

@@ -131,6 +131,8 @@ def _measure(step: TrainStep, device: torch.device) -> dict[str, int | None]:
     step.run()
     sent = _written_bytes() - sent
     resident = _status_bytes("VmHWM")
+    if step.sent_bytes is not None:
+        sent = step.sent_bytes()
     held = _held_bytes() + step.hidden_bytes
     _meet()
     with CpuPeak() as peak:
