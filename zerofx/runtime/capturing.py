@@ -56,9 +56,11 @@ class CudaCapturer:
     def warm_up(self) -> Iterator[None]:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
     @contextlib.contextmanager
     def session(self, *, fresh: bool) -> Iterator[None]:
