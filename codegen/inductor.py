@@ -116,15 +116,11 @@ def compile_region(
     mode = FakeTensorMode(shape_env=ShapeEnv())
     try:
         with mode:
-            traced = make_fx(
-                lambda *args: function(list(args)),
-                decomposition_table={
-                    **select_decomp_table(),
-                    **_DECOMPOSITIONS,
-                    **(_LAUNCHES if launch_quantisers else {}),
-                },
-                tracing_mode="real",
-            )(*map(_own_fake, inputs))
+            examples = list(map(_own_fake, inputs))
+            plain = make_fx(lambda *args: function(list(args)), tracing_mode="real")(*examples)
+            launches = _LAUNCHES if launch_quantisers else {}
+            table = {**select_decomp_table(), **_DECOMPOSITIONS, **launches}
+            traced = make_fx(_InPlannedStrides(plain).run, decomposition_table=table, tracing_mode="real")(*examples)
         views, inner = _hoist_views(traced)
         output = inner.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
@@ -153,6 +149,34 @@ def _own_fake(given: Any) -> Any:
     if not isinstance(given, torch.Tensor):
         return given
     return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
+
+
+class _InPlannedStrides(fx.Interpreter):
+    """Runs a graph so that every value has the strides recorded for it.
+
+    A decomposition may lay its result out unlike the operator does (``cat`` of one tensor that is not empty keeps that
+    tensor's strides): the views that follow, and the regions that read the result, were made for the operator's.
+    """
+
+    def run_node(self, n: fx.Node) -> Any:
+        found = super().run_node(n)
+        planned = n.meta.get("val")
+        if isinstance(found, list | tuple) and isinstance(planned, list | tuple):
+            return tuple(map(_with_strides, found, planned))
+        return _with_strides(found, planned)
+
+
+def _with_strides(found: Any, planned: Any) -> Any:
+    """``found`` laid out like ``planned``, where both are tensors that fill their memory."""
+    if not isinstance(found, torch.Tensor) or not isinstance(planned, torch.Tensor):
+        return found
+    differ = any(
+        one != other for size, one, other in zip(found.shape, found.stride(), planned.stride(), strict=True) if size > 1
+    )
+    if not differ:
+        return found
+    order = sorted(range(planned.dim()), key=lambda dim: (-planned.stride(dim), -planned.shape[dim], dim))
+    return found.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 
 
 # Sizes are static and inputs are ours: checks at every call would only cost time. Reordering for memory is off because

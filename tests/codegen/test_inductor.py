@@ -69,6 +69,22 @@ def test_inputs_that_share_a_fake_value_stay_apart() -> None:
     torch.testing.assert_close(found, x + 10 * y)
 
 
+def test_a_result_is_laid_out_as_planned_where_a_decomposition_lays_it_out_otherwise() -> None:
+    from zerofx.codegen.inductor import compile_region, fake_like
+
+    def joined(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
+        nothing, x = inputs
+        inputs.clear()
+        found = torch.ops.aten.cat.default([nothing, x.transpose(1, 2)], -2)
+        return found, 2 * found.view(8, 3)
+
+    inputs = [fake_like([0], [1], torch.float32, "cpu"), fake_like([2, 3, 4], [12, 4, 1], torch.float32, "cpu")]
+    compiled = compile_region(joined, inputs, "joined")
+    given = [torch.randn(0), torch.randn(2, 3, 4)]
+    for one, other in zip(joined(list(given)), compiled.call(list(given)), strict=True):
+        torch.testing.assert_close(one, other, check_stride=True)
+
+
 def test_a_compiled_region_empties_its_list() -> None:
     from zerofx.codegen.inductor import compile_region
 
