@@ -30,51 +30,100 @@ _INLINED = frozenset({
 })  # fmt: skip
 
 
+# Operators that Inductor turns into loops which inline what they reduce, and store their result.
+_REDUCTIONS = frozenset({
+    "aten::all", "aten::amax", "aten::amin", "aten::any", "aten::linalg_vector_norm", "aten::logsumexp", "aten::max",
+    "aten::mean", "aten::min", "aten::prod", "aten::sum", "aten::var", "aten::var_mean",
+})  # fmt: skip
+
+
 def estimated_memory(region: RegionLike) -> tuple[MemoryEvent, ...]:
     """What ``region`` takes and gives back on its way, its outputs included, as if it were compiled."""
     order = [node for node in region.own if not is_view(node) and node.target is not operator.getitem]
-    kept = _stored(order, set(region.own))
-    reads = {node: _read(node, kept) for node in order}
-    order = _together(order, reads, kept)
-    last: dict[Storage, fx.Node] = {}
-    for node in order:
-        if _runs(node, kept):
-            last.update(dict.fromkeys(reads[node], node))
-    leaving = _leaving(order, set(region.own))
-    dying: dict[fx.Node, list[Storage]] = {}
-    for storage, node in last.items():
-        dying.setdefault(node, []).append(storage)
+    members = set(region.own)
+    kept = _stored(order, members)
+    reads = {node: _read(node, members, kept) for node in order}
+    needs = {node: {storage[0] for storage in reads[node] if storage[0] in reads} for node in order}
+    kernels = _kernels([n for n in _together(order, reads, needs, kept) if _runs(n, kept)], reads, needs)
+    last: dict[Storage, int] = {}
+    for number, kernel in enumerate(kernels):
+        for node in kernel:
+            last.update(dict.fromkeys(reads[node], number))
+    leaving = _leaving(order, members)
+    dying: dict[int, list[Storage]] = {}
+    for storage, number in last.items():
+        dying.setdefault(number, []).append(storage)
     given = {storage_source(value): number for number, value in enumerate(region.inputs)}
     live: dict[Storage, int] = {}
     events: list[MemoryEvent] = []
-    for node in order:
-        if not _runs(node, kept):
-            continue
-        free = [s for s in dying.get(node, ()) if s in live and s not in leaving]
-        for storage in (s for s in _outputs(node) if s in kept):
-            size = storage_size(storage)
-            taken = next((s for s in free if live[s] == size and _is_in_place(node)), None)
-            if taken is None:
-                events.append(MemoryEvent(size))
-            else:
-                free.remove(taken)
-                del live[taken]
-            live[storage] = size
-            if storage not in last and storage not in leaving:
-                free.append(storage)
-        scratch = workspace_bytes(node) if is_left_to_aten(node) else 0
+    for number, kernel in enumerate(kernels):
+        free = [s for s in dying.get(number, ()) if s in live and s not in leaving]
+        for node in kernel:
+            for storage in (s for s in _outputs(node) if s in kept):
+                size = storage_size(storage)
+                over = _written_over(node, kernel, reads, needs)
+                taken = next((s for s in free if s in over and live[s] == size), None)
+                if taken is None:
+                    events.append(MemoryEvent(size))
+                else:
+                    free.remove(taken)
+                    del live[taken]
+                live[storage] = size
+                if storage not in last and storage not in leaving:
+                    free.append(storage)
+        scratch = sum(workspace_bytes(node) for node in kernel if is_left_to_aten(node))
         events += [MemoryEvent(scratch), MemoryEvent(-scratch)] if scratch else []
         events += [MemoryEvent(-live.pop(storage)) for storage in free]
-        events += [MemoryEvent(freed=given[storage]) for storage in dying.get(node, ()) if storage in given]
+        events += [MemoryEvent(freed=given[storage]) for storage in dying.get(number, ()) if storage in given]
     return tuple(events)
 
 
-def _together(order: Sequence[fx.Node], reads: Mapping[fx.Node, set[Storage]], kept: set[Storage]) -> list[fx.Node]:
+def _kernels(
+    order: Iterable[fx.Node], reads: Mapping[fx.Node, set[Storage]], needs: Mapping[fx.Node, set[fx.Node]]
+) -> list[list[fx.Node]]:
+    """``order`` in kernels: loops that stand in a row, run over as many elements and read the same, or each other."""
+    found: list[list[fx.Node]] = []
+    for node in order:
+        before = found[-1] if found else []
+        alike = [n for n in before if _is_loop(n) and _extent(n, reads) == _extent(node, reads)]
+        if _is_loop(node) and any(other in needs[node] or reads[node] & reads[other] for other in alike):
+            before.append(node)
+        else:
+            found.append([node])
+    return found
+
+
+def _extent(node: fx.Node, reads: Mapping[fx.Node, set[Storage]]) -> int:
+    """Elements that a loop runs over, in bytes."""
+    storages = reads[node] if _is_reduction(node) else _outputs(node)
+    return max(map(storage_size, storages), default=0)
+
+
+def _written_over(
+    node: fx.Node,
+    kernel: Sequence[fx.Node],
+    reads: Mapping[fx.Node, set[Storage]],
+    needs: Mapping[fx.Node, set[fx.Node]],
+) -> set[Storage]:
+    """The storages that Inductor would write the result of ``node`` over, if they die there: those it reads, and that
+    nothing else in its kernel reads but what it needs. Not for a normalisation's gradients, which are several loops."""
+    if not _is_inlined(node) or "layer_norm_backward" in str(node.target):
+        return set()
+    others = [other for other in kernel if other is not node and not _needs(node, other, needs)]
+    return {storage for storage in reads[node] if not any(storage in reads[other] for other in others)}
+
+
+def _together(
+    order: Sequence[fx.Node],
+    reads: Mapping[fx.Node, set[Storage]],
+    needs: Mapping[fx.Node, set[fx.Node]],
+    kept: set[Storage],
+) -> list[fx.Node]:
     """``order`` with loops over the same elements of the same value in one place, as Inductor fuses them: what the
     later of two needs is then computed before the earlier."""
     found: list[fx.Node] = []
     placed: set[fx.Node] = set()
-    needs = {node: {storage[0] for storage in reads[node]} for node in order}
+    rank = {node: number for number, node in enumerate(order)}
 
     def place(node: fx.Node) -> None:
         for source in sorted(needs[node] - placed, key=rank.__getitem__):
@@ -83,30 +132,27 @@ def _together(order: Sequence[fx.Node], reads: Mapping[fx.Node, set[Storage]], k
             placed.add(node)
             found.append(node)
 
-    rank = {node: number for number, node in enumerate(order)}
-    needs = {node: {source for source in sources if source in rank} for node, sources in needs.items()}
-    loops = [node for node in order if _is_inlined(node) and _runs(node, kept)]
+    alike: dict[Storage, list[fx.Node]] = {}  # loops over the elements of a value that they read
+    for node in order:
+        if _is_inlined(node) and _runs(node, kept):
+            for storage in reads[node]:
+                if storage_size(storage) == _extent(node, reads):
+                    alike.setdefault(storage, []).append(node)
     for node in order:
         if node in placed:
             continue
-        partner = next((other for other in loops if rank[other] > rank[node] and _share(node, other, reads)), None)
-        if partner is None or node not in loops or partner in placed or _needs(partner, node, needs):
-            place(node)
-        else:
-            for source in sorted(needs[partner], key=rank.__getitem__):
+        group = [node]
+        for member in group:
+            for storage in reads[member]:
+                for other in alike.get(storage, ()) if member in alike.get(storage, ()) else ():
+                    if rank[other] > rank[node] and other not in placed and other not in group:
+                        group += [] if any(_needs(other, one, needs) for one in group) else [other]
+        for one in group:
+            for source in sorted(needs[one] - placed, key=rank.__getitem__):
                 place(source)
-            place(node)
-            place(partner)
+        for one in sorted(group, key=rank.__getitem__):
+            place(one)
     return found
-
-
-def _share(one: fx.Node, other: fx.Node, reads: Mapping[fx.Node, set[Storage]]) -> bool:
-    size = max(map(storage_size, _outputs(one)), default=0)
-    common = reads[one] & reads[other]
-    return (
-        any(storage_size(storage) == size for storage in common)
-        and max(map(storage_size, _outputs(other)), default=0) == size
-    )
 
 
 def _needs(node: fx.Node, other: fx.Node, needs: Mapping[fx.Node, set[fx.Node]]) -> bool:
@@ -127,7 +173,7 @@ def _stored(order: Iterable[fx.Node], members: set[fx.Node]) -> set[Storage]:
     found = {s for node in nodes if not _is_inlined(node) and aliased_input(node) is None for s in _outputs(node)}
     found |= _leaving(nodes, members)
     for node in nodes:
-        if not _is_inlined(node):
+        if not _is_loop(node):
             found.update(storage_source(source) for source in node.all_input_nodes if source in members)
     return found
 
@@ -150,8 +196,8 @@ def _runs(node: fx.Node, kept: set[Storage]) -> bool:
     return not _is_inlined(node) or any(storage in kept for storage in _outputs(node))
 
 
-def _read(node: fx.Node, kept: set[Storage]) -> set[Storage]:
-    """The storages in memory that are read to compute ``node``, through operators that are inlined into it."""
+def _read(node: fx.Node, members: set[fx.Node], kept: set[Storage]) -> set[Storage]:
+    """The storages in memory that are read to compute ``node``, through ``members`` that are inlined into it."""
     found: set[Storage] = set()
     seen: set[fx.Node] = set()
     pending = list(node.all_input_nodes)
@@ -159,7 +205,7 @@ def _read(node: fx.Node, kept: set[Storage]) -> set[Storage]:
         source = pending.pop()
         storage = storage_source(source)
         owner = storage[0]
-        if storage in kept or owner.op != "call_function" or not _is_inlined(owner):
+        if storage in kept or owner not in members or not _is_inlined(owner):
             found.add(storage)
         elif owner not in seen:
             seen.add(owner)
@@ -174,9 +220,12 @@ def _is_inlined(node: fx.Node) -> bool:
     return torch.Tag.pointwise in target.tags or target._schema.name in _INLINED
 
 
-def _is_in_place(node: fx.Node) -> bool:
-    """Whether a dying operand may be written over: not by a normalisation's gradients, which are several loops."""
-    return _is_inlined(node) and "layer_norm_backward" not in str(node.target)
+def _is_reduction(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.name in _REDUCTIONS
+
+
+def _is_loop(node: fx.Node) -> bool:
+    return _is_inlined(node) or _is_reduction(node)
 
 
 def _outputs(node: fx.Node) -> list[Storage]:

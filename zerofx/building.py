@@ -5,7 +5,6 @@ Nothing of the user's is changed here.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -58,7 +57,7 @@ _SHARED = frozenset(
         "wire",
     }
 )
-_FIT_ROUNDS = 5  # plans to try until compiled regions are within the budget too
+_FIT_ROUNDS = 8  # plans to try until compiled regions are within the budget too
 
 
 @dataclass(frozen=True)
@@ -142,21 +141,22 @@ def build_within_budget(
     """Plan and build the step; a budget holds for the compiled regions too.
 
     What a compiled region holds inside is known once it is compiled. Where that takes the step over the budget, the
-    plan is made again for as much less as it took more. The step is returned with what was prepared for it: where the
-    budget asks for that, parameters are in slices there.
+    plan is made again with what is known in the place of the estimates. The step is returned with what was prepared
+    for it: where the budget asks for that, parameters are in slices there.
 
     Raises:
         MemoryBudgetError: no plan fits the budget.
     """
     budget = budget_bytes(options.memory_budget, machine)
-    target = budget
-    first, compiled = prepared, None
+    first, needed = prepared, None
     estimates: Estimates = {}
     for _ in range(_FIT_ROUNDS):
         try:
-            prepared, captured, plan = _agree_on_plan(first, machine, options, settings, control, target, estimates)
+            prepared, captured, plan = _agree_on_plan(
+                first, machine, options, settings, control, budget, estimates, corrected=needed is not None
+            )
         except MemoryBudgetError:
-            if compiled is None:
+            if needed is None:
                 raise
             break
         lowered = lower(
@@ -175,15 +175,15 @@ def build_within_budget(
         compiled = build(lowered, prepared.layout, settings, control, options.backend)
         if options.plan is not None:
             check_budget(compiled.plan, options, machine)
-        over = compiled.plan.peak_bytes["device"] - (budget or math.inf)
-        if over <= 0 or target is None:
+        peak = compiled.plan.peak_bytes["device"]
+        if budget is None or peak <= budget:
             return prepared, compiled
-        target = min(target, lowered.plan.peak_bytes["device"]) - int(over)
-    assert compiled is not None
-    needed = compiled.plan.peak_bytes["device"]
+        needed = min(peak, needed or peak)
+        estimates.update(compiled.memory)
+    assert needed is not None
     raise BudgetMissedError(
-        f"memory_budget={budget} bytes cannot be met with compiled regions: the last plan needs {needed} bytes; allow "
-        f"as much, or use backend='eager'",
+        f"memory_budget={budget} bytes cannot be met with compiled regions: the plan that came nearest needs {needed} "
+        f"bytes; allow as much, or use backend='eager'",
         needed,
     )
 
@@ -196,8 +196,13 @@ def _agree_on_plan(
     control: Control,
     memory_budget: int | None,
     estimates: Estimates,
+    *,
+    corrected: bool,
 ) -> tuple[Prepared, StepGraph, Plan]:
-    """Rank 0's plan, on all ranks, with what it is for; what fails on rank 0 fails everywhere."""
+    """Rank 0's plan, on all ranks, with what it is for; what fails on rank 0 fails everywhere.
+
+    ``corrected``: whether ``estimates`` has what was found in compiled regions.
+    """
 
     def plan_for(one: Prepared) -> Plan:
         def plan_in(num_micro_batches: int) -> Plan:
@@ -218,6 +223,8 @@ def _agree_on_plan(
         def search() -> str:
             return choose_slices(prepared, prepared.captured, memory_budget, again, plan_for)[1].to_json()
 
+        if corrected:
+            return search()  # a plan kept on disk was found by estimates alone
         captured, layout, programs = prepared.captured, prepared.layout, prepared.programs
         return kept_plan(captured, layout, programs, machine, options, settings, memory_budget, search)
 

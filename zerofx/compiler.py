@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompiledStep(LoweredStep):
-    """A lowered step that can be run, where its source was written, and which kernel each of its updates runs on."""
+    """A lowered step that can be run, where its source was written, what its compiled regions hold, by key, and which
+    kernel each of its updates runs on."""
 
     source_path: Path
     function: StepFunction
+    memory: Mapping[str, tuple[MemoryEvent, ...]]
     updates: UpdateKernels
 
 
@@ -59,7 +61,7 @@ def build(
         (folder / "plan.json").write_text(plan.to_json())
     return CompiledStep(
         lowered.graph, plan, lowered.instructions, simulation, lowered.stages, lowered.emitted, path,
-        loaded.function, loaded.updates,
+        loaded.function, loaded.memory, loaded.updates,
     )  # fmt: skip
 
 

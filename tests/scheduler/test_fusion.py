@@ -13,6 +13,9 @@ from gpt import GPT
 from tests.graphs import features, prepare
 from tests.scheduler.test_budget import convnet, encoder_decoder, gpt, least_and_most, llama, run
 from zerofx.codegen.regions import Region, cut
+from zerofx.node_facts import Phase
+from zerofx.planning import plan
+from zerofx.scheduler.budget import BudgetMissedError
 from zerofx.scheduler.fusion import estimated_memory
 from zerofx.scheduler.liveness import liveness, with_profiles
 
@@ -69,6 +72,45 @@ def test_events_give_back_no_more_than_they_take() -> None:
                 assert held >= 0
 
 
+def test_what_another_region_made_is_given_back_with_its_last_reader() -> None:
+    step = prepare(Pointwise(), features(), num_ranks=1).run().step
+    regions = [region for region in cut(step) if isinstance(region, Region) and region.unit and not region.is_update]
+    for region in regions:
+        freed = [event.freed for event in estimated_memory(region) if event.freed is not None]
+        assert sorted(freed) == list(range(len(region.inputs)))
+
+
+class Gated(nn.Module):
+    """A layer whose backward reads the gradient of one product for two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(4, 12), nn.Linear(4, 12), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return found
+
+
+class GatedLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gated() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_a_gradient_that_two_loops_of_a_kernel_read_is_not_written_over() -> None:
+    step = prepare(GatedLayers(), features(), num_ranks=1).run().step
+    regions = [r for r in cut(step) if isinstance(r, Region) and r.unit == "layers.0"]
+    backward = next(region for region in regions if region.origin.phase is Phase.BACKWARD)
+    taken = [event.num_bytes for event in estimated_memory(backward) if event.num_bytes > 0]
+    assert taken.count(2 * 12 * 4) == 3  # of the product, and for each factor
+
+
 @pytest.mark.slow
 def test_the_estimate_is_near_what_compiled_regions_hold() -> None:
     torch.manual_seed(0)
@@ -103,17 +145,39 @@ def test_predicted_is_measured_at_every_budget_on_the_eager_backend(make: Any) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [gpt, convnet])
+@pytest.mark.parametrize("make", [gpt, llama, encoder_decoder, convnet])
 def test_predicted_is_measured_within_3_percent_when_compiled(make: Any) -> None:
     torch.manual_seed(0)
     model, batch = make()
-    least, most = least_and_most(model, batch)
-    for share in (1.0, 0.5):
+    least, most = least_and_most(model, batch, "inductor")
+    least = least_when_compiled(model, batch, least)
+    peaks = []
+    for share in SHARES:
         budget = least + int(share * (most - least))
         optimizer = torch.optim.AdamW(model.parameters())
+        estimated = plan(model, optimizer, batch, machine="cpu", memory_budget=budget).plan.peak_bytes["device"]
         step = zerofx.compile(model, optimizer, machine="cpu", memory_budget=budget)
         run(step, batch)
         found = step.measure(**batch) if isinstance(batch, dict) else step.measure(*batch)
-        assert found.peak_bytes["device"] == pytest.approx(step.plan.peak_bytes["device"], rel=0.03)
-        assert found.peak_bytes["device"] <= budget + SCALARS_BYTES
+        measured, predicted = found.peak_bytes["device"], step.plan.peak_bytes["device"]
+        assert measured == pytest.approx(predicted, rel=0.03)
+        assert measured == pytest.approx(estimated, rel=0.03)
+        assert measured <= budget + SCALARS_BYTES
+        peaks.append(predicted)
         step.close()
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def least_when_compiled(model: nn.Module, batch: Any, estimated: int) -> int:
+    """The least budget that compiled regions keep to: what they are estimated to need, or else what they were found to
+    need, which is within 3 %."""
+    step = zerofx.compile(model, torch.optim.AdamW(model.parameters()), machine="cpu", memory_budget=estimated)
+    found = estimated
+    try:
+        run(step, batch)
+    except BudgetMissedError as missed:
+        found = missed.least_bytes
+    finally:
+        step.close()
+    assert found <= 1.03 * estimated
+    return found
