@@ -1,8 +1,10 @@
 """A deterministic plan: when each bucket is gathered, released, reduced and updated. Reads the graph, changes nothing.
 
 A bucket is resident while its unit runs: a residency ends where another unit's parameters are used before this
-bucket's next use. Gathers are issued a fixed number of units ahead, and a reduction is awaited where the next unit's
-gradients are complete, so that each hides behind the computation of one unit.
+bucket's next use. Outside of layers it ends where a layer runs: what is between two layers is one region, such as that
+around the loss, and stays one though a tied head is of another bucket. Gathers are issued a fixed number of units
+ahead, and a reduction is awaited where the next unit's gradients are complete, so that each hides behind the
+computation of one unit.
 """
 
 from __future__ import annotations
@@ -190,7 +192,8 @@ def residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -
         start = 0
         for i in range(1, len(nodes) + 1):
             if i < len(nodes) and (
-                options.keeps(bucket) or not _other_unit_between(timeline, order, bucket, nodes[i - 1], nodes[i])
+                options.keeps(bucket)
+                or not _other_unit_between(timeline, order, bucket, step.units, nodes[i - 1], nodes[i])
             ):
                 continue
             run = nodes[start:i]
@@ -198,7 +201,7 @@ def residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -
             if phases == {Phase.FORWARD, Phase.BACKWARD}:
                 begins_in_forward = origin(run[0]).phase is Phase.FORWARD
                 span = "forward to backward" if begins_in_forward else "backward to the next micro-batch's forward"
-                between = options.why_kept(bucket) if options.keeps(bucket) else ": nothing runs in between"
+                between = options.why_kept(bucket) if options.keeps(bucket) else ": no layer runs in between"
                 why = f"kept from {span}{between}"
             else:
                 why = f"resident while {bucket.name} runs in {min(phases)}"
@@ -225,12 +228,21 @@ def _home(step: StepGraph, bucket: Bucket) -> str:
 
 
 def _other_unit_between(
-    timeline: list[tuple[int, str, str]], order: dict[fx.Node, int], bucket: Bucket, before: fx.Node, after: fx.Node
+    timeline: list[tuple[int, str, str]],
+    order: dict[fx.Node, int],
+    bucket: Bucket,
+    layers: Collection[str],
+    before: fx.Node,
+    after: fx.Node,
 ) -> bool:
-    """Whether another unit's parameters are used in between. A layer stays while slices of its own weights pass."""
+    """Whether what lets go of a bucket is used in between: another unit's parameters, and for those outside of
+    ``layers`` a layer's, or slices. A layer stays while slices of its own weights pass."""
     lower = bisect_right(timeline, (order[before], "\U0010ffff", ""))
     upper = bisect_left(timeline, (order[after], "", ""))
-    return any(bucket.unit not in (unit, home) for _, unit, home in timeline[lower:upper])
+    others = [(unit, home) for _, unit, home in timeline[lower:upper] if bucket.unit not in (unit, home)]
+    if bucket.unit in layers or bucket.is_slice:
+        return bool(others)
+    return any(unit in layers or unit != home for unit, home in others)
 
 
 def _decide_reduces(step: StepGraph, layout: BucketLayout, *, ahead: bool) -> tuple[ReduceDecision, ...]:

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from gpt import GPT
 from tests.graphs import Normed, Peeking, Prepared, Shifts, Tied, TwoBlocks, features, prepare, token_ids
 from zerofx.buckets import layout_of
+from zerofx.codegen.regions import Region, cut
+from zerofx.node_facts import Phase, origin
 from zerofx.scheduler.policy import PolicyOptions, decide
 
 
@@ -69,6 +72,19 @@ def test_keep_by_name_is_for_that_bucket() -> None:
 def test_a_tied_weight_is_resident_with_each_of_its_owners() -> None:
     names = [name for name, _, _ in _residencies(prepare(Tied(), token_ids()))]
     assert names.count("embed") == 2
+
+
+def test_a_norm_stays_while_a_tied_head_of_another_bucket_runs_so_that_no_gather_cuts_the_region_around_the_loss() -> (
+    None
+):
+    ids = torch.randint(19, (2, 8))
+    prepared = prepare(GPT(19, 8, 2, 2, 7), (ids[:, :-1], ids[:, 1:]), prefetch=0)
+    names = [name for name, _, _ in _residencies(prepared)]
+    assert names == ["tokens+positions", "layers.0", "layers.1", "norm", "tokens+positions", "layers.1", "layers.0"]
+    instructions = cut(prepared.run().step)
+    around = next(i for i in instructions if isinstance(i, Region) and i.origin.layer == "norm")
+    assert {origin(node).phase for node in around.nodes} == {Phase.FORWARD, Phase.BACKWARD}
+    assert any("layer_norm_backward" in str(node.target) for node in around.nodes)
 
 
 def test_every_trained_bucket_has_a_reduction_and_only_the_last_waits_for_the_end() -> None:
