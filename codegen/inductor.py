@@ -175,7 +175,7 @@ def _with_strides(found: Any, planned: Any) -> Any:
     )
     if not differ:
         return found
-    order = sorted(range(planned.dim()), key=lambda dim: (-planned.stride(dim), -planned.shape[dim], dim))
+    order = sorted(range(planned.dim()), key=lambda dim: (-planned.stride()[dim], -planned.shape[dim], dim))
     return found.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 
 
