@@ -44,7 +44,8 @@ def estimated_memory(region: RegionLike) -> tuple[MemoryEvent, ...]:
     kept = _stored(order, members)
     reads = {node: _read(node, members, kept) for node in order}
     needs = {node: {storage[0] for storage in reads[node] if storage[0] in reads} for node in order}
-    kernels = _kernels([n for n in _together(order, reads, needs, kept) if _runs(n, kept)], reads, needs)
+    behind = _ancestors(order, needs)
+    kernels = _kernels([n for n in _together(order, reads, needs, behind, kept) if _runs(n, kept)], reads, needs)
     last: dict[Storage, int] = {}
     for number, kernel in enumerate(kernels):
         for node in kernel:
@@ -61,7 +62,7 @@ def estimated_memory(region: RegionLike) -> tuple[MemoryEvent, ...]:
         for node in kernel:
             for storage in (s for s in _outputs(node) if s in kept):
                 size = storage_size(storage)
-                over = _written_over(node, kernel, reads, needs)
+                over = _written_over(node, kernel, reads, behind)
                 taken = next((s for s in free if s in over and live[s] == size), None)
                 if taken is None:
                     events.append(MemoryEvent(size))
@@ -103,13 +104,13 @@ def _written_over(
     node: fx.Node,
     kernel: Sequence[fx.Node],
     reads: Mapping[fx.Node, set[Storage]],
-    needs: Mapping[fx.Node, set[fx.Node]],
+    behind: Mapping[fx.Node, set[fx.Node]],
 ) -> set[Storage]:
     """The storages that Inductor would write the result of ``node`` over, if they die there: those it reads, and that
     nothing else in its kernel reads but what it needs. Not for a normalisation's gradients, which are several loops."""
     if not _is_inlined(node) or "layer_norm_backward" in str(node.target):
         return set()
-    others = [other for other in kernel if other is not node and not _needs(node, other, needs)]
+    others = [other for other in kernel if other is not node and other not in behind[node]]
     return {storage for storage in reads[node] if not any(storage in reads[other] for other in others)}
 
 
@@ -117,6 +118,7 @@ def _together(
     order: Sequence[fx.Node],
     reads: Mapping[fx.Node, set[Storage]],
     needs: Mapping[fx.Node, set[fx.Node]],
+    behind: Mapping[fx.Node, set[fx.Node]],
     kept: set[Storage],
 ) -> list[fx.Node]:
     """``order`` with loops over the same elements of the same value in one place, as Inductor fuses them: what the
@@ -133,20 +135,25 @@ def _together(
             found.append(node)
 
     alike: dict[Storage, list[fx.Node]] = {}  # loops over the elements of a value that they read
+    shared: dict[fx.Node, list[Storage]] = {}
     for node in order:
         if _is_inlined(node) and _runs(node, kept):
-            for storage in reads[node]:
-                if storage_size(storage) == _extent(node, reads):
-                    alike.setdefault(storage, []).append(node)
+            shared[node] = [s for s in reads[node] if storage_size(s) == _extent(node, reads)]
+            for storage in shared[node]:
+                alike.setdefault(storage, []).append(node)
     for node in order:
         if node in placed:
             continue
-        group = [node]
-        for member in group:
-            for storage in reads[member]:
-                for other in alike.get(storage, ()) if member in alike.get(storage, ()) else ():
-                    if rank[other] > rank[node] and other not in placed and other not in group:
-                        group += [] if any(_needs(other, one, needs) for one in group) else [other]
+        group, met = {node: None}, {node}
+        pending = [node]
+        while pending:
+            for storage in shared.get(pending.pop(), ()):
+                for other in alike[storage]:
+                    if other not in met and other not in placed:
+                        met.add(other)
+                        if rank[other] > rank[node] and behind[other].isdisjoint(group):
+                            group[other] = None
+                            pending.append(other)
         for one in group:
             for source in sorted(needs[one] - placed, key=rank.__getitem__):
                 place(source)
@@ -155,16 +162,12 @@ def _together(
     return found
 
 
-def _needs(node: fx.Node, other: fx.Node, needs: Mapping[fx.Node, set[fx.Node]]) -> bool:
-    seen: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        current = pending.pop()
-        if current is other:
-            return True
-        pending.extend(needs[current] - seen)
-        seen |= needs[current]
-    return False
+def _ancestors(order: Iterable[fx.Node], needs: Mapping[fx.Node, set[fx.Node]]) -> dict[fx.Node, set[fx.Node]]:
+    """What each node needs, and what that needs, and so on."""
+    found: dict[fx.Node, set[fx.Node]] = {}
+    for node in order:
+        found[node] = set(needs[node]).union(*(found[source] for source in needs[node]))
+    return found
 
 
 def _stored(order: Iterable[fx.Node], members: set[fx.Node]) -> set[Storage]:
