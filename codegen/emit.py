@@ -195,7 +195,7 @@ def _step_body(
             function = functions[instruction.key]
             text = left + _region_call(function, node)
         lines += _wrapped(f"    {text}  {note}")
-    lines += ["", f"    return {names[step.loss]}"]
+    lines += ["", f"    return {', '.join(names[node] for node in step.output.all_input_nodes)}"]
     return lines
 
 
@@ -223,7 +223,8 @@ def _last_instruction(step: StepGraph, instructions: Sequence[Instruction]) -> d
         else:
             made, read = list(instruction.outputs), list(instruction.inputs)
         last.update(dict.fromkeys((n for n in (*made, *read) if n.op != "placeholder"), index))
-    last.pop(step.loss, None)
+    for node in step.output.all_input_nodes:
+        last.pop(node, None)
     found: dict[int, list[fx.Node]] = {}
     for node, index in last.items():
         found.setdefault(index, []).append(node)

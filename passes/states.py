@@ -11,6 +11,10 @@
     ...                                               ...
     wait(exp_avg_0_down, exp_avg_0_up)                wait(shard_0_up, low_0)
 
+Where gradients are clipped all updates are behind the last reduction. A bucket's states then start on their way where
+the bucket before it is updated. A gradient that the host updates with goes down as soon as it is reduced and its
+squares are summed, is awaited behind the next bucket's reduction, and waits on the host.
+
 The last copies of a bucket are awaited where the next one is updated, so that they run meanwhile, or where the step
 ends. States on nvme whose update runs on the host are read into its memory and written back.
 
@@ -36,7 +40,7 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.buckets import Bucket
+from zerofx.buckets import Bucket, BucketLayout
 from zerofx.errors import PlanError
 from zerofx.graph import StepGraph, insert_call
 from zerofx.node_facts import DEVICE, Origin, Phase, set_tier, tensor, tier_of
@@ -89,9 +93,9 @@ class PlacedStates:
     """A bucket's tensors that may be in a slower tier, by the name that the update has for them.
 
     What the update does not work on where it lives is copied to it from where the plan says, or else from where the
-    bucket's reduction starts: on one rank where the unit's run starts that completes its gradients. ``at_once``: it is
-    copied where it is awaited. ``free``: the node behind which the buffers that it passes through are free, if it has
-    to wait for that.
+    bucket's reduction starts: on one rank where the unit's run starts that completes its gradients; or from ``start``,
+    if that is given. ``at_once``: it is copied where it is awaited. ``free``: the node behind which the buffers that it
+    passes through are free, if it has to wait for that.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class PlacedStates:
         kept: Mapping[str, fx.Node],
         decision: StateDecision | None,
         free: fx.Node | None = None,
+        start: fx.Node | None = None,
     ) -> None:
         self._step, self._bucket, self._kept = step, bucket, kept
         self._where = Origin(bucket.name, Phase.UPDATE)
@@ -114,7 +119,7 @@ class PlacedStates:
         by_name = {node.name: node for node in step.graph.nodes}
         if decision is not None and decision.reload is not None:
             start = start_of_unit(step, named(by_name, decision.reload))
-        else:
+        elif start is None:
             start = _start_of_reduction(step, bucket)
         if free is not None:
             start = max(start, free.next)  # nodes compare by their place in the graph
@@ -163,12 +168,47 @@ def _start_of_reduction(step: StepGraph, bucket: Bucket) -> fx.Node:
     return start_of_unit(step, max(consumers(step.reduced[bucket.index])))
 
 
-def gradient_on_host(step: StepGraph, bucket: Bucket, grad: fx.Node) -> fx.Node:
-    """Copy the reduced gradient down at the insertion point, and await it."""
+@dataclass(frozen=True)
+class Descent:
+    """A copy of a reduced gradient to the host that is still to be awaited."""
+
+    node: fx.Node
+    gradient: fx.Node
+    bucket: Bucket
+
+    def finish(self, step: StepGraph) -> fx.Node:
+        """Await it at the insertion point: the bucket's reduced gradient is what is on the host then."""
+        where = Origin(self.bucket.name, Phase.UPDATE)
+        args, name = (self.node, self.gradient), f"{self.gradient.name}_down"
+        down = set_tier(insert_call(step.graph, ops.wait, args, where, name=name), HOST)
+        step.reduced[self.bucket.index] = down
+        return down
+
+
+def start_descent(step: StepGraph, bucket: Bucket, gradient: fx.Node) -> Descent:
+    """Start copying the reduced gradient to the host at the insertion point."""
     where = Origin(bucket.name, Phase.UPDATE)
-    down = insert_call(step.graph, ops.offload, (grad, HOST), where, name=f"{grad.name}_offload")
-    set_tier(down, HOST)
-    return set_tier(insert_call(step.graph, ops.wait, (down, grad), where, name=f"{grad.name}_down"), HOST)
+    down = insert_call(step.graph, ops.offload, (gradient, HOST), where, name=f"{gradient.name}_offload")
+    return Descent(set_tier(down, HOST), gradient, bucket)
+
+
+def descend_early(step: StepGraph, plan: Plan, layout: BucketLayout) -> None:
+    """Have the reduced gradients of buckets that are updated on the host wait there, rather than on the device."""
+    started: list[Descent] = []
+    for reduction in plan.reduces:
+        bucket = layout.buckets[reduction.bucket]
+        decision, reduced = state_decision(plan, bucket), step.reduced[bucket.index]
+        place = max([reduced, *consumers(reduced)])  # nodes compare by their place in the graph
+        ready = [one for one in started if one.node < place]
+        with step.graph.inserting_before(place.next):
+            for descent in ready:
+                descent.finish(step)
+            started = [one for one in started if one not in ready]
+            if decision is not None and decision.update == HOST:
+                started.append(start_descent(step, bucket, reduced))
+    with step.graph.inserting_before(step.output):
+        for descent in started:
+            descent.finish(step)
 
 
 def copy_into(step: StepGraph, bucket: Bucket, into: fx.Node, source: fx.Node) -> Started:

@@ -12,8 +12,13 @@ Where the compute dtype is lower than the stored one, the update works on the fp
 to its dtype, and the new values are cast into the slice that the graph computes with. Neither a whole buffer that stays
 on the device nor a slice that is gathered is touched before its last reader of this step has run.
 
-Does not handle: optimizers that need whole tensors (refused when the optimizer is traced), and clipping by the norm of
-all gradients. States in a slower tier are brought to their update as ``passes/states.py`` says.
+Where gradients are clipped (``passes/clip.py``) all updates stand where the step ends, one behind the other, and each
+gradient is multiplied by the factor once it is in the dtype of the master:
+
+    mul_(grad_0, clip); ...; addcdiv_(shard_0, exp_avg_0, ...); mul_(grad_1, clip); ...
+
+Does not handle: optimizers that need whole tensors (refused when the optimizer is traced). States in a slower tier are
+brought to their update as ``passes/states.py`` says.
 """
 
 from __future__ import annotations
@@ -49,9 +54,10 @@ from zerofx.passes.states import (
     Started,
     await_copies,
     copy_into,
-    gradient_on_host,
+    descend_early,
     leads_to_nvme,
     new_values,
+    start_descent,
     state_decision,
 )
 from zerofx.scheduler.plan import Plan
@@ -73,9 +79,16 @@ class Update:
         gathers: list[tuple[Bucket, fx.Node]] = []
         copies: list[Started] = []
         written: dict[int, fx.Node] = {}
+        begin, factor_on_host = None, None
+        if step.clipping is not None:
+            begin = step.clipping.begin
+            descend_early(step, plan, self.layout)
+            factor_on_host = _factor_on_host(step, plan)
         for decision in plan.reduces:
-            bucket = self.layout.buckets[decision.bucket]
-            copies = _update_bucket(step, plan, bucket, self.programs[bucket.index], copies, gathers, written)
+            bucket, last = self.layout.buckets[decision.bucket], step.output.prev
+            program = self.programs[bucket.index]
+            copies = _update_bucket(step, plan, bucket, program, copies, gathers, written, begin, factor_on_host)
+            begin = None if begin is None else last.next
         with step.graph.inserting_before(step.output):
             await_copies(step, copies)
             for bucket, gather in gathers:
@@ -90,11 +103,14 @@ def _update_bucket(
     earlier: Sequence[Started],
     gathers: list[tuple[Bucket, fx.Node]],
     written: dict[int, fx.Node],
+    start: fx.Node | None,
+    factor_on_host: fx.Node | None,
 ) -> list[Started]:
     """Insert the update behind the waits of ``earlier`` copies; returns the copies that are still to be awaited.
 
     At stages 1 and 2 the started gather of the new values is added to ``gathers``, and the last wait for what a bucket
-    copies back to ``written``.
+    copies back to ``written``. ``start``: where states start on their way that the plan does not say it of.
+    ``factor_on_host`` is what gradients on the host are multiplied by, if they are.
     """
     graph, where = step.graph, Origin(bucket.name, Phase.UPDATE)
     decision = state_decision(plan, bucket)
@@ -123,11 +139,14 @@ def _update_bucket(
     readers = consumers(full) if full is not None else _readers_of_gathered(low)
     # Nodes compare by their place in the graph.
     end = end_of_unit(step, max([reduced, *consumers(reduced), *readers])).next
+    clipping = step.clipping
+    if clipping is not None:
+        end = step.output
     free = None
     if decision is not None and decision.behind is not None:
         # Where that bucket's buffers are free only behind this update's place, there is no time to read ahead.
         free = min(written.get(decision.behind, end.prev), end.prev)
-    placed = PlacedStates(step, bucket, kept, decision, free)
+    placed = PlacedStates(step, bucket, kept, decision, free, start)
     with graph.inserting_before(end):
         # What is written to nvme is still being written while the next bucket is updated on the host.
         beside = [one for one in earlier if one.node < end and on_host and leads_to_nvme(one)]
@@ -146,10 +165,15 @@ def _update_bucket(
                 left.append(new)
             return left
         tensors = placed.await_reloads()
-        grad = gradient_on_host(step, bucket, reduced) if on_host else reduced
+        grad = reduced
+        if on_host and tier_of(reduced) == DEVICE:
+            grad = start_descent(step, bucket, reduced).finish(step)
         tier = HOST if on_host else DEVICE
         if tensor(grad).dtype != bucket.dtype:
             grad = set_tier(insert_call(graph, _aten._to_copy.default, (grad,), where, {"dtype": bucket.dtype}), tier)
+        if clipping is not None:
+            factor = factor_on_host if on_host else clipping.factor
+            set_tier(insert_call(graph, _aten.mul_.Tensor, (grad, factor), where), tier)
         _inline(step, program, {"param": low, **tensors, **scalars, "grad": grad}, where, tier)
         written |= await_copies(step, beside)
         if master is not None:
@@ -166,6 +190,18 @@ def _update_bucket(
         if full is not None and plan.shards_optimizer:
             gathers.append((bucket, _gather_into(step, bucket, full, low)))
     return left
+
+
+def _factor_on_host(step: StepGraph, plan: Plan) -> fx.Node | None:
+    """What gradients are multiplied by, copied to the host where the step ends; None if nothing is updated there."""
+    if step.clipping is None or all(decision.update != HOST for decision in plan.states):
+        return None
+    graph, where, factor = step.graph, Origin("", Phase.UPDATE), step.clipping.factor
+    with graph.inserting_before(step.output):
+        # What is offloaded is not read on the device again, as the factor itself may be.
+        copy = insert_call(graph, _aten.clone.default, (factor,), where, name="clip_copy")
+        down = set_tier(insert_call(graph, ops.offload, (copy, HOST), where, name="clip_offload"), HOST)
+        return set_tier(insert_call(graph, ops.wait, (down, copy), where, name="clip_down"), HOST)
 
 
 def _gather_into(step: StepGraph, bucket: Bucket, full: fx.Node, low: fx.Node) -> fx.Node:

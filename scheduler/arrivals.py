@@ -8,6 +8,9 @@ computation is always busy, and yet little has arrived before it is wanted; one 
 From nvme there are two copies, into the host's memory and from there to the device, each as late as it can be:
 with a gather behind them that is the three-deep prefetch of ZeRO-Infinity (2104.07857), as deep as the timeline says.
 
+Where gradients are clipped, states are wanted behind the last reduction, one bucket after the other, and nothing but
+their updates runs beside their copies: each bucket's start where the bucket before it is updated.
+
 States from nvme pass through the host in the buffers of three buckets, whatever the number of buckets: one is read
 while the one before it is updated and the one before that is written back. A read waits for its buffers to be free.
 """
@@ -129,7 +132,7 @@ def place_arrivals(
         size = state_bytes.get(decision.bucket, 0)
         if decision.bucket in tiers and not layout.buckets[decision.bucket].has_master:
             size += layout.buckets[decision.bucket].shard_bytes
-        if decision.tier != decision.update and size:
+        if decision.tier != decision.update and size and plan.max_grad_norm is None:
             source: Tier = "host" if decision.tier == "host" else "nvme"
             side: Tier = "host" if decision.update == "host" else "device"
             last = updated[decision.bucket]

@@ -65,6 +65,7 @@ _PER_ELEMENT = {
     "aten::_fused_adamw_": 14,
     "aten::_fused_sgd_": 5,
     "aten::_fused_adagrad_": 7,
+    "zerofx::square_sum": 2,  # multiply, add
 }
 
 # Move values without arithmetic, whatever their tags say. Operators that make values (no tensor input, *_like, new_*),

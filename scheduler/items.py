@@ -48,6 +48,7 @@ class Question:
     one rank's optimizer states and masters, by bucket index. ``tile``: whether values may be tiled, and
     ``tile_classes`` logits over their classes too.
     ``delayed``: where states are in any case, so that their updates run beside the next step; none if empty.
+    ``max_grad_norm``: what gradients are clipped to, if they are: all updates are behind all reductions then.
     """
 
     captured: Captured
@@ -62,6 +63,7 @@ class Question:
     tile: bool = False
     tile_classes: bool = False
     delayed: Mapping[Bucket, Placement] = field(default_factory=dict)
+    max_grad_norm: float | None = None
 
     def tiled(self, tiles: tuple[TileDecision, ...]) -> Question:
         """The same question where values are tiled so."""
@@ -161,7 +163,7 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
     elif leaning != "recompute":
         menus = state_menus(
             question.layout, question.state_bytes, question.stage, question.captured.seconds_of_one, question.machine,
-            question.tiers,
+            question.tiers, clipped=question.max_grad_norm is not None,
         )  # fmt: skip
         found += [States(bucket, levels) for bucket, levels in menus.items()]
         if question.stage == 3:
@@ -273,6 +275,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         parameters=tuple(chosen.parameters),
         gradients=place_gradients(chosen.gradients, carried_out, question.layout, chosen.seconds, question.machine),
         memory_budget=question.memory_budget,
+        max_grad_norm=question.max_grad_norm,
         carried_out=carried_out,
         identity=question.captured.identity,
     )
@@ -346,6 +349,7 @@ def _room(
         buckets = [question.layout.buckets[decision.bucket] for decision in parameters if decision.tier == tier]
         left[tier] -= sum(bucket.shard_bytes for bucket in buckets)
         left[tier] -= sum(decision.num_bytes for decision in gradients if decision.tier == tier)
+    left["host"] -= sum(placement.waiting_bytes for placement in states)
     left["host"] -= NUM_BUFFERS * max((placement.passing_bytes for placement in states), default=0)
     return Room({tier: left[tier] for tier in question.tiers}, left["host"])
 

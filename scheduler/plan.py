@@ -33,7 +33,8 @@ class Plan:
     ``slices`` are there in slices; ``summary`` is what is in it. ``extra_keeps`` are forward values that backward reads
     only because others are computed again from them. ``pieces`` are those that what is outside repeated layers is
     divided into, where not all values stay. ``memory_budget`` is what the plan was made to fit, in bytes on the device.
-    ``num_micro_batches`` is how many a batch is divided into, which run one after the other before the update. ``wire``
+    ``num_micro_batches`` is how many a batch is divided into, which run one after the other before the update.
+    ``max_grad_norm`` is what the norm of all gradients is clipped to, None for gradients as they are. ``wire``
     is what the plan was free to send (``"exact"``, ``"int8"``, ``"int4"``), and
     ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan.
     """
@@ -57,6 +58,7 @@ class Plan:
     gradients: tuple[GradientDecision, ...] = ()
     memory_budget: int | None = None
     num_micro_batches: int = 1
+    max_grad_norm: float | None = None
     micro_batches_reason: str = ""
     wire: str = "exact"
     ranks_per_node: int | None = None

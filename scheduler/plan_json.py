@@ -42,11 +42,13 @@ _LISTS: dict[str, type] = {
     "gradients": GradientDecision,
 }
 _OF_A_WIRE = {"wire": "exact", "ranks_per_node": None, "wires": ()}  # what an exact plan says of them: nothing
-_LEFT_OUT = _OF_A_WIRE | {"pieces": ()}  # entries that a plan has only where they say something
+# Entries that a plan has only where they say something.
+_LEFT_OUT: dict[str, Any] = _OF_A_WIRE | {"pieces": (), "max_grad_norm": None}
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
-    """All that a plan holds, as dicts, but for what most plans say nothing of: the wire, pieces, what tiles are of."""
+    """All that a plan holds, as dicts, but for what most plans say nothing of: the wire, pieces, clipping, what tiles
+    are of."""
     data = asdict(plan)
     for tile in data["tiles"]:
         if tile["over"] == "rows":
@@ -79,6 +81,7 @@ def fields_of(text: str) -> dict[str, Any]:
             **{name: data[name] for name in _PLAIN_FIELDS},
             **{name: tuple(_made(kind, one) for one in data[name]) for name, kind in _LISTS.items()},
             "extra_keeps": tuple(data["extra_keeps"]),
+            "max_grad_norm": data["max_grad_norm"],
             "wire": data["wire"],
             "ranks_per_node": data["ranks_per_node"],
             "pieces": tuple(_made(PieceDecision, one) for one in data["pieces"]),

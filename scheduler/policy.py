@@ -90,6 +90,7 @@ def decide(
     gradients: tuple[GradientDecision, ...] = (),
     tiles: tuple[TileDecision, ...] = (),
     memory_budget: int | None = None,
+    max_grad_norm: float | None = None,
     offloads: tuple[OffloadDecision, ...] = (),
     carried_out: StepGraph | None = None,
     identity: GraphIdentity | None = None,
@@ -131,6 +132,7 @@ def decide(
         tiles=tiles,
         slices=step.slices,
         memory_budget=memory_budget,
+        max_grad_norm=max_grad_norm,
         num_micro_batches=step.num_micro_batches,
         summary=identity.summary,
     )

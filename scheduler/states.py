@@ -27,7 +27,8 @@ class Placement:
     """One level of a menu about a bucket's states: bytes on the device, exposed seconds, tier, side of the update.
 
     ``stored_bytes`` are what it takes of its tier throughout, ``passing_bytes`` of the host while the bucket is
-    updated. ``delayed_bytes`` are those that a delayed update frees on the device.
+    updated, ``waiting_bytes`` of the host from the bucket's reduction to its update where gradients are clipped.
+    ``delayed_bytes`` are those that a delayed update frees on the device.
     """
 
     num_bytes: int
@@ -36,6 +37,7 @@ class Placement:
     update: Tier = "device"
     stored_bytes: int = 0
     passing_bytes: int = 0
+    waiting_bytes: int = 0
     delayed_bytes: int = 0
 
     def decision(self, bucket: Bucket, freed_bytes: int) -> StateDecision:
@@ -52,6 +54,8 @@ def state_menus(
     seconds: Mapping[Place, float],
     machine: Machine,
     tiers: tuple[Tier, ...],
+    *,
+    clipped: bool = False,
 ) -> dict[Bucket, tuple[Placement, Placement]]:
     """For each bucket with states: on the device, and off it.
 
@@ -62,14 +66,18 @@ def state_menus(
         seconds: computation by unit and phase.
         machine: its links, its host, and how much its tiers hold for a rank.
         tiers: where states may go; the first is filled first.
+        clipped: whether updates are behind all reductions: no backward is beside them, and gradients of buckets that
+            are updated on the host wait there.
     """
     ways = {}
     for bucket in layout.buckets:
         num_bytes = state_bytes.get(bucket.index, 0)
         if num_bytes:
             local = bucket.shard_numel if stage >= 1 else bucket.numel
-            beside = seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
-            ways[bucket] = [_off_the_device(bucket, num_bytes, local, beside, tier, machine) for tier in tiers]
+            beside = 0.0 if clipped else seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
+            ways[bucket] = [
+                _off_the_device(bucket, num_bytes, local, beside, tier, machine, clipped=clipped) for tier in tiers
+            ]
     found = _filled(ways, machine)
     if len(found) < len(ways) and tiers[:2] == ("host", "nvme"):
         # Not all go to the host: some of it is left to what passes through on its way to nvme and back.
@@ -84,20 +92,22 @@ def _filled(ways: Mapping[Bucket, Sequence[Placement]], machine: Machine, reserv
     found = {}
     for bucket, placements in ways.items():
         for off in placements:
-            on_host = NUM_BUFFERS * off.passing_bytes + (off.stored_bytes + reserve if off.tier == "host" else 0)
+            on_host = NUM_BUFFERS * off.passing_bytes + off.waiting_bytes
+            on_host += off.stored_bytes + reserve if off.tier == "host" else 0
             if room[off.tier] >= off.stored_bytes and room["host"] >= on_host:
                 room[off.tier] -= off.stored_bytes
+                room["host"] -= off.waiting_bytes
                 found[bucket] = off
                 break
     return found
 
 
 def _off_the_device(
-    bucket: Bucket, num_bytes: int, numel: int, beside: float, tier: Tier, machine: Machine
+    bucket: Bucket, num_bytes: int, numel: int, beside: float, tier: Tier, machine: Machine, *, clipped: bool
 ) -> Placement:
     """The states of ``numel`` elements in ``tier``, updated where that exposes less.
 
-    ``beside``: seconds of computation that copies run beside.
+    ``beside``: seconds of computation that copies run beside. ``clipped``: as for ``state_menus``.
     """
     gradient_bytes = numel * bucket.compute_dtype.itemsize
     through = max(0.0, _through_device(num_bytes, tier, machine) - beside)
@@ -107,7 +117,8 @@ def _off_the_device(
     # What is updated on the host has its parameters there, and takes gradients and gives parameters back.
     stored = num_bytes if bucket.has_master else num_bytes + numel * bucket.dtype.itemsize
     passing = 2 * gradient_bytes + (stored if tier == "nvme" else 0)
-    return Placement(0, on_host, tier, "host", stored, passing)
+    waiting = gradient_bytes if clipped else 0
+    return Placement(0, on_host, tier, "host", stored, passing, waiting_bytes=waiting)
 
 
 def _through_device(num_bytes: int, tier: Tier, machine: Machine) -> float:

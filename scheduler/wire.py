@@ -183,7 +183,8 @@ def _moments(step: StepGraph, simulation: Simulation) -> list[_Moment]:
             gathers = node.target is ops.all_gather and slice_behind(node) is not None
             turn = turns.get(index, 0) if gathers else None
             turns[index] = turns.get(index, 0) + gathers
-            moment = _Moment("start", node, timing.seconds, index, turn, node.target is ops.reduce_scatter)
+            about = None if index == ops.NO_BUCKET else index
+            moment = _Moment("start", node, timing.seconds, about, turn, node.target is ops.reduce_scatter)
             kinds[node] = moment
         elif isinstance(pending, fx.Node) and pending in kinds:
             started = kinds[pending]
@@ -214,9 +215,9 @@ def _replay(moments: Sequence[_Moment], choices: Mapping[int, Choice], sends: _S
     for moment in moments:
         bucket = sends.layout.buckets[moment.bucket] if moment.bucket is not None else None
         choice = choices.get(bucket.index, Choice()) if bucket is not None else Choice()
-        if moment.kind == "compute" or bucket is None:
+        if moment.kind == "compute":
             now += moment.seconds
-        elif moment.reduces and choice.reduce:
+        elif bucket is not None and moment.reduces and choice.reduce:
             before, hops = sends.reduction(bucket)
             if moment.kind == "start":
                 now += before
@@ -228,7 +229,7 @@ def _replay(moments: Sequence[_Moment], choices: Mapping[int, Choice], sends: _S
                 start(moment.key, 1, hops[1][0])
                 late = [(moment, bucket)]
             finish(earlier)
-        elif moment.turn is not None and (choice.gather or choice.second_shard):
+        elif bucket is not None and moment.turn is not None and (choice.gather or choice.second_shard):
             on_node = choice.second_shard and moment.turn > 0
             before, during, behind = 0.0, moment.seconds, 0.0
             if on_node:

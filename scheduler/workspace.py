@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from zerofx.norms import square_sum_workspace_bytes
 from zerofx.quantise import BLOCK, unpacked_numel
 from zerofx.scheduler.storage import mutated_inputs, storage_bytes, tensors_of
 
@@ -128,6 +129,11 @@ def _dequantised_sum(node: fx.Node) -> int:
     """The same beside the sum in float32; the result is made when they are gone."""
     result = tensors_of(node)[0]
     return _dequantisation(node) + result.numel() * 4 - storage_bytes(result)
+
+
+def _square_sum(node: fx.Node) -> int:
+    values = _value(node, 0)
+    return square_sum_workspace_bytes(values.numel(), values.dtype)
 
 
 # aten/src/ATen/native/cpu/FlashAttentionKernel.cpp: tiles of queries by number of queries, and of keys.
@@ -294,6 +300,7 @@ _RULES: dict[str, Callable[[fx.Node], int]] = {
     "zerofx::quantise": _quantisation,
     "zerofx::dequantise": _dequantisation,
     "zerofx::dequantise_sum": _dequantised_sum,
+    "zerofx::square_sum": _square_sum,
 }
 
 _LEFT_TO_ATEN = frozenset(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from tests.models import CASES, Case, Layer, batches, rows
 
 @dataclass(frozen=True)
 class Trained:
-    """This rank's losses, and the model's whole state behind the last step."""
+    """This rank's losses, the model's whole state behind the last step, and each step's norm of all gradients if they
+    were clipped."""
 
     losses: list[Tensor]
     state: dict[str, Tensor]
+    norms: list[Tensor] = field(default_factory=list)
 
 
 def world() -> tuple[int, int]:
@@ -37,11 +39,13 @@ def build(case: Case) -> nn.Module:
     return case.model()
 
 
-def train_plain(case: Case, steps: int | None = None, accumulate: int = 1) -> Trained:
+def train_plain(
+    case: Case, steps: int | None = None, accumulate: int = 1, max_grad_norm: float | None = None
+) -> Trained:
     """Eager training under `DistributedDataParallel`, or by itself where there is one rank.
 
     With `accumulate` each batch is divided into as many micro-batches, whose gradients add up as in any loop that does
-    so; ranks reduce them once.
+    so; ranks reduce them once. With `max_grad_norm` torch clips the gradients to it.
     """
     rank, num_ranks = world()
     model = build(case)
@@ -50,7 +54,7 @@ def train_plain(case: Case, steps: int | None = None, accumulate: int = 1) -> Tr
     if num_ranks > 1:
         runner = DistributedDataParallel(model, find_unused_parameters=case.find_unused)
     torch.manual_seed(rank)
-    losses = []
+    losses, norms = [], []
     for args, kwargs in batches(case, rank, steps or case.steps):
         optimizer.zero_grad()
         total = torch.zeros(())
@@ -64,9 +68,11 @@ def train_plain(case: Case, steps: int | None = None, accumulate: int = 1) -> Tr
                 loss = loss / accumulate
                 loss.backward()
             total = loss.detach().clone() if number == 0 else total + loss.detach()
+        if max_grad_norm is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm))
         optimizer.step()
         losses.append(total)
-    return Trained(losses, {name: tensor.clone() for name, tensor in model.state_dict().items()})
+    return Trained(losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}, norms)
 
 
 def parts(
@@ -89,8 +95,11 @@ def train_compiled(case: Case, stage: int, steps: int | None = None, **options: 
     model = build(case)
     torch.manual_seed(rank)
     step = zerofx.compile(model, case.optimizer(model), stage, loss_fn=case.loss_fn, **{"backend": "eager", **options})
-    losses = [step(*args, **kwargs).clone() for args, kwargs in batches(case, rank, steps or case.steps)]
-    return Trained(losses, step.full_state_dict())
+    losses, norms = [], []
+    for args, kwargs in batches(case, rank, steps or case.steps):
+        losses.append(step(*args, **kwargs).clone())
+        norms += [] if options.get("max_grad_norm") is None else [step.grad_norm]
+    return Trained(losses, step.full_state_dict(), norms)
 
 
 def differences(expected: Trained, found: Trained, tolerance: float = 0.0) -> list[str]:
@@ -98,6 +107,9 @@ def differences(expected: Trained, found: Trained, tolerance: float = 0.0) -> li
     pairs = {f"loss {i}": pair for i, pair in enumerate(zip(expected.losses, found.losses, strict=True))}
     if expected.state.keys() != found.state.keys():
         return [f"names {sorted(expected.state.keys() ^ found.state.keys())}"]
+    if len(expected.norms) != len(found.norms):
+        return [f"{len(expected.norms)} norms and {len(found.norms)}"]
+    pairs |= {f"norm {i}": pair for i, pair in enumerate(zip(expected.norms, found.norms, strict=True))}
     pairs |= {name: (expected.state[name], found.state[name]) for name in expected.state}
     return [
         f"{name} {_distance(a, b):.1e}" if a.shape == b.shape else f"{name} {list(a.shape)} {list(b.shape)}"

@@ -54,6 +54,7 @@ def compile(
     delayed_update: int | None = None,
     wire: Wire = "exact",
     cuda_graphs: CudaGraphs = False,
+    max_grad_norm: float | None = None,
 ) -> Step:
     """Make one planned training step of a plain module and its optimizer.
 
@@ -108,6 +109,11 @@ def compile(
             parameters behind update t - 2. Optimizer states live on the host. Hyperparameters are those of the step
             whose gradient it is. The model has its values inside ``step.full_parameters()``, and checkpoints are those
             behind all updates (``step.flush``).
+        max_grad_norm: what gradients are clipped to, as ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``
+            does between ``backward()`` and ``optimizer.step()``: by the 2-norm of all reduced gradients.
+            ``step.grad_norm`` is that norm; ``math.inf`` has it taken and nothing clipped. Where it is not finite,
+            gradients become zero or NaN, as there by default. All updates are then behind the last reduction. None for
+            gradients as they are.
         weights: where to read the values of parameters and persistent buffers from, in the place of the model's own: a
             ``.safetensors`` file, a folder with such files, their ``.index.json``, or a folder that
             ``torch.distributed.checkpoint`` has saved to. Each rank reads its own slices. They are converted to the
@@ -135,6 +141,7 @@ def compile(
         stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
         memory_budget, recompute, offload, accumulate, tile, host_budget, weights, delayed_update, wire,
         cuda_graphs,
+        max_grad_norm,
     )  # fmt: skip
     check_training(model, optimizer, options, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):

@@ -55,6 +55,7 @@ _SHARED = frozenset(
         "tile",
         "delayed_update",
         "wire",
+        "max_grad_norm",
     }
 )
 _FIT_ROUNDS = 8  # plans to try until compiled regions are within the budget too

@@ -47,6 +47,13 @@ def main() -> None:
 @click.option(
     "--wire", type=click.Choice(get_args(Wire)), default="exact", show_default=True, help="In how many bits to send."
 )
+@click.option(
+    "--max-grad-norm", type=float, help="Clip gradients to this norm of all of them; else they are as they are."
+)
+@click.option(
+    "--delayed-update", type=click.IntRange(min=0), metavar="STEPS",
+    help="Steps of exact training before updates run on the host beside the next step; else none do.",
+)  # fmt: skip
 @click.option("--full", is_flag=True, help="Write out every layer of the schedule, not one of those that are alike.")
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan, for compile(plan=...).")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page for a browser.")
@@ -63,6 +70,8 @@ def plan_command(
     recompute: Recompute,
     accumulate: str,
     wire: Wire,
+    max_grad_norm: float | None,
+    delayed_update: int | None,
     full: bool,
     save: Path | None,
     html: Path | None,
@@ -91,6 +100,8 @@ def plan_command(
             prefetch=prefetch,
             accumulate=parse_accumulate(accumulate),
             wire=wire,
+            max_grad_norm=max_grad_norm,
+            delayed_update=delayed_update,
         )
         schedule = planned.schedule()
         click.echo(f"{planned}\n\n{planned.plan}\n\n{schedule.table(fold=not full)}")
@@ -117,6 +128,9 @@ def plan_command(
 @click.option(
     "--wire", type=click.Choice(get_args(Wire)), default="exact", show_default=True, help="In how many bits to send."
 )
+@click.option(
+    "--max-grad-norm", type=float, help="Clip gradients to this norm of all of them; else they are as they are."
+)
 @click.option("--backend", type=click.Choice(get_args(Backend)), default="inductor", show_default=True)
 @click.option("--num-steps", type=click.IntRange(min=2), default=5, show_default=True, help="Steps of each candidate.")
 @click.option("--num-candidates", type=click.IntRange(min=1), default=4, show_default=True, help="Plans run at first.")
@@ -132,6 +146,7 @@ def tune_command(
     offload: Offload,
     accumulate: str,
     wire: Wire,
+    max_grad_norm: float | None,
     backend: Backend,
     num_steps: int,
     num_candidates: int,
@@ -161,6 +176,7 @@ def tune_command(
             prefetch=prefetch,
             accumulate=parse_accumulate(accumulate),
             wire=wire,
+            max_grad_norm=max_grad_norm,
         )
     if rank == 0:
         click.echo(f"{result}\n\n{result.plan}")

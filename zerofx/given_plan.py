@@ -42,6 +42,7 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
         "precision": (_precision(plan.precision), _precision(options.precision)),
         "micro-batches": (str(plan.num_micro_batches), _micro_batches(options, plan)),
         "wire": (plan.wire, options.wire),
+        "max_grad_norm": (str(plan.max_grad_norm), str(options.max_grad_norm)),
         "ranks": (str(plan.num_ranks), str(control.num_ranks)),
         "machine": (plan.machine, machine.name),
     }

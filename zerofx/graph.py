@@ -86,11 +86,29 @@ def cast_of(tensor: torch.Tensor, compute_dtype: torch.dtype | None) -> torch.dt
     return compute_dtype if compute_dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
+@dataclass(frozen=True)
+class Clipping:
+    """How gradients are clipped by the norm of all of them.
+
+    ``norm`` and the ``factor`` that gradients are multiplied by are nodes of shape ``[]``. ``begin`` is the first node
+    of their computation, where all reductions are done.
+    """
+
+    norm: fx.Node
+    factor: fx.Node
+    begin: fx.Node
+
+    def copied(self, copies: Mapping[fx.Node, fx.Node]) -> Clipping:
+        """The same in a copy of the graph."""
+        return Clipping(copies[self.norm], copies[self.factor], copies[self.begin])
+
+
 @dataclass
 class StepGraph:
     """An fx graph of a training step with its parameters, gradients and buffer updates by name.
 
-    The output node is ``(loss, buffer updates..., gradients...)``; ``gradient_names`` and ``mutation_names`` say which
+    The output node is ``(loss, buffer updates..., gradients...)``, and behind them the gradients' norm where
+    ``clipping`` says how they are clipped; ``gradient_names`` and ``mutation_names`` say which
     is which, and each micro-batch has gradients of its own. Passes empty both as they turn gradients into reductions
     and updates into in-place writes; ``reduced`` then holds, by bucket, the node whose value is the bucket's gradient
     on this rank. ``slices`` says which parameters are there in slices, each a parameter of its own. ``fakes`` remembers
@@ -110,6 +128,7 @@ class StepGraph:
     num_micro_batches: int = 1
     slices: tuple[SliceDecision, ...] = ()
     cut_pieces: frozenset[str] = frozenset()
+    clipping: Clipping | None = None
 
     @property
     def output(self) -> fx.Node:
@@ -147,7 +166,8 @@ class StepGraph:
         """Rewrite the output node; ``gradients`` are one mapping for each micro-batch, all with the same names."""
         self.mutation_names, self.gradient_names = list(mutations), list(gradients[0]) if gradients else []
         shares = [share[name] for share in gradients for name in self.gradient_names]
-        self.output.args = ((loss, *mutations.values(), *shares),)
+        norm = [self.clipping.norm] if self.clipping is not None else []
+        self.output.args = ((loss, *mutations.values(), *shares, *norm),)
 
     def placeholders(self, role: Role | None = None) -> Iterator[fx.Node]:
         for node in self.graph.find_nodes(op="placeholder"):
@@ -195,6 +215,7 @@ class StepGraph:
             mutation_names=list(self.mutation_names),
             gradient_names=list(self.gradient_names),
             reduced={bucket: copies[node] for bucket, node in self.reduced.items()},
+            clipping=None if self.clipping is None else self.clipping.copied(copies),
         )
 
     def calls(self) -> Iterator[fx.Node]:

@@ -31,6 +31,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``exchange``          start sending part i to the group's rank i, and receiving one part from each: an all-to-all.
                       Groups are ``"all"`` ranks, those of a ``"node"``, and those ``"across"`` nodes in the same place
 ``second_shard``      this rank's part, of as many as its node has ranks, of a gathered bucket, copied
+``square_sum``        the sum of the squares of flat values, in float64: a part of the norm of all gradients
 ====================  ==============================================================================================
 """
 
@@ -44,6 +45,9 @@ import torch
 
 from zerofx import quantise as _quantise
 from zerofx import softmax as _softmax
+from zerofx.norms import square_sum as _square_sum
+
+NO_BUCKET = -1  # in the place of a bucket's index: a collective that is about all of them
 
 _library = torch.library.Library("zerofx", "DEF")  # torch unregisters the operators when this object goes
 _library.define("all_gather(Tensor shard, int bucket, int num_ranks, int more=0) -> Tensor")
@@ -73,6 +77,7 @@ _library.define(
 _library.define("gather_on_node(Tensor part, int bucket, int num_ranks) -> Tensor")
 _library.define("exchange(Tensor parts, int bucket, int num_ranks, str group) -> Tensor")
 _library.define("second_shard(Tensor full, int bucket, int num_ranks) -> Tensor")
+_library.define("square_sum(Tensor values) -> Tensor")
 _library.define("part(Tensor(a) whole, int[] size, int[] stride, int offset) -> Tensor(a)")
 
 
@@ -145,6 +150,10 @@ def _kernel_of(module: str, name: str) -> Callable[..., Any]:
     return launch
 
 
+def _one_sum(values: torch.Tensor) -> torch.Tensor:
+    return values.new_empty(1, dtype=torch.float64)
+
+
 def _exchange(parts: torch.Tensor, bucket: int, num_ranks: int, group: str) -> torch.Tensor:
     return torch.empty_like(parts)
 
@@ -153,6 +162,7 @@ for _name, _kernel in (
     ("quantise", _quantise.quantise),
     ("dequantise", _quantise.dequantise),
     ("dequantise_sum", _quantise.dequantise_sum),
+    ("square_sum", _square_sum),
 ):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _key)
@@ -194,6 +204,7 @@ for _name, _fake in (
     ("gather_on_node", _all_gather),
     ("exchange", _exchange),
     ("second_shard", _reduce_scatter),
+    ("square_sum", _one_sum),
 ):
     _library.impl(_name, _fake, "Meta")
 
@@ -218,6 +229,7 @@ softmax_gradient = torch.ops.zerofx.softmax_gradient.default
 gather_on_node = torch.ops.zerofx.gather_on_node.default
 exchange = torch.ops.zerofx.exchange.default
 second_shard = torch.ops.zerofx.second_shard.default
+square_sum = torch.ops.zerofx.square_sum.default
 
 
 def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:

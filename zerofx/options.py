@@ -50,6 +50,7 @@ class CompileOptions:
     delayed_update: int | None = None
     wire: Wire = "exact"
     cuda_graphs: CudaGraphs = False
+    max_grad_norm: float | None = None
 
     @property
     def block(self) -> int:
@@ -81,6 +82,7 @@ def check_options(
     delayed_update: int | None = None,
     wire: Wire = "exact",
     cuda_graphs: CudaGraphs = False,
+    max_grad_norm: float | None = None,
 ) -> CompileOptions:
     """The options as one object.
 
@@ -123,6 +125,7 @@ def check_options(
         raise UsageError(
             f"expected cuda_graphs 'auto' (where the step allows it), True or False, found {cuda_graphs!r}"
         )
+    _check_max_grad_norm(max_grad_norm, delayed_update)
     budget = _check_budget("memory_budget", memory_budget, "the device")
     limit = _check_budget("host_budget", host_budget, "a rank's share of the host's memory")
     if budget is None and offload in ("host", "nvme") and delayed_update is None:
@@ -153,6 +156,7 @@ def check_options(
         delayed_update,
         wire,
         cuda_graphs,
+        None if max_grad_norm is None else float(max_grad_norm),
     )
 
 
@@ -183,6 +187,22 @@ def _check_wire(wire: object, stage: int) -> None:
         raise UsageError(
             f"expected stage 1, 2 or 3 beside wire={wire!r}, found stage 0: whole gradients are reduced and gathered "
             f"there, which is done exactly; give wire='exact', or another stage"
+        )
+
+
+def _check_max_grad_norm(max_grad_norm: object, delayed_update: int | None) -> None:
+    if max_grad_norm is None:
+        return
+    # A norm that is not a number is not above 0.
+    if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float) or not max_grad_norm > 0:
+        raise UsageError(
+            f"expected max_grad_norm to be a number above 0 that the norm of all gradients is clipped to, or None for "
+            f"gradients as they are, found {max_grad_norm!r}"
+        )
+    if delayed_update is not None:
+        raise UsageError(
+            f"expected max_grad_norm=None beside delayed_update, whose updates are handed to the host before the norm "
+            f"of all gradients is known, found max_grad_norm={max_grad_norm}: leave one of them out"
         )
 
 

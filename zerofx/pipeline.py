@@ -14,6 +14,7 @@ from zerofx.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.passes.base import Pass, PassReport, op_counts
 from zerofx.passes.buffers import Buffers
+from zerofx.passes.clip import Clip
 from zerofx.passes.direct import Direct
 from zerofx.passes.divide import Divide
 from zerofx.passes.gather import Gather
@@ -49,6 +50,7 @@ def passes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Pl
         Reduce(layout),  # gradients into flat buffers, reduced as soon as complete
         Direct(),  # products written straight into those buffers
         *((Gradients(layout),) if plan.gradients else ()),  # gradients that wait for the next micro-batch elsewhere
+        *((Clip(layout),) if plan.max_grad_norm is not None else ()),  # the norm of all gradients, and a factor
         Update(layout, programs),  # the optimizer, on each bucket as soon as it is reduced
         Buffers(),  # mutated buffers written back
         Prefetch(),  # gathers issued ahead of their use

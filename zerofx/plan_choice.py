@@ -88,7 +88,7 @@ def _exact_plan(
     if memory_budget is None and options.recompute != "full":
         return decide(
             captured, layout, stage=options.stage, precision=options.precision, machine=machine.name,
-            options=options.policy, tiles=tiles, states=decisions_of(delayed),
+            options=options.policy, tiles=tiles, states=decisions_of(delayed), max_grad_norm=options.max_grad_norm,
         )  # fmt: skip
 
     question = Question(
@@ -104,6 +104,7 @@ def _exact_plan(
         tile_classes=LOSS in rehearsal.kernels,
         state_bytes=state_bytes,
         delayed=delayed,
+        max_grad_norm=options.max_grad_norm,
     )
     with watched("planning", "plans tried", show=talk) as bar:
 

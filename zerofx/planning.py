@@ -128,6 +128,7 @@ def plan(
     accumulate: Accumulate = 1,
     delayed_update: int | None = None,
     wire: Wire = "exact",
+    max_grad_norm: float | None = None,
 ) -> PlannedStep:
     """Plan a training step without hardware.
 
@@ -138,7 +139,7 @@ def plan(
         batch: one rank's batch of one step: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors
             will do.
         stage, loss_fn, precision, memory_budget, host_budget, recompute, offload, tile, prefetch, keep_gathered,
-            accumulate, delayed_update, wire: as for ``zerofx.compile``.
+            accumulate, delayed_update, wire, max_grad_norm: as for ``zerofx.compile``.
         backend: as for ``zerofx.compile``: what a compiled region holds inside is estimated (``scheduler/fusion.py``),
             an eager one is simulated node by node, to the byte. Times are those of single operators either way.
         world_size: number of ranks.
@@ -151,6 +152,7 @@ def plan(
     options = check_options(
         stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
         memory_budget, recompute, offload, accumulate, tile, host_budget, delayed_update=delayed_update, wire=wire,
+        max_grad_norm=max_grad_norm,
     )  # fmt: skip
     return plan_captured(capture_for_plans(model, optimizer, batch, options), world_size)
 
@@ -172,6 +174,7 @@ class RankOptions(TypedDict, total=False):
     accumulate: Accumulate
     delayed_update: int | None
     wire: Wire
+    max_grad_norm: float | None
 
 
 class PlanOptions(RankOptions, total=False):

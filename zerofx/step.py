@@ -57,15 +57,16 @@ class Step(StepBuilder):
                 state = state_tensors(compiled.graph, self.model, self._state)
                 given = (self._runtime, state, batch_tensors(compiled.graph, batch, self.options.compute_dtype))
                 if self._meter is None:
-                    loss = self._graphs.run(compiled, *given)
+                    outcome = self._graphs.run(compiled, *given)
                 else:
-                    loss = self._meter(compiled.function, compiled.emitted.functions, *given)
+                    outcome = self._meter(compiled.function, compiled.emitted.functions, *given)
             self._runtime.end()
         except BaseException as error:
             failure = self._undo(advance, versions, error)
             if failure is not error:
                 raise failure from error
             raise
+        loss, self._grad_norm = outcome if isinstance(outcome, tuple) else (outcome, None)
         self._after_step(loss)
         self._finish_updates(compiled)
         return loss
@@ -246,6 +247,25 @@ class Step(StepBuilder):
                 self._state.write_back()
             self._state.hide_parameters()
             self._watch = ParameterWatch(self.model)
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of all gradients in the last step, before they were clipped: what ``clip_grad_norm_`` returns.
+
+        Shape ``[]``, on the step's device, the same on every rank, and a tensor of its own for each step; the host does
+        not wait for it until it is read.
+
+        Raises:
+            UsageError: gradients are not clipped, or no step has run yet.
+        """
+        if self.options.max_grad_norm is None:
+            raise UsageError(
+                "expected max_grad_norm to be given to zerofx.compile, found None, with which no norm is taken: "
+                "max_grad_norm=math.inf takes it and clips nothing"
+            )
+        if self._grad_norm is None:
+            raise UsageError("expected a step to have run, found none yet: call step(batch) first")
+        return self._grad_norm
 
     def tiers(self) -> dict[str, int]:
         """Bytes that this rank holds between steps, by tier: ``device``, and ``host`` and ``nvme`` where used now.

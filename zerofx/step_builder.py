@@ -75,6 +75,7 @@ class StepBuilder(LatestStep):
         self._graphs = GraphedSteps(
             lambda: CudaCapturer(self._device), self._graph_obstacle, required=options.cuda_graphs is True
         )
+        self._grad_norm: torch.Tensor | None = None
         self._measured: tuple[CompiledStep, Measurement] | None = None
         self._group = process_group()
         self._owner = claim(model, self)

@@ -66,6 +66,7 @@ def tune(
     keep_gathered: Collection[str] | Literal["all"] = (),
     accumulate: Accumulate = 1,
     wire: Wire = "exact",
+    max_grad_norm: float | None = None,
 ) -> TuneResult:
     """Measure plans on the device at hand, and keep the fastest whose measured peak is within the budget.
 
@@ -74,8 +75,8 @@ def tune(
 
     Args:
         model, optimizer, stage, loss_fn, recompute, offload, precision, backend, prefetch, keep_gathered,
-            accumulate, wire: as for ``zerofx.compile``; they say what the first candidate is, and what the others may
-            change.
+            accumulate, wire, max_grad_norm: as for ``zerofx.compile``; they say what the first candidate is, and what
+            the others may change.
         batch: a batch to run: a tuple of positional arguments, or a dict of keywords.
         memory_budget: the most bytes on the device, as for ``zerofx.compile``; the copy's alone.
         machine: what plans are predicted for at first; None for the machine at hand.
@@ -92,7 +93,7 @@ def tune(
     """
     options = check_options(
         stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
-        memory_budget, recompute, offload, accumulate, wire=wire,
+        memory_budget, recompute, offload, accumulate, wire=wire, max_grad_norm=max_grad_norm,
     )  # fmt: skip
     check_training(model, optimizer, options)
     make_buffers(model)

@@ -13,6 +13,7 @@ plan                   behind the last pass: one gather, reduction or offload fo
                        in few bits
 gather before use      a gather's buffer is not read before its wait (follows from order and waits)
 random operators       none is run twice
+clipping               nothing is updated before the factor that gradients are multiplied by is known
 delayed                the host is done with a bucket's delayed update before the next one of it begins
 states                 what lives in a slower tier is only copied, or read where it lives
 offload                what is stored in a slower tier is reloaded, and read by nothing else; a value is not read on the
@@ -68,6 +69,7 @@ def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
     _check_residencies(step, after)
     _check_reductions(step, after)
     _check_updates(step, after, order)
+    _check_clipped(step, after, order)
     _check_random(step, after)
     if plan is not None:
         _check_plan(step, after, plan)
@@ -191,6 +193,19 @@ def _check_updates(step: StepGraph, after: str, order: dict[fx.Node, int]) -> No
                     _fail(step, after, writer, what)
 
 
+def _check_clipped(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
+    if step.clipping is None:
+        return
+    known = order[step.clipping.factor]
+    for role in (Role.FULL, Role.SHARD, Role.MASTER, Role.STATE):
+        for stored in step.placeholders(role):
+            for writer in (reader for reader in consumers(stored) if stored in mutated_inputs(reader)):
+                if order[writer] < known and writer.target not in ops.COLLECTIVES:
+                    _fail(
+                        step, after, writer, f"clipping: {writer.name} writes {stored.name} before the factor is known"
+                    )
+
+
 def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     gathered = [_bucket_gathered(node) for node in _parameter_gathers(step)]
     reduced = [node.args[1] for node in step.calls() if _is_reduction(node)]
@@ -220,6 +235,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     ]
     planned_waiting = [f"{one.bucket} on {one.tier}" for one in plan.gradients for _ in one.free_after]
     settled = [node.args[0] for node in step.calls() if node.target is ops.settle]
+    clipped = [ops.square_sum for _ in plan.reduces] if plan.max_grad_norm is not None else []
     stateful = {placeholder(n).bucket for role in (Role.MASTER, Role.STATE) for n in step.placeholders(role)}
     states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]
     for what, found, planned in (
@@ -229,6 +245,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         ("keeps states of buckets", sorted(placed), states),
         ("keeps parameters of buckets", parameters, [f"{one.bucket} on {one.tier}" for one in plan.parameters]),
         ("has gradients waiting of buckets", waiting, planned_waiting),
+        ("sums squares of gradients", [n.target for n in step.calls() if n.target is ops.square_sum], clipped),
         ("delays updates of buckets", settled, [one.bucket for one in plan.states if one.delayed]),
         ("sends", _of_wire(step), _planned_wire(plan)),
         ("offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]),

@@ -102,6 +102,9 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
         ops.softmax_gradient,
         lambda: (*classes(torch.float32), rand(64), torch.tensor(0.5), 3),
     ),
+    "squares": (ops.square_sum, lambda: (rand(1 << 20),)),
+    "squares of bfloat16": (ops.square_sum, lambda: (rand((1 << 20) + 64, dtype=torch.bfloat16),)),
+    "squares of many in bfloat16": (ops.square_sum, lambda: (rand((1 << 22) + 64, dtype=torch.bfloat16),)),
     "copy": (aten.copy_.default, lambda: (rand(64, 64), rand(64, 64, dtype=torch.bfloat16))),
 }
 

@@ -174,11 +174,13 @@ def _why(unit: str, found: Sequence[AboutValue]) -> str:
 
 
 def heading(plan: Plan) -> str:
-    """Stage, ranks, micro-batches, precision and machine in a few words."""
+    """Stage, ranks, micro-batches, precision, clipping and machine in a few words."""
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
     parts = f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
+    clipped = "" if plan.max_grad_norm is None else f", gradients clipped to a norm of {plan.max_grad_norm:g}"
     return (
-        f"stage {plan.stage} on {ranks}{parts}, {plan.precision or 'precision of the model'}, times for {plan.machine}"
+        f"stage {plan.stage} on {ranks}{parts}, {plan.precision or 'precision of the model'}{clipped}, times for "
+        f"{plan.machine}"
     )
 
 

@@ -174,7 +174,7 @@ def _bucket_of(node: fx.Node) -> int | None:
     if node.target in (ops.all_gather, ops.reduce_scatter, ops.gather_on_node, ops.exchange, ops.second_shard):
         index = node.args[1]
     assert isinstance(index, int)
-    return index
+    return None if index == ops.NO_BUCKET else index
 
 
 def _instruction(lowered: LoweredStep, instruction: Instruction, rows: Mapping[fx.Node, Row]) -> Row:

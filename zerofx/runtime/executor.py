@@ -146,7 +146,9 @@ class Runtime:
             self._agreed = None
 
 
-StepFunction = Callable[[Runtime, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], torch.Tensor]
+# What a step gives: its loss, and behind it the norm of all gradients where they are clipped.
+Outcome = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+StepFunction = Callable[[Runtime, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Outcome]
 
 
 def load_source(source: str, filename: str) -> dict[str, Any]:

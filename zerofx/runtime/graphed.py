@@ -12,8 +12,8 @@ from zerofx.codegen.regions import regions_of
 from zerofx.compiler import CompiledStep
 from zerofx.errors import CompilerError, warn
 from zerofx.runtime.capturing import Capturer
-from zerofx.runtime.executor import Runtime
-from zerofx.runtime.recording import CannotRecordError, Recording, record
+from zerofx.runtime.executor import Outcome, Runtime
+from zerofx.runtime.recording import CannotRecordError, Recording, own_memory, record
 
 # Kernels are loaded, and libraries choose among them and take their workspaces, in the first steps of each shape.
 NUM_WARM_UP_STEPS = 2
@@ -85,8 +85,8 @@ class GraphedSteps:
         runtime: Runtime,
         state: Mapping[str, Any],
         batch: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """One step; returns its loss.
+    ) -> Outcome:
+        """One step; returns its loss, and the norm of gradients that are clipped.
 
         Raises:
             CompilerError: graphs are required, and the step could not be captured; nothing has been changed.
@@ -98,8 +98,8 @@ class GraphedSteps:
         if entry.num_steps < NUM_WARM_UP_STEPS:
             entry.num_steps += 1
             with capturer.warm_up():
-                loss = step.function(runtime, state, batch)
-            return loss.clone()  # on the stream of the caller
+                outcome = step.function(runtime, state, batch)
+            return own_memory(outcome)  # on the stream of the caller
         if entry.recording is None or not entry.recording.fits(state):
             self._record(capturer, entry, runtime, state, batch)
         if entry.recording is None:

@@ -21,7 +21,7 @@ import torch
 from zerofx.buckets import BucketLayout
 from zerofx.graph import StepGraph
 from zerofx.node_facts import Role, placeholder
-from zerofx.runtime.executor import Runtime, StepFunction, functions_of, with_functions
+from zerofx.runtime.executor import Outcome, Runtime, StepFunction, functions_of, with_functions
 from zerofx.runtime.spans import Span, SpanLog, StreamUse, busy_seconds, stream_uses, transfers_of
 from zerofx.runtime.tiers import Stored
 from zerofx.runtime.transport import Pending
@@ -96,7 +96,7 @@ class Meter:
         runtime: Runtime,
         state: Mapping[str, Any],
         batch: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
+    ) -> Outcome:
         """Run ``function`` once. On CPU the last of ``num_steps`` runs is recorded by the profiler, which slows it.
 
         ``functions`` are the names of its region functions, by region key.
@@ -118,7 +118,7 @@ class Meter:
         with peak or contextlib.nullcontext():
             log.start(self._device)
             began = time.perf_counter()
-            loss = function(timed, state, batch)  # type: ignore[arg-type]  # has a runtime's methods
+            outcome = function(timed, state, batch)  # type: ignore[arg-type]  # has a runtime's methods
             _synchronise(self._device)
             seconds = time.perf_counter() - began
             timeline = log.stop()
@@ -141,7 +141,7 @@ class Meter:
                 own_seconds=time.perf_counter() - entered - seconds,
             )
         )
-        return loss
+        return outcome
 
     @contextlib.contextmanager
     def whole_step(self) -> Iterator[None]:

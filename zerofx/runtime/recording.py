@@ -22,7 +22,7 @@ import torch
 
 from zerofx.errors import ZeroFXError
 from zerofx.runtime.capturing import Capturer, Launch
-from zerofx.runtime.executor import Runtime, StepFunction, functions_of, with_functions
+from zerofx.runtime.executor import Outcome, Runtime, StepFunction, functions_of, with_functions
 from zerofx.scheduler.storage import storage_bytes
 
 
@@ -96,7 +96,7 @@ class Recording:
     _pieces: list[_Call | Launch]
     _batch: dict[str, tuple[torch.Tensor, torch.Tensor]]  # what graphs read, as given and as the memory it lies in
     _addresses: dict[str, int]
-    _loss: Any
+    _outcome: Any
     graphs: tuple[Launch, ...]
 
     @property
@@ -111,8 +111,8 @@ class Recording:
         """Whether all that the graphs read or write is where it was."""
         return all(state[name].data_ptr() == address for name, address in self._addresses.items())
 
-    def run(self, runtime: Runtime, state: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One step; returns a loss of its own memory."""
+    def run(self, runtime: Runtime, state: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> Outcome:
+        """One step; what it returns has memory of its own."""
         for name, (_, memory) in self._batch.items():
             memory.copy_(_span(batch[name]))
         values = _Values(runtime, state)
@@ -121,8 +121,16 @@ class Recording:
                 piece.run(values)
             else:
                 piece()
-        loss: torch.Tensor = values.find(self._loss)
-        return loss.clone()
+        found = values.find(self._outcome)
+        return own_memory(tuple(found) if isinstance(found, list) else found)
+
+
+def own_memory(outcome: Outcome) -> Outcome:
+    """A copy of what a step gives."""
+    if isinstance(outcome, tuple):
+        loss, norm = outcome
+        return loss.clone(), norm.clone()
+    return outcome.clone()
 
 
 def record(
@@ -159,7 +167,7 @@ def record(
     given = {name: _Given(name) for name in state}
     with capturer.session(fresh=fresh):
         try:
-            loss = with_functions(function, regions)(
+            outcome = with_functions(function, regions)(
                 recorder,  # type: ignore[arg-type]  # has a runtime's methods
                 given,  # type: ignore[arg-type]
                 {name: view for name, (view, _) in inputs.items()},
@@ -168,7 +176,7 @@ def record(
         except BaseException:
             capturer.give_up()
             raise
-        return recorder.recording(inputs, loss)
+        return recorder.recording(inputs, list(outcome) if isinstance(outcome, tuple) else outcome)
 
 
 class _Recorder:
@@ -282,17 +290,17 @@ class _Recorder:
 
     # ------------------------------------------------------------------------------------------------ the outcome
 
-    def recording(self, inputs: dict[str, tuple[torch.Tensor, torch.Tensor]], loss: Any) -> Recording:
+    def recording(self, inputs: dict[str, tuple[torch.Tensor, torch.Tensor]], outcome: Any) -> Recording:
         last: dict[int, _Call] = {}
         for piece in self._pieces:
             if isinstance(piece, _Call):
                 last[piece.number] = piece
                 last.update(dict.fromkeys(_late(piece.args), piece))
-        kept = set(_late([loss]))
+        kept = set(_late([outcome]))
         for number, piece in last.items():
             if number not in kept:
                 piece.over += (number,)
-        return Recording(self._pieces, inputs, self._addresses, self._lasting(loss), tuple(self._graphs))
+        return Recording(self._pieces, inputs, self._addresses, self._lasting(outcome), tuple(self._graphs))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,99 @@
+"""Clip the gradients of a step by the norm of all of them, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    grad_0 = wait(reduce_0, grads_0)        grad_0 = wait(reduce_0, grads_0)
+    div_(grad_0, 2)                         div_(grad_0, 2)
+                                            squares_0 = square_sum(grad_0)            # of this rank's slice
+    ...                                     ...
+                                            squares = sum(cat([squares_0, squares_1]))
+                                            parts = wait(all_gather(squares, -1, 2))  # a number from each rank
+                                            grad_norm = sqrt(sum(parts))
+                                            clip = clamp(max_norm / (grad_norm + 1e-6), max=1)
+    return loss                             return loss, grad_norm
+
+The update pass multiplies each bucket's gradient by ``clip``. So every update comes behind every reduction, and reduced
+gradients live until then.
+
+The sum is taken over slices of buckets, in the order of buckets and then of ranks. At stage 0 too, where each rank has
+all gradients: a slice's sum is taken before slices are gathered again. So the norm has the same bits at every stage and
+with every plan for as many ranks, and gradients are read once by somebody.
+
+Does not handle: delayed updates, which are refused beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zerofx import ops
+from zerofx.buckets import Bucket, BucketLayout
+from zerofx.errors import PlanError
+from zerofx.graph import Clipping, StepGraph, insert_call
+from zerofx.node_facts import Origin, Phase
+from zerofx.norms import norm_dtype
+from zerofx.passes.base import consumers, end_of_unit
+from zerofx.scheduler.plan import Plan
+
+_aten = torch.ops.aten
+_SMALLEST_NORM = 1e-6  # what clip_grad_norm_ adds to the norm before it divides by it
+_WHERE = Origin("", Phase.UPDATE)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Compute the norm of all reduced gradients and the factor for them, and leave both in ``StepGraph.clipping``."""
+
+    layout: BucketLayout
+    name: str = "clip"
+
+    def run(self, step: StepGraph, plan: Plan) -> None:
+        assert plan.max_grad_norm is not None
+        if any(decision.delayed for decision in plan.states):
+            raise PlanError("expected no delayed updates beside max_grad_norm, found some: make the plan anew")
+        squares: dict[int, fx.Node] = {}
+        for decision in plan.reduces:
+            bucket = self.layout.buckets[decision.bucket]
+            own = _own_slice(step, bucket)
+            place = end_of_unit(step, max([own, *consumers(own)])).next  # nodes compare by their place in the graph
+            with step.graph.inserting_before(place):
+                squares[bucket.index] = insert_call(
+                    step.graph, ops.square_sum, (own,), Origin(bucket.name, Phase.UPDATE),
+                    name=f"squares_{bucket.index}", fake=step.fake((1,), torch.float64),
+                )  # fmt: skip
+        self._norm(step, plan, [squares[index] for index in sorted(squares)])
+
+    def _norm(self, step: StepGraph, plan: Plan, squares: list[fx.Node]) -> None:
+        """The norm of all gradients, and the factor for them, where the step ends."""
+        graph, max_norm = step.graph, plan.max_grad_norm
+        dtype = torch.float32
+        for bucket in self.layout.buckets:
+            dtype = torch.promote_types(dtype, norm_dtype(bucket.compute_dtype)) if bucket.trainable else dtype
+        with graph.inserting_before(step.output):
+            together = insert_call(graph, _aten.cat.default, (squares,), _WHERE, name="squares")
+            total = insert_call(graph, _aten.sum.dim_IntList, (together, [0], True), _WHERE)
+            if plan.num_ranks > 1:
+                args = (total, ops.NO_BUCKET, plan.num_ranks)
+                gather = insert_call(graph, ops.all_gather, args, _WHERE, name="gather_squares")
+                total = insert_call(graph, ops.wait, (gather,), _WHERE, name="squares_of_ranks")
+            total = insert_call(graph, _aten.sum.default, (total,), _WHERE)
+            root = insert_call(graph, _aten.sqrt.default, (total,), _WHERE)
+            norm = insert_call(graph, _aten._to_copy.default, (root,), _WHERE, {"dtype": dtype}, name="grad_norm")
+            # Operator by operator what clip_grad_norm_ does: max_norm / tensor is a reciprocal and a product.
+            more = insert_call(graph, _aten.add.Tensor, (norm, _SMALLEST_NORM), _WHERE)
+            inverse = insert_call(graph, _aten.reciprocal.default, (more,), _WHERE)
+            ratio = insert_call(graph, _aten.mul.Tensor, (inverse, max_norm), _WHERE)
+            factor = insert_call(graph, _aten.clamp.default, (ratio, None, 1.0), _WHERE, name="clip")
+        step.clipping = Clipping(norm, factor, together)
+        step.set_outputs(step.loss, step.mutations)
+
+
+def _own_slice(step: StepGraph, bucket: Bucket) -> fx.Node:
+    """This rank's slice of a bucket's reduced gradient, which at stage 0 is gathered from all ranks again."""
+    reduced = step.reduced[bucket.index]
+    gather = reduced.args[0]
+    if isinstance(gather, fx.Node) and gather.target is ops.all_gather:
+        assert isinstance(gather.args[0], fx.Node)
+        return gather.args[0]
+    return reduced
