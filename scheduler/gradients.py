@@ -37,6 +37,20 @@ class Waiting:
         return GradientDecision(bucket.index, self.tier, bucket.full_bytes, (), (), reason)
 
 
+def gradients_asked(layout: BucketLayout, num_micro_batches: int, tier: Tier | None) -> tuple[GradientDecision, ...]:
+    """That all gradients wait in ``tier`` between micro-batches, before copies are placed; nothing if it is None."""
+    if tier is None or num_micro_batches == 1:
+        return ()
+    return tuple(
+        GradientDecision(
+            bucket.index, tier, bucket.full_bytes, (), (),
+            f"as asked: frees {format_bytes(bucket.full_bytes)} between micro-batches",
+        )
+        for bucket in layout.buckets
+        if bucket.trainable and bucket.full_bytes
+    )  # fmt: skip
+
+
 def gradient_menus(
     layout: BucketLayout,
     num_micro_batches: int,

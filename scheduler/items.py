@@ -49,6 +49,7 @@ class Question:
     ``tile_classes`` logits over their classes too.
     ``delayed``: where states are in any case, so that their updates run beside the next step; none if empty.
     ``max_grad_norm``: what gradients are clipped to, if they are: all updates are behind all reductions then.
+    ``gradients``: which wait elsewhere between micro-batches in any case, with copies that are still to be placed.
     """
 
     captured: Captured
@@ -64,6 +65,7 @@ class Question:
     tile_classes: bool = False
     delayed: Mapping[Bucket, Placement] = field(default_factory=dict)
     max_grad_norm: float | None = None
+    gradients: tuple[GradientDecision, ...] = ()
 
     def tiled(self, tiles: tuple[TileDecision, ...]) -> Question:
         """The same question where values are tiled so."""
@@ -297,6 +299,7 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
     chosen = _Choice(asked.prefetch, dict.fromkeys(_named(asked), "as asked"), dict(question.captured.seconds))
     chosen.states += decisions_of(question.delayed)
     chosen.placements += question.delayed.values()
+    chosen.gradients += question.gradients
     for number, item in enumerate(items):
         move = levels.get(number)
         if isinstance(item, Keeping) and move is None:

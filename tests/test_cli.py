@@ -80,6 +80,22 @@ def test_plan_prints_summary_reasons_and_schedule() -> None:
         assert text in result.stdout
 
 
+def test_plan_clips_delays_and_offloads_as_asked() -> None:
+    clipped = plan("--max-grad-norm", "0.5")
+    assert clipped.exit_code == 0 and "gradients clipped to a norm of 0.5" in clipped.stdout
+    assert "beside the next step" in plan("--delayed-update", "10", "--offload", "host").stdout
+    assert "on nvme between micro-batches; as asked" in plan(
+        "--accumulate", "2", "--offload", "gradients=nvme"
+    ).stdout  # fmt: skip
+    for arguments, message in (
+        (("--max-grad-norm", "nan"), "expected max_grad_norm to be a number above 0"),
+        (("--max-grad-norm", "1", "--delayed-update", "1"), "expected max_grad_norm=None beside delayed_update"),
+        (("--offload", "weights=host"), "found {'weights': 'host'}"),
+    ):
+        refused = plan(*arguments)
+        assert refused.exit_code == 2 and message in refused.stderr
+
+
 def test_full_writes_every_layer_out() -> None:
     folded, full = plan("--world-size", "8"), plan("--world-size", "8", "--full")
     assert len(full.stdout.splitlines()) > len(folded.stdout.splitlines())

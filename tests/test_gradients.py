@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -86,6 +87,57 @@ def test_bytes_are_those_predicted(tier: str) -> None:
     assert saved > 0 if tier == "host" else saved == 0
     assert step.tiers() == kept.tiers() == {"device": 3 * full}
     assert all(torch.equal(one, kept.full_state_dict()[name]) for name, one in step.full_state_dict().items())
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_by_name_all_gradients_wait_with_the_bits_and_bytes_of_the_plan(tier: str) -> None:
+    args = _batch(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = _step(None, accumulate=2, offload={"gradients": tier}, host_budget="1GiB")
+    kept = _step(None, accumulate=2)
+    assert all(torch.equal(step(*args), kept(*args)) for _ in range(2))
+    found, plan = step.measure(*args), step.plan
+    check_measured(found, plan, sum(given.nbytes for given in args))
+    full = sum(bucket.shard_numel * 4 for bucket in plan.buckets)
+    assert found.link_bytes["to_host"] == found.link_bytes["to_device"] == full
+    assert {decision.tier for decision in plan.gradients} == {tier} and not plan.states
+    assert "as asked: frees" in str(plan)
+
+
+def test_by_name_beside_a_budget_they_wait_too_and_nothing_else_leaves() -> None:
+    args = _batch(4)
+    options: dict[str, Any] = {"accumulate": 2, "machine": "cpu", "offload": {"gradients": "host"}}
+    free = _step(None, **options)
+    expected = free(*args)
+    step = _step(None, memory_budget=int(0.9 * free.plan.peak_bytes["device"]), **options)
+    assert torch.equal(step(*args), expected)
+    plan = step.plan
+    assert len(plan.gradients) == len(plan.reduces) and not (plan.offloads or plan.states or plan.parameters)
+    full = _step(None, recompute="full", **options)
+    full.prepare(*args)
+    assert len(full.plan.gradients) == len(plan.reduces) and full.plan.recomputes
+
+
+@pytest.mark.parametrize("accumulate", [1, "auto"])
+def test_with_one_micro_batch_there_is_nothing_to_move(accumulate: Any) -> None:
+    with pytest.warns(zerofx.ZeroFXWarning, match="is ignored with accumulate=.*, which is one micro-batch"):
+        step = _step(None, accumulate=accumulate, offload={"gradients": "host"})
+    step.prepare(*_batch(2))
+    assert not step.plan.gradients
+
+
+@pytest.mark.parametrize("wrong", [{}, {"gradients": "device"}, {"activations": "host"}, ["host"], "tape"])
+def test_what_cannot_be_offloaded_by_name_is_refused(wrong: Any) -> None:
+    with pytest.raises(zerofx.UsageError, match=r"or {'gradients': 'host'} .* for gradients between micro-batches"):
+        _step(None, accumulate=2, offload=wrong)
+
+
+def test_a_given_plan_has_gradients_where_they_are_asked_to_be() -> None:
+    plan = waiting(_prepared(2, 4), "nvme")
+    with pytest.raises(zerofx.UsageError, match=r"expected a plan whose gradients wait on host .* has them on nvme"):
+        _step(plan, accumulate=2, offload={"gradients": "host"}, machine="cpu")
+    _step(plan, accumulate=2, offload={"gradients": "nvme"}, machine="cpu").close()
 
 
 def _on_ranks(stage: int) -> list[str]:

@@ -77,7 +77,8 @@ def compile(
             ``"full"`` for as many as possible.
         offload: whether activations, optimizer states, gradients between micro-batches and (at stage 3) parameters may
             leave the device: ``"auto"`` as the budget asks, to host memory and then to NVMe (not on a CPU, whose memory
-            is the host's), ``"none"``, or only ``"host"`` or ``"nvme"``.
+            is the host's), ``"none"``, or only ``"host"`` or ``"nvme"``. ``{"gradients": "host"}``, or ``"nvme"``, has
+            all gradients wait there between micro-batches, with a budget or without, and nothing else leave.
         tile: what may run a few rows at a time, so that it never exists whole: an output layer's logits with their
             loss, and chains of operators between which values are large (an MLP's inner values, queries, keys and
             values with their attention, the logits of attention that is not fused). ``"auto"`` where no other plan

@@ -11,9 +11,9 @@ import click
 from tabulate import tabulate
 
 import zerofx
-from zerofx.cli_arguments import make_training, parse_accumulate, parse_budget, read_machine, world
+from zerofx.cli_arguments import make_training, parse_accumulate, parse_budget, parse_offload, read_machine, world
 from zerofx.errors import ZeroFXError
-from zerofx.options import Backend, Offload, Precision, Recompute, Wire
+from zerofx.options import Backend, Precision, Recompute, Wire
 from zerofx.report.saved import SavedPlan
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.machine import Link, Machine
@@ -43,6 +43,10 @@ def main() -> None:
 @click.option("--precision", type=click.Choice(get_args(Precision)), help="What is computed in; else as the model is.")
 @click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Gathers issued ahead.")
 @click.option("--recompute", type=click.Choice(get_args(Recompute)), default="auto", show_default=True)
+@click.option(
+    "--offload", default="auto", show_default=True, metavar="TIER",
+    help="auto, none, host or nvme; or gradients=host (nvme): of gradients between micro-batches.",
+)  # fmt: skip
 @click.option("--accumulate", default="1", show_default=True, help="Micro-batches before each update, or 'auto'.")
 @click.option(
     "--wire", type=click.Choice(get_args(Wire)), default="exact", show_default=True, help="In how many bits to send."
@@ -68,6 +72,7 @@ def plan_command(
     precision: Precision | None,
     prefetch: int,
     recompute: Recompute,
+    offload: str,
     accumulate: str,
     wire: Wire,
     max_grad_norm: float | None,
@@ -95,6 +100,7 @@ def plan_command(
             memory_budget=parse_budget(memory_budget),
             host_budget=parse_budget(host_budget),
             recompute=recompute,
+            offload=parse_offload(offload),
             loss_fn=loss_fn,
             precision=precision,
             prefetch=prefetch,
@@ -123,7 +129,10 @@ def plan_command(
 @click.option("--precision", type=click.Choice(get_args(Precision)), help="What is computed in; else as the model is.")
 @click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Gathers issued ahead.")
 @click.option("--recompute", type=click.Choice(get_args(Recompute)), default="auto", show_default=True)
-@click.option("--offload", type=click.Choice(get_args(Offload)), default="auto", show_default=True)
+@click.option(
+    "--offload", default="auto", show_default=True, metavar="TIER",
+    help="auto, none, host or nvme; or gradients=host (nvme): of gradients between micro-batches.",
+)  # fmt: skip
 @click.option("--accumulate", default="1", show_default=True, help="Micro-batches before each update, or 'auto'.")
 @click.option(
     "--wire", type=click.Choice(get_args(Wire)), default="exact", show_default=True, help="In how many bits to send."
@@ -143,7 +152,7 @@ def tune_command(
     precision: Precision | None,
     prefetch: int,
     recompute: Recompute,
-    offload: Offload,
+    offload: str,
     accumulate: str,
     wire: Wire,
     max_grad_norm: float | None,
@@ -170,7 +179,7 @@ def tune_command(
             save=save,
             loss_fn=loss_fn,
             recompute=recompute,
-            offload=offload,
+            offload=parse_offload(offload),
             precision=precision,
             backend=backend,
             prefetch=prefetch,

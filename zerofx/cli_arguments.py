@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx.errors import UsageError
-from zerofx.options import Accumulate
+from zerofx.options import Accumulate, Offload
 from zerofx.scheduler.machine import Machine
 
 
@@ -108,6 +108,12 @@ def parse_budget(text: str | None) -> str | float | None:
     except ValueError:
         return text
     return fraction if 0 < fraction <= 1 else text
+
+
+def parse_offload(text: str) -> Offload:
+    """A word, or ``gradients=host`` for ``{"gradients": "host"}``; whether it can be is ``check_options``' business."""
+    name, equals, tier = text.partition("=")
+    return {name: tier} if equals else text  # type: ignore[return-value]
 
 
 def parse_accumulate(text: str) -> Accumulate:

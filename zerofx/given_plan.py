@@ -11,7 +11,7 @@ from zerofx.buckets import BucketLayout
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError, warn
 from zerofx.graph import StepGraph
 from zerofx.lowering import LoweredStep
-from zerofx.options import CompileOptions
+from zerofx.options import GRADIENTS, CompileOptions
 from zerofx.plan_choice import budget_bytes, host_budget_bytes
 from zerofx.report.units import format_bytes, format_count
 from zerofx.runtime.control import Control
@@ -60,11 +60,26 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
             f"{len(plan.gradients)} off the device, found offload='none': leave it out, or leave plan out to have "
             f"another made"
         )
+    _check_gradients(plan, options)
     _check_delayed(plan, options)
     default = PolicyOptions()
     if control.rank == 0 and (options.policy.prefetch, tuple(options.policy.keep)) != (default.prefetch, default.keep):
         warn("prefetch and keep_gathered have no effect beside a plan: it says when every bucket is gathered")
     return replace(options, plan=plan)
+
+
+def _check_gradients(plan: Plan, options: CompileOptions) -> None:
+    """Check that a plan has gradients between micro-batches where they are asked to be by name."""
+    if not isinstance(options.offload, Mapping) or plan.num_micro_batches == 1:
+        return
+    wanted, found = options.offload[GRADIENTS], {decision.tier for decision in plan.gradients}
+    if found != {wanted}:
+        where = f"on {' and '.join(sorted(found))}" if found else "on the device"
+        raise UsageError(
+            f"expected a plan whose gradients wait on {wanted} between micro-batches beside "
+            f"offload={options.offload!r}, found one that has them {where}: leave offload out, or leave plan out to "
+            f"have another made"
+        )
 
 
 def _check_delayed(plan: Plan, options: CompileOptions) -> None:

@@ -21,10 +21,12 @@ from zerofx.scheduler.policy import PolicyOptions
 Backend = Literal["inductor", "eager"]
 Precision = Literal["bf16"]
 Recompute = Literal["auto", "none", "full"]
-Offload = Literal["auto", "none", "host", "nvme"]
+OffloadWord = Literal["auto", "none", "host", "nvme"]
+Offload = OffloadWord | Mapping[str, str]
 Accumulate = int | Literal["auto"]
 Wire = Literal["exact", "int8", "int4"]
 CudaGraphs = bool | Literal["auto"]
+GRADIENTS = "gradients"  # what can be offloaded by name
 Tiling = Literal["auto", "none"] | Mapping[str, int]
 
 
@@ -115,8 +117,7 @@ def check_options(
     check_loss_function(loss_fn)
     if recompute not in get_args(Recompute):
         raise UsageError(f"expected recompute 'auto' (as the budget asks), 'none' or 'full', found {recompute!r}")
-    if offload not in get_args(Offload):
-        raise UsageError(f"expected offload 'auto' (as the budget asks), 'none', 'host' or 'nvme', found {offload!r}")
+    _check_offload(offload, accumulate, given=plan is not None, budget=memory_budget is not None)
     _check_accumulate(accumulate, plan)
     _check_tile(tile)
     _check_delayed(delayed_update, offload)
@@ -127,10 +128,11 @@ def check_options(
         )
     _check_max_grad_norm(max_grad_norm, delayed_update)
     budget = _check_budget("memory_budget", memory_budget, "the device")
+    by_name = isinstance(offload, Mapping)
     limit = _check_budget("host_budget", host_budget, "a rank's share of the host's memory")
     if budget is None and offload in ("host", "nvme") and delayed_update is None:
         warn(f"offload={offload!r} is ignored without a memory_budget: nothing has to leave the device")
-    if limit is not None and budget is None and plan is None and delayed_update is None:
+    if limit is not None and budget is None and plan is None and delayed_update is None and not by_name:
         warn("host_budget is ignored without a memory_budget or a plan: nothing has to leave the device")
     if weights is not None and not isinstance(weights, str | Path):
         raise UsageError(f"expected weights to be the path of a file or folder, found {type(weights).__name__}")
@@ -148,7 +150,7 @@ def check_options(
         max_shapes,
         budget,
         recompute,
-        offload,
+        dict(offload) if isinstance(offload, Mapping) else offload,
         accumulate,
         tile,
         limit,
@@ -163,18 +165,58 @@ def check_options(
 def tiers_for(offload: Offload, machine: Machine) -> tuple[Tier, ...]:
     """The tiers that values may leave the device for, the first being filled first.
 
-    On a CPU the host's memory is the device's: ``"auto"`` has nothing to gain there.
+    On a CPU the host's memory is the device's: ``"auto"`` has nothing to gain there. What is asked for by name goes
+    where it says, and nothing else leaves.
 
     Raises:
         UsageError: ``"nvme"`` is asked for on a machine that has none.
     """
-    if offload == "nvme" and machine.nvme is None:
-        raise UsageError(f"expected a machine with nvme for offload='nvme', found {machine.name}: give its row one")
-    if offload in ("host", "nvme"):
+    if offload == "nvme":
+        _check_nvme(offload, machine)
+    if offload == "host" or offload == "nvme":
         return (offload,)
-    if offload == "none" or machine.is_cpu:
+    if isinstance(offload, Mapping) or offload == "none" or machine.is_cpu:
         return ()
     return ("host", "nvme") if machine.nvme is not None else ("host",)
+
+
+def gradients_tier(offload: Offload, machine: Machine) -> Tier | None:
+    """The tier that gradients between micro-batches are asked to wait in by name; None if they are not.
+
+    Raises:
+        UsageError: it is ``"nvme"``, and the machine has none.
+    """
+    if not isinstance(offload, Mapping):
+        return None
+    if offload[GRADIENTS] == "nvme":
+        _check_nvme(offload, machine)
+        return "nvme"
+    return "host"
+
+
+def _check_nvme(offload: Offload, machine: Machine) -> None:
+    if machine.nvme is None:
+        raise UsageError(
+            f"expected a machine with nvme for offload={offload!r}, found {machine.name}: give its row one"
+        )
+
+
+def _check_offload(offload: object, accumulate: Accumulate, *, given: bool, budget: bool) -> None:
+    """``given``: whether there is a plan, which says how many micro-batches there are; ``budget``: whether one asks."""
+    if isinstance(offload, Mapping):
+        if list(offload) == [GRADIENTS] and offload[GRADIENTS] in ("host", "nvme"):
+            if not given and (accumulate == 1 or (accumulate == "auto" and not budget)):
+                warn(
+                    f"offload={dict(offload)!r} is ignored with accumulate={accumulate!r}, which is one micro-batch: "
+                    f"its gradients wait for no other's"
+                )
+            return
+    elif offload in get_args(OffloadWord):
+        return
+    raise UsageError(
+        f"expected offload 'auto' (as the budget asks), 'none', 'host' or 'nvme', or {{'gradients': 'host'}} (or "
+        f"'nvme') for gradients between micro-batches, found {offload!r}"
+    )
 
 
 def _check_wire(wire: object, stage: int) -> None:

@@ -9,12 +9,13 @@ from zerofx.buckets import BucketLayout
 from zerofx.codegen.kernels.table import LOSS
 from zerofx.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
-from zerofx.options import CompileOptions, tiers_for
+from zerofx.options import CompileOptions, gradients_tier, tiers_for
 from zerofx.progress import watched
 from zerofx.rehearsal import Estimates, Rehearsal
 from zerofx.scheduler.bound import with_least_seconds
 from zerofx.scheduler.budget import fit, least_memory
 from zerofx.scheduler.captured import Captured
+from zerofx.scheduler.gradients import gradients_asked, place_gradients
 from zerofx.scheduler.host_budget import fit_host
 from zerofx.scheduler.items import Leaning, Question
 from zerofx.scheduler.machine import Machine
@@ -85,14 +86,19 @@ def _exact_plan(
     tiles = named_tiles(captured, options.tile) if isinstance(options.tile, Mapping) else ()
     state_bytes = _state_bytes(layout, rehearsal.programs, options.stage)
     delayed = delayed_placements(layout, state_bytes, options.stage) if options.delayed_update is not None else {}
+    facts = Captured(captured, machine, tiles)
+    gradients = gradients_asked(layout, captured.num_micro_batches, gradients_tier(options.offload, machine))
     if memory_budget is None and options.recompute != "full":
+        # Only copies that are to be placed ask how long computation takes.
+        placed = place_gradients(gradients, facts.tiled, layout, facts.seconds, machine) if gradients else ()
         return decide(
             captured, layout, stage=options.stage, precision=options.precision, machine=machine.name,
             options=options.policy, tiles=tiles, states=decisions_of(delayed), max_grad_norm=options.max_grad_norm,
+            gradients=placed,
         )  # fmt: skip
 
     question = Question(
-        captured=Captured(captured, machine, tiles),
+        captured=facts,
         layout=layout,
         stage=options.stage,
         precision=options.precision,
@@ -105,6 +111,7 @@ def _exact_plan(
         state_bytes=state_bytes,
         delayed=delayed,
         max_grad_norm=options.max_grad_norm,
+        gradients=gradients,
     )
     with watched("planning", "plans tried", show=talk) as bar:
 

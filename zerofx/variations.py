@@ -39,7 +39,7 @@ def _recomputing(options: CompileOptions) -> Iterator[Variation]:
 
 
 def _offloading(options: CompileOptions) -> Iterator[Variation]:
-    if options.offload in ("host", "nvme"):
+    if options.offload not in ("auto", "none"):
         yield Variation("offload nothing", replace(options, offload="none"))
 
 
