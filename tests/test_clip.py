@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import zerofx
 from tests.distributed import run_ranks
 from tests.models import CASES, Stack, batches, sgd
-from tests.offloads import check_measured, parameters_away, placing, prepare_case, recomputing
+from tests.offloads import check_measured, parameters_away, placing, prepare_case
 from tests.scheduler.test_joint import small_machine
 from tests.test_states import PLACES
 from tests.training import Trained, build, differences, train_compiled, train_plain, world
 from zerofx import Plan, UsageError
 
-pytestmark = pytest.mark.usefixtures("drive", "verified")
+pytestmark = pytest.mark.usefixtures("drive")
 
 MOST = 0.5  # what the gradients of all cases are above
 FAR = 1e6  # what none is above
@@ -31,25 +31,24 @@ def unclipped(trained: Trained) -> Trained:
     return replace(trained, norms=[])
 
 
-@pytest.mark.parametrize("name", ["gpt", "stack", "tied", "param groups", "loss function", "arguments"])
+@pytest.mark.parametrize("name", ["gpt", "stack", "tied", "param groups"])
 def test_one_process_clips_as_torch_does(name: str) -> None:
     case = CASES[name]
-    expected = train_plain(case, 4, max_grad_norm=MOST)
-    found = train_compiled(case, 0, 4, max_grad_norm=MOST)
+    expected = train_plain(case, 3, max_grad_norm=MOST)
+    found = train_compiled(case, 3, 3, max_grad_norm=MOST)
     assert min(expected.norms) > MOST and not differences(expected, found, ROUNDING)
-    assert not differences(found, train_compiled(case, 3, 4, max_grad_norm=MOST))
 
 
-@pytest.mark.parametrize("name", ["gpt", "stack", "mixed dtypes", "frozen"])
+@pytest.mark.parametrize("name", ["stack", "mixed dtypes", "frozen"])
 def test_gradients_below_the_norm_keep_their_bits(name: str) -> None:
     case = CASES[name]
-    expected = train_plain(case, 4)
-    assert not differences(expected, unclipped(train_compiled(case, 3, 4, max_grad_norm=FAR)))
-    assert not differences(expected, unclipped(train_compiled(case, 0, 4, max_grad_norm=math.inf)))
+    expected = train_plain(case, 3)
+    assert not differences(expected, unclipped(train_compiled(case, 3, 3, max_grad_norm=FAR)))
+    assert not differences(expected, unclipped(train_compiled(case, 0, 3, max_grad_norm=math.inf)))
 
 
 def test_micro_batches_are_clipped_once_together() -> None:
-    case = CASES["gpt"]
+    case = CASES["stack"]
     expected = train_plain(case, 3, 2, MOST)
     found = train_compiled(case, 0, 3, accumulate=2, max_grad_norm=MOST)
     assert not differences(expected, found, ROUNDING)
@@ -57,7 +56,7 @@ def test_micro_batches_are_clipped_once_together() -> None:
     assert not differences(train_plain(case, 3, 2), unclipped(far))
 
 
-def _clip_by_hand(name: str, max_norm: float, steps: int = 4) -> Trained:
+def _clip_by_hand(name: str, max_norm: float, steps: int) -> Trained:
     """bf16 parameters whose gradients are clipped in fp32, where their masters are updated."""
     case = CASES[name]
     masters, model = build(case), build(case).bfloat16()
@@ -80,15 +79,12 @@ def _clip_by_hand(name: str, max_norm: float, steps: int = 4) -> Trained:
 
 def test_gradients_in_bf16_are_clipped_in_fp32() -> None:
     # The first step alone is within rounding: parameters in bf16 turn it into other gradients.
-    first = differences(
-        _clip_by_hand("gpt", MOST, 1), train_compiled(CASES["gpt"], 3, 1, precision="bf16", max_grad_norm=MOST), 1e-6
-    )
-    far = train_compiled(CASES["gpt"], 3, 4, precision="bf16", max_grad_norm=FAR)
-    assert first == [] and differences(unclipped(_clip_by_hand("gpt", FAR)), unclipped(far)) == []
-    plan = replace(placing(prepare_case(CASES["gpt"], 3, 1, precision="bf16"), "host", "host"), max_grad_norm=MOST)
-    kept, moved = (
-        train_compiled(CASES["gpt"], 3, 4, precision="bf16", max_grad_norm=MOST, plan=one) for one in (None, plan)
-    )
+    case, options = CASES["stack"], {"precision": "bf16", "max_grad_norm": MOST}
+    assert differences(_clip_by_hand("stack", MOST, 1), train_compiled(case, 3, 1, **options), ROUNDING) == []
+    far = train_compiled(case, 3, 3, precision="bf16", max_grad_norm=FAR)
+    assert differences(unclipped(_clip_by_hand("stack", FAR, 3)), unclipped(far)) == []
+    plan = replace(placing(prepare_case(case, 3, 1, precision="bf16"), "host", "host"), max_grad_norm=MOST)
+    kept, moved = (train_compiled(case, 3, 3, plan=one, **options) for one in (None, plan))
     assert not differences(kept, moved)
 
 
@@ -170,18 +166,18 @@ def _step(plan: Plan | None, stage: int, **options: Any) -> tuple[zerofx.Step, t
 def test_states_elsewhere_are_the_same_to_the_bit_and_take_the_bytes_predicted(tier: str, update: str) -> None:
     case = CASES["gpt"]
     plan = replace(placing(prepare_case(case, 0, 1), tier, update), max_grad_norm=MOST)
-    kept = train_compiled(case, 0, 3, max_grad_norm=MOST)
-    assert not differences(kept, train_compiled(case, 0, 3, max_grad_norm=MOST, plan=plan))
+    kept = train_compiled(case, 0, 2, max_grad_norm=MOST)
+    assert not differences(kept, train_compiled(case, 0, 2, max_grad_norm=MOST, plan=plan))
     step, args = _step(plan, 0)
     check_measured(step.measure(*args), step.plan, sum(given.nbytes for given in args))
 
 
-@pytest.mark.parametrize("states", [None, ("host", "device"), ("host", "host")])
+@pytest.mark.parametrize("states", [None, ("host", "host")])
 def test_parameters_elsewhere_are_the_same_to_the_bit(states: tuple[str, str] | None) -> None:
     case = CASES["gpt"]
     plan = replace(parameters_away(prepare_case(case, 3, 1), "host", states), max_grad_norm=MOST)
-    kept = train_compiled(case, 3, 3, max_grad_norm=MOST)
-    assert not differences(kept, train_compiled(case, 3, 3, max_grad_norm=MOST, plan=plan))
+    kept = train_compiled(case, 3, 2, max_grad_norm=MOST)
+    assert not differences(kept, train_compiled(case, 3, 2, max_grad_norm=MOST, plan=plan))
 
 
 def test_a_budget_is_met_with_states_that_come_up_one_after_the_other() -> None:
@@ -197,7 +193,7 @@ def test_a_budget_is_met_with_states_that_come_up_one_after_the_other() -> None:
 
 
 def test_the_predicted_peak_is_the_measured_one() -> None:
-    for options in ({}, {"accumulate": 2}, {"precision": "bf16"}, {"recompute": "full"}):
+    for options in ({"accumulate": 2, "recompute": "full"}, {"precision": "bf16"}):
         step, args = _step(None, 3, **options)
         measured, predicted = step.measure(*args).peak_bytes["device"], step.plan.peak_bytes["device"]
         assert measured == pytest.approx(predicted, rel=0.01), options
@@ -211,61 +207,41 @@ def test_compiled_regions_are_clipped_too() -> None:
     assert not differences(expected, train_compiled(case, 3, 3, max_grad_norm=MOST, backend="inductor"), 1e-5)
 
 
-def _runs(stage: int) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {f"stage {stage}": {}}
-    if stage == 3:
-        found |= {"whole": {"keep_gathered": "all"}, "late": {"prefetch": 0}, "again": {"recompute": "full"}}
-    return found
-
-
-def _on_ranks(drive: str, name: str, stages: list[int]) -> list[str]:
+def _on_ranks(drive: str, stage: int, places: list[tuple[str, str]], plans: dict[str, dict[str, Any]]) -> list[str]:
+    """What differs from DDP, from stage 0, and from what was predicted."""
     os.environ["ZEROFX_NVME_DIR"] = drive
-    case, wrong = CASES[name], []
-    expected, free = train_plain(case, 3, max_grad_norm=MOST), train_plain(case, 3)
-    first = train_compiled(case, 0, 3, max_grad_norm=MOST)
-    wrong += differences(expected, first, ROUNDING)
-    for stage in stages:
-        wrong += differences(free, unclipped(train_compiled(case, stage, 3, max_grad_norm=FAR)))
-        plans = {label: {"plan": None, **options} for label, options in _runs(stage).items()}
-        prepared = prepare_case(case, stage, 2)
-        plans |= {f"{tier}, {update}": {"plan": placing(prepared, tier, update)} for tier, update in PLACES[1:3]}
-        plans["recomputing"] = {"plan": recomputing(prepared)}
-        for label, options in plans.items():
-            if options["plan"] is not None:
-                options["plan"] = replace(options["plan"], max_grad_norm=MOST)
-            found = train_compiled(case, stage, 3, max_grad_norm=MOST, **options)
-            wrong += [f"stage {stage}, {label}: {text}" for text in differences(first, found)]
+    case, prepared = CASES["gpt"], prepare_case(CASES["gpt"], stage, 2)
+    first = train_compiled(case, 0, 2, max_grad_norm=MOST)
+    wrong = differences(train_plain(case, 2, max_grad_norm=MOST), first, ROUNDING)
+    wrong += differences(train_plain(case, 2), unclipped(train_compiled(case, stage, 2, max_grad_norm=FAR)))
+    placed = {place: replace(placing(prepared, *place), max_grad_norm=MOST) for place in places}
+    for options in ({}, *plans.values(), *({"plan": plan} for plan in placed.values())):
+        found = train_compiled(case, stage, 2, max_grad_norm=MOST, **options)
+        wrong += [f"stage {stage}, {options}: {text}" for text in differences(first, found)]
+    for plan in (None, *placed.values()):
+        step, args = _step(plan, stage)
+        check_measured(step.measure(*args, num_steps=2), step.plan, 4096, share=0.001)
+        step.close()
     return wrong
 
 
-def _measured(drive: str, stage: int) -> None:
-    os.environ["ZEROFX_NVME_DIR"] = drive
-    prepared = prepare_case(CASES["gpt"], stage, 2)
-    for tier, update in PLACES[:2]:
-        step, args = _step(replace(placing(prepared, tier, update), max_grad_norm=MOST), stage)
-        check_measured(step.measure(*args, num_steps=2), step.plan, 4096, share=0.001)
-        step.close()
-
-
-def test_two_ranks_have_the_bits_of_stage_0_at_stage_3_and_with_every_plan(drive: object) -> None:
-    assert run_ranks(_on_ranks, 2, str(drive), "gpt", [3]) == [[], []]
+def test_two_ranks_have_the_bits_of_stage_0_at_stage_3_and_take_the_bytes_predicted(drive: object) -> None:
+    plans: dict[str, Any] = {"recomputed": {"recompute": "full", "prefetch": 0}}
+    assert run_ranks(_on_ranks, 2, str(drive), 3, [("host", "host")], plans) == [[], []]
 
 
 @pytest.mark.slow
-def test_two_ranks_have_the_same_bits_at_all_stages(drive: object) -> None:
-    assert run_ranks(_on_ranks, 2, str(drive), "gpt", [0, 1, 2], timeout=300.0) == [[], []]
-
-
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in range(3))])
-def test_two_ranks_take_the_bytes_predicted(drive: object, stage: int) -> None:
-    run_ranks(_measured, 2, str(drive), stage)
+@pytest.mark.parametrize("stage", range(4))
+def test_two_ranks_have_the_same_bits_at_all_stages_with_all_plans(drive: object, stage: int) -> None:
+    plans: dict[str, Any] = {"whole": {"keep_gathered": "all"}, "late": {"prefetch": 0}}
+    assert run_ranks(_on_ranks, 2, str(drive), stage, PLACES, plans, timeout=300.0) == [[], []]
 
 
 # ------------------------------------------------------------------------------------------------ planning
 
 
 def planned(**options: Any) -> zerofx.PlannedStep:
-    case = CASES["gpt"]
+    case = CASES["stack"]
     model = build(case)
     ((args, _),) = batches(case, 0, 1)
     return zerofx.plan(model, case.optimizer(model), args, machine="cpu", backend="eager", **options)
@@ -292,9 +268,8 @@ def test_the_simulation_has_updates_behind_the_last_reduction() -> None:
 
 
 def test_all_that_is_sent_more_is_a_number_from_each_rank() -> None:
-    for ranks in (2, 4):
-        free, clipped = planned(world_size=ranks).plan, planned(world_size=ranks, max_grad_norm=1.0).plan
-        assert clipped.wire_bytes - free.wire_bytes == 8 * (ranks - 1)
+    free, clipped = planned(world_size=4).plan, planned(world_size=4, max_grad_norm=1.0).plan
+    assert clipped.wire_bytes - free.wire_bytes == 8 * 3
 
 
 def test_a_wire_of_few_bits_is_planned_beside_it() -> None:
@@ -307,7 +282,7 @@ def test_a_plan_says_what_it_clips_to_and_is_for_nothing_else() -> None:
     assert "gradients clipped to a norm of 0.5" in str(plan) and "clipped" not in str(free)
     assert free.diff(plan).startswith("made for\n  max_grad_norm: None -> 0.5")
     assert Plan.from_json(plan.to_json()) == plan and "max_grad_norm" not in free.to_json()
-    case = CASES["gpt"]
+    case = CASES["stack"]
     model = build(case)
     with pytest.raises(zerofx.PlanError, match=r"max_grad_norm: expected 0\.5, found 1\.0"):
         zerofx.compile(model, case.optimizer(model), plan=plan, machine="cpu", backend="eager", max_grad_norm=1.0)
