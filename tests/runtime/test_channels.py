@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
@@ -102,3 +106,47 @@ def _one_lets_go() -> str:
 @linux
 def test_a_message_fails_where_the_other_rank_lets_go() -> None:
     assert run_ranks(_one_lets_go, 2) == ["RuntimeError", ""]
+
+
+class _Told:
+    """Words that say where `source` is, without another rank."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self.source = source
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Any:
+        return self
+
+    def receive(self, tensor: torch.Tensor, tag: int) -> Any:
+        tensor.copy_(torch.tensor([self.source.data_ptr(), self.source.nbytes]))
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+class _Keeper:
+    """Runs a job at once, and keeps it as a thread does for a while."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Callable[[], None]] = []
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        self.jobs.append(job)
+        done: Future[None] = Future()
+        job()
+        done.set_result(None)
+        return done
+
+
+@linux
+def test_a_buffer_is_let_go_of_once_it_has_been_read_into() -> None:
+    source, into, readers = torch.arange(4.0), torch.zeros(4), _Keeper()
+    words: Any = _Told(source)
+    workers: Any = readers
+    message = MemoryChannel(words, os.getpid(), workers).receive(into, 1)
+    message.wait()
+    assert torch.equal(into, source)
+    held = weakref.ref(into)
+    del into
+    assert held() is None and readers.jobs

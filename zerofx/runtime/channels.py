@@ -68,6 +68,7 @@ class MemoryChannel:
         told = self._words.receive(where, 2 * tag)
 
         def read() -> None:
+            nonlocal tensor
             told.wait()
             address, num_bytes = where.tolist()
             assert num_bytes == tensor.nbytes, f"{num_bytes} bytes are sent where {tensor.nbytes} are expected"
@@ -75,6 +76,8 @@ class MemoryChannel:
                 read_memory(self._pid, address, tensor)
             except OSError as error:
                 raise RuntimeError(f"process {self._pid} of another rank cannot be read any more: {error}") from error
+            # A thread's job outlives the moment at which it is known to be done, and the buffer may be freed then.
+            del tensor
             self._words.send(torch.empty(1), 2 * tag + 1).wait()
 
         return _Received(self._readers, read)
