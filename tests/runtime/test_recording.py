@@ -53,6 +53,13 @@ def test_a_recording_trains_what_eager_mode_trains(name: str, emulated: Emulated
     assert (emulated.num_warm_ups, emulated.num_sessions) == (NUM_WARM_UP_STEPS, 1)
 
 
+def test_a_step_that_clips_is_recorded_with_its_norm(emulated: EmulatedCapturer) -> None:
+    case, options = CASES["stack"], {"max_grad_norm": 0.5}
+    plain = train_compiled(case, 0, 5, **options)
+    assert differences(plain, train_compiled(case, 0, 5, cuda_graphs=True, **options)) == []
+    assert len({float(norm) for norm in plain.norms}) == 5 and emulated.num_sessions == 1
+
+
 def _ranks() -> list[str]:
     found = []
     for stage, options in ((0, {}), (1, {}), (3, {"accumulate": 2})):
@@ -62,6 +69,10 @@ def _ranks() -> list[str]:
             ours = train_compiled(CASES["gpt"], stage, 4, cuda_graphs=True, **options)
             found += [f"stage {stage}, {options}: {text}" for text in differences(plain, ours)]
             assert capturer.num_sessions == 1
+    with pytest.MonkeyPatch.context() as patch:
+        emulate(patch)
+        plain, ours = (train_compiled(CASES["stack"], 3, 4, max_grad_norm=0.5, cuda_graphs=on) for on in (False, True))
+        found += [f"clipped: {text}" for text in differences(plain, ours)]
     return found
 
 
