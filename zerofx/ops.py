@@ -162,7 +162,6 @@ for _name, _kernel in (
     ("quantise", _quantise.quantise),
     ("dequantise", _quantise.dequantise),
     ("dequantise_sum", _quantise.dequantise_sum),
-    ("square_sum", _square_sum),
 ):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _key)
@@ -175,6 +174,9 @@ for _name, _reference in (
 ):
     _library.impl(_name, _reference, "CPU")
     _library.impl(_name, _kernel_of("softmax", _name), "CUDA")
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("square_sum", _square_sum, _key)
 
 _library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
 _library.impl("part", _part, "CompositeExplicitAutograd")  # a view is the same on any device
