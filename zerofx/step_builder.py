@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,11 @@ class StepBuilder(LatestStep):
         self.num_steps = 0
         self.measured_peak_bytes: int | None = None
         self._meter: Meter | None = None
+        owner = weakref.proxy(self)  # a step that is dropped goes at once
         self._graphs = GraphedSteps(
-            lambda: CudaCapturer(self._device), self._graph_obstacle, required=options.cuda_graphs is True
+            lambda: CudaCapturer(owner._device),
+            lambda compiled: owner._graph_obstacle(compiled),
+            required=options.cuda_graphs is True,
         )
         self._grad_norm: torch.Tensor | None = None
         self._measured: tuple[CompiledStep, Measurement] | None = None
