@@ -99,3 +99,9 @@ def test_a_damaged_plan_is_searched_for_anew(searches: Searches, tmp_path: Path)
 def test_without_a_search_no_plan_is_kept(searches: Searches, tmp_path: Path) -> None:
     assert searches.run(memory_budget=None)[0] == 1
     assert not _kept(tmp_path)
+
+
+def test_a_plan_is_not_taken_for_a_step_with_other_kernels(searches: Searches, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert searches.run()[0] == 1
+    monkeypatch.setattr("zerofx.plan_cache.kernels_in_use", lambda asked, device: frozenset({"loss"}))
+    assert [searches.run()[0] for _ in range(2)] == [1, 0]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 
 from zerofx.buckets import BucketLayout
+from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.disk_cache import DiskCache, key_of
 from zerofx.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
@@ -42,6 +43,7 @@ def kept_plan(
         captured.text(), canonical(captured.graph), str(captured.device), repr(captured.parameters),
         repr(sorted(captured.units)), repr((captured.mutation_names, captured.gradient_names, captured.slices)),
         repr(layout), repr(machine), repr(memory_budget), repr(sorted(settings.disable)),
+        repr(sorted(kernels_in_use(settings.kernels, captured.device))),
         *(f"{one.name}: {getattr(options, one.name)!r}" for one in fields(options) if one.name not in _ELSEWHERE),
         _mapping_text(options.tile), str(policy.prefetch), _mapping_text(policy.keep),
         *(f"{index}: {_program_text(program)}" for index, program in sorted(programs.items())),
