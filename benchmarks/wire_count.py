@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerofx.scheduler.storage import tensors_in
 
 
 class WireCount(TorchDispatchMode):
@@ -14,7 +15,7 @@ class WireCount(TorchDispatchMode):
     group of NCCL's), since the block began. Point-to-point messages are not counted."""
 
     def __init__(self, num_ranks: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
         self.num_bytes = 0
         self._others = num_ranks - 1
         self._num_ranks = num_ranks
@@ -31,15 +32,7 @@ class WireCount(TorchDispatchMode):
 
 
 def _size(found: Any) -> int:
-    return sum(one.nbytes for one in _tensors(found))
-
-
-def _tensors(found: Any) -> Iterator[torch.Tensor]:
-    if isinstance(found, torch.Tensor):
-        yield found
-    elif isinstance(found, list | tuple):
-        for one in found:
-            yield from _tensors(one)
+    return sum(one.nbytes for one in tensors_in(found))
 
 
 # Of each operator's arguments, the bytes that pass on to the next rank of a ring.

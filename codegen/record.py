@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from zerofx.scheduler.liveness import MemoryEvent
+from zerofx.scheduler.storage import tensors_in
 from zerofx.scheduler.workspace import workspace_bytes
 
 _EMPTY = "empty_strided_"  # and the device
@@ -76,7 +77,7 @@ class _Record:
     def _bind(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             before = self._values.get(name)
-            for tensor in _tensors(value):
+            for tensor in tensors_in(value):
                 self._hold(tensor)
             self._values[name] = value
             self._release(before)
@@ -92,7 +93,7 @@ class _Record:
             self._events.append(MemoryEvent(self._sizes[key]))
 
     def _release(self, value: Any) -> None:
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             key = _storage(tensor)
             self._names[key] -= 1
             if self._names[key]:
@@ -142,21 +143,13 @@ class _Record:
         node = _node(target, _positional(target, args, keywords))
         scratch = workspace_bytes(node)
         if scratch:
-            outputs = sum(tensor.untyped_storage().nbytes() for tensor in _tensors(node.meta["val"]))
+            outputs = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(node.meta["val"]))
             self._events += [MemoryEvent(outputs + scratch), MemoryEvent(-outputs - scratch)]
         return node.meta["val"]
 
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _is_name(expression: ast.expr, name: str) -> bool:

@@ -41,9 +41,8 @@ _LISTS: dict[str, type] = {
     "parameters": ParameterDecision,
     "gradients": GradientDecision,
 }
-_OF_A_WIRE = {"wire": "exact", "ranks_per_node": None, "wires": ()}  # what an exact plan says of them: nothing
 # Entries that a plan has only where they say something.
-_LEFT_OUT: dict[str, Any] = _OF_A_WIRE | {"pieces": (), "max_grad_norm": None}
+_LEFT_OUT: dict[str, Any] = {"wire": "exact", "ranks_per_node": None, "wires": (), "pieces": (), "max_grad_norm": None}
 
 
 def as_data(plan: Plan) -> dict[str, Any]:

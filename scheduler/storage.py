@@ -48,7 +48,7 @@ def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
 
     Missing outputs (``None``, as in a convolution's backward without bias) and plain or symbolic numbers are left out.
     """
-    return tuple(_flatten(node.meta.get("val")))
+    return tuple(tensors_in(node.meta.get("val")))
 
 
 def storage_bytes(val: Tensor) -> int:
@@ -234,9 +234,10 @@ def _nodes(value: object) -> Iterator[fx.Node]:
             yield from _nodes(item)
 
 
-def _flatten(value: object) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors among a value and what lists and tuples in it hold, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _flatten(item)
+            yield from tensors_in(item)

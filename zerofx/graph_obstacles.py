@@ -13,7 +13,7 @@ from zerofx.lowering import LoweredStep
 from zerofx.node_facts import DEVICE, Role, origin, tier_of, value
 from zerofx.node_text import target_name
 from zerofx.report.units import format_bytes
-from zerofx.scheduler.storage import storage_bytes
+from zerofx.scheduler.storage import storage_bytes, tensors_of
 
 _aten = torch.ops.aten
 # The host moves these buffers, or makes them anew in each step.
@@ -66,7 +66,7 @@ def _node_obstacle(node: fx.Node, device_type: str) -> str:
         return f"the host waits for a value that the device computes ({where})"
     if torch.Tag.cudagraph_unsafe in tags:
         return f"its author marked {where} as unsafe in CUDA graphs"
-    if any(one.device.type != device_type for one in _tensors(value(node))):
+    if any(one.device.type != device_type for one in tensors_of(node)):
         return f"{where} is not on the device"
     return ""
 
@@ -85,11 +85,3 @@ def _indices(node: fx.Node) -> Iterator[torch.Tensor]:
     for one in indices:
         if isinstance(one, fx.Node):
             yield value(one)
-
-
-def _tensors(found: Any) -> Iterator[torch.Tensor]:
-    if isinstance(found, torch.Tensor):
-        yield found
-    elif isinstance(found, list | tuple):
-        for one in found:
-            yield from _tensors(one)
