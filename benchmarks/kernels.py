@@ -1,7 +1,9 @@
-"""zerofx's Triton kernels beside what torch and Inductor have for the same work, in one run on a CUDA GPU.
+"""zerofx's kernels beside what torch and Inductor have for the same work, in one run.
 
-    python -m benchmarks.kernels
+    python -m benchmarks.kernels                    # those for CUDA
+    python -m benchmarks.kernels --device cpu       # that for CPUs, with this process's threads
 
+- **attention**, on a CPU: forward and backward in float32, of some shapes: ATen's operator and the kernel.
 - **update**: AdamW on one bucket with float32 masters and states, gradient and parameters in bfloat16: unscale, cast,
   update, copy. ATen's four kernels, the same arithmetic written out under ``torch.compile``, and the kernel.
 - **quantise**, **sum**: a bucket in bfloat16 to 8 bits and the sum of 8 such parts back: ATen's operators, the same
@@ -9,11 +11,12 @@
 - **loss**: an output layer with its cross-entropy, forward and backward, in bfloat16: whole logits under
   ``torch.compile``, torch's chunked ``linear_cross_entropy`` where torch has it, and tiles of classes.
 
-Rounds alternate between the contenders of a group; times are of CUDA events. Ratios are to the group's first, of
-medians and of minima: a kernel is worth having below 1. "Of copy" is the share of a plain copy's bytes a second, where
-all contenders are given the bytes that one pass has to move. Peak is what the allocator holds beyond the inputs.
+Rounds alternate between the contenders of a group; times are of CUDA events, or of the clock on a CPU. Ratios are to
+the group's first, of medians and of minima: a kernel is worth having below 1. "Of copy" is the share of a plain copy's
+bytes a second, where all contenders are given the bytes that one pass has to move. Peak is what the allocator holds
+beyond the inputs.
 
-Writes ``benchmarks/results/kernels.json`` and a Markdown table.
+Writes ``benchmarks/results/kernels_<device>.json`` and a Markdown table.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import argparse
 import itertools
 import json
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,12 +37,16 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
+from benchmarks.processes import device_name
 from zerofx import ops, quantise
+from zerofx.runtime.measure import CpuPeak
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LR, BETA1, BETA2, DECAY, EPS = 1e-3, 0.9, 0.95, 0.1, 1e-8
 NUM_PARTS = 8
 IGNORED = -100
+# Samples, heads, tokens, dim: the benchmarks' GPT, a longer context, and wider heads.
+ATTENTION_SHAPES = ((2, 8, 256, 64), (1, 8, 2048, 64), (1, 4, 1000, 128))
 _aten = torch.ops.aten
 
 
@@ -190,33 +198,71 @@ def loss_group(num_rows: int, dim: int, num_classes: int, device: torch.device) 
     return Group("loss", contenders)
 
 
-def measure(group: Group, num_rounds: int) -> dict[str, Measured]:
+def attention_group(samples: int, heads: int, tokens: int, dim: int, *, is_causal: bool, backward: bool) -> Group:
+    """Attention, or its gradients, by ATen and by the kernel, of views of one product as models have them."""
+    packed = torch.randn(samples, tokens, 3 * heads * dim)
+    query, key, value = (one.unflatten(-1, (heads, dim)).transpose(1, 2) for one in packed.split(heads * dim, -1))
+    call = (query, key, value, 0.0, is_causal)
+    results = _aten._scaled_dot_product_flash_attention_for_cpu(*call)
+    grad, given = torch.randn_like(results[0]), (query, key, value, *results)
+    contenders: dict[str, Callable[[], object]] = {
+        "torch": partial(_aten._scaled_dot_product_flash_attention_for_cpu, *call),
+        "kernel": partial(ops.attention, query, key, value, is_causal, None),
+    }
+    if backward:
+        contenders = {
+            "torch": partial(_aten._scaled_dot_product_flash_attention_for_cpu_backward, grad, *given, 0.0, is_causal),
+            "kernel": partial(ops.attention_backward, grad, *given, is_causal, None),
+        }
+    name = f"attention {samples}x{heads}x{tokens}x{dim}"
+    return Group(f"{name}{', causal' if is_causal else ''}{', backward' if backward else ''}", contenders)
+
+
+def measure(group: Group, num_rounds: int, device: torch.device) -> dict[str, Measured]:
     """All contenders of a group, round by round in turn."""
     found = {name: Measured() for name in group.contenders}
     for name, run in group.contenders.items():
         for _ in range(3):  # the first compiles
             run()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        torch.cuda.synchronize()
-        found[name].peak_bytes = torch.cuda.max_memory_allocated() - before
+        found[name].peak_bytes = peak_bytes(run, device)
     for _ in range(num_rounds):
         for name, run in group.contenders.items():
-            begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begun.record()
-            run()
-            done.record()
-            torch.cuda.synchronize()
-            found[name].seconds.append(begun.elapsed_time(done) / 1e3)
+            found[name].seconds.append(seconds(run, device))
     return found
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """The most that one call holds beyond what is there before it."""
+    if device.type == "cpu":
+        with CpuPeak() as peak:
+            run()
+        return peak.num_bytes
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Of one call."""
+    if device.type == "cpu":
+        begun_seconds = time.perf_counter()
+        run()
+        return time.perf_counter() - begun_seconds
+    begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun.record()
+    run()
+    done.record()
+    torch.cuda.synchronize()
+    return float(begun.elapsed_time(done)) / 1e3
 
 
 def copy_bandwidth(numel: int, device: torch.device, num_rounds: int) -> float:
     """Bytes a second that a copy of ``numel`` float32 reads and writes."""
     source, destination = torch.empty(2, numel, device=device).unbind()
-    found = measure(Group("copy", {"copy": lambda: destination.copy_(source)}), num_rounds)
+    found = measure(Group("copy", {"copy": lambda: destination.copy_(source)}), num_rounds, device)
     return 8 * numel / statistics.median(found["copy"].seconds)
 
 
@@ -257,6 +303,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--millions", type=int, default=128, help="elements of a bucket, in units of 2**20")
     parser.add_argument("--rows", type=int, default=8192, help="of the loss")
     parser.add_argument("--dim", type=int, default=4096, help="of the output layer's input")
@@ -264,28 +311,37 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks.kernels needs a CUDA GPU, found none: nothing was measured, nothing written")
-    device, numel = torch.device("cuda"), options.millions << 20
+    device, numel = torch.device(options.device), options.millions << 20
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("expected a CUDA GPU, found none: give --device cpu; nothing was measured, nothing written")
+    if device.type == "cuda":
+        name = device_name("cuda")
+        makers: list[Callable[[], Group]] = [
+            lambda: update_group(numel, device),
+            lambda: quantise_group(numel, device),
+            lambda: sum_group(numel, device),
+            lambda: loss_group(options.rows, options.dim, options.classes, device),
+        ]
+    else:
+        name = f"{device_name('cpu')}, {torch.get_num_threads()} threads"
+        makers = [
+            partial(attention_group, *shape, is_causal=is_causal, backward=backward)
+            for shape in ATTENTION_SHAPES
+            for is_causal in (True, False)
+            for backward in (False, True)
+        ]
     bandwidth = copy_bandwidth(numel, device, options.rounds)
-    makers: list[Callable[[], Group]] = [
-        lambda: update_group(numel, device),
-        lambda: quantise_group(numel, device),
-        lambda: sum_group(numel, device),
-        lambda: loss_group(options.rows, options.dim, options.classes, device),
-    ]
     found: list[dict[str, Any]] = []
     for make in makers:
         group = make()
-        found += rows(group, measure(group, options.rounds), bandwidth)
+        found += rows(group, measure(group, options.rounds, device), bandwidth)
         print(table(found[-len(group.contenders) :]), flush=True)
         del group
         torch.cuda.empty_cache()
-    name = torch.cuda.get_device_name(device)
     data = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": bandwidth, "rows": found}
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "kernels.json").write_text(json.dumps(data, indent=1))
-    (options.out / "kernels.md").write_text(f"{name}, torch {torch.__version__}\n\n{table(found)}\n")
+    (options.out / f"kernels_{device.type}.json").write_text(json.dumps(data, indent=1))
+    (options.out / f"kernels_{device.type}.md").write_text(f"{name}, torch {torch.__version__}\n\n{table(found)}\n")
 
 
 if __name__ == "__main__":

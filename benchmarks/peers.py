@@ -22,7 +22,6 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ import torch
 
 from benchmarks import peers_report
 from benchmarks.models import SHAPES
-from benchmarks.processes import ContenderFailedError, Ranks
+from benchmarks.processes import ContenderFailedError, Ranks, device_name
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MATMUL = "matmul"
@@ -216,12 +215,7 @@ def _room(options: argparse.Namespace, num_ranks: int) -> int:
 
 def describe_machine(options: argparse.Namespace) -> dict[str, Any]:
     """What the numbers belong to."""
-    name = platform.processor() or platform.machine()
-    if options.device == "cuda":
-        name = torch.cuda.get_device_name()
-    elif Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    name = device_name(options.device)
     return {"name": name, "cores": os.cpu_count(), "torch": torch.__version__, "load": os.getloadavg()}
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import IO, Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 _TAIL_CHARACTERS = 3000
@@ -101,3 +104,14 @@ class Ranks:
 def _stream(found: IO[str] | None) -> IO[str]:
     assert found is not None
     return found
+
+
+def device_name(device_type: str) -> str:
+    """What the makers call this machine's GPU, or its processor."""
+    if device_type == "cuda":
+        return torch.cuda.get_device_name()
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return name

@@ -37,7 +37,7 @@ def _compile(task: Task) -> None:
         for one in task.inputs
     ]
     try:
-        compile_region(load_source(task.source, task.filename)[task.name], inputs, task.name)
+        compile_region(load_source(task.source, task.filename)[task.name], inputs, task.name, task.kernels)
     except CompilerError as error:
         sys.stderr.write(f"{error}\n")
 

@@ -40,7 +40,7 @@ class TensorLike:
 class Task:
     """A region to compile: the emitted file, and in it the function ``name``; ``inputs`` are ``TensorLike`` or scalars.
 
-    ``num_threads``: how many threads the code is generated for.
+    ``num_threads``: how many threads the code is generated for. ``kernels``: those of zerofx's own that it uses.
     """
 
     source: str
@@ -48,9 +48,10 @@ class Task:
     name: str
     inputs: tuple[Any, ...]
     num_threads: int
+    kernels: frozenset[str]
 
     @staticmethod
-    def of(source: str, filename: str, name: str, inputs: Sequence[Any]) -> Task:
+    def of(source: str, filename: str, name: str, inputs: Sequence[Any], kernels: frozenset[str]) -> Task:
         """The task for ``inputs`` that are fake tensors or scalars, and for as many threads as this process has."""
         looks = tuple(
             TensorLike(tuple(one.shape), tuple(one.stride()), one.dtype, str(one.device))
@@ -58,7 +59,7 @@ class Task:
             else one
             for one in inputs
         )
-        return Task(source, filename, name, looks, torch.get_num_threads())
+        return Task(source, filename, name, looks, torch.get_num_threads(), kernels)
 
 
 def num_helpers(inputs: Iterable[Sequence[Any]]) -> int:

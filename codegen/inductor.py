@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from zerofx import ops, quantise
+from zerofx.attention import has_kernel
+from zerofx.codegen.kernels import attention
+from zerofx.codegen.kernels.table import ATTENTION, WIRE
 from zerofx.codegen.record import memory_record
 from zerofx.errors import CompilerError
 from zerofx.scheduler.liveness import MemoryEvent
@@ -100,12 +104,23 @@ def _preparation(device_type: str) -> tuple[Future[Any], ...]:
     return tuple(begun)
 
 
+def build_cpp(argument_types: Sequence[str], source: str) -> Callable[..., None]:
+    """What calls ``kernel`` of a C++ text, which is built with the flags of generated code and kept in the same cache.
+
+    Args:
+        argument_types: as in C++. Pointers are called with tensors: null is an empty one.
+        source: the text.
+    """
+    loaded: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(list(argument_types), source)
+    return loaded
+
+
 def compile_region(
-    function: RegionFunction, inputs: Sequence[Any], name: str, *, launch_quantisers: bool = False
+    function: RegionFunction, inputs: Sequence[Any], name: str, kernels: frozenset[str] = frozenset()
 ) -> CompiledRegion:
     """Compile ``function`` for inputs like ``inputs`` (fake tensors or scalars).
 
-    ``launch_quantisers``: leave what makes values small for the wire to kernels of ours.
+    ``kernels``: those of zerofx's own that it uses (``codegen/kernels/table.py``).
 
     Raises:
         CompilerError: Inductor could not compile it; the message names the region.
@@ -118,9 +133,11 @@ def compile_region(
         with mode:
             examples = list(map(_own_fake, inputs))
             plain = make_fx(lambda *args: function(list(args)), tracing_mode="real")(*examples)
-            launches = _LAUNCHES if launch_quantisers else {}
-            table = {**select_decomp_table(), **_DECOMPOSITIONS, **launches}
+            launches = [_LAUNCHES[kernel] for kernel in sorted(kernels & _LAUNCHES.keys())]
+            table = {**select_decomp_table(), **_DECOMPOSITIONS, **dict(ChainMap(*launches))}
             traced = make_fx(_InPlannedStrides(plain).run, decomposition_table=table, tracing_mode="real")(*examples)
+        if any(node.target in _ATTENTION for node in traced.graph.nodes):
+            attention.build()
         views, inner = _hoist_views(traced)
         output = inner.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
@@ -213,6 +230,25 @@ def _product_into(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> tor
     return out
 
 
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float = 0.0, is_causal: bool = False,
+    *, attn_mask: torch.Tensor | None = None, scale: float | None = None,
+) -> Any:  # fmt: skip
+    if not has_kernel(query, key, value, attn_mask, dropout):
+        return NotImplemented
+    return torch.ops.zerofx.attention(query, key, value, is_causal, scale)
+
+
+def _attention_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, result: torch.Tensor,
+    log_sums: torch.Tensor, dropout: float, is_causal: bool,
+    *, attn_mask: torch.Tensor | None = None, scale: float | None = None,
+) -> Any:  # fmt: skip
+    if not has_kernel(query, key, value, attn_mask, dropout):
+        return NotImplemented
+    return torch.ops.zerofx.attention_backward(grad, query, key, value, result, log_sums, is_causal, scale)
+
+
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.nll_loss_backward.default: _nll_loss_backward,
     aten.mm.out: _product_into,
@@ -220,11 +256,18 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     ops.dequantise: quantise.dequantise_at_once,
     ops.dequantise_sum: quantise.dequantise_sum_at_once,
 }
-_LAUNCHES: dict[Any, Callable[..., Any]] = {
-    ops.quantise: torch.ops.zerofx.launch_quantise,
-    ops.dequantise: torch.ops.zerofx.launch_dequantise,
-    ops.dequantise_sum: torch.ops.zerofx.launch_dequantise_sum,
+_LAUNCHES: dict[str, dict[Any, Callable[..., Any]]] = {
+    WIRE: {
+        ops.quantise: torch.ops.zerofx.launch_quantise,
+        ops.dequantise: torch.ops.zerofx.launch_dequantise,
+        ops.dequantise_sum: torch.ops.zerofx.launch_dequantise_sum,
+    },
+    ATTENTION: {
+        aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    },
 }
+_ATTENTION = frozenset({ops.attention, ops.attention_backward})
 
 
 def _hoist_views(traced: fx.GraphModule) -> tuple[list[tuple[int, tuple[Any, ...]]], fx.GraphModule]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from zerofx.attention import backward_scratch_numel, forward_scratch_numel
 from zerofx.norms import square_sum_workspace_bytes
 from zerofx.quantise import BLOCK, unpacked_numel
 from zerofx.scheduler.storage import mutated_inputs, storage_bytes, tensors_of
@@ -162,6 +163,17 @@ def _attention_backward(node: fx.Node) -> int:
     return torch.get_num_threads() * each + 4 * rows + copied
 
 
+def _own_attention(node: fx.Node) -> int:
+    return torch.get_num_threads() * 4 * forward_scratch_numel(_value(node, 0).shape[3])
+
+
+def _own_attention_backward(node: fx.Node) -> int:
+    """A gradient whose rows are not in one piece is copied."""
+    grad = _value(node, 0)
+    copied = storage_bytes(grad) if grad.stride(3) != 1 else 0
+    return torch.get_num_threads() * 4 * backward_scratch_numel(grad.shape[3]) + copied
+
+
 def _convolution(node: fx.Node) -> int:
     images, filters, result = _value(node, 0), _value(node, 1), tensors_of(node)[0]
     groups = node.args[8]
@@ -295,6 +307,8 @@ _RULES: dict[str, Callable[[fx.Node], int]] = {
     "aten::cumsum": _reduction,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "zerofx::attention": _own_attention,
+    "zerofx::attention_backward": _own_attention_backward,
     "zerofx::softmax_chunk": _softmax_chunk,
     "zerofx::softmax_gradient": _softmax_gradient,
     "zerofx::quantise": _quantisation,

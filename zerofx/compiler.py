@@ -13,7 +13,7 @@ from zerofx.buckets import BucketLayout
 from zerofx.checks import names
 from zerofx.codegen.helpers import Helpers, Task, num_helpers
 from zerofx.codegen.kernels.choose import UpdateKernels, update_kernels
-from zerofx.codegen.kernels.table import UPDATE, WIRE, kernels_in_use
+from zerofx.codegen.kernels.table import UPDATE, kernels_in_use
 from zerofx.codegen.regions import Instruction, regions_of
 from zerofx.errors import PlanError, UsageError
 from zerofx.lowering import LoweredStep
@@ -110,11 +110,11 @@ def load_step(
         def compile_one(key: str) -> None:
             name = functions[key]
             progress.set_description(f"compiling {name}", refresh=False)
-            compiled[key] = compile_region(namespace[name], inputs[key], name, launch_quantisers=WIRE in kernels)
+            compiled[key] = compile_region(namespace[name], inputs[key], name, kernels)
             progress.update()
 
         def compile_all(keys: list[str]) -> None:
-            tasks = {key: Task.of(source, filename, functions[key], inputs[key]) for key in keys}
+            tasks = {key: Task.of(source, filename, functions[key], inputs[key], kernels) for key in keys}
             # The ranks of a host share the work, and its cores, already.
             count = num_helpers(inputs[key] for key in keys) if control.num_ranks == 1 else 0
             with Helpers(tasks, count) as helpers:

@@ -31,6 +31,8 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``exchange``          start sending part i to the group's rank i, and receiving one part from each: an all-to-all.
                       Groups are ``"all"`` ranks, those of a ``"node"``, and those ``"across"`` nodes in the same place
 ``second_shard``      this rank's part, of as many as its node has ranks, of a gathered bucket, copied
+``attention``         attention in float32 on a CPU, and its gradients: kernels of ours in the place of ATen's, where a
+                      compiled region has them (``zerofx/attention.py``)
 ``square_sum``        the sum of the squares of flat values, in float64: a part of the norm of all gradients
 ====================  ==============================================================================================
 """
@@ -45,6 +47,7 @@ import torch
 
 from zerofx import quantise as _quantise
 from zerofx import softmax as _softmax
+from zerofx.attention import empty_results as _empty_results
 from zerofx.norms import square_sum as _square_sum
 
 NO_BUCKET = -1  # in the place of a bucket's index: a collective that is about all of them
@@ -78,6 +81,11 @@ _library.define("gather_on_node(Tensor part, int bucket, int num_ranks) -> Tenso
 _library.define("exchange(Tensor parts, int bucket, int num_ranks, str group) -> Tensor")
 _library.define("second_shard(Tensor full, int bucket, int num_ranks) -> Tensor")
 _library.define("square_sum(Tensor values) -> Tensor")
+_library.define("attention(Tensor query, Tensor key, Tensor value, bool is_causal, float? scale) -> (Tensor, Tensor)")
+_library.define(
+    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor result, Tensor log_sums, "
+    "bool is_causal, float? scale) -> (Tensor, Tensor, Tensor)"
+)
 _library.define("part(Tensor(a) whole, int[] size, int[] stride, int offset) -> Tensor(a)")
 
 
@@ -142,7 +150,7 @@ def _stats(logits: torch.Tensor, target: torch.Tensor, first_class: int, stats: 
 
 
 def _kernel_of(module: str, name: str) -> Callable[..., Any]:
-    """A Triton kernel's launch; Triton is imported with its first."""
+    """A kernel's launch; what it takes to build kernels is imported with the first."""
 
     def launch(*args: Any) -> Any:
         return getattr(import_module(f"zerofx.codegen.kernels.{module}"), name)(*args)
@@ -152,6 +160,18 @@ def _kernel_of(module: str, name: str) -> Callable[..., Any]:
 
 def _one_sum(values: torch.Tensor) -> torch.Tensor:
     return values.new_empty(1, dtype=torch.float64)
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty_results(query)
+
+
+def _attention_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_args: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _exchange(parts: torch.Tensor, bucket: int, num_ranks: int, group: str) -> torch.Tensor:
@@ -174,6 +194,9 @@ for _name, _reference in (
 ):
     _library.impl(_name, _reference, "CPU")
     _library.impl(_name, _kernel_of("softmax", _name), "CUDA")
+
+for _name in ("attention", "attention_backward"):
+    _library.impl(_name, _kernel_of("attention", _name), "CPU")
 
 for _key in ("CPU", "CUDA"):
     _library.impl("square_sum", _square_sum, _key)
@@ -207,6 +230,8 @@ for _name, _fake in (
     ("exchange", _exchange),
     ("second_shard", _reduce_scatter),
     ("square_sum", _one_sum),
+    ("attention", _attention),
+    ("attention_backward", _attention_backward),
 ):
     _library.impl(_name, _fake, "Meta")
 
@@ -232,6 +257,8 @@ gather_on_node = torch.ops.zerofx.gather_on_node.default
 exchange = torch.ops.zerofx.exchange.default
 second_shard = torch.ops.zerofx.second_shard.default
 square_sum = torch.ops.zerofx.square_sum.default
+attention = torch.ops.zerofx.attention.default
+attention_backward = torch.ops.zerofx.attention_backward.default
 
 
 def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ import torch
 
 from zerofx.codegen.helpers import Helpers, Task, TensorLike, num_helpers
 
+NO_KERNELS: frozenset[str] = frozenset()
 READY = "import pickle, sys, time\nprint('ready', flush=True)\n"
 SOURCE = """
 import torch
@@ -29,7 +30,8 @@ def doubled(inputs):
 
 
 def tasks(num_tasks: int) -> dict[str, Task]:
-    return {str(number): Task.of(SOURCE, "step.py", "doubled", [torch.ones(2, 3), 1.5]) for number in range(num_tasks)}
+    inputs = [torch.ones(2, 3), 1.5]
+    return {str(number): Task.of(SOURCE, "step.py", "doubled", inputs, NO_KERNELS) for number in range(num_tasks)}
 
 
 def program(text: str) -> list[str]:
@@ -105,7 +107,7 @@ def test_what_a_helper_compiled_is_found_in_the_cache(tmp_path: Path, monkeypatc
     from zerofx.runtime.executor import load_source
 
     # No inputs that are not tensors: a traced function's scalars are read as they are.
-    given = {"only": Task.of(SOURCE, "step.py", "doubled", [torch.ones(5, 7)])}
+    given = {"only": Task.of(SOURCE, "step.py", "doubled", [torch.ones(5, 7)], NO_KERNELS)}
     with Helpers(given, 1, patience_seconds=0) as helpers:
         deadline = time.monotonic() + 300
         while helpers._tasks and time.monotonic() < deadline:

@@ -7,29 +7,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerofx.codegen.kernels.table import KERNELS, LOSS, UPDATE, check_kernels, kernels_in_use
+from zerofx.codegen.kernels.table import ATTENTION, KERNELS, LOSS, UPDATE, check_kernels, kernels_in_use
 from zerofx.errors import UsageError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
-def test_a_cpu_uses_none_unless_triton_interprets_them() -> None:
-    assert kernels_in_use(None, CPU) == frozenset()
+def test_a_cpu_uses_its_own_and_none_of_tritons_unless_they_are_interpreted() -> None:
+    assert kernels_in_use(None, CPU) == {ATTENTION}
     assert kernels_in_use(frozenset({UPDATE}), CPU) == frozenset()
+    assert kernels_in_use(frozenset({UPDATE, ATTENTION}), CPU) == {ATTENTION}
 
 
 def test_defaults_and_names() -> None:
     pytest.importorskip("triton")
-    assert kernels_in_use(None, CUDA) == {kernel.name for kernel in KERNELS if kernel.is_default} == {UPDATE, LOSS}
-    assert kernels_in_use(frozenset({UPDATE}), CUDA) == {UPDATE}
+    assert kernels_in_use(None, CUDA) == {UPDATE, LOSS}
+    assert kernels_in_use(frozenset({UPDATE, ATTENTION}), CUDA) == {UPDATE}
     assert kernels_in_use(frozenset(), CUDA) == frozenset()
 
 
 def test_an_unknown_kernel_is_refused() -> None:
     check_kernels(None)
     check_kernels(frozenset({UPDATE}))
-    with pytest.raises(UsageError, match=r"loss, update, wire.*softmax"):
+    with pytest.raises(UsageError, match=r"attention, loss, update, wire.*softmax"):
         check_kernels(frozenset({UPDATE, "softmax"}))
 
 
@@ -37,4 +38,6 @@ def test_the_documentation_has_the_table() -> None:
     text = (DOCS / "kernels.md").read_text()
     for kernel in KERNELS:
         on = "on" if kernel.is_default else "off"
-        assert f"| `{kernel.name}` | {kernel.does} | {kernel.instead_of} | {on}: {kernel.reason} |" in text
+        device = {"cpu": "CPU", "cuda": "CUDA"}[kernel.device_type]
+        cells = (f"`{kernel.name}`", device, kernel.does, kernel.instead_of, f"{on}: {kernel.reason}")
+        assert f"| {' | '.join(cells)} |" in text

@@ -1,0 +1,73 @@
+"""Attention in float32 on CPUs: launches ``attention.cpp``, which Inductor's compiler builds once on a machine.
+
+ATen takes blocks of scores through a BLAS, which packs its operands anew for each. Here they are packed once for a
+block of keys, and a head's products stay in its core's caches.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofx.attention import CONSTANTS, backward_scratch_numel, empty_results, forward_scratch_numel
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_ARGUMENTS = ("float*",) * 10 + ("int64_t*", "float")
+
+
+@functools.cache
+def build() -> Callable[..., None]:
+    """The kernel, built where no file of Inductor's cache has it.
+
+    Raises:
+        Exception: what Inductor's compiler raises.
+    """
+    from zerofx.codegen.inductor import build_cpp
+
+    return build_cpp(_ARGUMENTS, CONSTANTS + _SOURCE.read_text())
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """``softmax(query @ key^T * scale) @ value`` for values that ``zerofx.attention.has_kernel`` accepts.
+
+    Args:
+        query: ``[samples, heads, queries, dim]``; ``key`` and ``value`` are ``[samples, heads, keys, dim]``.
+        is_causal: whether a query sees only the keys up to its own place.
+        scale: of the scores; None for ``1 / sqrt(dim)``.
+
+    Returns:
+        The result, like ``query``, and the logarithm of each row's sum of exponentials, ``[samples, heads, queries]``.
+    """
+    result, log_sums = empty_results(query)
+    given = (query, key, value, result, log_sums)
+    _launch(given, forward_scratch_numel(query.shape[3]), is_causal, scale)
+    return result, log_sums
+
+
+def attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, result: Tensor, log_sums: Tensor,
+    is_causal: bool, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of ``query``, ``key`` and ``value`` where ``grad`` is that of ``result``; see ``attention``."""
+    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    given = (query, key, value, result, log_sums, grad, *grads)
+    _launch(given, backward_scratch_numel(query.shape[3]), is_causal, scale)
+    return grads
+
+
+def _launch(given: tuple[Tensor, ...], scratch_numel: int, is_causal: bool, scale: float | None) -> None:
+    rows = [one if one.dim() == 3 or one.stride(3) == 1 else one.contiguous() for one in given]
+    samples, heads, num_queries, dim = rows[0].shape
+    num_threads = torch.get_num_threads()
+    sizes: list[Any] = [samples, heads, num_queries, rows[1].shape[2], dim, is_causal, num_threads, scratch_numel]
+    for one in rows:
+        sizes += one.stride()[:3]
+    scratch = rows[0].new_empty(num_threads * scratch_numel)
+    absent = [rows[0].new_empty(0)] * (9 - len(rows))
+    build()(*rows, *absent, scratch, torch.tensor(sizes), 1 / math.sqrt(dim) if scale is None else scale)
