@@ -358,5 +358,5 @@ def test_contenders_of_an_update_and_of_a_loss_compute_the_same() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_kernels_are_not_measured_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["kernels"])
-    with pytest.raises(SystemExit, match="needs a CUDA GPU, found none"):
+    with pytest.raises(SystemExit, match="expected a CUDA GPU, found none"):
         kernels.main()
