@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from zerofx import ops, quantise
 from zerofx.attention import has_kernel
+from zerofx.codegen.cpu_rewrites import rewrite_for_cpu
 from zerofx.codegen.kernels import attention
 from zerofx.codegen.kernels.table import ATTENTION, WIRE
 from zerofx.codegen.record import memory_record
@@ -136,6 +137,7 @@ def compile_region(
             launches = [_LAUNCHES[kernel] for kernel in sorted(kernels & _LAUNCHES.keys())]
             table = {**select_decomp_table(), **_DECOMPOSITIONS, **dict(ChainMap(*launches))}
             traced = make_fx(_InPlannedStrides(plain).run, decomposition_table=table, tracing_mode="real")(*examples)
+            rewrite_for_cpu(traced.graph)
         if any(node.target in _ATTENTION for node in traced.graph.nodes):
             attention.build()
         views, inner = _hoist_views(traced)
