@@ -3,6 +3,9 @@
 The wrapper is straight-line Python: it allocates buffers, runs kernels on them, and deletes names. It is gone through
 statement by statement on fake tensors. Names hold storages, kernels that Inductor generated take nothing, and operators
 that it leaves to ATen make their own outputs and hold a workspace while they run (``scheduler/workspace.py``).
+
+Not covered: the copy that a wrapper for CUDA makes of an input that does not begin at 16 bytes. A bucket's slots do, and
+so does what the allocator makes; a micro-batch's part of the batch may not.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from zerofx.scheduler.storage import tensors_in
 from zerofx.scheduler.workspace import workspace_bytes
 
 _EMPTY = "empty_strided_"  # and the device
+_SAME_MEMORY = "copy_if_misaligned"  # what it is given, for inputs that begin where kernels for CUDA expect it
 
 
 def memory_record(
@@ -128,6 +132,8 @@ class _Record:
 
     def _call(self, call: ast.Call) -> Any:
         name = ast.unparse(call.func)
+        if name == _SAME_MEMORY:
+            return self._evaluate(call.args[0])
         target = _operator(name)
         if not name.startswith(_EMPTY) and name != "reinterpret_tensor" and target is None:
             return None

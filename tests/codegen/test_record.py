@@ -86,3 +86,20 @@ with torch.cuda._DeviceGuard(0):
 return (buf0, )
 """
     assert record(body, [(2,)], [0]) == [(16, None), (0, 0)]
+
+
+def test_a_wrapper_for_cuda_binds_its_inputs_again_where_they_are_first_read() -> None:
+    body = """
+x, view_0 = args
+args.clear()
+with torch.cuda._DeviceGuard(0):
+    torch.cuda.set_device(0)
+    x = copy_if_misaligned(x)
+    view_0 = copy_if_misaligned(view_0)
+    buf0 = empty_strided_cpu((4, 4), (4, 1), torch.float32)
+    extern_kernels.mm(reinterpret_tensor(x, (4, 2), (2, 1), 0), reinterpret_tensor(view_0, (2, 4), (4, 1), 0), out=buf0)
+    del x
+    del view_0
+return (buf0, )
+"""
+    assert record(body, [(2, 4), (2, 4)], [0, 1]) == [(64, None), (0, 0), (0, 1)]
