@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from tests.distributed import run_ranks
 from zerofx.buckets import BucketLayout
 from zerofx.runtime.collectives import make_transport
 from zerofx.runtime.executor import Runtime
-from zerofx.runtime.nccl import gather_coalesced
+from zerofx.runtime.nccl import gather_coalesced, gather_single, reduce_single
 from zerofx.runtime.tiers import Tiers
 from zerofx.runtime.transport import Pending
 
@@ -99,7 +100,13 @@ def _gathered() -> list[bool]:
     assert group is not None
     fulls = [shard.new_zeros(2 * shard.numel()) for shard in shards]
     gather_coalesced(group, fulls, shards)
-    return [*same, sent, *(torch.equal(full, wanted) for full, wanted in zip(fulls, expected, strict=True))]
+    same += [torch.equal(full, wanted) for full, wanted in zip(fulls, expected, strict=True)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # names that torch has deprecated
+        gather_single(fulls[0].zero_(), shards[0], group=group)
+        part = torch.empty_like(shards[0])
+        reduce_single(part, fulls[0], group=group)
+    return [*same, sent, torch.equal(fulls[0], expected[0]), torch.equal(part, 2 * expected[0].chunk(2)[rank])]
 
 
 def test_each_of_several_buffers_is_what_a_gather_of_its_own_gives() -> None:

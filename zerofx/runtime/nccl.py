@@ -13,18 +13,29 @@ from zerofx.runtime.transport import Group, Pending, T, Transport, members_of
 from zerofx.scheduler.streams import COLLECTIVE
 
 
+# torch 2.13 has the second names, and warns at each call by the first.
+gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_single: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class Nccl(Transport):
     """NCCL collectives on a stream of their own.
 
     A collective starts behind what the compute stream has been given so far, which also makes it safe to reuse memory
     that earlier computation read; computation waits for it only where the step says so. What is sent is counted as a
     ring sends it, to the next rank; of an exchange, to whom it is for.
+
+    What a collective writes, and what it reads but for slices that are gathered, is held until its wait, and computation
+    that uses the memory again comes behind that. So the allocator is not told of the stream (``record_stream``): it
+    would keep a buffer that has been released until the stream has done all that it had been given by then, gathers
+    ahead among it, and take more memory than planned meanwhile.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, log: SpanLog) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.sent_to = Counter()
         self._group = group
+        self._device = device
         self._stream = torch.cuda.Stream(device)
         self._log = log
         self._groups: dict[tuple[Group, int], dist.ProcessGroup] = {}
@@ -37,17 +48,17 @@ class Nccl(Transport):
 
     def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
         sent = self._in_ring(sum(shard.nbytes for shard in shards), "all", self.num_ranks)
-        return self._start(None, lambda: gather_coalesced(self._group, fulls, shards), sent, (*fulls, *shards))
+        return self._start(None, lambda: gather_coalesced(self._group, fulls, shards), sent, shards)
 
     def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]:
         shard = gradients.new_empty(gradients.numel() // self.num_ranks)
 
         def launch() -> None:
             if shard.numel():
-                dist.reduce_scatter_tensor(shard, gradients, group=self._group)
+                reduce_single(shard, gradients, group=self._group)
 
         sent = self._in_ring(shard.nbytes, "all", self.num_ranks)
-        return self._start(shard, launch, sent, (shard, gradients))
+        return self._start(shard, launch, sent)
 
     def exchange(self, parts: torch.Tensor, size: int, group: Group) -> Pending[torch.Tensor]:
         received, own = torch.empty_like(parts), self._group_of(group, size)
@@ -57,7 +68,7 @@ class Nccl(Transport):
             if parts.numel():
                 dist.all_to_all_single(received, parts, group=own)
 
-        return self._start(received, launch, dict.fromkeys(peers, parts.nbytes // size), (received, parts))
+        return self._start(received, launch, dict.fromkeys(peers, parts.nbytes // size))
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -66,16 +77,20 @@ class Nccl(Transport):
                 self.sent_to.update(dict.fromkeys(range(1, self.num_ranks), tensor.nbytes))
 
     def abort(self) -> None:
-        """Nothing: NCCL's watchdog ends ranks that wait too long."""
+        """What the failed step let go of is not used again before the collectives that it started are done.
+
+        NCCL's watchdog ends ranks that wait too long.
+        """
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _gathered(self, full: torch.Tensor, shard: torch.Tensor, group: Group, size: int) -> Pending[torch.Tensor]:
         members = self._group_of(group, size)
 
         def launch() -> None:
             if full.numel():
-                dist.all_gather_into_tensor(full, shard, group=members)
+                gather_single(full, shard, group=members)
 
-        return self._start(full, launch, self._in_ring(shard.nbytes, group, size), (full, shard))
+        return self._start(full, launch, self._in_ring(shard.nbytes, group, size), (shard,))
 
     def _in_ring(self, num_bytes: int, group: Group, size: int) -> dict[int, int]:
         """What a ring over this rank's group sends of slices of ``num_bytes``, by rank."""
@@ -98,11 +113,11 @@ class Nccl(Transport):
         return self._groups[group, size]
 
     def _start(
-        self, result: T, launch: Callable[[], None], sent: Mapping[int, int], used: Sequence[torch.Tensor]
+        self, result: T, launch: Callable[[], None], sent: Mapping[int, int], unheld: Sequence[torch.Tensor] = ()
     ) -> Pending[T]:
+        """``unheld`` is what it reads and the step may let go of before the wait."""
         self.sent_to.update(sent)
-        compute = torch.cuda.current_stream()
-        self._stream.wait_stream(compute)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         timed = self._log.running
         begun, done = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
         with torch.cuda.stream(self._stream):
@@ -111,11 +126,11 @@ class Nccl(Transport):
                 self._log.add_events(COLLECTIVE, begun, done, sum(sent.values()))
             launch()
             done.record(self._stream)
-        for tensor in used:
+        for tensor in unheld:
             tensor.record_stream(self._stream)
 
         def finish(_source: object) -> T:
-            torch.cuda.current_stream().wait_event(done)
+            torch.cuda.current_stream(self._device).wait_event(done)
             return result
 
         return Pending(result, finish)
