@@ -4,8 +4,8 @@ The wrapper is straight-line Python: it allocates buffers, runs kernels on them,
 statement by statement on fake tensors. Names hold storages, kernels that Inductor generated take nothing, and operators
 that it leaves to ATen make their own outputs and hold a workspace while they run (``scheduler/workspace.py``).
 
-Not covered: the copy that a wrapper for CUDA makes of an input that does not begin at 16 bytes. A bucket's slots do, and
-so does what the allocator makes; a micro-batch's part of the batch may not.
+Not covered: the copy that a wrapper for CUDA makes of an input that does not begin at a multiple of 16 bytes, as a
+micro-batch's part of the batch may not. A bucket's slots do, and so does what the allocator makes.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from zerofx.guards import ParameterWatch, release
 from zerofx.report.summary import summary
 from zerofx.runtime.allocator import return_freed_memory
 from zerofx.runtime.arguments import batch_tensors, state_tensors
+from zerofx.runtime.current_device import on_device
 from zerofx.runtime.graphed import Launches
 from zerofx.runtime.measure import Measurement, Meter, persistent_bytes
 from zerofx.runtime.optimizer import Advance
@@ -42,6 +43,10 @@ class Step(StepBuilder):
     # ------------------------------------------------------------------------------------------------ running
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with on_device(self._device):
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         self._check_open("call step(batch)")
         batch = self._take_apart(args, kwargs)
         compiled, advance, agreed = self._step_for(batch, "call step(batch)")
@@ -74,8 +79,9 @@ class Step(StepBuilder):
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, plan and compile the step for a batch of this shape without running it."""
         self._check_open("prepare a step")
-        _, _, agreed = self._step_for(self._take_apart(args, kwargs), "prepare a step")
-        agreed()
+        with on_device(self._device):
+            _, _, agreed = self._step_for(self._take_apart(args, kwargs), "prepare a step")
+            agreed()
 
     def measure(self, *args: Any, num_steps: int = 3, **kwargs: Any) -> Measurement:
         """Measure what the plan predicts. This trains: it is ``num_steps`` steps on this batch. Collective.
@@ -358,9 +364,10 @@ class Step(StepBuilder):
         self._control.agree("load an edited step", text, "edited step", "Give every rank the same file.")
         backend = self.options.backend
         kernels = kernels_in_use(self.settings.kernels, self._device) if backend == "inductor" else frozenset[str]()
-        loaded = load_step(
-            text, str(path), compiled.instructions, functions, self._control, backend, kernels, edited=True
-        )
+        with on_device(self._device):
+            loaded = load_step(
+                text, str(path), compiled.instructions, functions, self._control, backend, kernels, edited=True
+            )
         replaced = replace(
             compiled, function=loaded.function, updates=loaded.updates, source_path=Path(path),
             emitted=replace(compiled.emitted, source=text),

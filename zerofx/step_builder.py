@@ -66,7 +66,7 @@ class StepBuilder(LatestStep):
         self._losses = LossWatch()
         self._loaded: Path | None = None
         self._failure = ""
-        self._device = torch.device("cpu")
+        self._device = device_of(model)
         self._machine: Machine | None = options.machine
         self._showing = False
         self._closed = False

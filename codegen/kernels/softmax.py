@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zerofx.codegen.kernels.launch import on_device_of
+from zerofx.runtime.current_device import on_device
 
 COLUMNS = 2048  # logits that a program reads at a time
 NUM_WARPS = 8
@@ -76,7 +76,7 @@ def softmax_chunk(
     num_rows, num_classes = logits.shape
     after = logits.new_empty(3, num_rows, dtype=torch.float32)
     if num_rows:
-        with on_device_of(logits):
+        with on_device(logits.device):
             chunk_kernel[(num_rows,)](
                 logits, target, after if stats is None else stats, after, first_class, num_rows, num_classes,
                 logits.stride(0), FIRST=stats is None, COLUMNS=COLUMNS, num_warps=NUM_WARPS,
@@ -95,7 +95,7 @@ def softmax_gradient(
     """``zerofx.softmax_gradient`` in one kernel."""
     num_rows, num_classes = logits.shape
     if num_rows:
-        with on_device_of(logits):
+        with on_device(logits.device):
             gradient_kernel[(num_rows, triton.cdiv(num_classes, COLUMNS))](
                 logits, target, log_sums, scale, first_class, num_classes, logits.stride(0), ignore_index,
                 COLUMNS=COLUMNS, num_warps=NUM_WARPS,

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.codegen.kernels.launch import on_device_of
 from zerofx.codegen.kernels.update_writer import COMPUTED, HOST_FUNCTIONS, Buffer, HostScalar, NoKernelError, Writer
+from zerofx.runtime.current_device import on_device
 
 BLOCK = 512  # elements of a program: 4 of a thread, so that float32 is moved 16 bytes at a time
 NUM_WARPS = 4
@@ -54,7 +54,7 @@ class UpdateKernel:
             node.target(*args, **kwargs)
         tensors = [given[number] for number in self.pointers]
         values = [HOST_FUNCTIONS[one.function](float(given[one.source][one.index])) for one in self.scalars]
-        with on_device_of(tensors[0]):
+        with on_device(tensors[0].device):
             grid = (-(-self.numel // BLOCK),)
             load_kernel(self.source)[grid](*tensors, self.numel, *values, BLOCK=BLOCK, num_warps=NUM_WARPS)
         # A step that fails tells by these counts which buckets had been updated; torch cannot see Triton write.

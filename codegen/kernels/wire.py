@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from zerofx.codegen.kernels.launch import on_device_of
 from zerofx.quantise import BLOCK, LEVELS, packed_bytes, unpacked_numel
+from zerofx.runtime.current_device import on_device
 
 ROWS = 4  # blocks that a program works on
 NUM_WARPS = 4
@@ -97,7 +97,7 @@ def quantise(values: torch.Tensor, num_parts: int, bits: int, interleave: int = 
     row_bytes = packed_bytes(blocks_of_part * BLOCK, bits)
     packed = values.new_empty(num_parts * row_bytes, dtype=torch.uint8)
     if num_blocks:
-        with on_device_of(values):
+        with on_device(values.device):
             quantise_kernel[(triton.cdiv(num_blocks, ROWS),)](
                 values, packed, packed.view(torch.float32), num_blocks, blocks_of_part, blocks_of_part // interleave,
                 num_parts, row_bytes, BITS=bits, LEVEL=LEVELS[bits], SMALLEST=torch.finfo(torch.float32).tiny,
@@ -122,7 +122,7 @@ def _dequantised(packed: torch.Tensor, num_parts: int, bits: int, dtype: torch.d
     num_values = num_parts // num_summed
     values = packed.new_empty(num_values * numel, dtype=dtype)
     if numel:
-        with on_device_of(packed):
+        with on_device(packed.device):
             dequantise_kernel[(triton.cdiv(numel // BLOCK, ROWS), num_values)](
                 packed, packed.view(torch.float32), values, numel // BLOCK, row_bytes, num_summed,
                 BITS=bits, BLOCK=BLOCK, ROWS=ROWS, num_warps=NUM_WARPS, enable_fp_fusion=False,

@@ -12,7 +12,6 @@ from zerofx.runtime.spans import SpanLog
 from zerofx.runtime.transport import Group, Pending, T, Transport, members_of
 from zerofx.scheduler.streams import COLLECTIVE
 
-
 # torch 2.13 has the second names, and warns at each call by the first.
 gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_single: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -25,10 +24,10 @@ class Nccl(Transport):
     that earlier computation read; computation waits for it only where the step says so. What is sent is counted as a
     ring sends it, to the next rank; of an exchange, to whom it is for.
 
-    What a collective writes, and what it reads but for slices that are gathered, is held until its wait, and computation
-    that uses the memory again comes behind that. So the allocator is not told of the stream (``record_stream``): it
-    would keep a buffer that has been released until the stream has done all that it had been given by then, gathers
-    ahead among it, and take more memory than planned meanwhile.
+    What a collective writes, and what it reads but for slices that are gathered, is held until its wait, and what uses
+    the memory again comes behind that. So the allocator is not told of the stream (``record_stream``): it would keep a
+    buffer that has been released until the stream has done all that it had been given by then, gathers ahead among it,
+    and take more memory than planned meanwhile.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, log: SpanLog) -> None:

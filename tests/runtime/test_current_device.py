@@ -1,0 +1,53 @@
+"""Which device is the current one while a step is built and runs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerofx
+from zerofx.runtime.current_device import on_device
+
+
+def test_a_cpu_has_no_current_device() -> None:
+    with on_device(torch.device("cpu")):
+        assert torch.ones(1, device=torch.device("cpu")).device.type == "cpu"
+
+
+def test_a_step_is_built_and_runs_with_its_own_device_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[torch.device] = []
+
+    def noted(device: torch.device) -> Any:
+        entered.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr("zerofx.step.on_device", noted)
+    model = nn.Linear(2, 1)
+    step = zerofx.compile(
+        model, torch.optim.SGD(model.parameters()), 0, loss_fn=lambda y, x: y.sum(), backend="eager",
+        example_batch=(torch.ones(1, 2),),
+    )  # fmt: skip
+    assert entered == [torch.device("cpu")]
+    step(torch.ones(1, 2))
+    assert entered == 2 * [torch.device("cpu")]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_step_trains_on_a_device_that_is_not_the_current_one(backend: Any) -> None:
+    before = torch.cuda.memory_allocated(0)
+    with torch.device("cuda:1"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 64))
+        x = torch.randn(8, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = zerofx.compile(
+        model, optimizer, 0, loss_fn=lambda y, x: (y - torch.ones((), device=y.device)).square().mean(), backend=backend
+    )
+    first, *_, last = (float(step(x)) for _ in range(20))
+    assert last < first
+    assert torch.cuda.memory_allocated(0) == before
