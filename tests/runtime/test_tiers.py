@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zerofx.errors import TierError
 from zerofx.runtime.host_memory import HostMemory
 from zerofx.runtime.measure import CpuPeak
 from zerofx.runtime.tiers import Tiers
@@ -119,6 +120,63 @@ def test_blocks_are_used_again() -> None:
     assert address % PAGE == 0
     memory.give_back(first)
     assert memory.take(6000).data_ptr() == address
+
+
+class Cudart:
+    """CUDA's runtime as far as pinning goes: what it has pinned, by address."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.code = 0
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        if not self.code:
+            self.pinned[address] = num_bytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
+        return f"error {code}"
+
+
+def test_a_pinned_block_is_no_larger_than_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    memory = HostMemory(pinned=True, budget=64 * PAGE)
+    block = memory.take(33 * PAGE)
+    assert list(cudart.pinned.items()) == [(block.data_ptr(), memory.num_bytes)]
+    assert memory.num_bytes < 64 * PAGE  # a power of two would be that
+    part = block[:PAGE].view(torch.float32)
+    memory.give_back(block)
+    assert memory.take(33 * PAGE) is block and len(cudart.pinned) == 1
+    memory.give_back(block)
+    del block, part
+    memory.clear()
+    assert cudart.pinned == {} and memory.num_bytes == 0
+
+
+def test_memory_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = Cudart()
+    cudart.code = 2
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    memory = HostMemory(pinned=True)
+    with pytest.raises(TierError, match=r"error 2.*lower host_budget"):
+        memory.take(PAGE)
+    assert memory.num_bytes == 0
+
+
+@pytest.mark.gpu
+def test_torch_takes_a_block_for_pinned_memory() -> None:
+    memory = HostMemory(pinned=True)
+    block = memory.take(3 * PAGE)
+    assert block.is_pinned()
+    on_device = torch.arange(3 * PAGE, device="cuda").to(torch.uint8)
+    block.copy_(on_device, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(block, on_device.cpu())
 
 
 class QueuedCopy:

@@ -1,8 +1,8 @@
 """Memory of the host tier: blocks in size classes, kept for reuse, within a budget.
 
-On a machine with an accelerator blocks are pinned, so that copies run beside computation. On a CPU machine, where the
-device's memory is the host's too, they come from the operating system and not from torch's allocator: what torch counts
-there is the device's alone.
+Blocks come from the operating system and not from torch's allocator. On a CPU machine, where the device's memory is the
+host's too, what torch counts is then the device's alone. On a machine with an accelerator blocks are pinned, so that
+copies run beside computation.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from zerofx.errors import TierError
 from zerofx.report.units import format_bytes
 from zerofx.runtime.copies import Copy
+from zerofx.runtime.pinned import pin
 from zerofx.scheduler.blocks import size_class
 
 _HUGE_PAGE = 2 << 20
@@ -48,10 +49,9 @@ class HostMemory:
             idle = next((n for n, (_, copies) in enumerate(free) if not any(c.under_way for c in copies)), 0)
             return _landed(*free.pop(idle))
         self._make_room(size)
+        block = torch.frombuffer(_pages(size), dtype=torch.uint8)
         if self._pinned:
-            block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        else:
-            block = torch.frombuffer(_pages(size), dtype=torch.uint8)
+            pin(block)
         self.num_bytes += size
         return block
 
