@@ -200,8 +200,12 @@ def table(found: list[dict[str, Any]]) -> str:
     return tabulate(listed, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def plot(found: list[dict[str, Any]], path: Path) -> None:
-    """Peak against time, a line for each family."""
+def plot(found: list[dict[str, Any]], path: Path, *, on_cpu: bool = True) -> None:
+    """Peak against time, a line for each family.
+
+    ``on_cpu``: CPU seconds, which other processes change less; they say nothing of a GPU's time.
+    """
+    ratio, seconds = ("cpu_ratio", "CPU seconds") if on_cpu else ("ratio", "seconds")
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -209,10 +213,10 @@ def plot(found: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 5))
     for family in dict.fromkeys(row["family"] for row in found):
-        points = [(row["peak_mb"], row["cpu_ratio"]) for row in found if row["family"] == family]
+        points = [(row["peak_mb"], row[ratio]) for row in found if row["family"] == family]
         axes.plot(*zip(*points, strict=True), marker="o", label=family, linewidth=2 if family == "zerofx" else 1)
     axes.set_xlabel("peak above parameters and optimizer states, MB")
-    axes.set_ylabel(f"CPU seconds of a step, ratio to {BASELINE}")
+    axes.set_ylabel(f"{seconds} of a step, ratio to {BASELINE}")
     axes.legend()
     axes.grid(visible=True, alpha=0.3)
     figure.tight_layout()
@@ -251,7 +255,7 @@ def main() -> None:
     path = options.out / f"memory_frontier{'' if options.device == 'cpu' else '_cuda'}.json"
     path.write_text(json.dumps(data, indent=1))
     path.with_suffix(".md").write_text(shown + "\n")
-    plot(found, path.with_suffix(".png"))
+    plot(found, path.with_suffix(".png"), on_cpu=options.device == "cpu")
 
 
 if __name__ == "__main__":

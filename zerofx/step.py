@@ -86,8 +86,9 @@ class Step(StepBuilder):
     def measure(self, *args: Any, num_steps: int = 3, **kwargs: Any) -> Measurement:
         """Measure what the plan predicts. This trains: it is ``num_steps`` steps on this batch. Collective.
 
-        On CPU the last step is recorded by torch's profiler for its memory, and left out of the times if there are
-        others. ``print(step)`` shows the outcome beside the predictions.
+        Memory is that of the last step: give more than one where the step has not run yet, since libraries take memory
+        in their first. On CPU torch's profiler records it, and it is left out of the times if there are others.
+        ``print(step)`` shows the outcome beside the predictions.
 
         Raises:
             UsageError: ``num_steps`` is less than one.

@@ -2,7 +2,8 @@
 
 Memory is counted in allocations, not in resident pages: on CPU the profiler's record of every one of them, on CUDA the
 caching allocator's own maximum. Both start from what the step holds throughout, so that what others have on the device
-does not count.
+does not count: on CUDA also what libraries keep from their first use on, such as a workspace of cuBLAS for each stream,
+and what Inductor's kernels take while they are tuned. So the last of several steps is the one whose memory is measured.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class Meter:
         state: Mapping[str, Any],
         batch: Mapping[str, torch.Tensor],
     ) -> Outcome:
-        """Run ``function`` once. On CPU the last of ``num_steps`` runs is recorded by the profiler, which slows it.
+        """Run ``function`` once. The last of ``num_steps`` runs has its memory measured, on CPU by the profiler, which slows
+        it.
 
         ``functions`` are the names of its region functions, by region key.
         """
@@ -113,7 +115,7 @@ class Meter:
         )
         sent, moved = runtime.sent_bytes, dict(runtime.tiers.moved_bytes)
         runtime.tiers.reset_peak()
-        peak = CudaPeak(self._device) if self._device.type == "cuda" else CpuPeak() if last else None
+        peak = (CudaPeak(self._device) if self._device.type == "cuda" else CpuPeak()) if last else None
         _synchronise(self._device)
         with peak or contextlib.nullcontext():
             log.start(self._device)
