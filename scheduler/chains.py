@@ -30,7 +30,7 @@ from torch import fx
 from zerofx.graph import StepGraph
 from zerofx.node_facts import Phase, Role, origin, slice_of, tensor, value
 from zerofx.scheduler.heads import MIN_ROWS
-from zerofx.scheduler.rows import Found, Given, Kind, Rows, leading_rows, rows_of_result
+from zerofx.scheduler.rows import OWN, Found, Given, Kind, Rows, leading_rows, rows_of_result
 from zerofx.scheduler.storage import storage_bytes, storage_source, tensors_of
 
 _aten = torch.ops.aten
@@ -256,12 +256,17 @@ def _grow(product: fx.Node, labels: _Labels) -> set[fx.Node] | None:
             else:
                 pending += [u for u in output.users if _makes_large(u, labels, least)]
         for source, rows in labels.given[node].items():
-            if rows is None and source in members:
+            if rows is None and source in members and OWN not in (labels.found[node], labels.found[source]):
                 return None
             if isinstance(value(source), torch.Tensor) and rows is not None and _bytes(source) >= least:
                 pending.append(source)
     # What one member reads whole, no other may give in tiles.
-    if any(rows is None and s in members for n in members for s, rows in labels.given[n].items() if _is_tensor(s)):
+    if any(
+        rows is None and s in members and labels.found[s] is not OWN
+        for n in members
+        for s, rows in labels.given[n].items()
+        if _is_tensor(s)
+    ):
         return None
     return members
 
@@ -298,6 +303,8 @@ def _is_worth_it(chain: Chain) -> bool:
         }
         if any(not is_mergeable(tensor(source), rows) for source, rows in entering):
             return False
+        if any(chain.found[output] is OWN for output in part.outputs(chain)):
+            return False  # there is one for each tile, and outside one is wanted for all
         joined = {output: rows for output in part.outputs(chain) if isinstance(rows := chain.found[output], Rows)}
         if not all(is_restorable(tensor(output), rows) for output, rows in joined.items()):
             return False

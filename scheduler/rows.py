@@ -40,12 +40,17 @@ class Rows:
 
 
 class Summed(Enum):
-    """What becomes of the rows in a result that has none."""
+    """What becomes of the rows in a result that has none.
+
+    ``SUM``: its parts are summed up. ``OWN``: it says nothing of rows, and each tile has one: the state of a generator
+    that nothing is drawn from.
+    """
 
     SUM = "sum"
+    OWN = "own"
 
 
-SUM = Summed.SUM
+SUM, OWN = Summed.SUM, Summed.OWN
 Kind = Rows | Summed | None
 Found = Kind | tuple[Kind, ...]
 Given = Mapping[fx.Node, Rows | None]
@@ -318,20 +323,25 @@ def _norm_backward(num_rowed: int, num_summed: int) -> Rule:
     return rule
 
 
-def _attention(num_read: int, num_outputs: int) -> Rule:
-    """Of attention kernels: samples are independent. A mask is whole where it is the same for each sample."""
+def _attention(read_at: Sequence[int], num_outputs: int, num_own: int = 0, own_at: Sequence[int] = ()) -> Rule:
+    """Of attention kernels: samples are independent. A mask is whole where it is the same for each sample.
+
+    ``read_at`` are the arguments with rows, and ``num_outputs`` the first results, which have them. CUDA's kernels also
+    give ``num_own`` values about their generator, sizes and debugging, some of which gradients read, as ``own_at``.
+    """
 
     def rule(node: fx.Node, given: Given) -> Found:
-        read = [_read(node, index) for index in range(num_read)]
+        read = [_read(node, index) for index in read_at]
         kinds = {given[source] for source in read}
         rows = given[read[0]]
         if rows is None or len(kinds) != 1 or (rows.first, rows.span) != (0, 1):
             return None
-        for mask in (source for source in given if source not in read):
+        own = {node.args[index] for index in own_at}
+        for mask in (source for source in given if source not in read and source not in own):
             shared = tensor(mask).dim() < tensor(read[0]).dim() or tensor(mask).shape[0] == 1
             if given[mask] != (None if shared else rows):
                 return None
-        return (rows,) * num_outputs
+        return (*(rows for _ in range(num_outputs)), *(OWN for _ in range(num_own)))
 
     return rule
 
@@ -388,8 +398,14 @@ _RULES: dict[object, Rule] = {
     _aten.native_layer_norm_backward.default: _norm_backward(4, 2),
     _aten._fused_rms_norm.default: _norm(2),
     _aten._fused_rms_norm_backward.default: _norm_backward(3, 1),
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention(3, 2),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention(6, 3),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention(range(3), 2),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention(range(6), 3),
+    _aten._scaled_dot_product_flash_attention.default: _attention(range(3), 2, 7),
+    _aten._scaled_dot_product_flash_attention_backward.default: _attention(range(6), 3, own_at=(12, 13)),
+    _aten._scaled_dot_product_efficient_attention.default: _attention(range(3), 2, 2),
+    _aten._scaled_dot_product_efficient_attention_backward.default: _attention((0, 1, 2, 3, 5, 6), 3, 1, (7, 8)),
+    _aten._scaled_dot_product_cudnn_attention.default: _attention(range(3), 2, 7),
+    _aten._scaled_dot_product_cudnn_attention_backward.default: _attention(range(6), 3, own_at=(6, 7)),
     _aten.embedding.default: _embedding,
     _aten.embedding_dense_backward.default: _embedding_backward,
 }

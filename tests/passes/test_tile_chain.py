@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -135,6 +136,31 @@ def test_unfused_logits_are_tiled_by_heads_and_fused_attention_by_samples() -> N
     assert unfused.product.target is aten.bmm.default and unfused.num_rows == 6
     (fused,) = find_chains(captured(Stack(Attention(8, 2, fused=True)), x))
     assert fused.product.target is aten.addmm.default and fused.num_rows == 3
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_attention_of_cuda_is_tiled_by_samples_with_a_generator_state_for_each_tile(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = getattr(aten, f"_scaled_dot_product_{kind}_attention").default
+    own = {"flash": (), "efficient": (None, True), "cudnn": (None, True)}[kind]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        result: Tensor = kernel(q, k, v, *own, 0.0, is_causal)[0]
+        return result
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    step = captured(Stack(Attention(8, 2, fused=True)), torch.randn(3, 32, 8))
+    (chain,) = find_chains(step)
+    assert chain.num_rows == 3
+    found = [n for n in tiled(step, 3).calls() if "scaled_dot_product" in str(n.target)]
+    backward = [n for n in found if "backward" in str(n.target)]
+    assert len(found) == 9 and len(backward) == 3  # backward's tiles compute their forward again
+    for node in found:
+        assert node.meta["val"][0].shape[0] == 1
+    for node in backward:
+        made_by = {source.args[0] for source in node.all_input_nodes if source.target is operator.getitem}
+        assert len(made_by & set(found)) == 1  # result, statistics and generator are of one tile
 
 
 @pytest.mark.parametrize("num_tiles", [2, 3, 4])

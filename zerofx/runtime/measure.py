@@ -98,8 +98,7 @@ class Meter:
         state: Mapping[str, Any],
         batch: Mapping[str, torch.Tensor],
     ) -> Outcome:
-        """Run ``function`` once. The last of ``num_steps`` runs has its memory measured, on CPU by the profiler, which slows
-        it.
+        """Run ``function`` once. Memory is measured in the last of ``num_steps`` runs, which the profiler slows on CPU.
 
         ``functions`` are the names of its region functions, by region key.
         """
