@@ -125,18 +125,18 @@ def quantise_group(numel: int, device: torch.device) -> Group:
     values = torch.randn(numel, device=device).bfloat16()
     compiled = torch.compile(quantise.quantise_at_once, fullgraph=True)
     contenders = {
-        "torch": lambda: quantise.quantise(values, NUM_PARTS, 8),
-        "torch.compile": lambda: compiled(values, NUM_PARTS, 8),
-        "kernel": lambda: torch.ops.zerofx.launch_quantise(values, NUM_PARTS, 8),
+        "torch": lambda: quantise.quantise(values, NUM_PARTS, "int8"),
+        "torch.compile": lambda: compiled(values, NUM_PARTS, "int8"),
+        "kernel": lambda: torch.ops.zerofx.launch_quantise(values, NUM_PARTS, "int8"),
     }
-    return Group("quantise", contenders, 2 * numel + quantise.packed_bytes(numel, 8))
+    return Group("quantise", contenders, 2 * numel + quantise.packed_bytes(numel, "int8"))
 
 
 def sum_group(numel: int, device: torch.device) -> Group:
     """The sum of parts in 8 bits by ATen, by Inductor and by the kernel."""
-    packed = quantise.quantise(torch.randn(numel, device=device), NUM_PARTS, 8)
+    packed = quantise.quantise(torch.randn(numel, device=device), NUM_PARTS, "int8")
     compiled = torch.compile(quantise.dequantise_sum_at_once, fullgraph=True)
-    args = (packed, NUM_PARTS, 8, torch.bfloat16)
+    args = (packed, NUM_PARTS, "int8", torch.bfloat16)
     contenders = {
         "torch": lambda: quantise.dequantise_sum(*args),
         "torch.compile": lambda: compiled(*args),

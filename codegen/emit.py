@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from zerofx import ops
+from zerofx.codegen.kernels.table import launches_of
 from zerofx.codegen.regions import Event, Instruction, Region, is_free_view
 from zerofx.graph import StepGraph
 from zerofx.node_facts import Role, delayed_bucket, origin, placeholder, value
@@ -42,7 +43,12 @@ class EmittedStep:
 
 
 def emit(
-    step: StepGraph, instructions: Sequence[Instruction], live: Liveness, header: str, host_functions: Iterable[str]
+    step: StepGraph,
+    instructions: Sequence[Instruction],
+    live: Liveness,
+    header: str,
+    host_functions: Iterable[str],
+    kernels: frozenset[str] = frozenset(),
 ) -> EmittedStep:
     """Write the file.
 
@@ -52,6 +58,7 @@ def emit(
         live: live bytes by node.
         header: text for the head of the file: what was planned.
         host_functions: sources of the functions that compute hyperparameters on the host.
+        kernels: those of zerofx's own that the step uses: the file says which operators are launches of them.
     """
     functions, definitions = _name_regions(instructions)
     state = [n for n in step.placeholders() if placeholder(n).role is not Role.INPUT]
@@ -61,7 +68,7 @@ def emit(
     for text in dict.fromkeys(host_functions):
         parts += ["", text.rstrip(), ""]
     for region_key, region in definitions.items():
-        parts += ["", region_source(functions[region_key], region), ""]
+        parts += ["", region_source(functions[region_key], region, kernels), ""]
     parts += ["", *body, ""]
     source = "\n".join(parts)
     return EmittedStep(source, functions, tuple(n.name for n in state), tuple(n.name for n in inputs))
@@ -98,8 +105,9 @@ class _Statement:
     unpacks: bool
 
 
-def region_source(name: str, region: Region) -> str:
-    """The function that does what ``region`` does."""
+def region_source(name: str, region: Region, kernels: frozenset[str] = frozenset()) -> str:
+    """The function that does what ``region`` does, with launches of ``kernels`` where there are some."""
+    launches = launches_of(kernels)
     statements = _statements(region)
     local = {node: f"x{i}" for i, node in enumerate(region.inputs)}
     lines = [f"def {name}(inputs):"]
@@ -109,7 +117,7 @@ def region_source(name: str, region: Region) -> str:
     dying = _dying(region, statements)
     counts: dict[str, int] = {}
     for index, statement in enumerate(statements):
-        call = _call(statement.node, local)
+        call = _call(statement.node, local, launches)
         for target in statement.targets:
             if target is not None:
                 local[target] = _fresh(target, counts)
@@ -245,13 +253,13 @@ def _event(node: fx.Node, names: Mapping[fx.Node, str], dead: Sequence[str]) -> 
     return text + (f"; del {', '.join(dead)}" if dead else "")
 
 
-def _call(node: fx.Node, local: Mapping[fx.Node, str]) -> str:
+def _call(node: fx.Node, local: Mapping[fx.Node, str], launches: Mapping[Any, Any]) -> str:
     args = [_literal(arg, local) for arg in node.args]
     if node.target is operator.getitem:
         return f"{args[0]}[{args[1]}]"
     args += [f"{key}={_literal(arg, local)}" for key, arg in node.kwargs.items()]
     if isinstance(node.target, torch._ops.OpOverload):
-        name = str(node.target)
+        name = str(launches.get(node.target, node.target))
         name = name if name.startswith("aten.") else f"torch.ops.{name}"
     else:
         name = f"torch.{node.target.__name__}" if callable(node.target) else str(node.target)

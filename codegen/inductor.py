@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections import ChainMap
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from zerofx import ops, quantise
 from zerofx.attention import has_kernel
 from zerofx.codegen.cpu_rewrites import rewrite_for_cpu
 from zerofx.codegen.kernels import attention
-from zerofx.codegen.kernels.table import ATTENTION, WIRE
+from zerofx.codegen.kernels.table import ATTENTION
 from zerofx.codegen.record import memory_record
 from zerofx.errors import CompilerError
 from zerofx.scheduler.liveness import MemoryEvent
@@ -134,8 +133,8 @@ def compile_region(
         with mode:
             examples = list(map(_own_fake, inputs))
             plain = make_fx(lambda *args: function(list(args)), tracing_mode="real")(*examples)
-            launches = [_LAUNCHES[kernel] for kernel in sorted(kernels & _LAUNCHES.keys())]
-            table = {**select_decomp_table(), **_DECOMPOSITIONS, **dict(ChainMap(*launches))}
+            launches = _ATTENTION_LAUNCHES if ATTENTION in kernels else {}
+            table = {**select_decomp_table(), **_DECOMPOSITIONS, **launches}
             traced = make_fx(_InPlannedStrides(plain).run, decomposition_table=table, tracing_mode="real")(*examples)
             rewrite_for_cpu(traced.graph)
         if any(node.target in _ATTENTION for node in traced.graph.nodes):
@@ -258,16 +257,9 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     ops.dequantise: quantise.dequantise_at_once,
     ops.dequantise_sum: quantise.dequantise_sum_at_once,
 }
-_LAUNCHES: dict[str, dict[Any, Callable[..., Any]]] = {
-    WIRE: {
-        ops.quantise: torch.ops.zerofx.launch_quantise,
-        ops.dequantise: torch.ops.zerofx.launch_dequantise,
-        ops.dequantise_sum: torch.ops.zerofx.launch_dequantise_sum,
-    },
-    ATTENTION: {
-        aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
-    },
+_ATTENTION_LAUNCHES: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }
 _ATTENTION = frozenset({ops.attention, ops.attention_backward})
 

@@ -1,4 +1,4 @@
-"""Gather parameters in int8, and keep a second shard on the node for later gathers (qwZ and hpZ of ZeRO++, 2306.10209).
+"""Gather parameters in 8 bits, and keep second shards on the node for later gathers (qwZ, hpZ of ZeRO++, 2306.10209).
 
     gather_0 = all_gather(shard_0)      |   small_0 = quantise(shard_0)
     full_0 = wait(gather_0)             |   gather_0 = all_gather(small_0)          # bytes
@@ -28,12 +28,12 @@ from zerofx.buckets import Bucket, BucketLayout
 from zerofx.errors import PlanError
 from zerofx.graph import StepGraph, insert_call
 from zerofx.node_facts import DEVICE, origin, set_value, tensor, tier_of
-from zerofx.quantise import BLOCK
+from zerofx.quantise import BLOCK, ENCODINGS
 from zerofx.scheduler.decisions import WireDecision
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.streams import slice_behind
 
-GATHER_BITS = 8
+GATHERS = tuple(dict.fromkeys(encoding.gathers for encoding in ENCODINGS.values()))
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class QuantiseGathers:
             first = _whole(gathers[0])
             if decision.gather != "exact":
                 for gather in gathers[: 1 if decision.second_shard else None]:
-                    whole = _quantise(step, bucket, gather)
+                    whole = _quantise(step, bucket, gather, decision.gather)
                     first = whole if gather is gathers[0] else first
             if decision.second_shard:
                 assert plan.ranks_per_node is not None
@@ -84,10 +84,10 @@ def check_block(plan: Plan, bucket: Bucket) -> None:
 
 def _check(plan: Plan, bucket: Bucket, decision: WireDecision, gathers: Sequence[fx.Node]) -> None:
     check_block(plan, bucket)
-    if decision.gather not in ("exact", "int8") or not gathers:
+    if decision.gather not in ("exact", *GATHERS) or not gathers:
         raise PlanError(
-            f"expected gathers in int8 of a bucket that is gathered, found {decision.gather!r} of {len(gathers)} "
-            f"gathers of {bucket.name}; make the plan anew"
+            f"expected gathers in {' or '.join(GATHERS)} of a bucket that is gathered, found {decision.gather!r} of "
+            f"{len(gathers)} gathers of {bucket.name}; make the plan anew"
         )
     if any(gather.merged for gather in plan.gathers):
         raise PlanError(
@@ -109,19 +109,19 @@ def _whole(gather: fx.Node) -> fx.Node:
     return awaited
 
 
-def _quantise(step: StepGraph, bucket: Bucket, gather: fx.Node) -> fx.Node:
+def _quantise(step: StepGraph, bucket: Bucket, gather: fx.Node, encoding: str) -> fx.Node:
     """Let a gather send bytes; returns the whole bucket."""
     graph, where, awaited, source = step.graph, origin(gather), _whole(gather), gather.args[0]
     suffix = gather.name.removeprefix("gather_")
     with graph.inserting_before(gather):
-        small = insert_call(graph, ops.quantise, (source, 1, GATHER_BITS), where, name=f"small_{suffix}")
+        small = insert_call(graph, ops.quantise, (source, 1, encoding), where, name=f"small_{suffix}")
     gather.args = (small, bucket.index, bucket.num_ranks)
     set_value(gather, step.fake((tensor(small).numel() * bucket.num_ranks,), torch.uint8))
     awaited.args = (gather, small)
     set_value(awaited, tensor(gather))
     with graph.inserting_after(awaited):
         whole = insert_call(
-            graph, ops.dequantise, (awaited, bucket.num_ranks, GATHER_BITS, bucket.compute_dtype), where,
+            graph, ops.dequantise, (awaited, bucket.num_ranks, encoding, bucket.compute_dtype), where,
             name=f"whole_{suffix}", fake=step.fake((bucket.numel,), bucket.compute_dtype),
         )  # fmt: skip
     awaited.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)

@@ -1,4 +1,4 @@
-"""Reduce gradients in int8 or int4, first within nodes and then across them (qgZ of ZeRO++, 2306.10209).
+"""Reduce gradients in few bits, first within nodes and then across them (qgZ of ZeRO++, 2306.10209).
 
     reduce_0 = reduce_scatter(grads_0)      |   small_0 = quantise(grads_0, parts=4)
     ...                                     |   reduce_0 = exchange(small_0, "all")
@@ -40,9 +40,8 @@ from zerofx.graph import StepGraph, insert_call
 from zerofx.node_facts import origin, set_value, tensor
 from zerofx.passes.base import after, end_of_unit, named
 from zerofx.passes.quantise_gathers import check_block
+from zerofx.quantise import ENCODINGS
 from zerofx.scheduler.plan import Plan
-
-BITS = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,13 @@ class QuantiseReductions:
                 continue
             bucket = self.layout.buckets[decision.bucket]
             check_block(plan, bucket)
-            if decision.reduce not in BITS or bucket.index not in started or plan.stage == 0:
+            if decision.reduce not in ENCODINGS or bucket.index not in started or plan.stage == 0:
                 raise PlanError(
-                    f"expected reductions in int8 or int4 of a bucket that is trained, at stages 1 to 3, found "
-                    f"{decision.reduce!r} for {bucket.name} at stage {plan.stage}; make the plan anew"
+                    f"expected reductions in {' or '.join(ENCODINGS)} of a bucket that is trained, at stages 1 to 3, "
+                    f"found {decision.reduce!r} for {bucket.name} at stage {plan.stage}; make the plan anew"
                 )
             hop = None if decision.hop_after is None else named(by_name, decision.hop_after)
-            _quantise(step, plan, bucket, started[bucket.index], BITS[decision.reduce], hop)
+            _quantise(step, plan, bucket, started[bucket.index], decision.reduce, hop)
 
 
 def is_two_hops(num_nodes: int, ranks_per_node: int | None) -> bool:
@@ -74,16 +73,15 @@ def is_two_hops(num_nodes: int, ranks_per_node: int | None) -> bool:
     return num_nodes > 1 and ranks_per_node is not None and ranks_per_node > 1
 
 
-def _quantise(step: StepGraph, plan: Plan, bucket: Bucket, reduce: fx.Node, bits: int, hop: fx.Node | None) -> None:
+def _quantise(step: StepGraph, plan: Plan, bucket: Bucket, reduce: fx.Node, encoding: str, hop: fx.Node | None) -> None:
     graph, index, where = step.graph, bucket.index, origin(reduce)
     (awaited,) = reduce.users
     buffer, num_nodes, local = reduce.args[0], plan.num_nodes, plan.ranks_per_node
     two_hops = is_two_hops(num_nodes, local)
     first = local if two_hops and local is not None else bucket.num_ranks
     with graph.inserting_before(reduce):
-        small = insert_call(
-            graph, ops.quantise, (buffer, first, bits, num_nodes if two_hops else 1), where, name=f"small_grads_{index}"
-        )
+        args = (buffer, first, encoding, num_nodes if two_hops else 1)
+        small = insert_call(graph, ops.quantise, args, where, name=f"small_grads_{index}")
     reduce.target, reduce.args = ops.exchange, (small, index, first, "node" if two_hops else "all")
     set_value(reduce, tensor(small))
     last = first
@@ -92,9 +90,9 @@ def _quantise(step: StepGraph, plan: Plan, bucket: Bucket, reduce: fx.Node, bits
         with graph.inserting_before(anchor.next):
             received = insert_call(graph, ops.wait, (reduce, small), where, name=f"hop_{index}")
             summed = insert_call(
-                graph, ops.dequantise_sum, (received, first, bits, torch.float32), where, name=f"node_sum_{index}"
+                graph, ops.dequantise_sum, (received, first, encoding, torch.float32), where, name=f"node_sum_{index}"
             )
-            small = insert_call(graph, ops.quantise, (summed, num_nodes, bits), where, name=f"across_{index}")
+            small = insert_call(graph, ops.quantise, (summed, num_nodes, encoding), where, name=f"across_{index}")
             reduce = insert_call(
                 graph, ops.exchange, (small, index, num_nodes, "across"), where, name=f"reduce_across_{index}"
             )
@@ -103,7 +101,7 @@ def _quantise(step: StepGraph, plan: Plan, bucket: Bucket, reduce: fx.Node, bits
     set_value(awaited, tensor(reduce))
     with graph.inserting_after(awaited):
         total = insert_call(
-            graph, ops.dequantise_sum, (awaited, last, bits, bucket.compute_dtype), where, name=f"reduced_{index}",
+            graph, ops.dequantise_sum, (awaited, last, encoding, bucket.compute_dtype), where, name=f"reduced_{index}",
             fake=step.fake((bucket.shard_numel,), bucket.compute_dtype),
         )  # fmt: skip
     awaited.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)

@@ -182,8 +182,9 @@ class GradientDecision:
 class WireDecision:
     """How a bucket goes over the wire where the user allows results that are not exact.
 
-    ``gather`` is ``"exact"`` or ``"int8"``; ``reduce`` also ``"int4"``. With ``second_shard`` each rank keeps the part
-    of the first gathered bucket that is its own among the ranks of its node, and later gathers stay on the node.
+    ``gather`` and ``reduce`` are ``"exact"`` or in ``zerofx.quantise.ENCODINGS``; nothing is gathered in ``"int4"``.
+    With ``second_shard`` each rank keeps the part of the first gathered bucket that is its own among the ranks of its
+    node, and later gathers stay on the node.
     A reduction that is not exact, on several nodes of several ranks, is a hop within nodes and one across: the second
     begins behind the node ``hop_after`` of the captured graph (None: where the bucket is updated).
     """

@@ -35,8 +35,8 @@ class Plan:
     divided into, where not all values stay. ``memory_budget`` is what the plan was made to fit, in bytes on the device.
     ``num_micro_batches`` is how many a batch is divided into, which run one after the other before the update.
     ``max_grad_norm`` is what the norm of all gradients is clipped to, None for gradients as they are. ``wire``
-    is what the plan was free to send (``"exact"``, ``"int8"``, ``"int4"``), and
-    ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan.
+    is what the plan was free to send (``"exact"``, or one of ``zerofx.quantise.ENCODINGS``), and ``ranks_per_node``
+    where it takes nodes to end; both say nothing of an exact plan.
     """
 
     stage: int

@@ -1,6 +1,6 @@
 """Which buckets go over the wire in few bits, where the user allows it: only those with which the step takes less time.
 
-Gathers in int8, a second shard on each node and reductions in few bits (ZeRO++, 2306.10209) shorten what collectives
+Gathers in 8 bits, a second shard on each node and reductions in few bits (ZeRO++, 2306.10209) shorten what collectives
 take, and add computation before and behind them. The exact plan is simulated, and its collectives and waits are
 replayed with each bucket's in one form or the other. From all buckets compressed, each part of that is taken back
 where the step is not longer without it: what hides behind computation stays exact.
@@ -17,8 +17,8 @@ from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.errors import UsageError
 from zerofx.graph import StepGraph
-from zerofx.passes.quantise_reductions import BITS, is_two_hops
-from zerofx.quantise import packed_bytes
+from zerofx.passes.quantise_reductions import is_two_hops
+from zerofx.quantise import ENCODINGS, packed_bytes
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.decisions import ReduceDecision, WireDecision
 from zerofx.scheduler.machine import Machine, collective_seconds
@@ -91,7 +91,7 @@ def with_wire(
     if layout.num_ranks == 1:
         return _all_exact(allowed, layout, "there is one rank")
     step, exact = carried_out(plan)
-    sends = _Sends(allowed, layout, machine, BITS[wire])
+    sends = _Sends(allowed, layout, machine)
     moments = _moments(step, exact)
     most = {b.index: sends.most(b, moments) for b in layout.buckets}
     chosen = _least(most, lambda choices: _replay(moments, choices, sends))
@@ -122,9 +122,9 @@ def _all_exact(plan: Plan, layout: BucketLayout, why: str) -> Plan:
 class _Sends:
     """What a bucket's collectives take in few bits on a machine, in seconds."""
 
-    def __init__(self, plan: Plan, layout: BucketLayout, machine: Machine, bits: int) -> None:
+    def __init__(self, plan: Plan, layout: BucketLayout, machine: Machine) -> None:
         assert plan.ranks_per_node is not None
-        self.plan, self.layout, self.machine, self.bits = plan, layout, machine, bits
+        self.plan, self.layout, self.machine = plan, layout, machine
         self.local, self.num_nodes = plan.ranks_per_node, plan.num_nodes
         self.two_hops = is_two_hops(self.num_nodes, self.local)
         self._away = {decision.bucket for decision in plan.parameters}
@@ -142,8 +142,8 @@ class _Sends:
         return self.machine.device.launch_latency + num_bytes / self.machine.memory_bandwidth
 
     def gather(self, bucket: Bucket) -> tuple[float, float, float]:
-        """Before, during and behind a gather in int8."""
-        small = packed_bytes(bucket.shard_numel, 8)
+        """Before, during and behind a gather in 8 bits."""
+        small = packed_bytes(bucket.shard_numel, ENCODINGS[self.plan.wire].gathers)
         total = small * bucket.num_ranks
         during = collective_seconds("all_gather", total, bucket.num_ranks, self.machine)
         return self.compute(bucket.shard_bytes + small), during, self.compute(total + bucket.full_bytes)
@@ -156,7 +156,7 @@ class _Sends:
 
     def reduction(self, bucket: Bucket) -> tuple[float, tuple[tuple[float, float], ...]]:
         """Seconds before the first hop, and of each hop on the wire and behind it."""
-        small = packed_bytes(bucket.numel, self.bits)
+        small = packed_bytes(bucket.numel, self.plan.wire)
         before = self.compute(bucket.full_bytes + small)
         if not self.two_hops:
             during = collective_seconds("all_to_all", small, bucket.num_ranks, self.machine)
@@ -294,7 +294,7 @@ def _plan(
         wires.append(
             WireDecision(
                 bucket=bucket.index,
-                gather="int8" if choice.gather else "exact",
+                gather=ENCODINGS[plan.wire].gathers if choice.gather else "exact",
                 second_shard=choice.second_shard,
                 reduce=plan.wire if choice.reduce else "exact",
                 reason=_reason(plan, bucket, choice, most[bucket.index], saved, sends),
@@ -310,7 +310,7 @@ def _reason(plan: Plan, bucket: Bucket, choice: Choice, most: Choice, saved: flo
             "it hides behind computation" if most != Choice() else "it is not sent, or cannot be rounded"
         )
     parts = [
-        *(["gathered in int8"] if choice.gather else []),
+        *([f"gathered in {ENCODINGS[plan.wire].gathers}"] if choice.gather else []),
         *(
             [f"gathered again from second shards of {format_bytes(bucket.full_bytes // sends.local)} on each node"]
             if choice.second_shard

@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 
 from zerofx.attention import backward_scratch_numel, forward_scratch_numel
 from zerofx.norms import square_sum_workspace_bytes
-from zerofx.quantise import BLOCK, unpacked_numel
+from zerofx.quantise import BLOCK, ENCODINGS, unpacked_numel
 from zerofx.scheduler.storage import mutated_inputs, storage_bytes, tensors_of
 
 
@@ -112,18 +112,20 @@ def _layer_norm_backward(node: fx.Node) -> int:
 
 
 def _quantisation(node: fx.Node) -> int:
-    """``zerofx/quantise.py`` takes one part at a time: quotients, also rounded, scales, and what these are made of."""
-    values, num_parts = _value(node, 0), node.args[1]
-    assert isinstance(num_parts, int)
-    numel = values.numel() // num_parts
-    return numel * 8 + numel // BLOCK * (4 + values.element_size())
+    """``zerofx/quantise.py`` takes one part at a time: quotients, beside the values in float32 or what they are rounded
+    to, scales, and what these are made of."""
+    values, num_parts, encoding = _value(node, 0), node.args[1], node.args[2]
+    assert isinstance(num_parts, int) and isinstance(encoding, str)
+    numel, dtype = values.numel() // num_parts, ENCODINGS[encoding].dtype
+    beside = dtype.itemsize if dtype.is_floating_point and values.dtype == torch.float32 else 4
+    return numel * (4 + beside) + numel // BLOCK * (4 + values.element_size())
 
 
 def _dequantisation(node: fx.Node) -> int:
     """Codes and values of one part in float32."""
-    num_parts, bits = node.args[1], node.args[2]
-    assert isinstance(num_parts, int) and isinstance(bits, int)
-    return unpacked_numel(_value(node, 0).numel() // num_parts, bits) * 8
+    num_parts, encoding = node.args[1], node.args[2]
+    assert isinstance(num_parts, int) and isinstance(encoding, str)
+    return unpacked_numel(_value(node, 0).numel() // num_parts, encoding) * 8
 
 
 def _dequantised_sum(node: fx.Node) -> int:

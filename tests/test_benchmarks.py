@@ -24,6 +24,7 @@ from benchmarks import (
     one_gpu,
     peers,
     peers_report,
+    rounding,
 )
 from benchmarks.memory_frontier import BASELINE, Contender, Result, rows, table
 from benchmarks.wire_count import WireCount
@@ -353,6 +354,12 @@ def test_contenders_of_an_update_and_of_a_loss_compute_the_same() -> None:
     whole, tiled = kernels.loss_whole(*given), kernels.loss_by_classes(*given, 3)
     for one, other in zip(tiled, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=2**-6, atol=1e-3)
+
+
+def test_the_documentation_has_what_is_rounded_off() -> None:
+    page = " ".join((ROOT / "docs" / "wire.md").read_text().split())
+    for line in rounding.table(rounding.made_up()).splitlines()[2:]:
+        assert " ".join(line.split()) in page
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -15,7 +15,7 @@ import zerofx
 from tests.distributed import run_ranks
 from tests.test_ranks import error_of
 from zerofx.ops import dequantise, quantise
-from zerofx.quantise import LEVELS
+from zerofx.quantise import ENCODINGS
 from zerofx.scheduler.machine import Link, Machine
 from zerofx.step import Step
 
@@ -132,9 +132,9 @@ def largest_gradients() -> dict[str, float]:
     return found
 
 
-def with_rounded_weights() -> dict[str, Any]:
+def with_rounded_weights(wire: str) -> dict[str, Any]:
     """A step whose gathers alone are changed, beside a plain model whose weights are rounded as they come."""
-    made = compiled(3, "int8")
+    made = compiled(3, wire)
     made.prepare(*batch())
     plan = made.plan
     made.close()
@@ -143,7 +143,7 @@ def with_rounded_weights() -> dict[str, Any]:
         wires=tuple(replace(wire, reduce="exact", hop_after=None) for wire in plan.wires),
         prediction=None,
     )
-    step = compiled(3, "int8", plan=plan)
+    step = compiled(3, wire, plan=plan)
     loss = step(*batch())
     plain, exact = build(), dict(build().named_parameters())
     assert step._state is not None
@@ -151,7 +151,7 @@ def with_rounded_weights() -> dict[str, Any]:
         flat = torch.zeros(bucket.numel)
         for slot in bucket.slots:
             slot.view(flat).copy_(exact[slot.name].detach())
-        rounded = dequantise(quantise(flat, bucket.num_ranks, 8), bucket.num_ranks, 8, torch.float32)
+        rounded = dequantise(quantise(flat, bucket.num_ranks, wire), bucket.num_ranks, wire, torch.float32)
         for slot in bucket.slots:
             plain.get_parameter(slot.name).data.copy_(slot.view(rounded))
     rounded_loss = plain(*batch())
@@ -167,13 +167,13 @@ def with_rounded_weights() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_some(labels: tuple[str, ...]) -> Found:
+def run_some(labels: tuple[str, ...], gathers: str) -> Found:
     found = Found()
     for label in labels:
         stage, wire = label.split()
         found.runs[label] = train(compiled(int(stage), wire))
     found.largest_gradients = largest_gradients()
-    found.rounded = with_rounded_weights()
+    found.rounded = with_rounded_weights(gathers)
     plan = compiled(3, "int8")
     plan.prepare(*batch())
     found.errors["plan"] = error_of(lambda: compiled(3, "exact", plan=plan.plan).prepare(*batch()))
@@ -187,13 +187,14 @@ def run_some(labels: tuple[str, ...]) -> Found:
 def four_ranks() -> list[Found]:
     """Two nodes of two ranks."""
     labels = ("1 exact", "1 int4", "3 exact", "3 int8", "3 int4")
-    return run_ranks(run_some, 4, labels, timeout=600.0)
+    return run_ranks(run_some, 4, labels, "int8", timeout=600.0)
 
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[Found]:
     """One node of two ranks."""
-    return run_ranks(run_some, 2, ("2 exact", "2 int8", "3 exact", "3 int4"), timeout=600.0)
+    labels = ("2 exact", "2 int8", "2 fp8", "3 exact", "3 int4", "3 fp8")
+    return run_ranks(run_some, 2, labels, "fp8", timeout=600.0)
 
 
 @pytest.fixture(params=["two_ranks", "four_ranks"])
@@ -212,13 +213,15 @@ def test_all_ranks_have_the_same_parameters_and_plan(world: list[Found]) -> None
 
 
 def test_an_update_is_within_what_rounding_gradients_may_change(world: list[Found]) -> None:
-    # With g the largest gradient of any rank and s = 1 / (2 levels), N ranks' sums within nodes are off by N g s at the
-    # most, and the sums of these, each at most (1 + s) times its share of N g, by N g (1 + s) s more.
+    # With g the largest gradient of any rank and s half of the largest step as a part of the largest value, N ranks'
+    # sums within nodes are off by N g s at the most, and the sums of these, each at most (1 + s) times its share of
+    # N g, by N g (1 + s) s more.
     largest = max(world[0].largest_gradients.values())
     labels = [label for label in world[0].runs if label[0] != "3" and "exact" not in label]
     assert labels
     for label in labels:
-        half = 0.5 / LEVELS[8 if "int8" in label else 4]
+        kind = ENCODINGS[label.split()[1]]
+        half = (16 if kind.dtype.is_floating_point else 0.5) / kind.largest
         hops = 2 + half if len(world) > RANKS_PER_NODE else 1
         exact, run = world[0].runs[f"{label[0]} exact"], world[0].runs[label]
         assert run.losses[0] == exact.losses[0]

@@ -123,9 +123,11 @@ def compile(
         wire: what may be sent: ``"exact"`` values, or, for those buckets with which the step is faster so, ``"int8"``:
             parameters gathered in 8 bits at stage 3 (a scale for each block of 256), again for backward from a second
             shard within the node, and gradients reduced in 8 bits, first within nodes and then across; ``"int4"`` has
-            gradients in 4 bits (ZeRO++, 2306.10209). Values are then rounded: a parameter by at most 1/254 of the
-            largest in its block, gradients at most twice by 1/254, or 1/14, of that of a block of sums. Masters and
-            updates stay exact. Nodes are consecutive ranks, ``LOCAL_WORLD_SIZE`` or ``machine.ranks_per_node`` each.
+            gradients in 4 bits (ZeRO++, 2306.10209), and ``"fp8"`` both in float8_e4m3fn, which keeps a value's first
+            digits however large others in its block are. Values are then rounded: a parameter by at most 1/254 of the
+            largest in its block, gradients at most twice by 1/254, or 1/14, of that of a block of sums; in ``"fp8"``
+            each by 1/16 of itself. Masters and updates stay exact. Nodes are consecutive ranks, ``LOCAL_WORLD_SIZE`` or
+            ``machine.ranks_per_node`` each.
         cuda_graphs: whether kernels are launched as CUDA graphs, recorded behind the second step of a batch shape:
             ``False``, ``"auto"`` where nothing is in the way (``print(step)`` and ``step.launches`` say what is), or
             ``True`` to have an error there. Collectives and updates are calls between graphs, so that learning rates

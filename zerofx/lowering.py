@@ -77,7 +77,7 @@ def lower(
             plan = replace(plan, prediction=None)  # what was predicted for another machine bounds nothing here
         plan = plan.with_prediction(predict(step, plan, layout, simulation))
         sources = [program.host_source for program in programs.values()]
-        emitted = emit(step, instructions, simulation.live, _header(plan, machine), sources)
+        emitted = emit(step, instructions, simulation.live, _header(plan, machine), sources, kernels)
     lowered = LoweredStep(step, plan, instructions, simulation, stages, emitted)
     if talk:
         _say(lowered, settings.debug)

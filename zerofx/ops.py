@@ -21,10 +21,10 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``settle``            hold until the host is done with the delayed update of a bucket, started in the step before
 ``part``              a view of some elements of a tensor that enters a region as it stands: one serves them all
 ``mm_into``           a matrix product written over a tensor: ``mm(..., out=)`` for compiled regions, and their kernel
-``quantise``          flat values as bytes to send, ``bits`` each and a scale for each block, a row for each part
+``quantise``          flat values as bytes to send, in few bits with a scale for each block, a row for each part
 ``dequantise``        the values of all parts of what was quantised, in order
 ``dequantise_sum``    the sum of the parts of what was quantised
-``launch_...``        the three above as one kernel each, where a compiled region on CUDA is to launch ours
+``launch_...``        the three above as kernels of ours, where a step on CUDA is to launch them
 ``softmax_chunk``     what each row's softmax needs of a run of classes: see ``zerofx/softmax.py``
 ``softmax_gradient``  the logits of a run of classes become their gradients
 ``gather_on_node``    start gathering the parts of a bucket that the ranks of this node hold, into a fresh full buffer
@@ -66,12 +66,12 @@ _library.define("copy_into(Tensor(a!) into, Tensor source) -> Tensor(a!)")
 _library.define("mm_into(Tensor(a!) into, Tensor a, Tensor b) -> ()")
 _library.define("empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor")
 _library.define("settle(int bucket) -> ()")
-_library.define("quantise(Tensor values, int num_parts, int bits, int interleave=1) -> Tensor")
-_library.define("dequantise(Tensor packed, int num_parts, int bits, ScalarType dtype) -> Tensor")
-_library.define("dequantise_sum(Tensor packed, int num_parts, int bits, ScalarType dtype) -> Tensor")
-_library.define("launch_quantise(Tensor values, int num_parts, int bits, int interleave=1) -> Tensor")
-_library.define("launch_dequantise(Tensor packed, int num_parts, int bits, ScalarType dtype) -> Tensor")
-_library.define("launch_dequantise_sum(Tensor packed, int num_parts, int bits, ScalarType dtype) -> Tensor")
+_library.define("quantise(Tensor values, int num_parts, str encoding, int interleave=1) -> Tensor")
+_library.define("dequantise(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor")
+_library.define("dequantise_sum(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor")
+_library.define("launch_quantise(Tensor values, int num_parts, str encoding, int interleave=1) -> Tensor")
+_library.define("launch_dequantise(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor")
+_library.define("launch_dequantise_sum(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor")
 _library.define("softmax_chunk(Tensor logits, Tensor target, int first_class, Tensor? stats) -> Tensor")
 _library.define(
     "softmax_gradient(Tensor(a!) logits, Tensor target, int first_class, Tensor log_sums, Tensor scale, "
@@ -133,16 +133,18 @@ def _mm_into(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     torch.mm(a, b, out=into)
 
 
-def _packed(values: torch.Tensor, num_parts: int, bits: int, interleave: int = 1) -> torch.Tensor:
-    return values.new_empty(num_parts * _quantise.packed_bytes(values.numel() // num_parts, bits), dtype=torch.uint8)
+def _packed(values: torch.Tensor, num_parts: int, encoding: str, interleave: int = 1) -> torch.Tensor:
+    return values.new_empty(
+        num_parts * _quantise.packed_bytes(values.numel() // num_parts, encoding), dtype=torch.uint8
+    )
 
 
-def _unpacked(packed: torch.Tensor, num_parts: int, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    return packed.new_empty(num_parts * _quantise.unpacked_numel(packed.numel() // num_parts, bits), dtype=dtype)
+def _unpacked(packed: torch.Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> torch.Tensor:
+    return packed.new_empty(num_parts * _quantise.unpacked_numel(packed.numel() // num_parts, encoding), dtype=dtype)
 
 
-def _unpacked_sum(packed: torch.Tensor, num_parts: int, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    return packed.new_empty(_quantise.unpacked_numel(packed.numel() // num_parts, bits), dtype=dtype)
+def _unpacked_sum(packed: torch.Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> torch.Tensor:
+    return packed.new_empty(_quantise.unpacked_numel(packed.numel() // num_parts, encoding), dtype=dtype)
 
 
 def _stats(logits: torch.Tensor, target: torch.Tensor, first_class: int, stats: torch.Tensor | None) -> torch.Tensor:

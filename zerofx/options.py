@@ -24,7 +24,7 @@ Recompute = Literal["auto", "none", "full"]
 OffloadWord = Literal["auto", "none", "host", "nvme"]
 Offload = OffloadWord | Mapping[str, str]
 Accumulate = int | Literal["auto"]
-Wire = Literal["exact", "int8", "int4"]
+Wire = Literal["exact", "int8", "int4", "fp8"]
 CudaGraphs = bool | Literal["auto"]
 GRADIENTS = "gradients"  # what can be offloaded by name
 Tiling = Literal["auto", "none"] | Mapping[str, int]
@@ -222,8 +222,8 @@ def _check_offload(offload: object, accumulate: Accumulate, *, given: bool, budg
 def _check_wire(wire: object, stage: int) -> None:
     if wire not in get_args(Wire):
         raise UsageError(
-            f"expected wire 'exact', 'int8' (gathers and gradients in 8 bits where the step is faster for it) or "
-            f"'int4' (gradients in 4), found {wire!r}"
+            f"expected wire 'exact', 'int8' (gathers and gradients in 8 bits where the step is faster for it), 'int4' "
+            f"(gradients in 4) or 'fp8' (both in float8_e4m3fn), found {wire!r}"
         )
     if wire != "exact" and stage == 0:
         raise UsageError(

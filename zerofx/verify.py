@@ -291,12 +291,12 @@ def _of_wire(step: StepGraph) -> list[str]:
     found = set()
     for node in step.calls():
         if node.target is ops.quantise and slice_behind(node) is not None:
-            found.add(f"gathers {_bucket_gathered(node)} in int{node.args[2]}")
+            found.add(f"gathers {_bucket_gathered(node)} in {node.args[2]}")
         if node.target is ops.second_shard:
             found.add(f"second shard of {node.args[1]}")
         if node.target is ops.exchange:
             (small,) = (source for source in node.all_input_nodes)
-            found.add(f"reduces {node.args[1]} in int{small.args[2]}")
+            found.add(f"reduces {node.args[1]} in {small.args[2]}")
     return sorted(found)
 
 

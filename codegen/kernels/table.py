@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
+from zerofx import ops
 from zerofx.errors import UsageError
 
 
@@ -66,6 +69,7 @@ KERNELS = (
         "it takes 0.6 to 0.8 of ATen's time under a causal mask, 0.9 to 1.0 without, and is as exact",
     ),
 )
+_LAUNCHES: Mapping[str, tuple[str, ...]] = {WIRE: ("quantise", "dequantise", "dequantise_sum")}
 _NAMES = frozenset(kernel.name for kernel in KERNELS)
 
 
@@ -104,3 +108,9 @@ def _runs(kernel: Kernel, device: torch.device) -> bool:
 
 def _is_interpreting() -> bool:
     return bool(import_module("triton").knobs.runtime.interpret)
+
+
+def launches_of(kernels: frozenset[str]) -> dict[Any, Any]:
+    """The operators in whose place a step with ``kernels`` has launches of them, and what launches them."""
+    names = [name for kernel, operators in _LAUNCHES.items() if kernel in kernels for name in operators]
+    return {getattr(ops, name): getattr(torch.ops.zerofx, f"launch_{name}").default for name in names}

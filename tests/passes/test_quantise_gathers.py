@@ -1,4 +1,4 @@
-"""Gathers in int8, and second shards that later gathers begin with."""
+"""Gathers in 8 bits, and second shards that later gathers begin with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def wired(gather: str = "int8", second_shard: bool = True, buckets: tuple[int, .
     wires = tuple(
         WireDecision(index, gather, second_shard and times.count(index) > 1, "exact", "a test") for index in buckets
     )
-    given.plan = replace(given.plan, wire="int8", ranks_per_node=2, wires=wires)
+    given.plan = replace(given.plan, wire="int8" if gather == "exact" else gather, ranks_per_node=2, wires=wires)
     return given
 
 
@@ -45,6 +45,13 @@ def test_all_rules_hold(prefetch: int, second_shard: bool, num_micro_batches: in
     gathers = [decision.bucket for decision in prepared.plan.gathers]
     across = [str(node.args[1]) for node in calls(prepared.step, ops.all_gather)]
     assert sorted(across) == [str(bucket) for bucket in sorted(set(gathers) if second_shard else gathers)]
+
+
+def test_all_that_is_gathered_is_in_the_encoding_of_the_plan() -> None:
+    prepared = wired("fp8", second_shard=False)
+    prepared.run_pipeline()
+    for rounding in (ops.quantise, ops.dequantise):
+        assert [node.args[2] for node in calls(prepared.step, rounding)] == ["fp8"] * len(prepared.plan.gathers)
 
 
 def test_a_gather_that_was_issued_before_the_second_shard_is_there_comes_behind_it() -> None:
@@ -85,7 +92,7 @@ class Whole(TwoBlocks):
     ("prepared", "message"),
     [
         (lambda: wired(block=1), "whole blocks of 256"),
-        (lambda: wired("int4"), "found 'int4'"),
+        (lambda: wired("int4"), "gathers in int8 or fp8 .* found 'int4'"),
         (lambda: wired(model=Whole()), "torch.int32.*only floating-point"),
     ],
 )

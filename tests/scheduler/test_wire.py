@@ -91,7 +91,8 @@ def test_three_psi_across_nodes_become_three_quarters(world_size: int) -> None:
     nodes = world_size // H100.ranks_per_node
     ring, between = Fraction(world_size - 1, world_size), Fraction(nodes - 1, nodes)
     scales = Fraction(4, BLOCK)
-    exact, int8, int4 = (planned(world_size=world_size, wire=wire) for wire in ("exact", "int8", "int4"))
+    exact, *rounded = (planned(world_size=world_size, wire=wire) for wire in ("exact", "int8", "int4", "fp8"))
+    int4 = rounded[1]
     twice = [b for b in range(4) if [g.bucket for g in exact.plan.gathers].count(b) == 2]
     assert len(twice) == 2
     for bucket in range(4):
@@ -99,16 +100,16 @@ def test_three_psi_across_nodes_become_three_quarters(world_size: int) -> None:
         small = 2 * int4.layout.buckets[bucket].numel
         gathers = 2 if bucket in twice else 1
         assert across(exact, of_bucket(exact, bucket)) == (gathers + 1) * psi * ring
-        for step, bits in ((int8, 8), (int4, 4)):
+        for step, bits in zip(rounded, (8, 4, 8), strict=True):
             reduced = small / 2 * (Fraction(bits, 8) + scales) * between
             assert across(step, of_bucket(step, bucket)) == small / 2 * (1 + scales) * ring + reduced
         # Without scales, and with as many nodes as make no difference: 3 Psi, and 3/4 Psi.
         assert across(exact, of_bucket(exact, bucket)) / psi == (3 if bucket in twice else 2) * ring
         payload = across(int4, of_bucket(int4, bucket)) / (small * (1 + 4 / BLOCK))
         assert payload < 0.75 + 2 * 4 / BLOCK
-    for step in (int8, int4):
+    for step, gather in zip(rounded, ("int8", "int8", "fp8"), strict=True):
         assert step.plan.node_wire_bytes["across"] == across(step)
-        assert all(one.gather == "int8" and one.reduce == step.plan.wire for one in step.plan.wires)
+        assert all(one.gather == gather and one.reduce == step.plan.wire for one in step.plan.wires)
         assert [one.bucket for one in step.plan.wires if one.second_shard] == twice
         assert step.plan.step_seconds < exact.plan.step_seconds / 2
 
@@ -198,7 +199,7 @@ def test_plans_say_what_is_sent_how() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"wire": "int2"}, "expected wire 'exact', 'int8' .* or 'int4' .*, found 'int2'"),
+        ({"wire": "int2"}, "expected wire 'exact', 'int8' .*, 'int4' .* or 'fp8' .*, found 'int2'"),
         ({"wire": 8}, "found 8"),
         ({"wire": "int8", "stage": 0}, "expected stage 1, 2 or 3 beside wire='int8', found stage 0"),
         ({"wire": "int8", "world_size": 12}, "expected whole nodes of 8 ranks .*found 12 ranks"),

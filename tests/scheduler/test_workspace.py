@@ -54,8 +54,8 @@ def batch_norm_backward() -> tuple[Any, ...]:
     return x, x, weight, weight, weight, weight, weight, True, 1e-5, [True] * 3
 
 
-def quantised(bits: int) -> Tensor:
-    packed: Tensor = ops.quantise(rand(1 << 20), 4, bits)
+def quantised(encoding: str) -> Tensor:
+    packed: Tensor = ops.quantise(rand(1 << 20), 4, encoding)
     return packed
 
 
@@ -87,15 +87,18 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "mean in bfloat16": (aten.mean.dim, lambda: (rand(64, 256, dtype=torch.bfloat16), [1])),
     "cumsum of booleans": (aten.cumsum.default, lambda: (rand(64, 64) > 0.5, 1)),
     "matrix product": (aten.mm.default, lambda: (rand(64, 64), rand(64, 64))),
-    "quantised in 8 bits": (ops.quantise, lambda: (rand(1 << 20), 4, 8)),
-    "quantised in 4 bits": (ops.quantise, lambda: (rand(1 << 20), 1, 4)),
-    "quantised slices of nodes": (ops.quantise, lambda: (rand(1 << 20), 2, 8, 2)),
-    "quantised bfloat16": (ops.quantise, lambda: (rand(1 << 20, dtype=torch.bfloat16), 4, 8)),
-    "8 bits to float32": (ops.dequantise, lambda: (quantised(8), 4, 8, torch.float32)),
-    "8 bits to bfloat16": (ops.dequantise, lambda: (quantised(8), 4, 8, torch.bfloat16)),
-    "4 bits to float32": (ops.dequantise, lambda: (quantised(4), 4, 4, torch.float32)),
-    "sum of 8 bits": (ops.dequantise_sum, lambda: (quantised(8), 4, 8, torch.float32)),
-    "sum of 4 bits in bfloat16": (ops.dequantise_sum, lambda: (quantised(4), 4, 4, torch.bfloat16)),
+    "quantised in 8 bits": (ops.quantise, lambda: (rand(1 << 20), 4, "int8")),
+    "quantised in 4 bits": (ops.quantise, lambda: (rand(1 << 20), 1, "int4")),
+    "quantised slices of nodes": (ops.quantise, lambda: (rand(1 << 20), 2, "int8", 2)),
+    "quantised bfloat16": (ops.quantise, lambda: (rand(1 << 20, dtype=torch.bfloat16), 4, "int8")),
+    "quantised in fp8": (ops.quantise, lambda: (rand(1 << 20), 4, "fp8")),
+    "quantised in fp8 from bfloat16": (ops.quantise, lambda: (rand(1 << 20, dtype=torch.bfloat16), 4, "fp8")),
+    "8 bits to float32": (ops.dequantise, lambda: (quantised("int8"), 4, "int8", torch.float32)),
+    "8 bits to bfloat16": (ops.dequantise, lambda: (quantised("int8"), 4, "int8", torch.bfloat16)),
+    "4 bits to float32": (ops.dequantise, lambda: (quantised("int4"), 4, "int4", torch.float32)),
+    "sum of 8 bits": (ops.dequantise_sum, lambda: (quantised("int8"), 4, "int8", torch.float32)),
+    "sum of 4 bits in bfloat16": (ops.dequantise_sum, lambda: (quantised("int4"), 4, "int4", torch.bfloat16)),
+    "sum of fp8": (ops.dequantise_sum, lambda: (quantised("fp8"), 4, "fp8", torch.float32)),
     "softmax of some classes": (ops.softmax_chunk, lambda: (*classes(torch.float32), None)),
     "softmax of more in bfloat16": (ops.softmax_chunk, lambda: (*classes(torch.bfloat16), rand(3, 64))),
     "gradient of some classes": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +14,12 @@ import torch
 
 from tests.codegen.kernels.interpreted import region_of
 from tests.optimizers.cases import CASES
-from zerofx import quantise
 from zerofx.codegen.kernels.update import BLOCK, NUM_WARPS, load_kernel, make_update_kernel
 from zerofx.optimizers import trace_update
+from zerofx.quantise import ENCODINGS
 
 pytest.importorskip("triton")
+softmax, wire = (import_module(f"zerofx.codegen.kernels.{name}") for name in ("softmax", "wire"))
 
 _NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
 _LOW = torch.bfloat16
@@ -47,40 +49,32 @@ def update(case: str, fused: bool, max_registers: int) -> Build:
     return Build(load_kernel(made.source), types, {"BLOCK": BLOCK}, {"num_warps": NUM_WARPS}, max_registers)
 
 
-def quantiser(bits: int, max_registers: int) -> Build:
-    from zerofx.codegen.kernels import wire
-
-    constants = {
-        "BITS": bits, "LEVEL": quantise.LEVELS[bits], "SMALLEST": torch.finfo(torch.float32).tiny,
-        "BLOCK": quantise.BLOCK, "ROWS": wire.ROWS,
-    }  # fmt: skip
+def quantiser(encoding: str, max_registers: int) -> Build:
+    constants, options = wire_constants(encoding)
+    constants |= {"LARGEST": ENCODINGS[encoding].largest, "SMALLEST": torch.finfo(torch.float32).tiny}
     types = ["*bf16", "*u8", "*fp32", "i32", "i32", "i32", "i32", "i32"]
-    return Build(wire.quantise_kernel, types, constants, _unfused(wire.NUM_WARPS), max_registers)
+    return Build(wire.quantise_kernel, types, constants, options, max_registers)
 
 
-def dequantiser(bits: int, max_registers: int) -> Build:
-    from zerofx.codegen.kernels import wire
-
-    constants = {"BITS": bits, "BLOCK": quantise.BLOCK, "ROWS": wire.ROWS}
+def dequantiser(encoding: str, max_registers: int) -> Build:
     types = ["*u8", "*fp32", "*bf16", "i32", "i32", "i32"]
-    return Build(wire.dequantise_kernel, types, constants, _unfused(wire.NUM_WARPS), max_registers)
+    return Build(wire.dequantise_kernel, types, *wire_constants(encoding), max_registers)
 
 
-def _unfused(num_warps: int) -> dict[str, object]:
-    return {"num_warps": num_warps, "enable_fp_fusion": False}
+def wire_constants(encoding: str) -> tuple[dict[str, object], dict[str, object]]:
+    """Compile-time arguments that both kernels have, and how they are launched."""
+    given = wire.options(encoding)
+    options = {name: given.pop(name) for name in ("num_warps", "enable_fp_fusion")}
+    return given, options
 
 
 def chunk(first: bool, max_registers: int) -> Build:
-    from zerofx.codegen.kernels import softmax
-
     types = ["*bf16", "*i64", "*fp32", "*fp32", "i32", "i32", "i32", "i32"]
     constants = {"FIRST": first, "COLUMNS": softmax.COLUMNS}
     return Build(softmax.chunk_kernel, types, constants, {"num_warps": softmax.NUM_WARPS}, max_registers)
 
 
 def gradient(max_registers: int) -> Build:
-    from zerofx.codegen.kernels import softmax
-
     types = ["*bf16", "*i64", "*fp32", "*fp32", "i32", "i32", "i32", "i32"]
     constants = {"COLUMNS": softmax.COLUMNS}
     return Build(softmax.gradient_kernel, types, constants, {"num_warps": softmax.NUM_WARPS}, max_registers)
@@ -91,10 +85,12 @@ BUILDS = {
     "adamw written out": lambda: update("adamw", False, 48),
     "sgd with momentum": lambda: update("sgd_momentum", True, 32),
     "lion": lambda: update("lion", False, 32),
-    "quantise 8": lambda: quantiser(8, 64),
-    "quantise 4": lambda: quantiser(4, 64),
-    "dequantise 8": lambda: dequantiser(8, 40),
-    "dequantise 4": lambda: dequantiser(4, 40),
+    "quantise int8": lambda: quantiser("int8", 64),
+    "quantise int4": lambda: quantiser("int4", 64),
+    "quantise fp8": lambda: quantiser("fp8", 64),
+    "dequantise int8": lambda: dequantiser("int8", 40),
+    "dequantise int4": lambda: dequantiser("int4", 40),
+    "dequantise fp8": lambda: dequantiser("fp8", 40),
     "first chunk": lambda: chunk(True, 32),
     "another chunk": lambda: chunk(False, 32),
     "gradient": lambda: gradient(32),

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from zerofx import ops, quantise, softmax
-from zerofx.codegen.kernels.table import WIRE
 from zerofx.quantise import BLOCK
 
 pytestmark = [
@@ -22,12 +21,19 @@ pytestmark = [
 def _rounded(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
     (values,) = inputs
     inputs.clear()
-    packed = ops.quantise(values, 2, 8)
-    return packed, ops.dequantise_sum(packed, 2, 8, torch.float32)
+    packed = ops.quantise(values, 2, "fp8")
+    return packed, ops.dequantise_sum(packed, 2, "fp8", torch.float32)
 
 
-@pytest.mark.parametrize("launch", [True, False])
-def test_rounding_is_launched_where_that_is_asked_for(launch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def _launched(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
+    (values,) = inputs
+    inputs.clear()
+    packed = torch.ops.zerofx.launch_quantise.default(values, 2, "fp8")
+    return packed, torch.ops.zerofx.launch_dequantise_sum.default(packed, 2, "fp8", torch.float32)
+
+
+@pytest.mark.parametrize("function", [_rounded, _launched])
+def test_rounding_is_launched_where_the_file_says_so(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from zerofx.codegen import record
     from zerofx.codegen.inductor import compile_region
 
@@ -39,12 +45,12 @@ def test_rounding_is_launched_where_that_is_asked_for(launch: bool, monkeypatch:
 
     monkeypatch.setattr("zerofx.codegen.inductor.memory_record", noted)
     values = torch.randn(4 * BLOCK)
-    compiled = compile_region(_rounded, [values], "rounded", frozenset({WIRE} if launch else ()))
-    packed, total = compiled.call([values])
-    expected = quantise.quantise(values, 2, 8)
+    packed, total = compile_region(function, [values], "rounded").call([values])
+    expected = quantise.quantise(values, 2, "fp8")
     assert torch.equal(packed, expected)
-    torch.testing.assert_close(total, quantise.dequantise_sum(expected, 2, 8, torch.float32))
-    assert ("zerofx.launch_quantise" in seen[0] and "zerofx.launch_dequantise_sum" in seen[0]) == launch
+    torch.testing.assert_close(total, quantise.dequantise_sum(expected, 2, "fp8", torch.float32))
+    launches = "zerofx.launch_quantise" in seen[0] and "zerofx.launch_dequantise_sum" in seen[0]
+    assert launches == (function is _launched)
 
 
 def _gradient(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
