@@ -8,6 +8,8 @@
   update, copy. ATen's four kernels, the same arithmetic written out under ``torch.compile``, and the kernel.
 - **quantise**, **sum**: a bucket in bfloat16 to 8 bits and the sum of 8 such parts back: ATen's operators, the same
   under ``torch.compile``, and the kernel.
+- **norms**: the sum of the squares of a bucket's gradients in bfloat16: torch's norms of rows, the squares written out
+  under ``torch.compile``, and the kernel.
 - **loss**: an output layer with its cross-entropy, forward and backward, in bfloat16: whole logits under
   ``torch.compile``, torch's chunked ``linear_cross_entropy`` where torch has it, and tiles of classes.
 
@@ -38,7 +40,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks.processes import device_name
-from zerofx import ops, quantise
+from zerofx import norms, ops, quantise
 from zerofx.runtime.measure import CpuPeak
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -143,6 +145,23 @@ def sum_group(numel: int, device: torch.device) -> Group:
         "kernel": lambda: torch.ops.zerofx.launch_dequantise_sum(*args),
     }
     return Group("sum", contenders, packed.numel() + 2 * numel // NUM_PARTS)
+
+
+def norms_group(numel: int, device: torch.device) -> Group:
+    """The sum of squares by torch's norms, by Inductor and by the kernel."""
+    values = torch.randn(numel, device=device).bfloat16()
+    compiled = torch.compile(squares_written_out, fullgraph=True)
+    contenders = {
+        "torch": lambda: norms.square_sum(values),
+        "torch.compile": lambda: compiled(values),
+        "kernel": lambda: torch.ops.zerofx.launch_square_sum(values),
+    }
+    return Group("norms", contenders, 2 * numel)
+
+
+def squares_written_out(values: Tensor) -> Tensor:
+    """Squares of whole rows as operators that a compiler can fuse."""
+    return values.view(-1, norms.ROW).float().square().sum(1).double().sum(0, keepdim=True)
 
 
 def loss_whole(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
@@ -320,6 +339,7 @@ def main() -> None:
             lambda: update_group(numel, device),
             lambda: quantise_group(numel, device),
             lambda: sum_group(numel, device),
+            lambda: norms_group(numel, device),
             lambda: loss_group(options.rows, options.dim, options.classes, device),
         ]
     else:

@@ -28,6 +28,7 @@ from benchmarks import (
 )
 from benchmarks.memory_frontier import BASELINE, Contender, Result, rows, table
 from benchmarks.wire_count import WireCount
+from zerofx import norms
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -341,7 +342,7 @@ def test_kernels_are_compared_with_the_first_contender_and_a_copy() -> None:
     assert "| kernel" in kernels.table([first, second]) and "133%" in kernels.table([first, second])
 
 
-def test_contenders_of_an_update_and_of_a_loss_compute_the_same() -> None:
+def test_contenders_compute_the_same() -> None:
     by_aten = kernels.update_inputs(301, torch.device("cpu"))
     written_out = [tensor.clone() for tensor in by_aten]
     hyper = (kernels.LR, kernels.BETA1, kernels.BETA2, kernels.DECAY, kernels.EPS)
@@ -350,6 +351,8 @@ def test_contenders_of_an_update_and_of_a_loss_compute_the_same() -> None:
         kernels.adamw_region([*by_aten, hyper])
         by_aten[1].copy_(written_out[1])
     torch.testing.assert_close(written_out, by_aten, rtol=1e-5, atol=1e-6)
+    values = torch.randn(3 * norms.ROW).bfloat16()
+    torch.testing.assert_close(kernels.squares_written_out(values), norms.square_sum(values), rtol=2e-6, atol=0.0)
     given = kernels.loss_inputs(17, 8, 50, torch.device("cpu"))
     whole, tiled = kernels.loss_whole(*given), kernels.loss_by_classes(*given, 3)
     for one, other in zip(tiled, whole, strict=True):

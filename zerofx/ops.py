@@ -24,7 +24,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``quantise``          flat values as bytes to send, in few bits with a scale for each block, a row for each part
 ``dequantise``        the values of all parts of what was quantised, in order
 ``dequantise_sum``    the sum of the parts of what was quantised
-``launch_...``        the three above as kernels of ours, where a step on CUDA is to launch them
+``launch_...``        the three above and ``square_sum`` as kernels of ours, where a step on CUDA is to launch them
 ``softmax_chunk``     what each row's softmax needs of a run of classes: see ``zerofx/softmax.py``
 ``softmax_gradient``  the logits of a run of classes become their gradients
 ``gather_on_node``    start gathering the parts of a bucket that the ranks of this node hold, into a fresh full buffer
@@ -86,6 +86,7 @@ _library.define(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor result, Tensor log_sums, "
     "bool is_causal, float? scale) -> (Tensor, Tensor, Tensor)"
 )
+_library.define("launch_square_sum(Tensor values) -> Tensor")
 _library.define("part(Tensor(a) whole, int[] size, int[] stride, int offset) -> Tensor(a)")
 
 
@@ -180,15 +181,16 @@ def _exchange(parts: torch.Tensor, bucket: int, num_ranks: int, group: str) -> t
     return torch.empty_like(parts)
 
 
-for _name, _kernel in (
-    ("quantise", _quantise.quantise),
-    ("dequantise", _quantise.dequantise),
-    ("dequantise_sum", _quantise.dequantise_sum),
+for _module, _name, _kernel in (
+    ("wire", "quantise", _quantise.quantise),
+    ("wire", "dequantise", _quantise.dequantise),
+    ("wire", "dequantise_sum", _quantise.dequantise_sum),
+    ("norms", "square_sum", _square_sum),
 ):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _key)
     _library.impl(f"launch_{_name}", _kernel, "CPU")
-    _library.impl(f"launch_{_name}", _kernel_of("wire", _name), "CUDA")
+    _library.impl(f"launch_{_name}", _kernel_of(_module, _name), "CUDA")
 
 for _name, _reference in (
     ("softmax_chunk", _softmax.softmax_chunk),
@@ -199,9 +201,6 @@ for _name, _reference in (
 
 for _name in ("attention", "attention_backward"):
     _library.impl(_name, _kernel_of("attention", _name), "CPU")
-
-for _key in ("CPU", "CUDA"):
-    _library.impl("square_sum", _square_sum, _key)
 
 _library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
 _library.impl("part", _part, "CompositeExplicitAutograd")  # a view is the same on any device
@@ -234,6 +233,7 @@ for _name, _fake in (
     ("square_sum", _one_sum),
     ("attention", _attention),
     ("attention_backward", _attention_backward),
+    ("launch_square_sum", _one_sum),
 ):
     _library.impl(_name, _fake, "Meta")
 

@@ -34,6 +34,7 @@ UPDATE = "update"
 LOSS = "loss"
 WIRE = "wire"
 ATTENTION = "attention"
+NORMS = "norms"
 
 KERNELS = (
     Kernel(
@@ -61,6 +62,14 @@ KERNELS = (
         "Inductor fuses most of it, and which is faster has not been measured",
     ),
     Kernel(
+        NORMS,
+        "the sum of squares of a bucket's gradients for max_grad_norm: all rows in one launch, their sum in another",
+        "torch's vector_norm and sums, some launches for each 4 million gradients",
+        "cuda",
+        False,
+        "torch's reads each gradient once and holds no copy either, and what launches cost has not been measured",
+    ),
+    Kernel(
         ATTENTION,
         "attention in float32 and its gradients, on operands that are packed once for a block of scores",
         "ATen's, which takes each product of blocks through a BLAS",
@@ -69,7 +78,10 @@ KERNELS = (
         "it takes 0.6 to 0.8 of ATen's time under a causal mask, 0.9 to 1.0 without, and is as exact",
     ),
 )
-_LAUNCHES: Mapping[str, tuple[str, ...]] = {WIRE: ("quantise", "dequantise", "dequantise_sum")}
+_LAUNCHES: Mapping[str, tuple[str, ...]] = {
+    WIRE: ("quantise", "dequantise", "dequantise_sum"),
+    NORMS: ("square_sum",),
+}
 _NAMES = frozenset(kernel.name for kernel in KERNELS)
 
 

@@ -125,8 +125,9 @@ def updated(stage: int, precision: str | None, num_micro_batches: int) -> list[t
     return named
 
 
-def compiled_losses(names: str) -> tuple[list[float], dict[str, str], int]:
-    """The losses of a compiled step that uses the kernels of these names, why updates have none, and how many have."""
+def compiled_losses(names: str) -> tuple[list[float], Mapping[str, str], int, bool]:
+    """The losses of a compiled step that uses the kernels of these names and clips, why updates have none, how many
+    have, and whether sums of squares are launches."""
     import warnings
 
     import zerofx
@@ -136,7 +137,7 @@ def compiled_losses(names: str) -> tuple[list[float], dict[str, str], int]:
     os.environ["ZEROFX_KERNELS"] = names
     torch.manual_seed(0)
     model = TwoBlocks()
-    step = zerofx.compile(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=3)
+    step = zerofx.compile(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=3, max_grad_norm=0.5)
     losses = [float(step(torch.ones(2, 4))) for _ in range(3)]
-    updates = step.compiled.updates
-    return losses, dict(updates.reasons), len(updates.made)
+    updates, source = step.compiled.updates, step.compiled.source_path.read_text()
+    return losses, updates.reasons, len(updates.made), "launch_square_sum" in source

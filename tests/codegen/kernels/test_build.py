@@ -15,13 +15,14 @@ import torch
 from tests.codegen.kernels.interpreted import region_of
 from tests.optimizers.cases import CASES
 from zerofx.codegen.kernels.update import BLOCK, NUM_WARPS, load_kernel, make_update_kernel
+from zerofx.norms import ROW
 from zerofx.optimizers import trace_update
 from zerofx.quantise import ENCODINGS
 
 pytest.importorskip("triton")
-softmax, wire = (import_module(f"zerofx.codegen.kernels.{name}") for name in ("softmax", "wire"))
+norms, softmax, wire = (import_module(f"zerofx.codegen.kernels.{name}") for name in ("norms", "softmax", "wire"))
 
-_NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
+_NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float64: "*fp64"}
 _LOW = torch.bfloat16
 
 
@@ -68,6 +69,11 @@ def wire_constants(encoding: str) -> tuple[dict[str, object], dict[str, object]]
     return given, options
 
 
+def row_sums(dtype: torch.dtype, max_registers: int) -> Build:
+    types = [_NAMES[dtype], "*fp64", "i64"]
+    return Build(norms.row_sums_kernel, types, {"ROW": ROW}, {"num_warps": norms.NUM_WARPS}, max_registers)
+
+
 def chunk(first: bool, max_registers: int) -> Build:
     types = ["*bf16", "*i64", "*fp32", "*fp32", "i32", "i32", "i32", "i32"]
     constants = {"FIRST": first, "COLUMNS": softmax.COLUMNS}
@@ -91,6 +97,9 @@ BUILDS = {
     "dequantise int8": lambda: dequantiser("int8", 40),
     "dequantise int4": lambda: dequantiser("int4", 40),
     "dequantise fp8": lambda: dequantiser("fp8", 40),
+    "row sums of bfloat16": lambda: row_sums(torch.bfloat16, 40),
+    "row sums of float32": lambda: row_sums(torch.float32, 40),
+    "row sums of float64": lambda: row_sums(torch.float64, 56),
     "first chunk": lambda: chunk(True, 32),
     "another chunk": lambda: chunk(False, 32),
     "gradient": lambda: gradient(32),

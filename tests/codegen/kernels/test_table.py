@@ -30,7 +30,7 @@ def test_defaults_and_names() -> None:
 def test_an_unknown_kernel_is_refused() -> None:
     check_kernels(None)
     check_kernels(frozenset({UPDATE}))
-    with pytest.raises(UsageError, match=r"attention, loss, update, wire.*softmax"):
+    with pytest.raises(UsageError, match=r"attention, loss, norms, update, wire.*softmax"):
         check_kernels(frozenset({UPDATE, "softmax"}))
 
 

@@ -1,0 +1,37 @@
+"""The sum of the squares of many values with one launch for all of them: the arithmetic of ``zerofx/norms.py``.
+
+Each program squares and adds up one row of ``ROW`` values in float32, or float64 for those, without a copy of them. The
+rows' sums, in float64, are added up by torch. Rows are those of the reference and sums have no atomics, so that the
+bits depend on the values and on how many there are, and not on plan or stage.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from zerofx.norms import ROW
+from zerofx.runtime.current_device import on_device
+
+NUM_WARPS = 8
+
+
+@triton.jit
+def row_sums_kernel(values, sums, numel, ROW: tl.constexpr):
+    """One row, of which the last may be shorter."""
+    row = tl.program_id(0).to(tl.int64)
+    at = row * ROW + tl.arange(0, ROW)
+    given = tl.load(values + at, mask=at < numel, other=0.0)
+    wide = given if values.dtype.element_ty == tl.float64 else given.to(tl.float32)
+    tl.store(sums + row, tl.sum(wide * wide, 0).to(tl.float64))
+
+
+def square_sum(values: torch.Tensor) -> torch.Tensor:
+    """``zerofx.norms.square_sum`` in two launches."""
+    num_rows = triton.cdiv(values.numel(), ROW)
+    sums = values.new_empty(num_rows, dtype=torch.float64)
+    if num_rows:
+        with on_device(values.device):
+            row_sums_kernel[(num_rows,)](values, sums, values.numel(), ROW=ROW, num_warps=NUM_WARPS)
+    return sums.sum(0, keepdim=True)
