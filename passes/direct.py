@@ -8,8 +8,8 @@
 A weight's gradient is most of a backward's output: written once rather than three times, and never held twice. The
 product is the same call of the same kernel, so its bits are the same.
 
-Does not handle: products that something else reads too, that are laid out unlike the slot, or that are added to what
-the buffer has (the micro-batches behind the first).
+Does not handle: products that something else reads too, that are laid out unlike the slot, that are added to what the
+buffer has (the micro-batches behind the first), or that come well before a buffer that is made late.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Direct:
             buffer = slot.args[0]
             assert isinstance(buffer, fx.Node)
             if order[buffer] > order[product]:
+                if product.next is not buffer:
+                    continue
                 product.prepend(buffer)
             product.prepend(slot)
             step.graph.erase_node(copy)

@@ -29,10 +29,12 @@ from zerofx.buckets import Bucket, BucketLayout, Slot
 from zerofx.graph import StepGraph, insert_call
 from zerofx.node_facts import Origin, Phase, is_random, origin
 from zerofx.passes.base import after, consumers, end_of_unit, start_of_unit
+from zerofx.scheduler.crossing import outputs_of, storage_size
 from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.storage import storage_source
+from zerofx.scheduler.storage import aliased_input, is_view, storage_source
 
 _aten = torch.ops.aten
+_NEXT_TO_NOTHING = 0.125  # of a buffer's bytes: what a run may make before a gradient that is put off to its end
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[list[tuple[fx.No
     graph, first = step.graph, members[0][0][0]
     turns = _turns_in_unit(step, bucket, first)
     if turns:
-        _put_behind_other_readers(step, first, [gradient for gradient, _ in members[0][1:]])
+        buffer_bytes = bucket.numel * bucket.compute_dtype.itemsize
+        _put_off(step, first, [gradient for gradient, _ in members[0][1:]], buffer_bytes)
     with graph.inserting_before(tails.behind(first).next if turns else start_of_unit(step, first)):
         buffer = insert_call(
             graph, ops.empty_gradients, (bucket.index, bucket.numel), Origin(bucket.name, Phase.BACKWARD),
@@ -106,7 +109,7 @@ def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[list[tuple[fx.No
     sums = [(_aten.add_.Tensor, *member) for later in members[1:] for member in later]
     for write, gradient, slot in (*copies, *sums):
         where = Origin(origin(gradient).layer, Phase.BACKWARD)
-        with graph.inserting_after(tails.behind(gradient)):
+        with graph.inserting_after(max(tails.behind(gradient), buffer)):  # nodes compare by their place in the graph
             place = (buffer, list(slot.shape), list(slot.stride), slot.offset)
             fake = step.fake_view(buffer, slot.shape, slot.stride, slot.offset)
             view = insert_call(graph, _aten.as_strided.default, place, where, fake=fake)
@@ -131,10 +134,12 @@ def _turns_in_unit(step: StepGraph, bucket: Bucket, first: fx.Node) -> bool:
     return origin(before).phase is Phase.FORWARD and step.unit_of(before) == step.unit_of(first) == unit
 
 
-def _put_behind_other_readers(step: StepGraph, gradient: fx.Node, others: list[fx.Node]) -> None:
-    """Compute a weight's gradient last of what reads the same values: they die before its buffer is made.
+def _put_off(step: StepGraph, gradient: fx.Node, others: list[fx.Node], buffer_bytes: int) -> None:
+    """Compute a weight's gradient later, when more has died where its buffer is made.
 
-    ``others`` are the bucket's other gradients, which need the buffer as well.
+    Behind what else reads the same values, they die with it. Where the rest of the run makes next to nothing, it goes
+    to the run's end, behind the releases there: a gathered weight is then not there beside its gradient. ``others`` are
+    the bucket's other gradients, which need the buffer as well.
     """
     order = step.positions()
     if gradient.target is operator.getitem or is_random(gradient):
@@ -143,12 +148,27 @@ def _put_behind_other_readers(step: StepGraph, gradient: fx.Node, others: list[f
     made = [storage for storage in read if origin(storage[0]).phase is Phase.BACKWARD]
     readers = [r for s in made for r in consumers(s[0]) if any(storage_source(n) == s for n in r.all_input_nodes)]
     last = max(readers, key=order.__getitem__, default=gradient)
-    if order[last] > order[gradient] and all(order[node] > order[last] for node in (*gradient.users, *others)):
+    end = end_of_unit(step, gradient)
+    rest = [node for node in order if order[last] < order[node] <= order[end] and node is not gradient]
+    while end.next.target is ops.release and storage_source(end.next.all_input_nodes[0]) not in read:
+        end = end.next
+    if all(order[user] > order[end] for user in gradient.users) and (
+        not is_view(gradient) and sum(map(_made_bytes, rest)) <= _NEXT_TO_NOTHING * buffer_bytes
+    ):
+        end.append(gradient)
+    elif order[last] > order[gradient] and all(order[node] > order[last] for node in (*gradient.users, *others)):
         after(last).append(gradient)
 
 
+def _made_bytes(node: fx.Node) -> int:
+    """Bytes of the values that a node makes."""
+    if is_view(node) or aliased_input(node) is not None:
+        return 0
+    return sum(map(storage_size, outputs_of(node)))
+
+
 def _issue(step: StepGraph, bucket: Bucket, buffer: fx.Node) -> fx.Node:
-    last_write = max(consumers(buffer))  # nodes compare by their place in the graph
+    last_write = max(consumers(buffer))
     place = end_of_unit(step, last_write)
     while place.next.target is ops.release:
         place = place.next

@@ -88,3 +88,25 @@ def test_the_product_takes_no_memory_of_its_own() -> None:
                            (torch.ones(1, 64),), loss_fn=lambda y, *_: y.sum(), num_ranks=1)  # fmt: skip
         peaks.append(liveness(prepared.run(until).step, on_cpu=True).peak_bytes)
     assert peaks[0] - peaks[1] == 64 * 64 * 4
+
+
+class TwoHeads(nn.Module):
+    """A layer, and two output layers of one bucket: the smaller one's gradient is there long before a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8)])
+        self.between = nn.Linear(8, 8, bias=False)
+        self.head = nn.Linear(8, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.logsumexp(self.head(self.between(self.layers[0](x))), 1).mean()
+
+
+def test_a_product_well_before_a_buffer_that_is_made_late_is_copied_to_it() -> None:
+    prepared = prepare(TwoHeads(), (torch.randn(4, 8),)).run("direct")
+    (bucket,) = [b for b in prepared.layout.buckets if any(slot.name == "head.weight" for slot in b.slots)]
+    order = prepared.step.positions()
+    (buffer,) = [n for n in calls(prepared.step, ops.empty_gradients) if n.args[0] == bucket.index]
+    writes = {node.target for node in consumers(buffer) if order[node] > order[buffer]}
+    assert writes == {aten.mm.out, aten.copy_.default, ops.reduce_scatter, ops.wait}

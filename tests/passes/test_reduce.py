@@ -113,3 +113,27 @@ def test_a_reduction_is_awaited_where_the_next_bucket_is_complete() -> None:
     started = {node.args[1]: order[node] for node in calls(prepared.step, ops.reduce_scatter)}
     awaited = {index: order[node] for index, node in prepared.step.reduced.items()}
     assert started[2] < started[1] < awaited[2] < started[0] < awaited[1] < awaited[0]
+
+
+class Classifier(nn.Module):
+    """A layer, and a norm and an output layer in one bucket behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8)])
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return torch.logsumexp(self.head(self.norm(x)), 1).mean()
+
+
+def test_an_output_layers_weight_is_released_before_its_gradient_is_made() -> None:
+    prepared = prepare(Classifier(), (torch.randn(4, 8),)).run("reduce")
+    names = [node.name for node in prepared.step.calls()]
+    (bucket,) = [b for b in prepared.layout.buckets if any(slot.name == "head.weight" for slot in b.slots)]
+    residency = next(n for n, gather in enumerate(prepared.plan.gathers) if gather.bucket == bucket.index)
+    (release,) = [n for n in calls(prepared.step, ops.release) if n.all_input_nodes[0].name == f"full_{residency}"]
+    assert names.index(release.name) < names.index(f"grads_{bucket.index}") < names.index(f"reduce_{bucket.index}")
