@@ -1,9 +1,9 @@
 """Find the fastest plan whose peak is within a budget of bytes.
 
 Ways to have less memory are put in one fixed order, best first (``scheduler.moves``): activations computed again or
-offloaded, buckets gathered again rather than kept, gathers issued later. A plan is a length of that order. Every plan
-that is tried is carried out and its memory counted whole, at every position, so the peak that is compared with the
-budget is that of the step which will run.
+offloaded, buckets gathered again rather than kept, gathers issued later, reductions awaited earlier. A plan is a length
+of that order. Every plan that is tried is carried out and its memory counted whole, at every position, so the peak that
+is compared with the budget is that of the step which will run.
 
 Where values may be both computed again and offloaded there are three orders: either alone, and for each tensor the
 better of both. For each order the shortest length that fits is taken, and the fastest of these plans wins: so the joint
@@ -18,8 +18,8 @@ user has tiled by name is, and nothing else.
 Where what is before or between layers is divided into pieces, all is searched without that too: what lies in one piece
 can be computed again from less.
 
-What is left of the budget then buys fewer collectives: gathers that latency dominates are merged
-(``scheduler.merging``).
+What is left of the budget then buys time for collectives: they run beside computation wherever there is room
+(``scheduler.hiding``), and gathers that latency dominates are merged (``scheduler.merging``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HALVED_AFTER = 5  # of as many guesses, one halves what is left, in case moves 
 Peak = Callable[[Plan, StepGraph], int]
 Evaluate = Callable[[Plan], Prediction]
 Progress = Callable[[Iterable[Leaning]], Iterable[Leaning]]
-Merge = Callable[[Plan], Plan]
+Spend = Callable[[Plan], Iterable[Plan]]
 
 
 class BudgetMissedError(MemoryBudgetError):
@@ -58,7 +58,7 @@ class BudgetMissedError(MemoryBudgetError):
 
 
 def fit(
-    question: Question, peak: Peak, evaluate: Evaluate, progress: Progress = iter, merge: Merge | None = None
+    question: Question, peak: Peak, evaluate: Evaluate, progress: Progress = iter, spend: Spend | None = None
 ) -> Plan:
     """The fastest plan that fits.
 
@@ -67,7 +67,7 @@ def fit(
         peak: the peak in bytes of a plan, given a copy of the graph with its recomputation carried out, to be used up.
         evaluate: the whole simulation of a plan, which takes longer.
         progress: wraps the iteration over the orders that are searched, for a progress bar.
-        merge: merges gathers of a plan that fits as far as what is left allows; None where none may be merged.
+        spend: the plans that a plan which fits leads to as far as what is left allows, the best last; None for none.
 
     Raises:
         BudgetMissedError: none fits; says the least peak of all plans that were tried, and where it is.
@@ -96,20 +96,19 @@ def fit(
             lowest.append(min((search.lowest() for search in searches), key=lambda one: one[0]))
             fitting = [plan for num_bytes, plan in lowest if num_bytes <= budget]
         if fitting:
-            predicted = [_predicted(plan, budget, evaluate, merge) for plan in fitting]
+            predicted = [_predicted(plan, budget, evaluate, spend) for plan in fitting]
             return min(predicted, key=lambda plan: plan.step_seconds)
     num_bytes, plan = min(lowest, key=lambda one: one[0])
     raise BudgetMissedError(_explain(question, evaluate(plan)), num_bytes)
 
 
-def _predicted(plan: Plan, budget: int, evaluate: Evaluate, merge: Merge | None) -> Plan:
-    """A plan that fits, with its gathers merged where that is possible, and with what it leads to."""
-    if merge is not None:
-        merged = merge(plan)
-        merged = merged.with_prediction(evaluate(merged))
-        # What compiled regions hold is estimated, and a gather that moves may change where they are cut.
-        if merged.peak_bytes["device"] <= budget:
-            return merged
+def _predicted(plan: Plan, budget: int, evaluate: Evaluate, spend: Spend | None) -> Plan:
+    """A plan that fits, made better with what is left of the budget, and with what it leads to."""
+    for better in reversed([] if spend is None else list(spend(plan))):
+        better = better.with_prediction(evaluate(better))
+        # What compiled regions hold is estimated, and a collective that moves may change where they are cut.
+        if better.peak_bytes["device"] <= budget:
+            return better
     return plan.with_prediction(evaluate(plan))
 
 

@@ -1,8 +1,10 @@
-"""What memory buys for gathers: buckets kept between forward and backward, and gathers issued early.
+"""What memory buys for collectives: buckets kept between forward and backward, gathers issued early, reductions awaited
+late.
 
 A bucket that is kept saves its second gather, as far as that was not hidden: in backward, the gather and the reduction
 of a layer hide behind the computation of one layer. A gather issued a layer ahead hides behind that layer, and has its
-bucket on the device for as long.
+bucket on the device for as long. A reduction that is awaited a layer later hides behind that layer, and has its buffer
+and the reduced slice on the device for as long.
 """
 
 from __future__ import annotations
@@ -73,6 +75,18 @@ def prefetch_menu(
         hidden += min(gather, _seconds_beside(residency.bucket, Phase.FORWARD, seconds))
     largest = max(units.values(), default=0)
     return tuple(Gathering(ahead * largest, 0.0 if ahead else hidden) for ahead in range(prefetch, -1, -1))
+
+
+def reduction_menu(
+    layout: BucketLayout, seconds: Mapping[Place, float], machine: Machine
+) -> tuple[Gathering, Gathering]:
+    """The levels of reductions that are awaited a unit later, and where they are issued."""
+    held, hidden = 0, 0.0
+    for bucket in filter(lambda bucket: bucket.trainable, layout.buckets):
+        held = max(held, bucket.full_bytes + bucket.shard_bytes)
+        reduction = collective_seconds("reduce_scatter", bucket.full_bytes, bucket.num_ranks, machine)
+        hidden += min(reduction, _seconds_beside(bucket, Phase.BACKWARD, seconds))
+    return Gathering(held, 0.0), Gathering(0, hidden)
 
 
 def _seconds_beside(bucket: Bucket, phase: Phase, seconds: Mapping[Place, float]) -> float:

@@ -24,7 +24,7 @@ from zerofx.scheduler.decisions import (
     StateDecision,
     TileDecision,
 )
-from zerofx.scheduler.gathers import Gathering, keep_menus, prefetch_menu, why_kept
+from zerofx.scheduler.gathers import Gathering, keep_menus, prefetch_menu, reduction_menu, why_kept
 from zerofx.scheduler.gradients import Waiting, gradient_menus, place_gradients
 from zerofx.scheduler.machine import Machine, Tier
 from zerofx.scheduler.moves import Move, reached
@@ -123,6 +123,13 @@ class Prefetching:
 
 
 @dataclass(frozen=True)
+class Awaiting:
+    """Whether reductions are awaited a unit later, or where they are issued."""
+
+    levels: tuple[Gathering, Gathering]
+
+
+@dataclass(frozen=True)
 class States:
     """Where a bucket's optimizer states live."""
 
@@ -146,7 +153,7 @@ class Accumulated:
     levels: tuple[Waiting, Waiting]
 
 
-Item = Activations | Keeping | Prefetching | States | Parameters | Accumulated
+Item = Activations | Keeping | Prefetching | Awaiting | States | Parameters | Accumulated
 
 
 def items_of(question: Question, leaning: Leaning) -> list[Item]:
@@ -160,6 +167,8 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         ]
         levels = prefetch_menu(gathered, question.layout, asked.prefetch, seconds, question.machine)
         found.append(Prefetching(levels, tuple(range(asked.prefetch, -1, -1))))
+    if question.layout.num_ranks > 1:
+        found.append(Awaiting(reduction_menu(question.layout, question.captured.seconds_of_one, question.machine)))
     if leaning != "recompute" and question.delayed:
         found += _prefetching_copies(question, found)
     elif leaning != "recompute":
@@ -240,6 +249,7 @@ class _Choice:
     prefetch: int
     keep: dict[str, str]
     seconds: dict[Place, float]  # of computation, what is computed again included
+    hide_reductions: bool = True
     recomputes: list[RecomputeDecision] = field(default_factory=list)
     extra_keeps: dict[str, None] = field(default_factory=dict)
     wishes: dict[str, Wish] = field(default_factory=dict)
@@ -267,7 +277,9 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         stage=question.stage,
         precision=question.precision,
         machine=question.machine.name,
-        options=PolicyOptions(chosen.prefetch, "all" if question.asked.keep == "all" else chosen.keep),
+        options=PolicyOptions(
+            chosen.prefetch, "all" if question.asked.keep == "all" else chosen.keep, chosen.hide_reductions
+        ),
         recomputes=tuple(chosen.recomputes),
         extra_keeps=tuple(chosen.extra_keeps),
         pieces=divided,
@@ -306,6 +318,8 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
             chosen.keep[item.bucket.name] = why_kept(item.bucket, item.levels)
         elif isinstance(item, Prefetching) and move is not None:
             chosen.prefetch = item.units[move.level]
+        elif isinstance(item, Awaiting) and move is not None:
+            chosen.hide_reductions = False
         elif isinstance(item, States) and move is not None:
             chosen.states.append(item.levels[1].decision(item.bucket, move.freed_bytes))
             chosen.placements.append(item.levels[1])

@@ -9,7 +9,6 @@ computation of one unit.
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -36,6 +35,7 @@ from zerofx.scheduler.decisions import (
     StateDecision,
     TileDecision,
 )
+from zerofx.scheduler.hiding import awaited_behind, issued_ahead
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.plan_facts import BucketSummary, GraphSummary
 
@@ -43,10 +43,12 @@ from zerofx.scheduler.plan_facts import BucketSummary, GraphSummary
 @dataclass(frozen=True)
 class PolicyOptions:
     """``prefetch``: units that a gather is issued ahead (0: where it is needed). ``keep``: names of buckets that
-    stay gathered between forward and backward, or ``"all"``; where it is a mapping, names to reasons."""
+    stay gathered between forward and backward, or ``"all"``; where it is a mapping, names to reasons.
+    ``hide_reductions``: whether reductions are awaited a unit later, or else where they are issued."""
 
     prefetch: int = 1
     keep: Collection[str] | str = ()
+    hide_reductions: bool = True
 
     def why_kept(self, bucket: Bucket) -> str:
         """Why a bucket that is kept is, as the end of a sentence."""
@@ -121,7 +123,7 @@ def decide(
         graph=identity.fingerprint,
         buckets=tuple(summarise(bucket) for bucket in layout.buckets),
         gathers=_decide_gathers(step, layout, options, resident) if sharded or parameters else (),
-        reduces=_decide_reduces(step, layout, ahead=options.prefetch > 0),
+        reduces=_decide_reduces(step, layout, options),
         recomputes=recomputes,
         extra_keeps=extra_keeps,
         pieces=pieces,
@@ -164,24 +166,10 @@ def _decide_gathers(
 ) -> tuple[GatherDecision, ...]:
     """``resident`` are the buckets that are on the device, whole, all the time."""
     found = [one for one in residencies(step, layout, options) if one.bucket.index not in resident]
-    # The buckets of one unit are needed together, and are gathered ahead together.
-    together = [list(run) for _, run in itertools.groupby(found, key=lambda residency: residency.bucket.unit)]
-    decisions = []
-    for number, residency in ((n, residency) for n, run in enumerate(together) for residency in run):
-        # On one rank there is nothing to issue ahead: a bucket that comes from a slower tier is copied, not gathered.
-        distance = min(number, options.prefetch) if layout.num_ranks > 1 else 0
-        ahead = together[number - distance][0]
-        early = f", issued {distance} ahead to hide behind {ahead.bucket.name}" if distance else ""
-        decisions.append(
-            GatherDecision(
-                bucket=residency.bucket.index,
-                first=residency.first.name,
-                last=residency.last.name,
-                issue=ahead.first.name,
-                reason=residency.reason + early,
-            )
-        )
-    return tuple(decisions)
+    needed = [
+        GatherDecision(one.bucket.index, one.first.name, one.last.name, one.first.name, one.reason) for one in found
+    ]
+    return issued_ahead(needed, layout, options.prefetch)
 
 
 def residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -> list[Residency]:
@@ -247,8 +235,7 @@ def _other_unit_between(
     return any(unit in layers or unit != home for unit, home in others)
 
 
-def _decide_reduces(step: StepGraph, layout: BucketLayout, *, ahead: bool) -> tuple[ReduceDecision, ...]:
-    """``ahead``: whether slices of weights are held for communication that runs beside computation."""
+def _decide_reduces(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -> tuple[ReduceDecision, ...]:
     order, gradients = step.positions(), step.gradients
     complete = sorted(
         (max(order[gradients[slot.name]] for slot in bucket.slots), bucket.index)
@@ -256,18 +243,17 @@ def _decide_reduces(step: StepGraph, layout: BucketLayout, *, ahead: bool) -> tu
         if bucket.trainable
     )
     nodes = list(step.graph.nodes)
-    decisions = []
-    for number, (_, index) in enumerate(complete):
-        unit = layout.buckets[index].unit
-        # A bucket of the same unit is complete at about the same time: there is nothing to hide behind.
-        following = next((late for late in complete[number + 1 :] if layout.buckets[late[1]].unit != unit), None)
-        if layout.buckets[index].is_slice and not ahead:
-            reason = "awaited at once: no other slice is computed while it is under way"
-            decisions.append(ReduceDecision(index, nodes[complete[number][0]].name, reason))
-        elif following is None:
-            decisions.append(ReduceDecision(index, None, "the last reduction: awaited where the step ends"))
-        else:
-            name = layout.buckets[following[1]].name
-            reason = f"awaited when the gradients of {name} are complete, to hide behind their computation"
-            decisions.append(ReduceDecision(index, nodes[following[0]].name, reason))
-    return tuple(decisions)
+    at_once = [ReduceDecision(index, nodes[last].name, _why_at_once(layout.buckets[index])) for last, index in complete]
+    if not options.hide_reductions:
+        return tuple(at_once)
+    # Slices of weights are held for communication that runs beside computation, or else not.
+    return tuple(
+        early if layout.buckets[early.bucket].is_slice and not options.prefetch else late
+        for early, late in zip(at_once, awaited_behind(at_once, layout), strict=True)
+    )
+
+
+def _why_at_once(bucket: Bucket) -> str:
+    if bucket.is_slice:
+        return "awaited at once: no other slice is computed while it is under way"
+    return "awaited at once: beside what follows there is no room for it"

@@ -16,6 +16,7 @@ from zerofx.scheduler.bound import with_least_seconds
 from zerofx.scheduler.budget import fit, least_memory
 from zerofx.scheduler.captured import Captured
 from zerofx.scheduler.gradients import gradients_asked, place_gradients
+from zerofx.scheduler.hiding import hide_collectives
 from zerofx.scheduler.host_budget import fit_host
 from zerofx.scheduler.items import Leaning, Question
 from zerofx.scheduler.machine import Machine
@@ -119,12 +120,15 @@ def _exact_plan(
             bar.update()
             return rehearsal.peak_bytes(plan, begun, done=("tile", "divide", "recompute"))
 
-        def merge(plan: Plan) -> Plan:
+        def spend(plan: Plan) -> Iterator[Plan]:
             assert memory_budget is not None
-            if not merging or not may_merge(plan, layout, machine):
-                return plan
             step, simulation = rehearsal.simulated(plan)
-            return merge_gathers(plan, step, layout, simulation, machine, memory_budget)
+            hidden = hide_collectives(plan, step, layout, simulation, options.policy.prefetch, memory_budget)
+            if hidden != plan:
+                yield hidden
+                step, simulation = rehearsal.simulated(hidden)
+            if merging and may_merge(hidden, layout, machine):
+                yield merge_gathers(hidden, step, layout, simulation, machine, memory_budget)
 
         def progress(leanings: Iterable[Leaning]) -> Iterator[Leaning]:
             for leaning in leanings:
@@ -136,7 +140,7 @@ def _exact_plan(
         limit = host_budget_bytes(options.host_budget, machine)
 
         def fit_device(one: Question) -> Plan:
-            return fit(one, peak, rehearsal.predicted, progress, merge)
+            return fit(one, peak, rehearsal.predicted, progress, spend)
 
         found = fit_host(question, limit, fit_device, rehearsal.host_block_bytes)
         # The bound is on times by rule, and says nothing of measured ones.

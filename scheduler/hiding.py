@@ -1,0 +1,124 @@
+"""What memory buys for collectives: time beside computation.
+
+Gathers and reductions that are awaited where they are issued hold no buffer longer than is needed, and computation
+waits for them. A gather that is issued a unit ahead, or a reduction that is awaited a unit later, runs beside that
+unit's computation, with its buffers on the device. A plan that gives this up as a whole, because the step is too large
+at a few positions, gets it back here wherever else there is room: one collective after the other, in order, if the
+limit holds at every position that it spans.
+
+What is held longer only adds to memory, so that a smaller limit never leads to a higher peak: up to the first
+collective that it refuses all is decided alike, and that one would have led above it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zerofx.buckets import BucketLayout
+from zerofx.graph import StepGraph
+from zerofx.passes.base import start_of_unit
+from zerofx.passes.gather import gather_name
+from zerofx.scheduler.decisions import GatherDecision, ReduceDecision
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.simulate import Simulation
+
+LAST_REDUCTION = "the last reduction: awaited where the step ends"
+
+
+def issued_ahead(gathers: Sequence[GatherDecision], layout: BucketLayout, distance: int) -> tuple[GatherDecision, ...]:
+    """``gathers``, each issued where it is needed, issued ``distance`` units ahead instead.
+
+    The buckets of one unit are needed together, and are gathered ahead together.
+    """
+    runs = itertools.groupby(gathers, key=lambda gather: layout.buckets[gather.bucket].unit)
+    together = [list(run) for _, run in runs]
+    found = []
+    for number, gather in ((n, gather) for n, run in enumerate(together) for gather in run):
+        # On one rank there is nothing to issue ahead: a bucket that comes from a slower tier is copied, not gathered.
+        units = min(number, distance) if layout.num_ranks > 1 else 0
+        earlier = together[number - units][0]
+        hidden = f", issued {units} ahead to hide behind {layout.buckets[earlier.bucket].name}" if units else ""
+        found.append(replace(gather, issue=earlier.first, reason=gather.reason + hidden))
+    return tuple(found)
+
+
+def awaited_behind(reduces: Sequence[ReduceDecision], layout: BucketLayout) -> tuple[ReduceDecision, ...]:
+    """``reduces``, each awaited where its bucket's gradients are complete, awaited a unit later instead."""
+    found = []
+    for number, reduce in enumerate(reduces):
+        unit = layout.buckets[reduce.bucket].unit
+        # A bucket of the same unit is complete at about the same time: there is nothing to hide behind.
+        following = next((late for late in reduces[number + 1 :] if layout.buckets[late.bucket].unit != unit), None)
+        if following is None:
+            found.append(ReduceDecision(reduce.bucket, None, LAST_REDUCTION))
+        else:
+            name = layout.buckets[following.bucket].name
+            reason = f"awaited when the gradients of {name} are complete, to hide behind their computation"
+            found.append(ReduceDecision(reduce.bucket, following.wait_after, reason))
+    return tuple(found)
+
+
+def hide_collectives(
+    plan: Plan, step: StepGraph, layout: BucketLayout, simulation: Simulation, prefetch: int, limit_bytes: int
+) -> Plan:
+    """``plan`` with collectives beside computation as far as the limit allows.
+
+    Args:
+        plan: all decisions. What it has beside computation already stays so.
+        step: the graph behind all passes that carry ``plan`` out.
+        layout: the buckets.
+        simulation: that of ``step``.
+        prefetch: units that gathers may be issued ahead.
+        limit_bytes: what no position of the step may take more of, on the device.
+    """
+    room = _Room(step, simulation, limit_bytes)
+    away = {decision.bucket for decision in plan.parameters}  # copies from slower tiers set the pace
+    gathers = list(plan.gathers)
+    if plan.gathers_parameters and all(gather.issue == gather.first for gather in gathers):
+        for number, early in enumerate(issued_ahead(gathers, layout, prefetch)):
+            bucket = layout.buckets[early.bucket]
+            if early.bucket not in away and room.takes_gather(number, early, bucket.full_bytes):
+                gathers[number] = early
+    reduces = list(plan.reduces)
+    if all(reduce.wait_after is not None for reduce in reduces):
+        for number, late in enumerate(awaited_behind(reduces, layout)):
+            bucket = layout.buckets[late.bucket]
+            following = next((r for r in reduces if late.wait_after == r.wait_after), None)
+            where = None if following is None else f"reduce_{following.bucket}"
+            if room.takes_reduction(late.bucket, where, bucket.shard_bytes):
+                reduces[number] = late
+    return replace(plan, gathers=tuple(gathers), reduces=tuple(reduces))
+
+
+class _Room:
+    """What is left of the limit at every position of a step."""
+
+    def __init__(self, step: StepGraph, simulation: Simulation, limit_bytes: int) -> None:
+        calls, self._live = list(step.calls()), simulation.live
+        self._step, self._by_name = step, {node.name: node for node in calls}
+        self._order = {node: position for position, node in enumerate(calls)}
+        self._left = [limit_bytes - self._live.during[node] for node in calls]
+
+    def takes_gather(self, number: int, early: GatherDecision, num_bytes: int) -> bool:
+        """Hold a gathered bucket from where ``early`` issues it, if it fits."""
+        first = start_of_unit(self._step, self._by_name[early.issue])
+        return self._take(self._order[first], self._order[self._by_name[gather_name(number)]], num_bytes)
+
+    def takes_reduction(self, bucket: int, until: str | None, slice_bytes: int) -> bool:
+        """Hold what a reduction works on, and its result, to the update behind the reduction ``until``, if it fits.
+
+        None: to the end of the step.
+        """
+        awaited = self._by_name[f"grad_{bucket}"]
+        given_back = self._live.after[awaited.prev] - self._live.after[awaited]
+        last = self._order[self._by_name[until]] if until is not None else len(self._left) - 1
+        return self._take(self._order[awaited] + 1, last + 1, given_back + slice_bytes)
+
+    def _take(self, first: int, behind: int, num_bytes: int) -> bool:
+        if any(left < num_bytes for left in self._left[first:behind]):
+            return False
+        for position in range(first, behind):
+            self._left[position] -= num_bytes
+        return True

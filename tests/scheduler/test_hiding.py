@@ -1,0 +1,123 @@
+"""Collectives run beside computation wherever a budget has room for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from tests import graphs
+from tests.graphs import prepare, sgd
+from zerofx.buckets import BucketLayout
+from zerofx.graph import StepGraph
+from zerofx.pipeline import run_quietly
+from zerofx.planning import PlannedStep
+from zerofx.scheduler.hiding import hide_collectives
+from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.policy import PolicyOptions, decide
+from zerofx.scheduler.simulate import Simulation, simulate
+from zerofx.verify import verify
+
+DIM, CLASSES, ROWS, RANKS = 32, 256, 8, 4
+NO_LIMIT = 1 << 40
+
+
+class Classifier(nn.Module):
+    """Layers of two widths, and an output layer larger than any of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(DIM, width), nn.Tanh(), nn.Linear(width, DIM)) for width in (16, 64, 16, 64)
+        )
+        self.head = nn.Linear(DIM, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return torch.logsumexp(self.head(x), 1).mean()
+
+
+@cache
+def prepared() -> graphs.Prepared:
+    model = Classifier()
+    return prepare(model, (torch.randn(ROWS, DIM),), stage=3, num_ranks=RANKS, optimizer=sgd(model))
+
+
+def planned(options: PolicyOptions) -> Plan:
+    one = prepared()
+    return decide(one.step, one.layout, stage=3, precision=None, machine="cpu", options=options)
+
+
+def simulated(plan: Plan) -> tuple[StepGraph, BucketLayout, Simulation]:
+    """What ``plan`` leads to: the graph behind all passes, its buckets, and its run on paper."""
+    one = prepared()
+    step = one.step.clone()
+    run_quietly(step, plan, one.layout, one.programs, graphs.settings())
+    verify(step, "prefetch", plan)
+    return step, one.layout, simulate(step, Machine.named("cpu"), RANKS, on_cpu=True)
+
+
+@cache
+def hidden(limit_bytes: int) -> Plan:
+    plan = planned(PolicyOptions(0, hide_reductions=False))
+    return hide_collectives(plan, *simulated(plan), prefetch=1, limit_bytes=limit_bytes)
+
+
+@cache
+def peak_of(plan: Plan) -> int:
+    return simulated(plan)[2].live.peak_bytes
+
+
+def test_with_room_for_all_it_is_the_plan_that_hides_all() -> None:
+    assert hidden(NO_LIMIT) == planned(PolicyOptions(1))
+
+
+def test_what_is_hidden_keeps_within_the_limit_and_less_room_never_leads_to_a_higher_peak() -> None:
+    least, most = (peak_of(planned(options)) for options in (PolicyOptions(0, hide_reductions=False), PolicyOptions(1)))
+    assert least < most
+    peaks = []
+    for limit in range(least, most + 1, (most - least) // 16):
+        peaks.append(peak_of(hidden(limit)))
+        assert peaks[-1] <= limit
+    assert peaks == sorted(peaks) and len(set(peaks)) > 1
+
+
+def test_at_the_least_peak_collectives_are_hidden_where_there_is_room() -> None:
+    all_exposed = planned(PolicyOptions(0, hide_reductions=False))
+    found = hidden(peak_of(all_exposed))
+    ahead = [gather.issue != gather.first for gather in found.gathers]
+    behind = [now.wait_after != then.wait_after for now, then in zip(found.reduces, all_exposed.reduces, strict=True)]
+    assert any(ahead) and not all(ahead[1:])
+    assert any(behind) and not all(behind)
+    assert simulated(found)[2].exposed_seconds < simulated(all_exposed)[2].exposed_seconds
+
+
+def test_every_collective_that_is_not_hidden_says_why() -> None:
+    for reduce in planned(PolicyOptions(0, hide_reductions=False)).reduces:
+        assert "no room" in reduce.reason
+    assert all("to hide behind" in gather.reason for gather in hidden(NO_LIMIT).gathers[1:])
+
+
+def plan_at(stage: int, budget: int | None, **options: object) -> PlannedStep:
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = (torch.randn(ROWS, DIM),)
+    return zerofx.plan(
+        model, optimizer, batch, stage, world_size=RANKS, machine="cpu", memory_budget=budget, backend="eager",
+        tile="none", **options,  # type: ignore[arg-type]  # options of zerofx.plan
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_budget_has_reductions_awaited_at_once_before_matrix_products_run_again(stage: int) -> None:
+    asked = plan_at(stage, None).plan
+    found = plan_at(stage, asked.peak_bytes["device"] - 1, recompute="none").plan
+    assert found.peak_bytes["device"] < asked.peak_bytes["device"]
+    assert not found.recomputes and found.reduces != asked.reduces
+    assert replace(found, gathers=(), reduces=(), memory_budget=None) == replace(asked, gathers=(), reduces=())
