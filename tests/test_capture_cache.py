@@ -202,11 +202,21 @@ def _through_a_library(x: Tensor) -> Tensor:
     return x + found
 
 
-@pytest.mark.parametrize("change", [_through_python, _through_a_library])
-def test_what_is_not_torch_s_own_is_never_kept(tmp_path: Path, change: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_through_python, "_DoubleBackward is an autograd function in Python"),
+        (_through_a_library, "it calls zerofx_test.triple.default, which is not torch's own"),
+    ],
+)
+def test_what_is_not_torch_s_own_is_never_kept_and_says_why(
+    tmp_path: Path, change: Callable[[Tensor], Tensor], reason: str
+) -> None:
     for _ in range(2):
-        found, hit = captured(tmp_path, Fallible(change))
-        assert not hit and same_graph(found, capture(Fallible(change), Batch.of(FEATURES, {})))
+        said: list[str] = []
+        found = capture_by_layer(Fallible(change), Batch.of(FEATURES, {}), say=said.append, cache=DiskCache(tmp_path))
+        assert [line for line in said if line.startswith("not kept for the next run") and reason in line]
+        assert same_graph(found, capture(Fallible(change), Batch.of(FEATURES, {})))
     assert not list(tmp_path.iterdir())
 
 
@@ -220,6 +230,23 @@ def test_a_forward_that_does_something_else_each_time_is_never_kept(tmp_path: Pa
     for _ in range(2):
         assert not captured(tmp_path, Fallible(change))[1]
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_first_forward_remembers_does_not_keep_a_graph_from_being_kept(tmp_path: Path) -> None:
+    def remembering() -> nn.Module:
+        known: list[bool] = []
+
+        def change(x: Tensor) -> Tensor:
+            if not known:
+                known.append(x.is_floating_point())
+            return x * 2
+
+        return Fallible(change)
+
+    first, hit = captured(tmp_path, remembering())
+    assert not hit
+    again, hit = captured(tmp_path, remembering())
+    assert hit and same_graph(first, again)
 
 
 def test_a_kept_graph_is_checked_where_all_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

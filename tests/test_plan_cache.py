@@ -13,6 +13,7 @@ from torch import Tensor
 import zerofx
 from tests.models import DIM, Layer, adamw
 from zerofx.plan_choice import make_plan
+from zerofx.scheduler.budget import BudgetMissedError
 from zerofx.scheduler.plan import Plan
 
 BUDGET = 45_000  # bytes: less than is needed without recomputing
@@ -28,7 +29,7 @@ class Searches:
             self.count += 1
             return make_plan(*args, **kwargs)
 
-        monkeypatch.setattr("zerofx.building.make_plan", counted)
+        monkeypatch.setattr("zerofx.plan_cache.make_plan", counted)
 
     def run(self, **options: Any) -> tuple[int, str, str, list[Tensor]]:
         """Number of searches, and the plan, the source and the losses of two steps."""
@@ -105,3 +106,38 @@ def test_a_plan_is_not_taken_for_a_step_with_other_kernels(searches: Searches, m
     assert searches.run()[0] == 1
     monkeypatch.setattr("zerofx.plan_cache.kernels_in_use", lambda asked, device: frozenset({"loss"}))
     assert [searches.run()[0] for _ in range(2)] == [1, 0]
+
+
+def test_the_number_of_micro_batches_is_chosen_from_what_was_kept(searches: Searches, tmp_path: Path) -> None:
+    first = searches.run(accumulate="auto", stage=0, memory_budget=36_000)
+    again = searches.run(accumulate="auto", stage=0, memory_budget=36_000)
+    assert (first[0] > 1, again[0]) == (True, 0) and len(_kept(tmp_path)) == first[0]
+    assert first[1:3] == again[1:3]
+    assert Plan.from_json(first[1]).num_micro_batches > 1
+    assert all(map(torch.equal, first[3], again[3]))
+
+
+def _planned(world_size: int, **options: Any) -> zerofx.PlannedStep:
+    model = torch.nn.Sequential(*(Layer() for _ in range(4)))
+    batch = (torch.randn(64, DIM), torch.randn(64, DIM))
+    return zerofx.plan(
+        model, adamw(model), batch, world_size=world_size, machine="cpu", backend="eager",
+        loss_fn=lambda out, x, y: F.mse_loss(out, y), **options,
+    )  # fmt: skip
+
+
+def test_plans_without_hardware_are_kept_for_their_number_of_ranks(searches: Searches) -> None:
+    first = _planned(2, memory_budget=BUDGET)
+    assert searches.count == 1
+    assert _planned(2, memory_budget=BUDGET).plan == first.plan
+    assert searches.count == 1
+    assert _planned(4, memory_budget=BUDGET).plan != first.plan
+    assert searches.count == 2
+
+
+def test_a_budget_that_nothing_fits_is_refused_from_what_was_kept(searches: Searches) -> None:
+    for _ in range(2):
+        with pytest.raises(zerofx.MemoryBudgetError, match="least") as refusal:
+            _planned(2, memory_budget=1000)
+        assert isinstance(refusal.value, BudgetMissedError) and refusal.value.least_bytes > 1000
+        assert searches.count == 1

@@ -24,7 +24,7 @@ from zerofx.micro_batches import MicroBatches
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions, check_bucket_names
 from zerofx.plan_cache import kept_plan
-from zerofx.plan_choice import budget_bytes, make_plan
+from zerofx.plan_choice import budget_bytes
 from zerofx.progress import watched
 from zerofx.rehearsal import Estimates
 from zerofx.runtime.collectives import is_on_cpu
@@ -151,10 +151,11 @@ def build_within_budget(
     budget = budget_bytes(options.memory_budget, machine)
     first, needed = prepared, None
     estimates: Estimates = {}
+    found: Estimates = {}  # those of compiled regions
     for _ in range(_FIT_ROUNDS):
         try:
             prepared, captured, plan = _agree_on_plan(
-                first, machine, options, settings, control, budget, estimates, corrected=needed is not None
+                first, machine, options, settings, control, budget, estimates, found
             )
         except MemoryBudgetError:
             if needed is None:
@@ -180,7 +181,8 @@ def build_within_budget(
         if budget is None or peak <= budget:
             return prepared, compiled
         needed = min(peak, needed or peak)
-        estimates.update(compiled.memory)
+        found.update(compiled.memory)
+        estimates.update(found)
     assert needed is not None
     raise BudgetMissedError(
         f"memory_budget={budget} bytes cannot be met with compiled regions: the plan that came nearest needs {needed} "
@@ -197,20 +199,19 @@ def _agree_on_plan(
     control: Control,
     memory_budget: int | None,
     estimates: Estimates,
-    *,
-    corrected: bool,
+    found: Estimates,
 ) -> tuple[Prepared, StepGraph, Plan]:
     """Rank 0's plan, on all ranks, with what it is for; what fails on rank 0 fails everywhere.
 
-    ``corrected``: whether ``estimates`` has what was found in compiled regions.
+    ``found``: those of ``estimates`` that were read from compiled regions.
     """
 
     def plan_for(one: Prepared) -> Plan:
         def plan_in(num_micro_batches: int) -> Plan:
             captured = one.captures.graph(num_micro_batches)
-            return make_plan(
+            return kept_plan(
                 captured, one.layout, one.programs, machine, options, settings, memory_budget,
-                on_cpu=is_on_cpu(captured.device), estimates=estimates,
+                on_cpu=is_on_cpu(captured.device), estimates=estimates, found=found,
             )  # fmt: skip
 
         return choose_micro_batches(one.captures.candidates, memory_budget, plan_in)
@@ -220,14 +221,7 @@ def _agree_on_plan(
         if options.plan is not None:
             return options.plan.to_json()
         again = prepared.sliced if options.tile == "auto" else None
-
-        def search() -> str:
-            return choose_slices(prepared, prepared.captured, memory_budget, again, plan_for)[1].to_json()
-
-        if corrected:
-            return search()  # a plan kept on disk was found by estimates alone
-        captured, layout, programs = prepared.captured, prepared.layout, prepared.programs
-        return kept_plan(captured, layout, programs, machine, options, settings, memory_budget, search)
+        return choose_slices(prepared, prepared.captured, memory_budget, again, plan_for)[1].to_json()
 
     shared = Plan.from_json(control.share("share the plan", make, WORK_SECONDS))
     sliced = prepared.sliced

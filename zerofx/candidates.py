@@ -11,6 +11,7 @@ from zerofx.building import Prepared
 from zerofx.codegen.regions import Region
 from zerofx.errors import MemoryBudgetError
 from zerofx.options import CompileOptions
+from zerofx.plan_cache import kept_plan
 from zerofx.plan_choice import budget_bytes, make_plan
 from zerofx.rehearsal import predict_plan
 from zerofx.report.units import format_bytes
@@ -90,10 +91,13 @@ class Planner:
         captures = prepared.captures
 
         def plan_for(num_micro_batches: int) -> Plan:
-            return make_plan(
+            question = (
                 captures.graph(num_micro_batches), prepared.layout, prepared.programs, self.machine, variation.options,
-                self.settings, budget, on_cpu=self._on_cpu, costs=costs,
+                self.settings, budget,
             )  # fmt: skip
+            if costs is None:
+                return kept_plan(*question, on_cpu=self._on_cpu)
+            return make_plan(*question, on_cpu=self._on_cpu, costs=costs)
 
         try:
             # Without a budget there is no reason to take more micro-batches than the least.

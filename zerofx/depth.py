@@ -46,7 +46,7 @@ def capture_by_layer(
 
     ``allowed``: whether layers may be stamped out. ``check``: whether what was stamped out, or read from ``cache``, is
     compared with a whole capture. ``say`` is told which layers were stamped out, or why none were, of a model that has
-    enough, and of a graph that was read.
+    enough, and of a graph that was read, or why it is not kept.
 
     Raises:
         CaptureError: as ``capture``.
@@ -57,22 +57,30 @@ def capture_by_layer(
         return whole.capture()
     try:
         record = whole.record()
+        kept = KeptCapture.of(cache, record, model, batch.names, compute_dtype, strides)
+        found = kept.read()
+        if found is None and kept.key is not None:
+            # What a first forward works out and the model remembers, no other does again.
+            record = whole.record()
+            kept = KeptCapture.of(cache, record, model, batch.names, compute_dtype, strides)
+            found = kept.read()
     except Exception as error:  # noqa: BLE001 - what the model's own code raises is explained where it is captured
         if repeats:
             say(f"captured layer by layer: {_in_short(error)}")
+        if cache.folder is not None:
+            say(f"not kept for the next run: {_in_short(error)}")
         return whole.capture()
-    kept = KeptCapture.of(cache, record, model, batch.names, compute_dtype, strides)
-    found = kept.read()
     if found is not None:
         say("captured by an earlier run, whose forward was the same")
     elif repeats and (found := _try_to_stamp(whole, repeats, record, say)) is not None:
-        found = kept.keep(found)
+        found = kept.keep(found, say)
     else:
-        captured = whole.capture()
+        found = whole.capture()
         # A forward that does not do the same twice may have done something else while it was captured.
-        again = whole.record() if kept.key is not None else record
-        same = (canonical(again.graph), again.asked) == (canonical(record.graph), record.asked)
-        return kept.keep(captured) if same else captured
+        if kept.key is not None and whole.record().text() != record.text():
+            say("not kept for the next run: its forward does not do the same each time")
+        else:
+            found = kept.keep(found, say)
     assert not check or found.text() == whole.capture().text(), "layers were stamped out, or kept, as they are not"
     return found
 

@@ -25,7 +25,7 @@ from zerofx.graph import Strides
 from zerofx.graph_json import LARGEST_LITERAL, TORCH_NAMESPACES
 from zerofx.loss import LossFunction
 from zerofx.node_facts import Origin, Phase, Placeholder, Role, origin, set_origin, set_placeholder, set_value
-from zerofx.stamp import NotRepeatedError
+from zerofx.stamp import NotRepeatedError, canonical
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,10 @@ class ForwardRecord:
     graph: fx.Graph
     asked: str
     foreign: str | None
+
+    def text(self) -> str:
+        """All of it that a joint graph follows from: equal for equal forwards."""
+        return f"{canonical(self.graph)}\n{self.asked}"
 
 
 def record_forward(

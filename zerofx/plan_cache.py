@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 
@@ -11,12 +12,16 @@ from zerofx.disk_cache import DiskCache, key_of
 from zerofx.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
+from zerofx.plan_choice import make_plan
+from zerofx.rehearsal import Estimates
+from zerofx.scheduler.budget import BudgetMissedError
 from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.plan import Plan
 from zerofx.settings import Settings
 from zerofx.stamp import canonical
 
 # What a plan does not depend on, or depends on through the graph, the layout or the budget in bytes.
-_ELSEWHERE = frozenset({"loss_fn", "machine", "plan", "max_shapes", "weights", "policy", "tile"})
+_ELSEWHERE = frozenset({"loss_fn", "machine", "plan", "max_shapes", "weights", "policy", "tile", "accumulate"})
 
 
 def kept_plan(
@@ -27,21 +32,38 @@ def kept_plan(
     options: CompileOptions,
     settings: Settings,
     memory_budget: int | None,
-    search: Callable[[], str],
-) -> str:
-    """The JSON of the plan that ``search`` gives, or that it gave in an earlier run for the same question.
+    *,
+    on_cpu: bool,
+    talk: bool = True,
+    estimates: Estimates | None = None,
+    found: Estimates | None = None,
+) -> Plan:
+    """What ``make_plan`` gives without measured costs, or gave in an earlier run for the same question.
 
-    ``memory_budget`` is in bytes. What raises is not kept.
+    Arguments as there; ``found`` are those of ``estimates`` that were read from compiled regions. A search that finds
+    no plan is kept too: which of several numbers of micro-batches is taken depends on those that do not fit.
+
+    Raises:
+        MemoryBudgetError: as ``make_plan``.
+        UsageError: as ``make_plan``.
     """
+
+    def search() -> Plan:
+        return make_plan(
+            captured, layout, programs, machine, options, settings, memory_budget,
+            on_cpu=on_cpu, talk=talk, estimates=estimates,
+        )  # fmt: skip
+
     cache = DiskCache(settings.cache_dir)
-    # Without a search a plan is made in less time than is needed to find one; other micro-batches are other graphs.
+    # Without a search a plan is made in less time than is needed to find one.
     searched = memory_budget is not None or options.recompute == "full" or options.wire != "exact"
-    if cache.folder is None or not searched or options.accumulate == "auto":
+    if cache.folder is None or not searched:
         return search()
     policy = options.policy
     parts = (
         captured.text(), canonical(captured.graph), str(captured.device), repr(captured.parameters),
         repr(sorted(captured.units)), repr((captured.mutation_names, captured.gradient_names, captured.slices)),
+        repr((captured.num_micro_batches, on_cpu)), repr(sorted((found or {}).items())),
         repr(layout), repr(machine), repr(memory_budget), repr(sorted(settings.disable)),
         repr(sorted(kernels_in_use(settings.kernels, captured.device))),
         *(f"{one.name}: {getattr(options, one.name)!r}" for one in fields(options) if one.name not in _ELSEWHERE),
@@ -51,9 +73,20 @@ def kept_plan(
     key = key_of("plan", parts)
     text = cache.read(key)
     if text is None:
-        text = search()
+        text = _answer(search)
         cache.write(key, text)
-    return text
+    # The run that has searched goes on with what the next one will read.
+    answer = json.loads(text)
+    if "refusal" in answer:
+        raise BudgetMissedError(answer["refusal"], answer["least_bytes"])
+    return Plan.from_json(answer["plan"])
+
+
+def _answer(search: Callable[[], Plan]) -> str:
+    try:
+        return json.dumps({"plan": search().to_json()})
+    except BudgetMissedError as refusal:
+        return json.dumps({"refusal": str(refusal), "least_bytes": refusal.least_bytes})
 
 
 def _mapping_text(given: Collection[str] | Mapping[str, object]) -> str:

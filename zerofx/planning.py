@@ -30,7 +30,8 @@ from zerofx.options import (
     check_options,
 )
 from zerofx.pipeline import check_disabled
-from zerofx.plan_choice import budget_bytes, make_plan
+from zerofx.plan_cache import kept_plan
+from zerofx.plan_choice import budget_bytes
 from zerofx.progress import watched
 from zerofx.rehearsal import Estimates
 from zerofx.report.saved import SavedPlan
@@ -258,7 +259,7 @@ def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True)
 
     def plan_for(laid: _Laid) -> Plan:
         def plan_in(num_micro_batches: int) -> Plan:
-            return make_plan(
+            return kept_plan(
                 laid.captures.graph(num_micro_batches), laid.layout, laid.programs, machine, options, settings, budget,
                 on_cpu=machine.is_cpu, talk=talk, estimates=estimates,
             )  # fmt: skip
