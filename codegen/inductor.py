@@ -21,6 +21,8 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CacheBase, CppPythonBindingsCodeCache, torch_key
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+from torch._inductor.cpu_vec_isa import supported_vec_isa_list, valid_vec_isa_list, x86_isa_checker
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -32,8 +34,10 @@ from zerofx.codegen.cpu_rewrites import rewrite_for_cpu
 from zerofx.codegen.kernels import attention
 from zerofx.codegen.kernels.table import ATTENTION
 from zerofx.codegen.record import memory_record
+from zerofx.disk_cache import DiskCache, key_of
 from zerofx.errors import CompilerError
 from zerofx.scheduler.liveness import MemoryEvent
+from zerofx.settings import read_settings
 
 aten = torch.ops.aten
 RegionFunction = Callable[[list[Any]], tuple[torch.Tensor, ...]]
@@ -57,8 +61,6 @@ def check_compiler(device: torch.device) -> None:
         CompilerError: says what to install, or which backend needs nothing.
     """
     if device.type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-
         try:
             compiler = get_cpp_compiler()
             found = shutil.which(compiler) is not None
@@ -99,7 +101,7 @@ def _preparation(device_type: str) -> tuple[Future[Any], ...]:
     pool = ThreadPoolExecutor(2, "zerofx-prepare-compiler")
     begun: list[Future[Any]] = [pool.submit(torch_key), pool.submit(CacheBase.get_system)]
     if device_type == "cpu":
-        begun.append(pool.submit(CppPythonBindingsCodeCache.load_pybinding, ["float*"], _SMALLEST_KERNEL))
+        begun.append(pool.submit(_prepare_cpu, DiskCache(read_settings().cache_dir)))
     pool.shutdown(wait=False)
     return tuple(begun)
 
@@ -113,6 +115,33 @@ def build_cpp(argument_types: Sequence[str], source: str) -> Callable[..., None]
     """
     loaded: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(list(argument_types), source)
     return loaded
+
+
+def _prepare_cpu(cache: DiskCache) -> None:
+    _find_vector_instructions(cache)
+    CppPythonBindingsCodeCache.load_pybinding(["float*"], _SMALLEST_KERNEL)
+
+
+def _find_vector_instructions(cache: DiskCache) -> None:
+    """Let Inductor find the vector instructions that compiler and processor have, once in a process.
+
+    For each kind it loads a program that uses torch's vectors, and programs that use what is particular to the kind, in
+    processes of their own. Where the former has been seen to work for all kinds that the processor has, with this
+    compiler and this torch, Inductor is told so. What it finds is the same.
+    """
+    processor = x86_isa_checker()
+    kinds = [kind for kind in supported_vec_isa_list if all(flag in processor for flag in str(kind).split())]
+    if not kinds or inductor_config.cpp.vec_isa_ok is not None:
+        return
+    compiler = get_cpp_compiler()
+    settings = [(name, one) for name, one in inductor_config.save_config_portable().items() if name.startswith("cpp")]
+    key = key_of("vectors", [compiler, get_compiler_version_info(compiler), *map(str, kinds), repr(sorted(settings))])
+    known = cache.read(key) is not None
+    # What is set here is set for this thread alone.
+    with inductor_config.patch({"cpp.vec_isa_ok": True} if known else {}):
+        found = valid_vec_isa_list()
+    if not known and found == kinds:
+        cache.write(key, str([*map(str, found)]))
 
 
 def compile_region(

@@ -111,7 +111,9 @@ def liveness(step: StepGraph, on_cpu: bool) -> Liveness:
         during[node] = max(during[node], live)
         behind[node] = live
     sizes = {(node, index): size for node, storages in here.items() for index, size in storages}
-    slower: dict[str, TierUse] = {tier: _tier_use(step, tier, last_use, owned) for tier in TIERS if tier != DEVICE}
+    away = any(tier_of(node) != DEVICE for node in step.graph.nodes)
+    tiers = [tier for tier in TIERS if tier != DEVICE] if away else []
+    slower: dict[str, TierUse] = {tier: _tier_use(step, tier, last_use, owned) for tier in tiers}
     used = {tier: use for tier, use in slower.items() if use.peak_bytes}
     return Liveness(during, behind, persistent, last_here, sizes, used)
 

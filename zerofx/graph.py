@@ -176,7 +176,8 @@ class StepGraph:
 
     def last_placeholder(self) -> fx.Node:
         """The node behind which the graph's first call may be put."""
-        return list(self.placeholders())[-1]
+        found: fx.Node = list(self.graph.find_nodes(op="placeholder"))[-1]
+        return found
 
     def add_placeholder(self, name: str, what: Placeholder, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
         """A new placeholder behind the others, with a fake value of ``shape`` and ``dtype`` on the step's device."""

@@ -76,9 +76,11 @@ class MicroBatches:
         if num_micro_batches not in self._unrolled:
             if num_micro_batches not in self._captured:
                 self._captured[num_micro_batches] = self._capture(num_micro_batches)
-            step = self._captured[num_micro_batches].clone()
-            slice_parameters(step, self.slices)
-            accumulate(step, num_micro_batches, self._divided(num_micro_batches))
+            step = self._captured[num_micro_batches]
+            if self.slices or num_micro_batches > 1:
+                step = step.clone()
+                slice_parameters(step, self.slices)
+                accumulate(step, num_micro_batches, self._divided(num_micro_batches))
             self._unrolled[num_micro_batches] = step
         return self._unrolled[num_micro_batches]
 

@@ -6,6 +6,7 @@ import functools
 import shutil
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from tests.graphs import DIM, Prepared, prepare
 from zerofx.codegen.emit import emit
 from zerofx.codegen.regions import Region, cut
+from zerofx.disk_cache import DiskCache
 from zerofx.errors import CompilerError
 from zerofx.node_facts import Phase, tensor, value
 from zerofx.runtime.executor import load_source
@@ -149,6 +151,36 @@ def test_preparing_the_compiler_leaves_its_errors_to_the_region_that_meets_them(
         assert asked.wait(60)
     region, function = _first(prepare().run(), Phase.FORWARD)
     inductor.compile_region(function, [value(node) for node in region.inputs], "tiny")
+
+
+def test_vector_instructions_that_have_been_seen_to_work_are_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torch._inductor import config
+    from torch._inductor.cpu_vec_isa import supported_vec_isa_list
+
+    from zerofx.codegen import inductor
+
+    told: list[bool | None] = []
+    usable = supported_vec_isa_list[2:4]
+
+    def find() -> list[Any]:
+        told.append(config.cpp.vec_isa_ok)
+        return list(usable)
+
+    monkeypatch.setattr(inductor, "x86_isa_checker", lambda: ["avx2", "avx512"])
+    monkeypatch.setattr(inductor, "valid_vec_isa_list", find)
+    cache, full = DiskCache(tmp_path), usable
+    usable = full[1:]
+    for _ in range(2):  # one of them does not work: all are tried again
+        inductor._find_vector_instructions(cache)
+    usable = full
+    for _ in range(2):
+        inductor._find_vector_instructions(cache)
+    monkeypatch.setattr(inductor, "get_compiler_version_info", lambda _: "another")
+    inductor._find_vector_instructions(cache)
+    assert told == [None, None, None, True, None]
+    assert config.cpp.vec_isa_ok is None
 
 
 def test_no_region_is_compiled_before_the_compiler_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
