@@ -32,7 +32,7 @@ class RankError(Exception):
     """A rank ended without a result: it raised what cannot be pickled, crashed, or ran out of time."""
 
 
-def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 120.0) -> list[T]:
+def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 600.0) -> list[T]:
     """Call `fn(*args)` on `world_size` ranks, and give their results in the order of the ranks.
 
     Each rank is a spawned process of one thread with a gloo default group; `fn` learns who it is from
@@ -40,7 +40,8 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
 
     Args:
         fn: a function at the top level of a module, as it travels by name; its arguments and result are pickled.
-        timeout: seconds for the whole; a collective that waits half as long for another rank fails.
+        timeout: seconds for the whole, many times what a busy machine takes; a collective that waits half as long for
+            another rank fails.
 
     Raises:
         Exception: what the first rank to fail raised, with the traceback of every rank that failed as a note.
