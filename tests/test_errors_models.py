@@ -133,6 +133,15 @@ def test_sparse_gradients_are_refused() -> None:
     refused_model(model, r"Embedding\(sparse=True\) at embed: build it with sparse=False")
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_refused(register: str) -> None:
+    model = tiny()
+    handle = getattr(model.head.bias, register)(lambda _: None)
+    refused_model(model, r"without hooks of their own, found one on head\.bias")
+    handle.remove()
+    compile_eager(model, adamw(model)).abandon()
+
+
 class SparseFunction(Tiny):
     """Asks for a sparse gradient where no module says so."""
 

@@ -86,6 +86,12 @@ def _check_tensor(name: str, tensor: torch.Tensor, *, on_meta: bool) -> None:
             f"expected plain tensors for parameters and buffers, found that {name} is a {type(tensor.data).__name__}: "
             f"give zerofx {hint}"
         )
+    if getattr(tensor, "_backward_hooks", None) or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise UsageError(
+            f"expected parameters without hooks of their own, found one on {name}: its gradient is summed over ranks "
+            f"and used within the step, where no hook runs; remove it, and change the gradient in the model "
+            f"(an autograd function around the parameter) or with max_grad_norm"
+        )
     if tensor.is_meta and not on_meta:
         raise UsageError(
             f"expected a model whose parameters have values, found {name} on the meta device: give them values "
