@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models import CASES, DIM, ROWS, Case, Layer, Regression, batches
-from tests.training import compare_function
+from tests.models import CASES, DIM, ROWS, Case, Layer, Regression, batches, rows
+from tests.training import compare_function, differences, train_compiled, train_plain
 from zerofx.batch import Batch
 from zerofx.capture import capture
 from zerofx.errors import CaptureError
@@ -174,6 +174,18 @@ class _InFunction(Regression):
         return torch.nn.functional.relu(x, inplace=True)  # the line to blame
 
 
+class _Data(Regression):
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(DIM))
+
+    def predict(self, x: Tensor) -> Tensor:
+        self.mean.data = x.mean(0)  # the line to blame
+        return x + self.mean
+
+
 class _Wrong(Regression):
     def predict(self, x: Tensor) -> Tensor:
         return x @ x  # the line to blame
@@ -209,6 +221,7 @@ def _with_layer(predict: Regression) -> Regression:
         (_InPlace, "in-place change"),
         (_Assigned, "in-place change"),
         (_InFunction, "in-place change"),
+        (_Data, "tensor.data assigned"),
         (_Wrong, "could not be traced"),
     ],
 )
@@ -232,6 +245,8 @@ def test_a_failure_leaves_the_model_as_it_was() -> None:
 def _functions() -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
     functional = torch.nn.functional
     yield "dropout", lambda x: functional.dropout(x, 0.15)
+    yield "dropout of what is transposed", lambda x: functional.dropout(x.t(), 0.15).t()
+    yield "dropout of what overlaps", lambda x: functional.dropout(x[None].expand(3, ROWS, DIM), 0.15).sum(0)
     yield "dropout of everything", lambda x: functional.dropout(x, 1.0)
     yield "dropout in place", lambda x: functional.dropout(x * 1, 0.15, inplace=True)
     yield "alpha dropout", lambda x: functional.alpha_dropout(x, 0.3, training=True)
@@ -248,3 +263,19 @@ def _functions() -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
 @pytest.mark.parametrize("name", [name for name, _ in _functions()])
 def test_operators_that_tracing_takes_apart_give_the_bits_of_eager_mode(name: str) -> None:
     assert compare_function(dict(_functions())[name]) == []
+
+
+class _Recurrent(Regression):
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.rnn = kind(DIM, DIM, num_layers=2, dropout=0.2, batch_first=True)
+
+    def predict(self, x: Tensor) -> Tensor:
+        states: Tensor = self.rnn(x.view(2, 2, DIM))[0]
+        return states.reshape(ROWS, DIM)
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers_train_as_in_eager_mode_and_with_its_random_numbers(kind: Callable[..., nn.Module]) -> None:
+    case = Case(lambda: _Recurrent(kind), rows)
+    assert differences(train_plain(case, 3), train_compiled(case, 3, 3), tolerance=1e-4) == []

@@ -30,7 +30,6 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses import FakeTensorMode
-from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -38,13 +37,11 @@ from zerofx.batch import Batch as Batch
 from zerofx.blame import explain, user_line
 from zerofx.errors import CaptureError, ZeroFXError
 from zerofx.graph import ParameterInfo, StepGraph, Strides, cast_of, parameter_infos
+from zerofx.layer_annotations import LAYER_KEY, LOSS_LAYER, annotated, layer_annotations
 from zerofx.layers import find_units
 from zerofx.loss import LossFunction, LossModule
 from zerofx.node_facts import Origin, Phase, Placeholder, Role, origin, set_origin, set_placeholder
 from zerofx.normalise import lift_constants, own_storage, refuse_sparse, replace_tangent, sum_gradients
-
-_LAYER_KEY = "zerofx_layer"
-_LOSS_LAYER = "loss"
 
 
 def capture(
@@ -84,7 +81,7 @@ def capture(
                 raise
             except Exception as error:
                 raise explain(error) from error
-    return _to_step_graph(joint.graph_module, model, batch, parameters, device, watcher)
+    return _to_step_graph(joint.graph_module, model, batch, parameters, device, watcher, lossy.rebound)
 
 
 @contextlib.contextmanager
@@ -95,15 +92,15 @@ def traceable(
     compute_dtype: torch.dtype | None,
     num_micro_batches: int,
     strides: Strides,
-) -> Iterator[tuple[nn.Module, tuple[torch.Tensor, ...], torch.device, FakeTensorMode]]:
+) -> Iterator[tuple[LossModule, tuple[torch.Tensor, ...], torch.device, FakeTensorMode]]:
     """While open, the model is on fake tensors, and what runs knows its layer (``running_layer``).
 
-    Gives a module that makes the loss, the fake tensors of the batch to call it with, their device, and their mode.
+    Gives the module that makes the loss, the fake tensors of the batch to call it with, their device, and their mode.
     """
     mode, device = fake_mode(), _device_of(model, batch)
-    with _fake_state(model, mode, compute_dtype, device, strides), _layer_annotations(model), _compiling():
+    with _fake_state(model, mode, compute_dtype, device, strides), layer_annotations(model), _compiling():
         fakes = tuple(_fake(mode, t, t.stride(), cast_of(t, compute_dtype), device) for t in batch.tensors)
-        loss_scope = partial(fx_traceback.annotate, {_LAYER_KEY: _LOSS_LAYER})
+        loss_scope = partial(annotated, LOSS_LAYER)
         yield LossModule(model, batch, loss_fn, num_micro_batches, loss_scope), fakes, device, mode
 
 
@@ -127,13 +124,6 @@ def tracing_settings() -> tuple[str, ...]:
     )
 
 
-def running_layer() -> str:
-    """The dotted path of the module whose forward is running, inside ``traceable``."""
-    found = fx_traceback.current_meta.get("custom", {}).get(_LAYER_KEY, "")
-    assert isinstance(found, str)
-    return found
-
-
 def saves_by_hook() -> bool:
     """Whether what backward needs is saved through hooks, as ``torch.utils.checkpoint`` does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -141,7 +131,7 @@ def saves_by_hook() -> bool:
 
 _IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 # Calls that torch's Python dispatcher takes apart into kernels that eager mode does not run.
-_TAKEN_APART = frozenset({"interpolate", "upsample"})
+_TAKEN_APART = frozenset({"interpolate", "upsample", "gru", "lstm", "rnn_tanh", "rnn_relu"})
 
 
 class _CallWatcher(TorchFunctionMode):
@@ -156,14 +146,34 @@ class _CallWatcher(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
+        if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
+            raise CaptureError(
+                f"expected a forward whose operations can be traced, found tensor.data assigned at\n  "
+                f"{user_line(traceback.extract_stack()) or '(line not found)'}\nWrite tensor.copy_(...) instead."
+            )
         in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
         in_place = in_place or bool(kwargs and (kwargs.get("inplace") or kwargs.get("out") is not None))
         if in_place and args and isinstance(args[0], torch.Tensor):
             line = user_line(traceback.extract_stack())
             if line:
                 self.lines.append(f"{line} ({name})")
-        with torch._C._DisablePythonDispatcher() if name in _TAKEN_APART else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if name in _TAKEN_APART:
+                stack.enter_context(torch._C._DisablePythonDispatcher())
+            if name == "lstm":
+                stack.enter_context(_without_onednn())
             return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """ATen's own steps for an LSTM: oneDNN's keeps what its backward needs only with autograd on, as in no step."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def _device_of(model: nn.Module, batch: Batch) -> torch.device:
@@ -213,36 +223,6 @@ def _fake_state(
 
 
 @contextlib.contextmanager
-def _layer_annotations(model: nn.Module) -> Iterator[None]:
-    """While open, every traced node is told the path of the module that is running."""
-    open_scopes: list[Any] = []
-    handles = []
-    for path, module in model.named_modules():
-
-        def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
-            scope = fx_traceback.annotate({_LAYER_KEY: path})
-            scope.__enter__()
-            open_scopes.append(scope)
-
-        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-            open_scopes.pop().__exit__(None, None, None)
-
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
-        with fx_traceback.preserve_node_meta():
-            try:
-                yield
-            finally:
-                # Modules whose forward raised have not left: while tracing, torch passes such hooks by.
-                while open_scopes:
-                    open_scopes.pop().__exit__(None, None, None)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextlib.contextmanager
 def _compiling() -> Iterator[None]:
     """Let ``torch.compiler.is_compiling()`` be true, which libraries ask before they look at a tensor's values."""
     before = torch.compiler._is_compiling_flag
@@ -271,7 +251,11 @@ def _decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
     def dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
         if train is False or x.numel() == 0:
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
-        mask = aten.bernoulli.p(torch.empty_like(x, dtype=torch.bool), 1.0 - p)
+        # Eager mode draws where it writes, in the order of the memory of a tensor that lies like x.
+        memory = torch.empty_like(x, dtype=torch.bool)
+        outermost = sorted(range(x.dim()), key=memory.stride, reverse=True)
+        drawn = aten.bernoulli.p(memory.permute(outermost), 1.0 - p)
+        mask = drawn.permute(sorted(range(x.dim()), key=outermost.__getitem__))
         return scaled(x, mask, 1.0 - p), mask
 
     def dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
@@ -287,6 +271,7 @@ def _to_step_graph(
     parameters: tuple[ParameterInfo, ...],
     device: torch.device,
     watcher: _CallWatcher,
+    rebound: tuple[str, ...],
 ) -> StepGraph:
     graph = traced.graph
     step = StepGraph(graph=graph, device=device, parameters=parameters, units=frozenset(find_units(model)))
@@ -312,21 +297,29 @@ def _to_step_graph(
             case _:
                 raise CaptureError(f"the model has an input of a kind that cannot be captured: {desc}")
     lift_constants(traced, step)
-    _classify_outputs(step, first_name, batch, watcher)
+    _classify_outputs(step, first_name, batch, watcher, rebound)
     graph.eliminate_dead_code()
     graph.lint()
     return step
 
 
-def _classify_outputs(step: StepGraph, first_name: Mapping[str, str], batch: Batch, watcher: _CallWatcher) -> None:
+def _classify_outputs(
+    step: StepGraph,
+    first_name: Mapping[str, str],
+    batch: Batch,
+    watcher: _CallWatcher,
+    rebound: tuple[str, ...],
+) -> None:
     loss: fx.Node | None = None
     mutations: dict[str, fx.Node] = {}
     arrived: dict[str, list[fx.Node]] = {}
     trainable = {info.name for info in step.parameters if info.requires_grad}
     for node, desc in zip(step.output.args[0], step.output.meta["desc"], strict=True):  # type: ignore[arg-type]
         match desc:
-            case PlainAOTOutput():
+            case PlainAOTOutput(idx=0):
                 loss = node
+            case PlainAOTOutput(idx=index):  # behind what in-place calls make of a buffer
+                mutations[rebound[index - 1]] = node
             case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
                 mutations[_inner_name(target)] = node
             case InputMutationAOTOutput(mutated_input=changed):
@@ -369,7 +362,7 @@ def _set_origins(graph: fx.Graph) -> None:
             continue
         if any(isinstance(arg.meta.get("desc"), TangentAOTInput) for arg in node.all_input_nodes):
             phase = Phase.BACKWARD
-        layer = (node.meta.get("custom") or {}).get(_LAYER_KEY)
+        layer = (node.meta.get("custom") or {}).get(LAYER_KEY)
         if layer is None and node.all_input_nodes:
             layer = origin(max(node.all_input_nodes, key=order.__getitem__)).layer
         set_origin(node, Origin(layer or "", phase))

@@ -20,9 +20,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from zerofx.batch import Batch
-from zerofx.capture import running_layer, saves_by_hook, traceable
+from zerofx.capture import saves_by_hook, traceable
 from zerofx.graph import Strides
 from zerofx.graph_json import LARGEST_LITERAL, TORCH_NAMESPACES
+from zerofx.layer_annotations import running_layer
 from zerofx.loss import LossFunction
 from zerofx.node_facts import Origin, Phase, Placeholder, Role, origin, set_origin, set_placeholder, set_value
 from zerofx.stamp import NotRepeatedError, canonical
@@ -34,8 +35,8 @@ class ForwardRecord:
 
     The calls in ``graph`` are operators, and its methods the nodes of autograd's graph, which stand behind all
     operators. Values are texts. ``asked`` are the functions of torch that Python called, a line each: which of them
-    are composed of others is up to the one who traces. ``foreign`` names an operator or a backward that is not torch's,
-    if there is one.
+    are composed of others is up to the one who traces; behind them, the buffers that get other tensors. ``foreign``
+    names an operator or a backward that is not torch's, if there is one.
     """
 
     graph: fx.Graph
@@ -64,8 +65,9 @@ def record_forward(
     with traceable(model, batch, loss_fn, compute_dtype, num_micro_batches, strides) as (lossy, fakes, _, mode):
         recorder, asked = _Recorder(model, fakes), _Asked()
         with mode, recorder, asked:
-            loss = lossy(*fakes)
-        return ForwardRecord(recorder.finished(loss), "\n".join(asked.names), recorder.foreign)
+            made = lossy(*fakes)
+        graph = recorder.finished(made if isinstance(made, tuple) else (made,))
+        return ForwardRecord(graph, "\n".join((*asked.names, *lossy.rebound)), recorder.foreign)
 
 
 class _Asked(TorchFunctionMode):
@@ -113,8 +115,8 @@ class _Recorder(TorchDispatchMode):
         self._made.append((node, made))
         return out
 
-    def finished(self, loss: torch.Tensor) -> fx.Graph:
-        """The record, with the loss as its output."""
+    def finished(self, results: tuple[torch.Tensor, ...]) -> fx.Graph:
+        """The record, with the loss as its output, and behind it what the forward puts in the places of buffers."""
         if any(one._backward_hooks for one in self._kept):
             raise NotRepeatedError("the model has hooks on tensors")
         # What autograd makes of an operator is there once the operator has returned.
@@ -123,7 +125,7 @@ class _Recorder(TorchDispatchMode):
             for tensor in made:
                 if tensor.grad_fn is not None:
                     self._function(tensor.grad_fn, node)
-        self.graph.output(self._values[id(loss)])
+        self.graph.output(tuple(self._values[id(one)] for one in results))
         return self.graph
 
     def _keep(self, node: fx.Node, tensors: list[torch.Tensor]) -> None:

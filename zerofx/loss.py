@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -43,7 +44,9 @@ def find_loss(outputs: Any, *, from_loss_fn: bool = False) -> torch.Tensor:
 class LossModule(nn.Module):
     """The model followed by its loss, called with the batch's tensors alone.
 
-    ``loss_scope`` opens a context that ``loss_fn`` runs in.
+    ``loss_scope`` opens a context that ``loss_fn`` runs in. Where the forward puts other tensors in the places of its
+    buffers (``self.mean = 0.9 * self.mean + ...``), those come behind the loss, in the order of their names in
+    ``rebound``.
     """
 
     def __init__(
@@ -61,10 +64,18 @@ class LossModule(nn.Module):
         self._loss_fn = () if loss_fn is None else (loss_fn,)
         self._num_micro_batches = num_micro_batches
         self._loss_scope = loss_scope
+        self.rebound: tuple[str, ...] = ()
 
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        loss = self._loss(*self._batch.rebuild(tensors))
-        return loss if self._num_micro_batches == 1 else loss / self._num_micro_batches
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        held = dict(self.model.named_buffers())
+        with _tensors_kept(self.model):
+            loss = self._loss(*self._batch.rebuild(tensors))
+            now = dict(self.model.named_buffers())
+        loss = loss if self._num_micro_batches == 1 else loss / self._num_micro_batches
+        rebound = _rebound(held, now)
+        self.rebound = tuple(rebound)
+        # A copy each: what is put in a buffer's place may be another buffer, or a view.
+        return (loss, *(tensor.clone() for tensor in rebound.values())) if rebound else loss
 
     def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         if not self._loss_fn:
@@ -73,6 +84,47 @@ class LossModule(nn.Module):
         outputs = self.model(*model_args, **model_kwargs)
         with self._loss_scope():
             return find_loss(self._loss_fn[0](outputs, *args, **kwargs), from_loss_fn=True)
+
+
+@contextlib.contextmanager
+def _tensors_kept(model: nn.Module) -> Iterator[None]:
+    """Tensors that a forward leaves on its modules meanwhile go: they are those that it is traced with.
+
+    All else stays, such as a note of hooks that the first call has registered.
+    """
+    tables = [table for module in model.modules() for table in (vars(module), module._buffers)]
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            for name in [name for name, left in table.items() if isinstance(left, torch.Tensor)]:
+                if name in entries:
+                    table[name] = entries[name]
+                else:
+                    del table[name]
+            table.update({name: one for name, one in entries.items() if isinstance(one, torch.Tensor)})
+
+
+def _rebound(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that a forward has put in the places of buffers, by name.
+
+    Raises:
+        CaptureError: one is not like the buffer that it stands in for.
+    """
+    changed = {name: after.get(name) for name, buffer in before.items() if after.get(name) is not buffer}
+    found = {}
+    for name, tensor in changed.items():
+        buffer = before[name]
+        if tensor is None or tensor.shape != buffer.shape or tensor.dtype != buffer.dtype or tensor.requires_grad:
+            what = "nothing" if tensor is None else _describe(tensor)
+            raise CaptureError(
+                f"expected a forward that leaves each buffer its shape and dtype, and no gradient, found that it puts "
+                f"{what}{' with a gradient' if tensor is not None and tensor.requires_grad else ''} in the place of "
+                f"{name}, {_describe(buffer)}: detach() what a buffer is to hold, and give it its full size at first"
+            )
+        found[name] = tensor
+    return found
 
 
 def split_batch(

@@ -1,0 +1,80 @@
+"""A forward may put other tensors in the places of its buffers, and leave tensors on its modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models import DIM, Case, Regression, batches, rows
+from tests.training import differences, train_compiled, train_plain
+from zerofx.batch import Batch
+from zerofx.capture import capture
+from zerofx.errors import CaptureError
+from zerofx.graph import StepGraph
+
+
+def _capture(model: nn.Module) -> StepGraph:
+    args, keywords = next(batches(Case(lambda: model, rows), 0, 1))
+    return capture(model, Batch.of(args, keywords))
+
+
+class _Rebinding(Regression):
+    """Puts other tensors in the places of its buffers, one of which it has changed in place before."""
+
+    count: Tensor
+    a: Tensor
+    b: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("a", torch.zeros(DIM))
+        self.register_buffer("b", torch.ones(DIM))
+        self.register_buffer("cached", None)
+        self.last: Tensor | None = None
+        self.ran = False
+
+    def predict(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * self.b + self.a * self.count
+        self.count += 1
+        self.count = self.count * 2
+        self.a, self.b = self.b, self.a
+        self.b = 0.9 * self.b + y.detach().mean(0)
+        self.last, self.cached, self.ran = y, torch.zeros(3), True
+        return y
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_a_buffer_that_gets_another_tensor_has_its_values_behind_the_step(num_micro_batches: int) -> None:
+    case = Case(_Rebinding, rows)
+    expected = train_plain(case, 4, num_micro_batches)
+    del expected.state["cached"]
+    assert differences(expected, train_compiled(case, 3, 4, accumulate=num_micro_batches)) == []
+
+
+def test_tensors_that_a_forward_leaves_on_its_modules_go_with_the_capture() -> None:
+    model = _Rebinding()
+    assert set(_capture(model).mutations) == {"count", "a", "b"}
+    assert model.last is None and model.cached is None and model.ran
+
+
+class _Growing(_Rebinding):
+    def predict(self, x: Tensor) -> Tensor:
+        self.a = torch.cat([self.a, self.a])
+        y: Tensor = self.linear(x)
+        return y
+
+
+class _Undetached(_Rebinding):
+    def predict(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.a = self.a + y.mean(0)
+        return y
+
+
+@pytest.mark.parametrize(("kind", "found"), [(_Growing, r"shape \[16\]"), (_Undetached, "with a gradient")])
+def test_a_buffer_that_gets_what_it_cannot_hold_is_refused(kind: type[_Rebinding], found: str) -> None:
+    with pytest.raises(CaptureError, match=rf"{found}.* in the place of a, .*shape \[8\]"):
+        _capture(kind())
