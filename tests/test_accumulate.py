@@ -78,7 +78,7 @@ def _compare() -> dict[str, list[str]]:
 
 
 def test_two_ranks_train_like_distributed_data_parallel_without_a_reduction_for_each() -> None:
-    for rank, wrong in enumerate(run_ranks(_compare, 2, timeout=300.0)):
+    for rank, wrong in enumerate(run_ranks(_compare, 2)):
         assert wrong == {}, f"rank {rank}"
 
 
@@ -110,7 +110,7 @@ def _between(more: int, less: int) -> int:
 
 
 def test_ranks_take_the_number_that_rank_0_chose() -> None:
-    assert run_ranks(_compare_auto, 2, timeout=300.0) == [(2, [])] * 2
+    assert run_ranks(_compare_auto, 2) == [(2, [])] * 2
 
 
 def test_a_memory_budget_holds_and_trains_the_same_bits() -> None:

@@ -234,7 +234,7 @@ def test_two_ranks_have_the_bits_of_stage_0_at_stage_3_and_take_the_bytes_predic
 @pytest.mark.parametrize("stage", range(4))
 def test_two_ranks_have_the_same_bits_at_all_stages_with_all_plans(drive: object, stage: int) -> None:
     plans: list[dict[str, Any]] = [{}, {"keep_gathered": "all"}, {"prefetch": 0, "recompute": "full"}]
-    assert run_ranks(_on_ranks, 2, str(drive), "gpt", stage, PLACES, plans, timeout=300.0) == [[], []]
+    assert run_ranks(_on_ranks, 2, str(drive), "gpt", stage, PLACES, plans, timeout=1800.0) == [[], []]
 
 
 def _below_on_ranks() -> list[str]:
@@ -247,7 +247,7 @@ def _below_on_ranks() -> list[str]:
 
 @pytest.mark.slow
 def test_two_ranks_below_the_norm_have_the_bits_of_ddp_at_all_stages() -> None:
-    assert run_ranks(_below_on_ranks, 2, timeout=300.0) == [[], []]
+    assert run_ranks(_below_on_ranks, 2, timeout=1800.0) == [[], []]
 
 
 # ------------------------------------------------------------------------------------------------ planning

@@ -80,13 +80,13 @@ def _deferred_on_one_rank(model: Callable[[], nn.Module]) -> Callable[[], nn.Mod
 
 def test_two_ranks() -> None:
     runs = [("gpt", 3, None), ("gpt", 0, "bf16")]
-    assert run_ranks(_on_ranks, 2, runs, timeout=300) == [[], []]
+    assert run_ranks(_on_ranks, 2, runs) == [[], []]
 
 
 @pytest.mark.slow
 def test_other_stages_on_two_ranks() -> None:
     runs = [(name, stage, precision) for name in ("gpt", "llama") for stage in (1, 2) for precision in (None, "bf16")]
-    assert run_ranks(_on_ranks, 2, runs, timeout=600) == [[], []]
+    assert run_ranks(_on_ranks, 2, runs) == [[], []]
 
 
 @pytest.mark.usefixtures("drive")

@@ -61,13 +61,13 @@ def _compare_family(names: list[str]) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("family", _families())
 def test_two_ranks_train_like_distributed_data_parallel(family: str) -> None:
-    for rank, wrong in enumerate(run_ranks(_compare_family, 2, FAMILIES[family], timeout=300.0)):
+    for rank, wrong in enumerate(run_ranks(_compare_family, 2, FAMILIES[family])):
         assert wrong == {}, f"rank {rank}"
 
 
 def test_two_ranks_take_any_batch_and_find_the_loss_in_any_output() -> None:
     runs = {label: STAGES[label] for label in ("stage 0", "stage 3")}
-    for rank, wrong in enumerate(run_ranks(compare_runs, 2, INTERFACES, runs, 0.0, 4, timeout=300.0)):
+    for rank, wrong in enumerate(run_ranks(compare_runs, 2, INTERFACES, runs, 0.0, 4)):
         assert wrong == {}, f"rank {rank}"
 
 
@@ -97,5 +97,5 @@ def _compare_on_many_ranks() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_more_ranks_train_like_distributed_data_parallel_but_for_the_order_of_sums(num_ranks: int) -> None:
-    for rank, wrong in enumerate(run_ranks(_compare_on_many_ranks, num_ranks, timeout=300.0)):
+    for rank, wrong in enumerate(run_ranks(_compare_on_many_ranks, num_ranks)):
         assert wrong == {}, f"rank {rank}"

@@ -53,7 +53,7 @@ def _on_a_rank() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(_on_a_rank, 2, timeout=300.0)
+    return run_ranks(_on_a_rank, 2)
 
 
 def test_training_is_the_same_to_the_bit(ranks: list[dict[str, Any]]) -> None:

@@ -96,7 +96,7 @@ def test_two_ranks_train_the_same_at_stage_3() -> None:
 
 @pytest.mark.slow
 def test_two_ranks_train_the_same_at_every_stage() -> None:
-    assert run_ranks(_on_ranks, 2, [*SLICES], [0, 1, 2, 3], timeout=400) == [[], []]
+    assert run_ranks(_on_ranks, 2, [*SLICES], [0, 1, 2, 3]) == [[], []]
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])

@@ -121,7 +121,7 @@ def _compare(names: list[str]) -> dict[str, list[str]]:
 
 
 def test_optimizers_and_schedules_give_the_bits_of_distributed_data_parallel() -> None:
-    for rank, wrong in enumerate(run_ranks(_compare, 2, list(OPTIMIZERS), timeout=300.0)):
+    for rank, wrong in enumerate(run_ranks(_compare, 2, list(OPTIMIZERS))):
         assert wrong == {}, f"rank {rank}"
 
 
