@@ -304,7 +304,13 @@ class Step(StepBuilder):
             release(self.model, self._owner)
 
     def close(self) -> None:
-        """Give the model its whole parameters and the optimizer its states back, and let go of both. Collective."""
+        """Give the model its whole parameters and the optimizer its states back, and let go of both. Collective.
+
+        Process groups that the step has made are destroyed; the user's is as it was before.
+
+        Raises:
+            RankMismatchError: a rank does not come, or has failed; process groups stay.
+        """
         if self._closed:
             return
         if self._showing:
@@ -324,11 +330,16 @@ class Step(StepBuilder):
         if self._tiers is not None:
             self._tiers.close()
         self._closed = True
+        runtime = self._runtime
         self._state, self._binding, self._runtime, self._watch, self._optimizer_state = None, None, None, None, None
         self._steps.clear()
         self._graphs.clear()
         release(self.model, self._owner)
         return_freed_memory()
+        if runtime is not None:
+            self._control.meet("end the connections of a closed step")  # others may still gather from this rank
+            runtime.close()
+        self._control.close()
 
     # ------------------------------------------------------------------------------------------------ seeing
 

@@ -128,13 +128,15 @@ class _Tuner:
 
     def run(self, save: Path | None) -> TuneResult:
         """Plan, run, correct, plan anew; the same on every rank."""
-        Control(process_group(), self._settings.timeout_seconds, "call zerofx.tune").agree(
+        control = Control(process_group(), self._settings.timeout_seconds, "call zerofx.tune")
+        control.agree(
             "call zerofx.tune",
             describe_request(self._training.model, self._training.optimizer, self._options, self._settings)
             + f"\nnum_steps: {self._num_steps}\nnum_candidates: {self._num_candidates}",
             "model, optimizer and options",
             "Tune the same on every rank.",
         )
+        control.close()
         # From here on a rank may wait for another's whole candidate, and for the end of that one's patience with it.
         control = self._control = Control(process_group(), self._settings.timeout_seconds + WORK_SECONDS, "tune")
         control.attempt("save the plan", lambda: self._check_folder(save))
@@ -156,7 +158,9 @@ class _Tuner:
                 bar.total += 1
                 self._measure(better, bar)
                 costs = self._correct(planner)
-        return self._conclude(costs, save)
+        result = self._conclude(costs, save)
+        control.close()
+        return result
 
     # ------------------------------------------------------------------------------------------------ planning
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from zerofx.runtime.groups import gloo_over
 from zerofx.runtime.messages import PointToPoint
 from zerofx.runtime.nccl import Nccl
 from zerofx.runtime.spans import SpanLog
@@ -27,11 +28,7 @@ def make_transport(
         return None
     if device.type == "cuda":
         return Nccl(group, device, log)
-    own = dist.new_group(
-        dist.get_process_group_ranks(group), backend="gloo", timeout=timedelta(seconds=_PATIENCE_SECONDS)
-    )
-    assert isinstance(own, dist.ProcessGroup)
-    return PointToPoint(own, log)
+    return PointToPoint(gloo_over(group, timedelta(seconds=_PATIENCE_SECONDS)), log)
 
 
 def is_on_cpu(device: torch.device) -> bool:

@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # docum
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zerofx.errors import RankMismatchError, ZeroFXError
-from zerofx.runtime.messages import close_connections
+from zerofx.runtime.groups import close_connections, destroy, gloo_over
 
 T = TypeVar("T")
 
@@ -71,11 +71,9 @@ class Control:
             default.add(count, -1)
             raise absence from error
         try:
-            made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=self._timeout)
+            return gloo_over(group, self._timeout)
         except RuntimeError as error:
             raise self._absence(purpose, error, self._timeout) from error
-        assert isinstance(made, dist.ProcessGroup)
-        return made
 
     def start(self, purpose: str, value: str = "", what: str = "", hint: str = "") -> Callable[[], None]:
         """Begin to compare ``value`` with the other ranks'; returns what waits for the outcome, and raises if need be.
@@ -206,6 +204,12 @@ class Control:
             if self._store.check([_FAILED]):
                 return self._store.get(_FAILED).decode()
         return ""
+
+    def close(self) -> None:
+        """Destroy the group, behind the last meeting of all ranks; nothing can be agreed on after it."""
+        group, self._group = self._group, None
+        if group is not None:
+            destroy([group])
 
     def ranks_of_host(self, purpose: str) -> list[int]:
         """The ranks on this rank's host, itself among them, in order."""

@@ -50,6 +50,11 @@ class Runtime:
         if self._transport is not None:
             self._transport.abort()
 
+    def close(self) -> None:
+        """Behind the last step of all ranks: let go of what moves tensors between them."""
+        if self._transport is not None:
+            self._transport.close()
+
     @property
     def has_communicated(self) -> bool:
         """Whether the step has begun with its first collective."""

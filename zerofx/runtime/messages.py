@@ -9,22 +9,19 @@ rather than wait for it, and the user's process group stays as it is.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from zerofx.runtime.channels import Message, open_channels
 from zerofx.runtime.copies import Workers
+from zerofx.runtime.groups import close_connections, destroy
 from zerofx.runtime.spans import SpanLog
 from zerofx.runtime.transport import Group, Pending, Transport, members_of
 from zerofx.scheduler.streams import COLLECTIVE
-
-_NEVER_SENT = 2**31 - 1  # a tag that no message has
 
 
 class PointToPoint(Transport):
@@ -112,6 +109,11 @@ class PointToPoint(Transport):
     def abort(self) -> None:
         close_connections(self._group)
 
+    def close(self) -> None:
+        self._stop_watching()
+        self._readers.close()
+        destroy([self._group])
+
     def _gathered(self, full: torch.Tensor, shard: torch.Tensor, members: list[int]) -> Pending[torch.Tensor]:
         arrived = self._under_way(self._gather(full, shard, members), shard.nbytes * (len(members) - 1))
 
@@ -139,15 +141,19 @@ class PointToPoint(Transport):
         if self._log.running and works:
             self._watch = self._watch or _Watch(self._log)
             return self._watch.see(works, num_bytes)
-        if self._watch is not None and not self._log.running:
-            self._watch.close()
-            self._watch = None
+        if not self._log.running:
+            self._stop_watching()
 
         def arrived() -> None:
             while works:
                 works.pop().wait()
 
         return arrived
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def _tag(self) -> int:
         self._next_tag += 1
@@ -191,17 +197,3 @@ class _Watch:
 
     def close(self) -> None:
         self._workers.close()
-
-
-def close_connections(group: dist.ProcessGroup) -> None:
-    """Close this rank's connections of a gloo group: ranks that wait for it there, or come to, fail at once.
-
-    No call of gloo's does that for a process that lives on, but a message that does not come in time does.
-    """
-    rank = dist.get_rank(group)
-    for peer in range(dist.get_world_size(group)):
-        if peer != rank:
-            with contextlib.suppress(RuntimeError):
-                late = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
-                assert late is not None
-                late.wait(timedelta(milliseconds=1))

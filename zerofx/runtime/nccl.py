@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from zerofx.runtime.groups import destroy
 from zerofx.runtime.spans import SpanLog
 from zerofx.runtime.transport import Group, Pending, T, Transport, members_of
 from zerofx.scheduler.streams import COLLECTIVE
@@ -81,6 +82,11 @@ class Nccl(Transport):
         NCCL's watchdog ends ranks that wait too long.
         """
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        destroy(list(self._groups.values()))
+        self._groups.clear()
 
     def _gathered(self, full: torch.Tensor, shard: torch.Tensor, group: Group, size: int) -> Pending[torch.Tensor]:
         members = self._group_of(group, size)

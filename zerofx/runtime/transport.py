@@ -63,3 +63,6 @@ class Transport(Protocol):
 
     def abort(self) -> None:
         """Behind a step that failed here: let ranks that wait for this one fail. Nothing can be moved after it."""
+
+    def close(self) -> None:
+        """Behind the last collective of all ranks: end its threads, and destroy the process groups that it has made."""

@@ -1,0 +1,44 @@
+"""Process groups of zerofx's own: over the ranks of a user's group, which itself is never closed or destroyed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_NEVER_SENT = 2**31 - 1  # a tag that no message has
+
+
+def gloo_over(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group over the ranks of ``group``; ``timeout`` is for each of its collectives. Collective itself."""
+    made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=timeout)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def destroy(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Destroy groups in their order, which is the same on all ranks, once these are done with what they sent there.
+
+    Connections and threads of a gloo group end with the last name for it.
+    """
+    for group in groups:
+        # Unknown to torch where the user has destroyed the whole world before: they went with it.
+        with contextlib.suppress(ValueError):
+            dist.destroy_process_group(group)
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections of a gloo group: ranks that wait for it there, or come to, fail at once.
+
+    No call of gloo's does that for a process that lives on, but a message that does not come in time does.
+    """
+    rank = dist.get_rank(group)
+    for peer in range(dist.get_world_size(group)):
+        if peer != rank:
+            with contextlib.suppress(RuntimeError):
+                late = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+                assert late is not None
+                late.wait(timedelta(milliseconds=1))
