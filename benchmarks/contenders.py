@@ -48,7 +48,9 @@ def _adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def _plain(work: Workload, called: nn.Module, optimizer: torch.optim.Optimizer, hidden_bytes: int = 0) -> TrainStep:
+def _plain(
+    work: Workload, called: Callable[..., Any], optimizer: torch.optim.Optimizer, hidden_bytes: int = 0
+) -> TrainStep:
     def run() -> Tensor:
         loss = work.loss(called)
         loss.backward()
@@ -61,7 +63,7 @@ def _plain(work: Workload, called: nn.Module, optimizer: torch.optim.Optimizer, 
 
 def _torch(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
     called = torch.compile(work.model, mode=request.get("mode")) if request.get("compile") else work.model
-    return _plain(work, called, _adamw(work.model))  # type: ignore[arg-type]  # compiled modules are callable alike
+    return _plain(work, called, _adamw(work.model))
 
 
 def _ddp(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
@@ -73,7 +75,7 @@ def _ddp(request: dict[str, Any], work: Workload, device: torch.device) -> Train
     )
     called = torch.compile(model) if request.get("compile") else model
     buckets = sum(p.numel() * p.element_size() for p in work.model.parameters())
-    return _plain(work, called, _adamw(work.model), buckets)  # type: ignore[arg-type]
+    return _plain(work, called, _adamw(work.model), buckets)
 
 
 class Checkpointed(nn.Module):

@@ -216,8 +216,10 @@ def first_plain(axis: Axis, room_bytes: int) -> int:
     def predicted(size: int) -> int:
         with torch.device("meta"):
             model = gpt(*axis.shape(size))
-        options = {"machine": "cpu", "backend": "eager", "recompute": "none", "offload": "none", "tile": "none"}
-        planned = zerofx.plan(model, adamw(model), one_batch(), 0, **options)  # type: ignore[arg-type]
+        planned = zerofx.plan(
+            model, adamw(model), one_batch(), 0,
+            machine="cpu", backend="eager", recompute="none", offload="none", tile="none",
+        )  # fmt: skip
         # Plain training has all gradients at once, a planned step as few as it can.
         return planned.plan.peak_bytes["device"] + 4 * axis.numel(size)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ class Workload:
         """The list of the model's repeated layers."""
         return next(module for module in self.model.modules() if isinstance(module, nn.ModuleList))
 
-    def loss(self, called: nn.Module) -> torch.Tensor:
+    def loss(self, called: Callable[..., Any]) -> torch.Tensor:
         """The loss of the batch under ``called``, which is the model or a wrapper of it."""
         outputs: Any = called(**self.batch)
         found = outputs if isinstance(outputs, torch.Tensor) else outputs.loss

@@ -66,11 +66,13 @@ def plain(request: dict[str, Any], batch: Batch) -> Train:
 def in_backward(request: dict[str, Any], batch: Batch) -> Train:
     """Each parameter is updated as soon as its gradient is there, which is freed at once: an optimizer for each."""
     model = gpt(request["dim"], request["depth"])
-    optimizers = {one: torch.optim.AdamW([one], lr=1e-6, fused=True) for one in model.parameters()}
+    optimizers: dict[Tensor, torch.optim.Optimizer] = {
+        one: torch.optim.AdamW([one], lr=1e-6, fused=True) for one in model.parameters()
+    }
 
     def update(parameter: Tensor) -> None:
-        optimizers[parameter].step()  # type: ignore[index]
-        optimizers[parameter].zero_grad()  # type: ignore[index]
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(update)

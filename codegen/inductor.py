@@ -170,7 +170,9 @@ def compile_region(
             attention.build()
         views, inner = _hoist_views(traced)
         output = inner.graph.output_node()
-        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+        outputs = output.args[0]
+        assert isinstance(outputs, list | tuple)
+        output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
         examples = [node.meta["val"] for node in inner.graph.find_nodes(op="placeholder")]
         with tracing(TracingContext(mode)), inductor_config.patch(_OPTIONS):
             compiled: Any = compile_fx_inner(inner, examples)

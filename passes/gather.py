@@ -143,8 +143,8 @@ def gather_name(number: int) -> str:
 
 def _erase_with_views(graph: fx.Graph, full: fx.Node) -> None:
     doomed = [full]
-    while doomed[0].args[0].op != "placeholder":  # type: ignore[union-attr]  # waits and what they wait for read one node
-        doomed.insert(0, doomed[0].args[0])  # type: ignore[arg-type]
+    while (source := doomed[0].all_input_nodes[0]).op != "placeholder":  # waits and what they wait for read one node
+        doomed.insert(0, source)
     for node in doomed:  # and views of views
         doomed.extend(user for user in node.users if user not in doomed)
     for node in reversed(doomed):

@@ -208,10 +208,11 @@ class _Labels:
             return  # its weight would have to be there for all tiles
         if node.target is operator.getitem:
             source, index = node.args
-            found = self.found.get(source)  # type: ignore[arg-type]
+            assert isinstance(source, fx.Node)
+            found = self.found.get(source)
             if isinstance(found, tuple) and isinstance(index, int):
-                self.found[node] = found[index]
-                self.given[node] = {source: found[index] if isinstance(found[index], Rows) else None}  # type: ignore[dict-item]
+                kind = self.found[node] = found[index]
+                self.given[node] = {source: kind if isinstance(kind, Rows) else None}
             return
         sources = node.all_input_nodes
         if not sources or any(not isinstance(value(source), torch.Tensor) for source in sources):

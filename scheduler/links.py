@@ -14,12 +14,20 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zerofx.errors import PlanError
-from zerofx.scheduler.machine import Link, Machine, collective_latency, collective_seconds, copy_seconds, wire_bytes
+from zerofx.scheduler.machine import (
+    Link,
+    Machine,
+    Tier,
+    collective_latency,
+    collective_seconds,
+    copy_seconds,
+    wire_bytes,
+)
 from zerofx.scheduler.streams import COLLECTIVE, LINKS, NVME_READ, NVME_WRITE, TO_DEVICE, TO_HOST
 
 _APART = 2.0  # sizes differ enough to tell latency from bandwidth if the largest is as many times the smallest
 _PROBE_BYTES = 1 << 30
-_COPIES = {
+_COPIES: Mapping[str, tuple[Tier, Tier]] = {
     TO_HOST: ("device", "host"),
     TO_DEVICE: ("host", "device"),
     NVME_READ: ("nvme", "host"),
@@ -60,8 +68,8 @@ def predicted_link(stream: str, machine: Machine, num_ranks: int) -> MeasuredLin
     if stream not in LINKS or (machine.nvme is None and stream in (NVME_READ, NVME_WRITE)):
         return None
     source, destination = _COPIES[stream]
-    latency = copy_seconds(0, source, destination, machine)  # type: ignore[arg-type]  # tiers, as mypy sees str
-    seconds = copy_seconds(_PROBE_BYTES, source, destination, machine)  # type: ignore[arg-type]
+    latency = copy_seconds(0, source, destination, machine)
+    seconds = copy_seconds(_PROBE_BYTES, source, destination, machine)
     return MeasuredLink(latency, (seconds - latency) / _PROBE_BYTES)
 
 

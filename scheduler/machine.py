@@ -345,19 +345,18 @@ def _read(kind: Any, data: object, where: str) -> object:
     """`data` (parsed JSON) as the annotated type `kind`; `where` is the dotted path for messages."""
     if isinstance(kind, types.UnionType):  # Only "X | None" occurs.
         return None if data is None else _read(next(a for a in kind.__args__ if a is not types.NoneType), data, where)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if not isinstance(data, Mapping):
-            raise UsageError(f"{where}: expected an object with the fields of {kind.__name__}, got {data!r}")  # type: ignore[union-attr]
+            raise UsageError(f"{where}: expected an object with the fields of {kind.__name__}, got {data!r}")
         hints = typing.get_type_hints(kind)
         if unknown := sorted(set(data) - set(hints)):
             raise UsageError(f"{where}: unknown field {unknown[0]!r}; fields are {', '.join(hints)}")
         if missing := [name for name in hints if name not in data]:
             raise UsageError(f"{where}: missing field {missing[0]!r}")
         values = {name: _read(hint, data[name], f"{where}.{name}") for name, hint in hints.items()}
-        return kind(**values)  # type: ignore[operator]
-    is_number = isinstance(data, (int, float)) and not isinstance(data, bool)
-    if kind is float and is_number:
-        return float(data)  # type: ignore[arg-type]
+        return kind(**values)
+    if kind is float and isinstance(data, (int, float)) and not isinstance(data, bool):
+        return float(data)
     if kind is not float and isinstance(data, kind) and not isinstance(data, bool):
         return data
     raise UsageError(f"{where}: expected {kind.__name__}, got {data!r}")

@@ -171,11 +171,11 @@ def _host_links(device: torch.device) -> tuple[Link, Link]:
     synchronize = _synchronizer(device)
 
     def link(destination: torch.Tensor, source: torch.Tensor) -> Link:
-        small, large = (
-            _best_seconds(lambda n=n: destination[:n].copy_(source[:n], non_blocking=True), synchronize)  # type: ignore[misc]
-            for n in sizes
-        )
-        return _fit(sizes, (small, large))
+        def seconds(num_bytes: int) -> float:
+            into, read = destination[:num_bytes], source[:num_bytes]
+            return _best_seconds(lambda: into.copy_(read, non_blocking=True), synchronize)
+
+        return _fit(sizes, (seconds(sizes[0]), seconds(sizes[1])))
 
     return link(pinned, remote), link(remote, pinned)
 

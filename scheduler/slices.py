@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import fx
@@ -103,9 +104,10 @@ def is_transpose(node: fx.Node) -> bool:
     """Whether a node is the transpose of a matrix."""
     if node.target is _aten.t.default:
         return True
+    dims: Any = node.args[1:]
     if node.target is _aten.transpose.int:
-        return sorted(int(d) % 2 for d in node.args[1:]) == [0, 1]  # type: ignore[arg-type]
-    return node.target is _aten.permute.default and [d % 2 for d in node.args[1]] == [1, 0]  # type: ignore[union-attr,operator]
+        return sorted(d % 2 for d in dims) == [0, 1]
+    return node.target is _aten.permute.default and [d % 2 for d in dims[0]] == [1, 0]
 
 
 def _readers(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:

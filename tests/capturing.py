@@ -15,7 +15,7 @@ class _Noted(TorchDispatchMode):
     """Notes every operator with what it was given and what it returned; undoes what it wrote."""
 
     def __init__(self, written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
         self._written = written
 

@@ -121,7 +121,7 @@ def _rank_main(call: bytes, rank: int, world_size: int, folder: str, timeout: fl
             world_size=world_size,
             timeout=timedelta(seconds=timeout / 2),
         )
-        warnings.filters[:] = filters  # type: ignore[index]
+        warnings.filters[:] = filters  # type: ignore[index]  # a list, which typeshed does not say
         outcome = ("result", pickle.dumps(fn(*args)))
         dist.barrier()  # nobody leaves while another still needs it
         dist.destroy_process_group()

@@ -137,14 +137,14 @@ def test_offloads_are_held_to_the_better_peer_and_peaks_to_their_predictions() -
         measured("DeepSpeed ZeRO-Offload", [1.5], chunk=1),
         {**measured("DeepSpeed ZeRO-3 offload + checkpoint", []), "rounds": [], "facts": {"failed": "out of memory"}},
     ]
-    data = {
+    data: dict[str, Any] = {
         "machine": _MACHINE, "shape": "tiny", "dtype": "float32", "device": "cuda",
         "groups": {
             "whole": {"num_ranks": 1, "contenders": whole},
             "capped": {"num_ranks": 1, "cap_bytes": 2e9, "contenders": capped},
         },
     }  # fmt: skip
-    listed = {name: peers_report.rows(group) for name, group in data["groups"].items()}  # type: ignore[attr-defined]
+    listed = {name: peers_report.rows(group) for name, group in data["groups"].items()}
     found = {one.what: one for one in one_gpu.verdicts(listed, on_cpu=False)}
     assert found["time: zerofx / torch.compile"].measured == 0.9
     # A third of the baseline beside it, where the peer took half of the baseline beside itself.

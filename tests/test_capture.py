@@ -128,7 +128,7 @@ def test_tensors_outside_parameters_and_buffers_become_constants() -> None:
             self.table = [torch.arange(DIM).float()]
 
         def predict(self, x: Tensor) -> Tensor:
-            return self.linear(x) + self.table[0] + torch.tensor([1.0] * DIM)  # type: ignore[no-any-return]
+            return self.linear(x) + self.table[0] + torch.tensor([1.0] * DIM)  # type: ignore[no-any-return]  # what calling a module gives is untyped
 
     step = _capture(CASES["stack"], WithConstant())
     values = [step.constants[placeholder(node).name] for node in step.placeholders(Role.CONSTANT)]
@@ -206,7 +206,7 @@ def _with_layer(predict: Regression) -> Regression:
             self.layer = Layer()
 
         def predict(self, x: Tensor) -> Tensor:
-            return self.layer(self.inner.predict(x))  # type: ignore[no-any-return]
+            return self.layer(self.inner.predict(x))  # type: ignore[no-any-return]  # what calling a module gives is untyped
 
     return Model()
 

@@ -255,7 +255,7 @@ class Custom(Deep):
     """A function with a backward of its own."""
 
     def run(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
-        out = Halved.apply(super().run(index, layer, x))  # type: ignore[no-untyped-call]
+        out = Halved.apply(super().run(index, layer, x))  # type: ignore[no-untyped-call]  # torch's
         assert isinstance(out, Tensor)
         return out
 
@@ -297,9 +297,10 @@ def test_few_layers_or_shared_ones_are_no_repeats() -> None:
     shared = Deep()
     shared.layers[3] = shared.layers[9]
     tied = Deep()
+    first = tied.layers[0]
     for layer in tied.layers:
-        assert isinstance(layer, Layer)
-        layer.up.weight = tied.layers[0].up.weight  # type: ignore[union-attr, assignment]
+        assert isinstance(layer, Layer) and isinstance(first, Layer)
+        layer.up.weight = first.up.weight
     assert [find_repeats(model) for model in (Deep(depth=9), shared, tied)] == [(), (), ()]
     assert [repeat.path for repeat in find_repeats(Deep())] == ["layers"]
 

@@ -191,7 +191,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def _through_python(x: Tensor) -> Tensor:
-    found = _Double.apply(x)  # type: ignore[no-untyped-call]
+    found = _Double.apply(x)  # type: ignore[no-untyped-call]  # torch's
     assert isinstance(found, Tensor)
     return found
 

@@ -137,7 +137,9 @@ def test_a_page_holds_memory_streams_and_table(tmp_path: Path) -> None:
     assert [ElementTree.fromstring(picture).get("id") for picture in pictures] == ["memory", "timeline"]
     for what in ("optimizer states", "gathered", "activations", "all_gather", "reduce_scatter", "layers.0 … layers.3"):
         assert what in text
-    points = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])["points"]  # type: ignore[index]
+    data = re.search(r'id="data">(.*?)</script>', text)
+    assert data is not None
+    points = json.loads(data[1])["points"]
     assert len(points) > 20
 
 

@@ -284,8 +284,9 @@ def test_a_plan_and_the_option_have_to_agree() -> None:
         _compiled(case, plan=plan, delayed_update=None)
     with pytest.raises(zerofx.UsageError, match="expected delayed_update=None beside a plan"):
         _compiled(case, plan=replace(plan, states=()))
-    for wrong in ({"tier": "nvme"}, {"update": "device"}):
-        states = (replace(plan.states[0], **wrong), *plan.states[1:])  # type: ignore[arg-type]
+    refused: tuple[dict[str, Any], ...] = ({"tier": "nvme"}, {"update": "device"})
+    for wrong in refused:
+        states = (replace(plan.states[0], **wrong), *plan.states[1:])
         with pytest.raises(zerofx.PlanError, match="expected a delayed update of"):
             _compiled(case, plan=replace(plan, states=states)).prepare(*args)
     assert torch.isfinite(_compiled(case, plan=plan)(*args))

@@ -162,10 +162,10 @@ def test_parameters_move_when_another_plan_asks_for_it() -> None:
     step, args = _step(parameters_away(prepared, "host", ("host", "host")))
     reference, _ = _step(None)
     assert torch.equal(step(*args), reference(*args))
-    state = step._state
-    assert state is not None
+    state, tiers = step._state, step._tiers
+    assert state is not None and tiers is not None
     for tier, states in (("nvme", None), ("host", ("nvme", "device")), (None, ("host", "host")), (None, None)):
-        step._tiers.prepare({"nvme": 1}, 1)  # type: ignore[union-attr]
+        tiers.prepare({"nvme": 1}, 1)
         plan = prepared.plan if tier is None else parameters_away(prepared, tier, states, every=2)
         if tier is None and states is not None:
             plan = replace(plan, states=parameters_away(prepared, "host", states).states)

@@ -241,7 +241,7 @@ def test_options_are_checked() -> None:
     with pytest.raises(UsageError, match="limit of at least 1, found True"):
         largest_micro_batch(rows, *training(), limit=True)
     with pytest.raises(UsageError, match="no world_size for smallest_world"):
-        smallest_world(*training(), rows(8), world_size=2)  # type: ignore[call-arg]
+        smallest_world(*training(), rows(8), world_size=2)  # type: ignore[call-arg]  # which it looks for itself
     with pytest.raises(UsageError, match="world_size of at least 1"):
         largest_micro_batch(rows, *training(), world_size=0)
     with pytest.raises(UsageError, match="expected stage"):

@@ -153,15 +153,15 @@ def test_states_move_when_another_plan_asks_for_it() -> None:
     step, args = _step(placing(prepare_case(CASES["gpt"], 0, 1), "host", "host"))
     reference, _ = _step(None)
     assert torch.equal(step(*args), reference(*args))
-    state = step._state
-    assert state is not None
+    state, tiers = step._state, step._tiers
+    assert state is not None and tiers is not None
     buckets = [decision.bucket for decision in step.plan.states]
     for decisions in (
         [StateDecision(bucket, "nvme", "device", "") for bucket in buckets],
         [StateDecision(bucket, "host", "device", "") for bucket in buckets[:1]],
         [],
     ):
-        step._tiers.prepare({"nvme": 1}, 1)  # type: ignore[union-attr]
+        tiers.prepare({"nvme": 1}, 1)
         state.place(replace(step.plan, states=tuple(decisions)))
         held = step.tiers()
         assert set(held) == {"device", *(decision.tier for decision in decisions)}
@@ -172,9 +172,9 @@ def test_states_move_when_another_plan_asks_for_it() -> None:
     "wrong",
     [{"tier": "device"}, {"tier": "tape"}, {"update": "nvme"}],
 )
-def test_wrong_decisions_are_refused(wrong: dict[str, str]) -> None:
+def test_wrong_decisions_are_refused(wrong: dict[str, Any]) -> None:
     plan = placing(prepare_case(CASES["gpt"], 0, 1), "host", "device")
-    step, args = _step(replace(plan, states=(replace(plan.states[0], **wrong), *plan.states[1:])))  # type: ignore[arg-type]
+    step, args = _step(replace(plan, states=(replace(plan.states[0], **wrong), *plan.states[1:])))
     with pytest.raises(zerofx.PlanError, match="expected one decision about the states of"):
         step(*args)
     step, args = _step(replace(plan, states=(*plan.states, plan.states[0])))

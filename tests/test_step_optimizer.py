@@ -147,7 +147,7 @@ def test_stepping_the_optimizer_by_hand_is_refused() -> None:
 def test_a_step_made_anew_computes_what_the_first_did_where_the_model_shows_nan() -> None:
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(2), nn.Linear(64, 8), nn.Linear(8, 1)
-    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's overloads lack it
     step = zerofx.compile(
         model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), precision="bf16", backend="eager",
         loss_fn=lambda outputs, x: outputs.square().mean(),

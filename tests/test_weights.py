@@ -230,7 +230,7 @@ def test_paths_without_weights_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=match):
             compile_eager(tiny(), tmp_path / name)
     with pytest.raises(UsageError, match="expected weights to be the path of a file or folder, found int"):
-        zerofx.compile(tiny(), adamw(tiny()), weights=3)  # type: ignore[arg-type]
+        zerofx.compile(tiny(), adamw(tiny()), weights=3)  # type: ignore[arg-type]  # what is tested
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:

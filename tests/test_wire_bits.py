@@ -71,7 +71,8 @@ def batch() -> tuple[Tensor, Tensor]:
 def compiled(stage: int, wire: str, **options: Any) -> Step:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    return zerofx.compile(model, optimizer, stage, wire=wire, machine=MACHINE, **{"backend": "eager", **options})  # type: ignore[arg-type]
+    options = {"wire": wire, "machine": MACHINE, "backend": "eager", **options}
+    return zerofx.compile(model, optimizer, stage, **options)
 
 
 @dataclass

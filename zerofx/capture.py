@@ -314,7 +314,8 @@ def _classify_outputs(
     mutations: dict[str, fx.Node] = {}
     arrived: dict[str, list[fx.Node]] = {}
     trainable = {info.name for info in step.parameters if info.requires_grad}
-    for node, desc in zip(step.output.args[0], step.output.meta["desc"], strict=True):  # type: ignore[arg-type]
+    outputs: Any = step.output.args[0]
+    for node, desc in zip(outputs, step.output.meta["desc"], strict=True):
         match desc:
             case PlainAOTOutput(idx=0):
                 loss = node

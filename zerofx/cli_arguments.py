@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -113,7 +113,7 @@ def parse_budget(text: str | None) -> str | float | None:
 def parse_offload(text: str) -> Offload:
     """A word, or ``gradients=host`` for ``{"gradients": "host"}``; whether it can be is ``check_options``' business."""
     name, equals, tier = text.partition("=")
-    return {name: tier} if equals else text  # type: ignore[return-value]
+    return cast(Offload, {name: tier} if equals else text)
 
 
 def parse_accumulate(text: str) -> Accumulate:

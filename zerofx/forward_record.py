@@ -86,7 +86,7 @@ class _Asked(TorchFunctionMode):
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, model: nn.Module, fakes: tuple[torch.Tensor, ...]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.graph = fx.Graph()
         self._values: dict[int, fx.Node] = {}  # by the identity of a tensor
         self._functions: dict[Any, fx.Node] = {}  # autograd's nodes

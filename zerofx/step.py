@@ -177,7 +177,7 @@ class Step(StepBuilder):
     def _after_step(self, loss: torch.Tensor) -> None:
         self.num_steps += 1
         # torch's schedulers warn when they are stepped before the optimizer; the update has been done here.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # private, and all they ask
         self._losses.add(self.num_steps, loss)
         self._report_losses()
 

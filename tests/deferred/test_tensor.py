@@ -73,7 +73,7 @@ def of_modules() -> list[Tensor]:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's overloads lack it
     nn.init.orthogonal_(embedding.weight)
     nn.init.trunc_normal_(attention.in_proj_weight)
-    nn.init.sparse_(recurrent._parameters["weight_ih_l0"], 0.3)  # type: ignore[arg-type]
+    nn.init.sparse_(recurrent._parameters["weight_ih_l0"], 0.3)  # type: ignore[arg-type]  # a parameter, which may be None by its type
     return [*model.parameters(), *model.buffers()]
 
 

@@ -62,7 +62,7 @@ def test_a_subclass_of_a_refused_optimizer_is_refused() -> None:
 
 def test_a_closure_is_refused() -> None:
     class Closure(Lion):
-        def step(self, closure: Any) -> None:  # type: ignore[override]
+        def step(self, closure: Any) -> None:  # type: ignore[override]  # what is tested
             super().step()
 
     with pytest.raises(OptimizerError, match=re.escape("Closure.step(closure)")):
@@ -114,7 +114,7 @@ def test_what_a_flat_shard_cannot_do_is_refused(update: Update, match: str) -> N
 
 def test_tensors_from_outside_are_refused() -> None:
     mask = torch.ones(1)
-    refused(lambda p, g, s: p.mul_(mask), "neither parameter, gradient, state")  # type: ignore[arg-type]
+    refused(lambda p, g, s: p.mul_(mask), "neither parameter, gradient, state")  # type: ignore[arg-type]  # returns what nobody reads
 
 
 def test_counters_outside_the_state_are_refused() -> None:

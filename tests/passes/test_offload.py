@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -97,10 +98,10 @@ def test_a_plan_without_offloads_changes_nothing() -> None:
     assert prepared.run("offload").step.text() == before
 
 
-def _refused(message: str, **changed: str) -> None:
+def _refused(message: str, **changed: Any) -> None:
     prepared = offloaded()
     first = next(decision for decision in prepared.plan.offloads if decision.value == "tanh")
-    prepared.plan = replace(prepared.plan, offloads=(replace(first, **changed),))  # type: ignore[arg-type]
+    prepared.plan = replace(prepared.plan, offloads=(replace(first, **changed),))
     before = prepared.step.text()
     with pytest.raises(PlanError, match=message):
         prepared.run("offload")

@@ -147,7 +147,7 @@ def test_a_slice_that_is_written_before_its_copy_is_done_is_refused() -> None:
     shard = next(step.placeholders(Role.SHARD))
     last = [user for user in shard.users if user.target is ops.wait and origin(user).phase != "update"][-1]
     with step.graph.inserting_before(last):
-        copy = insert_call(step.graph, ops.copy_into, (shard, last.args[0].args[0]), origin(last))  # type: ignore[union-attr]
+        copy = insert_call(step.graph, ops.copy_into, (shard, last.all_input_nodes[0].args[0]), origin(last))
         insert_call(step.graph, ops.wait, (copy, shard), origin(last))
     with pytest.raises(InvalidGraphError, match=f"update: copy_into\\w* writes {shard.name} before"):
         verify(step, "mine")

@@ -18,6 +18,7 @@ from zerofx.capture import Batch, capture
 from zerofx.errors import PlanError, UsageError
 from zerofx.graph import StepGraph
 from zerofx.node_facts import Phase, origin, slice_of, tensor
+from zerofx.options import Tiling
 from zerofx.passes.base import consumers
 from zerofx.passes.simplify import simplify
 from zerofx.passes.slice import slice_parameters
@@ -347,11 +348,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 def test_working_memory_falls_with_the_number_of_slices(name: str, num_ranks: int) -> None:
     make, batch = MODELS[name]
 
-    def working_bytes(tile: dict[str, int] | str) -> int:
+    def working_bytes(tile: Tiling) -> int:
         model = make()
         planned = zerofx.plan(
             model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), (batch,), machine="cpu", backend="eager",
-            world_size=num_ranks, prefetch=0, tile=tile,  # type: ignore[arg-type]
+            world_size=num_ranks, prefetch=0, tile=tile,
         )  # fmt: skip
         live = planned.lowered.simulation.live
         return live.peak_bytes - live.persistent_bytes

@@ -18,7 +18,7 @@ from tests.distributed import run_ranks
 from zerofx.runtime import channels
 from zerofx.runtime.channels import GlooChannel, MemoryChannel, open_channels, read_memory
 from zerofx.runtime.copies import Workers
-from zerofx.runtime.messages import close_connections
+from zerofx.runtime.groups import close_connections
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
 SIZES = (0, 1, 3, 1000, 300_001)

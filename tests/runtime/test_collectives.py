@@ -46,7 +46,7 @@ class Recorded:
 
 
 def runtime(transport: Recorded) -> Runtime:
-    found = Runtime(BucketLayout(buckets=(), num_ranks=1), transport, CPU, Tiers(CPU, []))  # type: ignore[arg-type]
+    found = Runtime(BucketLayout(buckets=(), num_ranks=1), transport, CPU, Tiers(CPU, []))  # type: ignore[arg-type]  # what is used of one
     found.begin({}, lambda: None)
     return found
 

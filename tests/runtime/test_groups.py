@@ -59,7 +59,7 @@ def _close_and_lose_a_rank(path: str) -> None:
 
 def test_close_destroys_the_groups_of_a_step_alone_and_does_not_wait_for_a_rank_that_has_died(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    with pytest.raises(RankError, match="exit codes by rank.*{0: 0, 1: 0}"):
+    with pytest.raises(RankError, match=r"exit codes by rank.*{0: 0, 1: 0}"):
         run_ranks(_close_and_lose_a_rank, 2, str(path))
     found = json.loads(path.read_text())
     before, during, after = found["sockets"]

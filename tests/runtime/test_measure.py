@@ -13,17 +13,18 @@ from torch import Tensor, nn
 import zerofx
 from gpt import GPT
 from tests.distributed import run_ranks
+from zerofx.options import Precision
 from zerofx.runtime.measure import CpuPeak, Measurement, persistent_bytes
 
 # Small things that operators keep to themselves are not predicted; with these shapes there is next to nothing.
 TOLERANCE = 0.001
 
 
-def gpt_step(stage: int, precision: str | None = None) -> tuple[zerofx.Step, tuple[Tensor, ...]]:
+def gpt_step(stage: int, precision: Precision | None = None) -> tuple[zerofx.Step, tuple[Tensor, ...]]:
     torch.manual_seed(0)
     model = GPT(vocab=64, dim=32, depth=3, heads=4, block=16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step = zerofx.compile(model, optimizer, stage, precision=precision, backend="eager")  # type: ignore[arg-type]
+    step = zerofx.compile(model, optimizer, stage, precision=precision, backend="eager")
     return step, (torch.randint(64, (2, 16)), torch.randint(64, (2, 16)))
 
 

@@ -249,7 +249,7 @@ def test_an_optimizer_step_moves_its_states() -> None:
     for node in state:
         node.meta["val"] = meta(1000)
     count.meta["val"] = meta()
-    step = graph.call_function(aten._fused_adamw_.default, (*([n] for n in state), [], [count]), options)  # type: ignore[arg-type]
+    step = graph.call_function(aten._fused_adamw_.default, (*([n] for n in state), [], [count]), options)  # type: ignore[arg-type]  # torch types no lists of lists
     cost = node_cost(step, H100)
     # Four tensors and the step count are read; by the schema all four are written (the kernel may unscale grads).
     assert (cost.flops, cost.bytes_read, cost.bytes_written) == (14_000, 16_004, 16_000)

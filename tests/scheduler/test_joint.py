@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -30,13 +32,13 @@ def small_machine(link: float) -> Machine:
     return replace(Machine.named("h100-sxm"), name="small", device=slow, host=host)
 
 
-def attempt(model: torch.nn.Module, batch: object, machine: Machine, budget: int, way: str) -> PlannedStep | int:
+def attempt(model: torch.nn.Module, batch: Any, machine: Machine, budget: int, way: str) -> PlannedStep | int:
     """The plan, or the least possible peak if there is none."""
     recompute, offload = WAYS[way]
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     try:
         return plan(
-            model, optimizer, batch, machine=machine, memory_budget=budget, backend="eager",  # type: ignore[arg-type]
+            model, optimizer, batch, machine=machine, memory_budget=budget, backend="eager",
             recompute=recompute, offload=offload,
         )  # fmt: skip
     except MemoryBudgetError as error:
@@ -86,9 +88,9 @@ SLOW = pytest.mark.slow
     [(gpt, 0.65), pytest.param(convnet, 0.8, marks=SLOW), pytest.param(llama, 0.65, marks=SLOW)],
 )
 def test_at_every_budget_plans_that_offload_train_the_same_bits_and_fit(
-    make: object, tightest: float, offload: Offload
+    make: Callable[[], Any], tightest: float, offload: Offload
 ) -> None:
-    model, batch = make()  # type: ignore[operator]
+    model, batch = make()
     machine = small_machine(1e9)
     trained = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01, foreach=False)

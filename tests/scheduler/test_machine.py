@@ -191,7 +191,7 @@ def test_a_group_that_spans_nodes_is_bound_by_the_network() -> None:
 )
 def test_collectives_refuse_nonsense(kind: str, num_bytes: int, world: int) -> None:
     with pytest.raises(UsageError):
-        collective_seconds(kind, num_bytes, world, H100)  # type: ignore[arg-type]
+        collective_seconds(kind, num_bytes, world, H100)  # type: ignore[arg-type]  # what is tested
 
 
 def test_copies_share_what_the_node_shares() -> None:
@@ -278,7 +278,7 @@ def _measure_on_rank(rank: int, world: int, folder: str) -> None:
 def test_ranks_measure_together_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
-    mp.spawn(_measure_on_rank, args=(2, str(tmp_path)), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
+    mp.spawn(_measure_on_rank, args=(2, str(tmp_path)), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]  # torch's
     texts = [(tmp_path / f"{rank}.json").read_text() for rank in range(2)]
     assert texts[0] == texts[1]
     machine = Machine.from_json(texts[0])

@@ -17,7 +17,7 @@ from tests.test_search import WIDTH, Waves
 from zerofx.codegen.regions import Region, cut, regions_of
 from zerofx.errors import PlanError
 from zerofx.node_facts import origin
-from zerofx.options import check_options
+from zerofx.options import Recompute, check_options
 from zerofx.plan_choice import make_plan
 from zerofx.rehearsal import predict_plan
 from zerofx.scheduler.costs import node_cost
@@ -96,8 +96,10 @@ def test_updates_are_regions_like_others() -> None:
     assert grown >= same and before.step_seconds < after.step_seconds
 
 
-def made(prepared: Prepared, costs: MeasuredCosts | None, budget: int | None, prefetch: int, recompute: str) -> Plan:
-    options = check_options(3, None, None, "eager", CPU, None, prefetch, (), 1, budget, recompute)  # type: ignore[arg-type]
+def made(
+    prepared: Prepared, costs: MeasuredCosts | None, budget: int | None, prefetch: int, recompute: Recompute
+) -> Plan:
+    options = check_options(3, None, None, "eager", CPU, None, prefetch, (), 1, budget, recompute)
     return make_plan(
         prepared.step, prepared.layout, prepared.programs, CPU, options, graphs.settings(), budget,
         on_cpu=True, costs=costs, talk=False,

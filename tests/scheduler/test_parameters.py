@@ -15,6 +15,7 @@ from tests.scheduler.test_budget import gpt, run
 from tests.scheduler.test_joint import small_machine
 from zerofx.buckets import layout_of
 from zerofx.capture import Batch, capture
+from zerofx.options import Offload
 from zerofx.planning import PlannedStep
 from zerofx.scheduler.machine import Link, Machine, Nvme, Tier
 from zerofx.scheduler.parameters import Home, copies_menu, parameter_menus
@@ -129,7 +130,7 @@ def with_drive(rate: float) -> Machine:
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_training_within_a_budget_below_the_parameters_has_the_same_bits(
-    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tier: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZEROFX_NVME_DIR", str(tmp_path))
     model, batch = gpt()
@@ -138,7 +139,7 @@ def test_training_within_a_budget_below_the_parameters_has_the_same_bits(
         trained = copy.deepcopy(model)
         optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01, foreach=False)
         step = zerofx.compile(
-            trained, optimizer, backend="eager", machine=with_drive(1e9), offload=tier if limit else "auto",  # type: ignore[arg-type]
+            trained, optimizer, backend="eager", machine=with_drive(1e9), offload=tier if limit else "auto",
             memory_budget=int(limit * most) if limit else None,
         )  # fmt: skip
         losses = [run(step, batch) for _ in range(3)]

@@ -112,7 +112,8 @@ def on_rows(node: fx.Node, given: Given, found: Any, start: int, end: int) -> An
     args = list(fx.map_arg(node.args, lambda source: cut(value(source), given[source], start, end)))
     if takes_sizes(node):
         args[1] = tile_shape(value(node).shape, found, end - start)
-    return node.target(*args)  # type: ignore[operator]
+    assert callable(node.target)
+    return node.target(*args)
 
 
 def outputs_of(result: Any) -> list[Tensor]:

@@ -56,9 +56,9 @@ def training_step(model: nn.Module) -> Callable[..., Any]:
         grads = list(torch.autograd.grad(loss, weights))
         with torch.no_grad():
             torch._foreach_mul_(grads, 0.5)
-            options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+            options: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
             options |= {"amsgrad": False, "maximize": False}
-            torch._fused_adamw_(weights, grads, *moments, [], count, **options)  # type: ignore[call-overload]
+            torch._fused_adamw_(weights, grads, moments[0], moments[1], [], count, **options)
         return loss, grads
 
     return step

@@ -50,7 +50,7 @@ class DeferredTensor(torch.Tensor):
         made._value = value
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # no method, by its type
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types a default that does nothing
@@ -70,13 +70,13 @@ class DeferredTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """As ``torch.Tensor.data``. A deferred parameter that is given real data becomes a real parameter."""
-        found: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        found: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # typed as its value
         return found
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
         if isinstance(new, DeferredTensor):
-            torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+            torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]  # typed as its value
             self._value = new._value
         else:
             become(self, new)

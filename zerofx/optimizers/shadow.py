@@ -124,9 +124,9 @@ def _without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def step_function(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """The class's ``step`` without the wrapper that runs hooks registered for every optimizer in the process."""
-    step: Any = type(optimizer).step
-    inner = getattr(step, "__wrapped__", None) if getattr(step, "hooked", False) else None
-    return step if inner is None else inner  # type: ignore[no-any-return]
+    step: Callable[..., Any] = type(optimizer).step
+    inner: Callable[..., Any] | None = getattr(step, "__wrapped__", None) if getattr(step, "hooked", False) else None
+    return step if inner is None else inner
 
 
 def sample(shape: tuple[int, ...], dtype: torch.dtype, low: float, high: float) -> torch.Tensor:

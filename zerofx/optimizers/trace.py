@@ -101,7 +101,7 @@ class DispatchRecorder(TorchDispatchMode):
     """Sees the ATen operators that the optimizer's calls become."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.recorder = recorder
 
     def __torch_dispatch__(

@@ -278,20 +278,20 @@ def _held_by_bucket(bucket: Bucket, entries: list[Mapping[str, Any]], shapes: li
     held = HeldState({}, {})
     for name in dict.fromkeys(name for entry in entries for name in entry):
         values = [entry.get(name) for entry in entries]
-        # None for all is no state at all: SGD without momentum keeps momentum_buffer=None.
-        if all(value is None for value in values):
-            continue
-        if any(value is None for value in values):
+        there = [value for value in values if value is not None]
+        if not there:
+            continue  # no state at all: SGD without momentum keeps momentum_buffer=None
+        if len(there) < len(values):
             without = [s.source for s, value in zip(bucket.slots, values, strict=True) if value is None]
             raise OptimizerError(
                 f"expected state {name!r} for every parameter of {bucket.name}, found none for {without}: parameters "
                 f"that are updated together must have been trained together; load a state of this very model"
             )
         if all(_is_scalar(value, shape) for value, shape in zip(values, shapes, strict=True)):
-            if len({float(value) for value in values}) > 1:  # type: ignore[arg-type]  # not None, see above
+            if len({float(value) for value in there}) > 1:
                 raise OptimizerError(
                     f"expected one value of {name!r} for all parameters of {bucket.name}, found "
-                    f"{sorted({float(v) for v in values})}: they are updated together"  # type: ignore[arg-type]
+                    f"{sorted({float(value) for value in there})}: they are updated together"
                 )
             held.scalars[name] = values[0]
             continue

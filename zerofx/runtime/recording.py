@@ -169,7 +169,7 @@ def record(
         try:
             outcome = with_functions(function, regions)(
                 recorder,  # type: ignore[arg-type]  # has a runtime's methods
-                given,  # type: ignore[arg-type]
+                given,  # type: ignore[arg-type]  # names in the place of tensors
                 {name: view for name, (view, _) in inputs.items()},
             )
             recorder.close()
