@@ -1,7 +1,7 @@
 """Time to compile against depth: zerofx's whole step beside ``torch.compile`` of the whole model.
 
-    python benchmarks/compile_depth.py                                  # 6 and 24 layers: some five minutes
-    python benchmarks/compile_depth.py --depths 6 24 96 --rounds 1      # 96 layers of torch.compile take minutes alone
+    python -m benchmarks.compile_depth                                  # 6 and 24 layers: some five minutes
+    python -m benchmarks.compile_depth --depths 6 24 96 --rounds 1      # 96 layers of torch.compile take minutes alone
 
 Each measurement is a process of its own, from model and batch to the end of the first step: cold with empty caches, and
 warm with those that a cold start of the same program has left. Depths and contenders are interleaved. CPU seconds are

@@ -1,6 +1,6 @@
 """One contender of ``benchmarks/memory_frontier.py`` in a process of its own.
 
-    python benchmarks/frontier_worker.py '{"shape": {...}, "device": "cpu", "contender": {...}}'
+    python -m benchmarks.frontier_worker '{"shape": {...}, "device": "cpu", "contender": {...}}'
 
 Builds its training step, prints what it took as a line of JSON, and then runs as many steps as each line on stdin says,
 answering with the seconds and the CPU seconds of each. Every contender is measured by the same code: memory by the
@@ -18,27 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import zerofx
+from benchmarks.contenders import Checkpointed
 from gpt import GPT
 from zerofx.errors import MemoryBudgetError
 from zerofx.runtime.measure import CpuPeak, CudaPeak
 from zerofx.scheduler.budget import BudgetMissedError
 
 TrainStep = Callable[[], Any]
-
-
-class Checkpointed(nn.Module):
-    """A block of which only the input is kept for backward."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(self.block, x, use_reentrant=False)
-        return result
 
 
 def make_model(shape: dict[str, int], device: torch.device) -> tuple[GPT, tuple[Tensor, Tensor]]:
@@ -69,10 +57,7 @@ def build_peer(model: GPT, batch: tuple[Tensor, Tensor], contender: dict[str, An
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    def forward_and_backward() -> None:
-        passes()
-
-    return step, forward_and_backward
+    return step, passes
 
 
 def build_ours(

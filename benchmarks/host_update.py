@@ -1,6 +1,6 @@
 """Bytes per second of an update on the host, beside a copy of memory as STREAM has it, in one run.
 
-    python benchmarks/host_update.py
+    python -m benchmarks.host_update
 
 AdamW's fused kernel on flat fp32 shards, called as a step calls it (``Runtime.host``: a thread of its own, tensors that
 lie in blocks of the host's pool), reads gradient, parameters and both moments, and writes the last three: 28 bytes for

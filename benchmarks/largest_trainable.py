@@ -35,10 +35,10 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import zerofx
+from benchmarks.processes import ROOT, high_water_bytes
 from zerofx.errors import MemoryBudgetError
 from zerofx.report.units import format_bytes, parse_bytes
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 NUM_STEPS = 2
 LIBRARY_BYTES = 400 << 20  # about what Python and torch take: for where the first search begins
@@ -193,15 +193,6 @@ def watch(process: subprocess.Popen[bytes], cap_bytes: int, until: float) -> tup
             process.kill()
         time.sleep(_LOOK_SECONDS)
     return peak, reason
-
-
-def high_water_bytes(process: int) -> int:
-    """The most of a process that was ever resident; 0 for one that is gone."""
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
 def _last_line(text: str) -> str:

@@ -1,7 +1,7 @@
 """Memory against time of one process: zerofx under memory budgets, and what PyTorch has for the same.
 
-    python benchmarks/memory_frontier.py --rounds 5
-    python benchmarks/memory_frontier.py --peers greedy:0.4 ilp:0.4 dp:0.4 --budgets 220 --rounds 2 --steps 2  # short
+    python -m benchmarks.memory_frontier --rounds 5
+    python -m benchmarks.memory_frontier --peers greedy:0.4 ilp:0.4 dp:0.4 --budgets 220 --rounds 2 --steps 2  # short
 
 Contenders are processes that live side by side, each with its step compiled, as many as memory has room for and plain
 ``torch.compile`` among them; rounds go through all of them in turn, so that what else the machine does meets them
@@ -11,7 +11,7 @@ threads, which hold also where other programs keep the cores busy (threads sleep
 Memory is the most that is allocated at a moment above parameters and optimizer states: for PyTorch in forward and
 backward, gradients included; for zerofx in the whole step, update included.
 
-    python benchmarks/memory_frontier.py --device cuda --shape 1b --budgets 20000 12000 8000 6000 --together 2
+    python -m benchmarks.memory_frontier --device cuda --shape 1b --budgets 20000 12000 8000 6000 --together 2
 
 Writes ``benchmarks/results/memory_frontier.json``, a Markdown table and a plot (``pip install zerofx[benchmarks]``); on
 CUDA to ``memory_frontier_cuda``.
@@ -22,17 +22,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import statistics
-import subprocess
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.processes import Ranks
+
 RESULTS = Path(__file__).resolve().parent / "results"
 BASELINE = "torch.compile"
 PEERS = ["dp:0.6", "dp:0.4", "dp:0.2", "dp:0.0", "greedy:0.6", "greedy:0.2", "ilp:0.6", "ilp:0.2"]
@@ -86,45 +84,6 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
     return found
 
 
-class Worker:
-    """The process of one contender."""
-
-    def __init__(self, contender: Contender, shape: dict[str, int], device: str, threads: int) -> None:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "passive",
-            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples"))),
-        }
-        command = [sys.executable, str(Path(__file__).with_name("frontier_worker.py"))]
-        command.append(json.dumps({"shape": shape, "device": device, "contender": contender.request}))
-        self.contender = contender
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def read(self) -> Any:
-        """The next line of JSON from the worker."""
-        assert self._process.stdout is not None and self._process.stderr is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.contender.name} ended early:\n{self._process.stderr.read()[-2000:]}")
-        return json.loads(line)
-
-    def run(self, num_steps: int) -> list[tuple[float, float]]:
-        """Seconds and CPU seconds of each of ``num_steps`` steps."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{num_steps}\n")
-        self._process.stdin.flush()
-        found: list[tuple[float, float]] = self.read()
-        return found
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
 def measure(options: argparse.Namespace) -> list[Result]:
     """The results of all contenders, group by group, and in each group those of the baseline."""
     asked, results = contenders(options), []
@@ -137,19 +96,20 @@ def measure(options: argparse.Namespace) -> list[Result]:
 
 def measure_group(options: argparse.Namespace, group: list[Contender], number: int) -> list[Result]:
     """Compile one contender after the other, then measure all in rounds."""
-    workers: list[Worker] = []
+    workers: list[Ranks] = []
     results: dict[str, Result] = {}
     try:
         for contender in group:
-            worker = Worker(contender, SHAPES[options.shape], options.device, options.threads)
+            told = {"shape": SHAPES[options.shape], "device": options.device, "contender": contender.request}
+            worker = Ranks(contender.name, "benchmarks.frontier_worker", told, 1, options.threads)
             workers.append(worker)
-            results[contender.name] = Result(contender, worker.read(), number)
+            results[contender.name] = Result(contender, worker.read()[0], number)
             print(contender.name, results[contender.name].facts, flush=True)
-        ready = [worker for worker in workers if "refused" not in results[worker.contender.name].facts]
+        ready = [worker for worker in workers if "refused" not in results[worker.name].facts]
         for _ in range(options.rounds):
             for worker in ready:
                 # The first step of a turn finds cold caches.
-                results[worker.contender.name].rounds.append(worker.run(options.steps + 1)[1:])
+                results[worker.name].rounds.append(worker.run(options.steps + 1)[1:])
     finally:
         for worker in workers:
             worker.close()

@@ -1,6 +1,6 @@
 """Throughput of the nvme tier's files beside what the drive gives, in one run on the same folder.
 
-    python benchmarks/nvme_throughput.py --folder /mnt/nvme
+    python -m benchmarks.nvme_throughput --folder /mnt/nvme
 
 Both write and read as many bytes with the same block size and as many blocks under way at once, past the page cache.
 What the drive gives is `fio`'s, where it is installed: of its engines the one that is fastest at writing here, and the

@@ -30,7 +30,7 @@ import torch
 from tabulate import tabulate
 
 from benchmarks.models import SHAPES
-from benchmarks.peers import RESULTS, Contender, Group, describe_machine, installed, measure_group, say
+from benchmarks.peers import RESULTS, Contender, Group, describe_machine, measure_group, say, wanted
 from benchmarks.peers_report import Row, reason, rows, table
 from zerofx.report.units import parse_bytes
 
@@ -123,12 +123,6 @@ def markdown(data: dict[str, Any]) -> str:
     cells = [[one.what, f"{one.measured:.3f}", f"{one.at_most:.2f}", "yes" if one.met else "no"] for one in held]
     parts.append(tabulate(cells, ["held to", "measured", "at most", "met"], tablefmt="github", disable_numparse=True))
     return "\n".join(parts) + "\n"
-
-
-def wanted(group: Group, only: list[str]) -> list[Contender]:
-    """The group's contenders that can run and were asked for; the first always."""
-    first, *others = group.contenders
-    return [first, *installed([one for one in others if not only or any(word in one.name for word in only)])]
 
 
 def run(options: argparse.Namespace, cache: Path) -> dict[str, Any]:

@@ -34,10 +34,10 @@ import torch
 
 from benchmarks import peers_report
 from benchmarks.models import SHAPES
+from benchmarks.peers_report import MATMUL
 from benchmarks.processes import ContenderFailedError, Ranks, device_name
 
 RESULTS = Path(__file__).resolve().parent / "results"
-MATMUL = "matmul"
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,15 @@ def selected(options: argparse.Namespace) -> Iterator[tuple[Group, list[Contende
     for group in GROUPS:
         if group.name not in options.groups or (options.ranks == 1 and not group.alone):
             continue
-        first, *others = group.contenders
-        wanted = [one for one in others if not options.only or any(word in one.name for word in options.only)]
-        yield group, [first, *installed(wanted)]
+        yield group, wanted(group, options.only)
 
 
-def installed(contenders: Sequence[Contender]) -> list[Contender]:
-    """``contenders`` without DeepSpeed's where it is not."""
+def wanted(group: Group, only: Sequence[str]) -> list[Contender]:
+    """The contenders whose name has one of these words, all if there are none, without DeepSpeed's where it is not
+    installed; the baseline always."""
     there = importlib.util.find_spec("deepspeed") is not None
-    return [one for one in contenders if there or one.request["family"] != "deepspeed"]
+    baseline, *others = (one for one in group.contenders if there or one.request["family"] != "deepspeed")
+    return [baseline, *(one for one in others if not only or any(word in one.name for word in only))]
 
 
 def chunks(contenders: list[Contender], room: int) -> Iterator[list[Contender]]:

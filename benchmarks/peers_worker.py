@@ -25,6 +25,7 @@ from torch import nn
 
 from benchmarks.contenders import TrainStep, build
 from benchmarks.models import SHAPES, make_workload, model_flops
+from benchmarks.processes import high_water_bytes
 from benchmarks.wire_count import WireCount
 from zerofx.runtime.measure import CpuPeak
 
@@ -123,14 +124,14 @@ def _measure(step: TrainStep, device: torch.device) -> dict[str, int | None]:
             "peak_bytes": torch.cuda.max_memory_allocated(device),
             "reserved_bytes": torch.cuda.max_memory_reserved(device),
             "held_bytes": held,
-            "resident_bytes": _status_bytes("VmHWM"),
+            "resident_bytes": high_water_bytes(),
         }
         return {**found, "wire_bytes": _sent_bytes(step)}
     _forget_resident_peak()
     sent = _written_bytes()
     step.run()
     sent = _written_bytes() - sent
-    resident = _status_bytes("VmHWM")
+    resident = high_water_bytes()
     if step.sent_bytes is not None:
         sent = step.sent_bytes()
     held = _held_bytes() + step.hidden_bytes
@@ -175,11 +176,6 @@ def _written_bytes() -> int:
     """Bytes that this process has written so far, to sockets above all: gloo's connections are such."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("wchar")).split()[1])
-
-
-def _status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
 
 if __name__ == "__main__":

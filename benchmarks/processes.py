@@ -28,11 +28,17 @@ class Ranks:
         name: for messages.
         module: what each process runs, with ``request`` as JSON for its argument; answers are lines of JSON.
         num_threads: threads of each process.
-        cache: the folder of Inductor's cache, which contenders may share.
+        cache: the folder of Inductor's cache, which contenders may share; the user's own if None.
     """
 
     def __init__(
-        self, name: str, module: str, request: dict[str, Any], num_ranks: int, num_threads: int, cache: Path
+        self,
+        name: str,
+        module: str,
+        request: dict[str, Any],
+        num_ranks: int,
+        num_threads: int,
+        cache: Path | None = None,
     ) -> None:
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -45,7 +51,7 @@ class Ranks:
             # Threads sleep while they wait: what else is in memory must not compute.
             "OMP_WAIT_POLICY": "passive",
             "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples"), *([given] if given else []))),
-            "TORCHINDUCTOR_CACHE_DIR": str(cache),
+            **({"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache is not None else {}),
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
             "STORE": str(store / "store"),
@@ -99,6 +105,15 @@ class Ranks:
             _stream(process.stdin).close()
             _stream(process.stdout).close()
         self._folder.cleanup()
+
+
+def high_water_bytes(process: int | str = "self") -> int:
+    """The most of a process of Linux that was ever resident; 0 for one that is gone."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
 def _stream(found: IO[str] | None) -> IO[str]:

@@ -1,6 +1,6 @@
 """How large the inner size of an MLP may be within a budget of memory: whole, in tiles of rows, in slices of weights.
 
-    python benchmarks/tiling.py
+    python -m benchmarks.tiling
 
 The budget is the least that a model of blocks with inner size ``--inner`` can be trained in without tiles. The inner
 size is doubled for as long as it fits, without tiles and with them; the largest is then trained for a few steps, and

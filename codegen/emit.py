@@ -34,12 +34,10 @@ _WIDTH = 100
 
 @dataclass(frozen=True)
 class EmittedStep:
-    """The source of a step, the names of its region functions by region key, and one instruction's line number each."""
+    """The source of a step, and the names of its region functions by region key."""
 
     source: str
     functions: dict[str, str]
-    state_names: tuple[str, ...]
-    input_names: tuple[str, ...]
 
 
 def emit(
@@ -70,8 +68,7 @@ def emit(
     for region_key, region in definitions.items():
         parts += ["", region_source(functions[region_key], region, kernels), ""]
     parts += ["", *body, ""]
-    source = "\n".join(parts)
-    return EmittedStep(source, functions, tuple(n.name for n in state), tuple(n.name for n in inputs))
+    return EmittedStep("\n".join(parts), functions)
 
 
 def _comment(text: str) -> str:

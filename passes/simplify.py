@@ -1,4 +1,4 @@
-"""Remove nodes that only autograd needed.
+"""Remove nodes that only autograd needed, before a plan names any.
 
     a = detach(x); b = t(w); c = t(b); d = mm(a, c)      ->      d = mm(x, w)
 
@@ -7,30 +7,17 @@ Does not handle: anything that computes. Arithmetic is left exactly as it was ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import fx
 
 from zerofx.graph import StepGraph
-from zerofx.scheduler.plan import Plan
 
 _aten = torch.ops.aten
 _IDENTITIES = frozenset({_aten.detach.default, _aten.alias.default})
 
 
-@dataclass(frozen=True)
-class Simplify:
-    """Drop ``detach`` and ``alias``, pairs of transposes, and chains of reshapes."""
-
-    name: str = "simplify"
-
-    def run(self, step: StepGraph, plan: Plan | None) -> None:
-        simplify(step)
-
-
 def simplify(step: StepGraph) -> None:
-    """Simplify ``step`` in place; see the module."""
+    """Drop ``detach`` and ``alias``, pairs of transposes, and chains of reshapes; in place."""
     for node in list(step.calls()):
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):

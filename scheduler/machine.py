@@ -315,15 +315,6 @@ def copy_seconds(num_bytes: int, source: Tier, destination: Tier, machine: Machi
             raise UsageError(f"cannot copy from {source!r} to {destination!r}: tiers are device, host and nvme")
 
 
-def bandwidth_efficiency(intensity: float, bandwidth: float, peak: float) -> float:
-    """Fraction of `peak` FLOP/s that is left when data moves at `bandwidth` bytes/s without any overlap.
-
-    `intensity` is FLOPs per byte moved: intensity * bandwidth / (intensity * bandwidth + peak).
-    Source: ZeRO-Infinity, arXiv 2104.07857.
-    """
-    return intensity * bandwidth / (intensity * bandwidth + peak)
-
-
 def _check_collective(kind: str, num_bytes: int, world_size: int) -> None:
     if kind not in typing.get_args(CollectiveKind):
         raise UsageError(f"collective must be one of {', '.join(typing.get_args(CollectiveKind))}, got {kind!r}")

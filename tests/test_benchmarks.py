@@ -59,7 +59,7 @@ def test_what_was_refused_is_in_no_row() -> None:
 @pytest.mark.slow
 def test_the_memory_frontier_of_a_tiny_model(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    command = [sys.executable, str(ROOT / "benchmarks" / "memory_frontier.py"), "--shape", "tiny", "--rounds", "1"]
+    command = [sys.executable, "-m", "benchmarks.memory_frontier", "--shape", "tiny", "--rounds", "1"]
     command += ["--steps", "1", "--peers", "dp:0.5", "greedy:0.5", "ilp:0.5", "--budgets", "3", "--out", str(tmp_path)]
     subprocess.run(command, check=True, cwd=ROOT)
     found = json.loads((tmp_path / "memory_frontier.json").read_text())
@@ -164,7 +164,7 @@ def test_a_cap_is_told_to_all_and_leaves_zerofx_some_room() -> None:
     assert {one.request["cap"] for one in group.contenders} == {1000}
     ours = [one.request for one in group.contenders if one.request["family"] == "zerofx"]
     assert [one["budget"] for one in ours] == [950] and all(one.request["mixed"] for one in group.contenders)
-    assert [one.name for one in one_gpu.wanted(group, ["zerofx"])] == ["FSDP2 + CPU offload", "zerofx, capped"]
+    assert [one.name for one in peers.wanted(group, ["zerofx"])] == ["FSDP2 + CPU offload", "zerofx, capped"]
     assert not any("graphs" in one.name for one in one_gpu.whole("cpu").contenders)
     assert sum("graphs" in one.name for one in one_gpu.whole("cuda").contenders) == 2
 

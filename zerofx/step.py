@@ -105,7 +105,7 @@ class Step(StepBuilder):
             self._meter = None
         assert self._layout is not None
         found = meter.result(self.compiled.graph, self._layout, self.plan.stage)
-        self._measured, self.measured_peak_bytes = (self.compiled, found), found.peak_bytes["device"]
+        self._measured = self.compiled, found
         return found
 
     def _take_apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:

@@ -71,7 +71,6 @@ class StepBuilder(LatestStep):
         self._showing = False
         self._closed = False
         self.num_steps = 0
-        self.measured_peak_bytes: int | None = None
         self._meter: Meter | None = None
         owner = weakref.proxy(self)  # a step that is dropped goes at once
         self._graphs = GraphedSteps(

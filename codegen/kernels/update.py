@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.codegen.kernels.update_operators import write_operator
 from zerofx.codegen.kernels.update_writer import COMPUTED, HOST_FUNCTIONS, Buffer, HostScalar, NoKernelError, Writer
 from zerofx.runtime.current_device import on_device
 
@@ -94,7 +95,7 @@ def make_update_kernel(
                 raise NoKernelError(f"{node.name} changes what the update has read")
             singles.append(node)
         else:
-            writer.operator(node)
+            write_operator(writer, node)
     used = sorted({b.number for b in writer.buffers.values() if b.number is not None and (b.variable or b.is_written)})
     stored = [b for b in _distinct(writer) if b.is_written and b.number is not None and b.number not in dying]
     if not stored:

@@ -11,7 +11,7 @@ from tests.graphs import DIM, ROWS, TwoBlocks, calls, difference, features
 from zerofx.capture import Batch, capture
 from zerofx.graph import StepGraph
 from zerofx.passes.base import op_counts
-from zerofx.passes.simplify import Simplify
+from zerofx.passes.simplify import simplify
 
 aten = torch.ops.aten
 
@@ -23,14 +23,14 @@ def _captured(model: nn.Module, *batch: Tensor) -> StepGraph:
 def test_detours_of_the_tiny_model_are_removed(golden: Callable[..., None]) -> None:
     step = _captured(TwoBlocks(), *features())
     before = step.text()
-    Simplify().run(step, None)
+    simplify(step)
     golden(difference(before, step.text()))
 
 
 def test_only_views_and_identities_are_removed() -> None:
     step = _captured(TwoBlocks(), *features())
     before = op_counts(step)
-    Simplify().run(step, None)
+    simplify(step)
     removed = before - op_counts(step)
     assert removed
     assert set(removed) <= {"aten.t.default", "aten.detach.default", "aten.alias.default", "aten.view.default"}
@@ -38,9 +38,9 @@ def test_only_views_and_identities_are_removed() -> None:
 
 def test_a_second_run_changes_nothing() -> None:
     step = _captured(TwoBlocks(), *features())
-    Simplify().run(step, None)
+    simplify(step)
     once = step.text()
-    Simplify().run(step, None)
+    simplify(step)
     assert step.text() == once
 
 
@@ -55,7 +55,7 @@ class _Reshaping(nn.Module):
 
 def test_a_chain_of_reshapes_becomes_one() -> None:
     step = _captured(_Reshaping(), *features())
-    Simplify().run(step, None)
+    simplify(step)
     (view,) = calls(step, aten.view.default)
     assert view.all_input_nodes[0].op == "placeholder"
     assert view.args[1] == [ROWS * DIM]

@@ -63,7 +63,6 @@ def check(step: zerofx.Step, found: Measurement) -> None:
     assert found.wire_bytes == plan.wire_bytes
     assert found.model_state_bytes == plan.model_state_bytes
     assert found.step_seconds > found.exposed_seconds >= 0
-    assert step.measured_peak_bytes == found.peak_bytes["device"]
 
 
 @pytest.mark.parametrize("make", [gpt_step, conv_step])

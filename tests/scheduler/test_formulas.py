@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.formulas import Transformer, bandwidth_efficiency, reversal_steps
 from zerofx.errors import UsageError
 from zerofx.scheduler.exact import search
-from zerofx.scheduler.formulas import Transformer, reversal_steps
 from zerofx.scheduler.problem import Problem
 
 TIB, GIB, MIB = 2**40, 2**30, 2**20
@@ -133,3 +133,17 @@ def test_the_search_over_resident_sets_agrees_with_binomial_checkpointing(length
 def test_a_chain_of_nothing_is_refused() -> None:
     with pytest.raises(UsageError, match="at least 1"):
         reversal_steps(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("intensity", "bandwidth", "percent"),
+    [
+        (1024 * 1, 70e9, 50.6),  # parameters and gradients: seq * bsz
+        (1024 * 2 / 4, 1.5e12, 91.6),  # optimizer states: seq * bsz / 4
+        (24 * 2048 * 1, 2e9, 58.4),  # activation checkpoints: 24 * hd * ci
+        (24 * 8192 * 1, 3e9, 89.4),
+    ],
+)
+def test_zero_infinity_efficiencies(intensity: float, bandwidth: float, percent: float) -> None:
+    """Oracle O6: ZeRO-Infinity (arXiv 2104.07857) at the 70 TFLOP/s it calls achievable on a V100."""
+    assert 100 * bandwidth_efficiency(intensity, bandwidth, 70e12) == pytest.approx(percent, abs=0.05)

@@ -24,7 +24,6 @@ from zerofx.scheduler.machine import (
     Machine,
     Nvme,
     Peaks,
-    bandwidth_efficiency,
     collective_seconds,
     copy_seconds,
     wire_bytes,
@@ -227,20 +226,6 @@ def test_rates_by_dtype() -> None:
     v100 = Machine.named("v100-32")
     assert v100.matmul_flops(torch.bfloat16) == v100.matmul_flops(torch.float32)
     assert v100.matmul_flops(torch.float8_e5m2) == v100.matmul_flops(torch.float16)
-
-
-@pytest.mark.parametrize(
-    ("intensity", "bandwidth", "percent"),
-    [
-        (1024 * 1, 70e9, 50.6),  # parameters and gradients: seq * bsz
-        (1024 * 2 / 4, 1.5e12, 91.6),  # optimizer states: seq * bsz / 4
-        (24 * 2048 * 1, 2e9, 58.4),  # activation checkpoints: 24 * hd * ci
-        (24 * 8192 * 1, 3e9, 89.4),
-    ],
-)
-def test_zero_infinity_efficiencies(intensity: float, bandwidth: float, percent: float) -> None:
-    """Oracle O6: ZeRO-Infinity (arXiv 2104.07857) at the 70 TFLOP/s it calls achievable on a V100."""
-    assert 100 * bandwidth_efficiency(intensity, bandwidth, 70e12) == pytest.approx(percent, abs=0.05)
 
 
 def test_host_work_is_a_roofline_on_the_ranks_share() -> None:

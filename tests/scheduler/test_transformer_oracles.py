@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from tests.formulas import Transformer
 from zerofx.capture import Batch, capture
 from zerofx.graph import StepGraph
 from zerofx.node_text import target_name
@@ -17,7 +18,6 @@ from zerofx.passes.simplify import simplify
 from zerofx.scheduler.activations import menu, segments
 from zerofx.scheduler.costs import node_flops
 from zerofx.scheduler.crossing import crossing_storages, storage_size, value_node
-from zerofx.scheduler.formulas import Transformer
 from zerofx.scheduler.machine import Machine
 
 MIB = 2**20

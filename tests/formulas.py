@@ -105,3 +105,12 @@ def reversal_steps(length: int, snapshots: int) -> int:
     while math.comb(snapshots + sweeps, snapshots) < length:
         sweeps += 1
     return sweeps * length - math.comb(snapshots + sweeps, snapshots + 1)
+
+
+def bandwidth_efficiency(intensity: float, bandwidth: float, peak: float) -> float:
+    """Fraction of `peak` FLOP/s that is left when data moves at `bandwidth` bytes/s without any overlap.
+
+    `intensity` is FLOPs per byte moved: intensity * bandwidth / (intensity * bandwidth + peak).
+    Source: ZeRO-Infinity, arXiv 2104.07857.
+    """
+    return intensity * bandwidth / (intensity * bandwidth + peak)
