@@ -12,20 +12,17 @@ up to the first gather that it refuses all is decided alike, and that one would 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import fx
-
-from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import StepGraph
-from zerofx.node_facts import delayed_bucket
 from zerofx.passes.gather import gather_name
 from zerofx.report.units import format_seconds
 from zerofx.scheduler.decisions import GatherDecision
 from zerofx.scheduler.machine import Machine, collective_latency, collective_seconds
 from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.replay import Event, Start, Wait, end_seconds, events_of
 from zerofx.scheduler.simulate import Simulation
 from zerofx.scheduler.streams import COLLECTIVE
 
@@ -58,9 +55,9 @@ def merge_gathers(
     held = [simulation.live.during[node] for node in step.calls()]
     gathers = [_Gather.of(number, plan, layout, machine, order) for number in range(len(plan.gathers))]
     latency = _latency(layout, machine)
-    timeline = _timeline(step, simulation)
+    events = events_of(step, simulation)
     merged = _Merged()
-    seconds = _end(timeline, merged)
+    seconds = merged.seconds(events)
     group = gathers[:1]
     decisions = list(plan.gathers)
     for gather in gathers[1:]:
@@ -70,7 +67,7 @@ def merge_gathers(
         alone = gather.position - first.position == len(group)  # nothing runs in between
         taken = seconds
         if _could_join(gather, group, latency) and all(held[at] + gather.num_bytes <= limit_bytes for at in span):
-            taken = _end(timeline, tried)
+            taken = tried.seconds(events)
             margin = _ROUNDING * seconds
             if taken < seconds - margin or (alone and taken <= seconds + margin):
                 merged, seconds = tried, taken
@@ -139,32 +136,6 @@ def _transfer(bucket: Bucket, machine: Machine) -> float:
 
 
 @dataclass(frozen=True)
-class _Start:
-    """Something starts: the seconds that it takes on each stream, one behind the other."""
-
-    name: str
-    legs: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True)
-class _Wait:
-    """Computation waits for what was started, and then takes ``seconds`` for it."""
-
-    name: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class _Until:
-    """Computation waits for an update of the last step, which ends so many seconds behind this step's begin."""
-
-    seconds: float
-
-
-_Event = _Start | _Wait | _Until
-
-
-@dataclass(frozen=True)
 class _Merged:
     """``first``: with which gather another starts; ``extra``: the seconds that this adds to that one; both by name."""
 
@@ -175,51 +146,15 @@ class _Merged:
         extra = {**self.extra, first.name: self.extra.get(first.name, 0.0) + seconds}
         return _Merged({**self.first, gather.name: first.name}, extra)
 
+    def seconds(self, events: Sequence[Event]) -> float:
+        """Of a step of these events, with gathers merged."""
+        return end_seconds(self._changed(events))
 
-def _timeline(step: StepGraph, simulation: Simulation) -> list[float | _Event]:
-    """The step as ``simulate`` runs it, with all computation between two events as one number of seconds."""
-    found: list[float | _Event] = []
-    computing = 0.0
-    for node in step.calls():
-        timing = simulation.timings[node]
-        if node.target in ops.COLLECTIVES:
-            event: _Event = _Start(node.name, ((COLLECTIVE, timing.seconds),))
-        elif node.target in ops.TRANSFERS:
-            event = _Start(node.name, tuple((leg.stream, leg.seconds) for leg in timing.legs))
-        elif node.target is ops.wait:
-            pending = node.args[0]
-            assert isinstance(pending, fx.Node)
-            event = _Wait(pending.name, timing.seconds)
-        elif node.target is ops.settle:
-            event = _Until(timing.start_seconds if timing.exposed_seconds else 0.0)
-        elif delayed_bucket(node) is not None:
-            continue  # beside the next step
-        else:
-            computing += timing.seconds
-            continue
-        found += [computing, event]
-        computing = 0.0
-        if node.target is ops.broadcast:
-            found.append(_Wait(node.name, 0.0))
-    return [*found, computing]
-
-
-def _end(timeline: Sequence[float | _Event], merged: _Merged) -> float:
-    """When the step ends, in seconds."""
-    now = 0.0
-    free: dict[str, float] = {}
-    done: dict[str, float] = {}
-    for event in timeline:
-        if isinstance(event, float):
-            now += event
-        elif isinstance(event, _Until):
-            now = max(now, event.seconds)
-        elif isinstance(event, _Wait):
-            now = max(now, done[merged.first.get(event.name, event.name)]) + event.seconds
-        elif event.name not in merged.first:
-            ready = now
-            for stream, seconds in event.legs:
-                ready = max(ready, free.get(stream, 0.0)) + seconds + merged.extra.get(event.name, 0.0)
-                free[stream] = ready
-            done[event.name] = ready
-    return max([now, *done.values()])
+    def _changed(self, events: Sequence[Event]) -> Iterator[Event]:
+        for event in events:
+            if isinstance(event, Wait) and event.name in self.first:
+                yield replace(event, name=self.first[event.name])
+            elif isinstance(event, Start) and event.name in self.extra:
+                yield replace(event, legs=(*event.legs, (COLLECTIVE, self.extra[event.name])))
+            elif not isinstance(event, Start) or event.name not in self.first:
+                yield event

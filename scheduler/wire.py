@@ -8,10 +8,9 @@ where the step is not longer without it: what hides behind computation stays exa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-from torch import fx
 
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
@@ -23,8 +22,9 @@ from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.decisions import ReduceDecision, WireDecision
 from zerofx.scheduler.machine import Machine, collective_seconds
 from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.replay import Event, Start, Wait, end_seconds, events_of
 from zerofx.scheduler.simulate import Simulation
-from zerofx.scheduler.streams import slice_behind
+from zerofx.scheduler.streams import COLLECTIVE, slice_behind
 
 _LESS = 1e-9  # seconds that make no difference
 
@@ -42,18 +42,21 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class _Moment:
-    """One moment of the exact step: seconds of computation, or a collective that starts or is awaited.
+class _Collective:
+    """What a collective of the exact step moves: ``turn`` counts the gathers of one bucket's parameters, and is None
+    for other collectives."""
 
-    ``turn`` counts the gathers of one bucket's parameters; it is None for other collectives.
-    """
+    bucket: int | None
+    turn: int | None
+    reduces: bool
 
-    kind: str
-    key: fx.Node | None
-    seconds: float
-    bucket: int | None = None
-    turn: int | None = None
-    reduces: bool = False
+
+@dataclass(frozen=True)
+class _Exact:
+    """The exact step's events, and its collectives by name."""
+
+    events: Sequence[Event]
+    collectives: Mapping[str, _Collective]
 
 
 def check_nodes(num_ranks: int, machine: Machine) -> None:
@@ -129,11 +132,11 @@ class _Sends:
         self.two_hops = is_two_hops(self.num_nodes, self.local)
         self._away = {decision.bucket for decision in plan.parameters}
 
-    def most(self, bucket: Bucket, moments: Sequence[_Moment]) -> Choice:
+    def most(self, bucket: Bucket, moments: _Exact) -> Choice:
         """All that can be compressed of a bucket."""
         if not bucket.compute_dtype.is_floating_point:
             return Choice()
-        turns = sum(m.kind == "start" and m.turn is not None and m.bucket == bucket.index for m in moments)
+        turns = sum(c.turn is not None and c.bucket == bucket.index for c in moments.collectives.values())
         second = turns > 1 and self.num_nodes > 1 and bucket.index not in self._away
         return Choice(gather=turns > 0, second_shard=second, reduce=bucket.trainable)
 
@@ -168,89 +171,75 @@ class _Sends:
         return before, ((within, between), (across, self.compute(part + bucket.shard_bytes)))
 
 
-def _moments(step: StepGraph, simulation: Simulation) -> list[_Moment]:
-    """The exact step in order, computation between two events in one. Copies between tiers take no time here."""
-    found: list[_Moment] = []
-    computing = 0.0
-    turns: dict[int, int] = {}
-    kinds: dict[fx.Node, _Moment] = {}
+def _moments(step: StepGraph, simulation: Simulation) -> _Exact:
+    turns: Counter[int] = Counter()
+    found: dict[str, _Collective] = {}
     for node in step.calls():
-        timing = simulation.timings[node]
-        pending = node.args[0] if node.target is ops.wait else None
         if node.target in ops.COLLECTIVES and node.target is not ops.broadcast:
             index = node.args[2] if node.target is ops.all_gather_into else node.args[1]
             assert isinstance(index, int)
             gathers = node.target is ops.all_gather and slice_behind(node) is not None
-            turn = turns.get(index, 0) if gathers else None
-            turns[index] = turns.get(index, 0) + gathers
             about = None if index == ops.NO_BUCKET else index
-            moment = _Moment("start", node, timing.seconds, about, turn, node.target is ops.reduce_scatter)
-            kinds[node] = moment
-        elif isinstance(pending, fx.Node) and pending in kinds:
-            started = kinds[pending]
-            moment = _Moment("wait", pending, timing.seconds, started.bucket, started.turn, started.reduces)
-        else:
-            computing += timing.seconds if node.target not in ops.TRANSFERS else 0.0
-            continue
-        found += [_Moment("compute", None, computing), moment]
-        computing = 0.0
-    return [*found, _Moment("compute", None, computing)]
+            found[node.name] = _Collective(about, turns[index] if gathers else None, node.target is ops.reduce_scatter)
+            turns[index] += gathers
+    return _Exact(events_of(step, simulation), found)
 
 
-def _replay(moments: Sequence[_Moment], choices: Mapping[int, Choice], sends: _Sends) -> float:
+def _replay(moments: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> float:
     """Seconds of the step with these choices."""
-    now = free = 0.0
-    done: dict[tuple[fx.Node | None, int], float] = {}
-    late: list[tuple[_Moment, Bucket]] = []  # reductions whose hop across nodes has started
+    return end_seconds(_chosen(moments, choices, sends))
 
-    def start(key: fx.Node | None, hop: int, seconds: float) -> None:
-        nonlocal free
-        free = done[key, hop] = max(now, free) + seconds
 
-    def finish(hops: list[tuple[_Moment, Bucket]]) -> None:
-        nonlocal now
-        for moment, bucket in hops:
-            now = max(now, done[moment.key, 1]) + sends.reduction(bucket)[1][1][1]
-
-    for moment in moments:
-        bucket = sends.layout.buckets[moment.bucket] if moment.bucket is not None else None
+def _chosen(exact: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> Iterator[Event]:
+    """The exact step's events with these choices."""
+    late: list[Wait] = []  # for the hops across nodes that have started
+    for event in exact.events:
+        about = exact.collectives.get(event.name) if isinstance(event, Start | Wait) else None
+        if about is None or not isinstance(event, Start | Wait):
+            yield event
+            continue
+        bucket = sends.layout.buckets[about.bucket] if about.bucket is not None else None
         choice = choices.get(bucket.index, Choice()) if bucket is not None else Choice()
-        if moment.kind == "compute":
-            now += moment.seconds
-        elif bucket is not None and moment.reduces and choice.reduce:
+        if bucket is not None and about.reduces and choice.reduce:
             before, hops = sends.reduction(bucket)
-            if moment.kind == "start":
-                now += before
-                start(moment.key, 0, hops[0][0])
+            if isinstance(event, Start):
+                yield before
+                yield _start(event.name, hops[0][0])
                 continue
-            now = max(now, done[moment.key, 0]) + hops[0][1]
+            yield Wait(event.name, hops[0][1])
             earlier, late = late, []
-            if len(hops) > 1:
-                start(moment.key, 1, hops[1][0])
-                late = [(moment, bucket)]
-            finish(earlier)
-        elif bucket is not None and moment.turn is not None and (choice.gather or choice.second_shard):
-            on_node = choice.second_shard and moment.turn > 0
-            before, during, behind = 0.0, moment.seconds, 0.0
-            if on_node:
-                during = sends.gather_on_node(bucket)
-            elif choice.gather:
-                before, during, behind = sends.gather(bucket)
-            if moment.kind == "start":
-                now += before
-                start(moment.key, 0, during)
-            else:
-                now = max(now, done[moment.key, 0]) + behind
-                now += sends.second_shard(bucket) if choice.second_shard and moment.turn == 0 else 0.0
-        elif moment.kind == "start":
-            start(moment.key, 0, moment.seconds)
+            for seconds, behind in hops[1:]:
+                across = f"{event.name} across nodes"
+                yield _start(across, seconds)
+                late = [Wait(across, behind)]
+            yield from earlier
+        elif bucket is not None and about.turn is not None and (choice.gather or choice.second_shard):
+            yield from _gather(event, bucket, choice, about.turn, sends)
         else:
-            now = max(now, done[moment.key, 0]) + moment.seconds
-            if moment.reduces:
-                finish(late)
+            yield event
+            if isinstance(event, Wait) and about.reduces:
+                yield from late
                 late = []
-    finish(late)
-    return max(now, free)
+    yield from late
+
+
+def _gather(event: Start | Wait, bucket: Bucket, choice: Choice, turn: int, sends: _Sends) -> Iterator[Event]:
+    """A gather of parameters, or the wait for it, in few bits or from second shards."""
+    on_node = choice.second_shard and turn > 0
+    before, during, behind = sends.gather(bucket) if choice.gather and not on_node else (0.0, None, 0.0)
+    if isinstance(event, Wait):
+        yield Wait(event.name, behind)
+        if choice.second_shard and turn == 0:
+            yield sends.second_shard(bucket)
+        return
+    yield before
+    if on_node:
+        during = sends.gather_on_node(bucket)
+    yield event if during is None else _start(event.name, during)
+
+
+def _start(name: str, seconds: float) -> Start:
+    return Start(name, ((COLLECTIVE, seconds),))
 
 
 def _least(most: Mapping[int, Choice], seconds: Callable[[Mapping[int, Choice]], float]) -> dict[int, Choice]:
@@ -272,7 +261,7 @@ def _plan(
     layout: BucketLayout,
     chosen: Mapping[int, Choice],
     most: Mapping[int, Choice],
-    moments: Sequence[_Moment],
+    moments: _Exact,
     sends: _Sends,
 ) -> Plan:
     """The plan with the choices; a reduction of two hops is awaited where the next bucket's was."""
