@@ -116,11 +116,6 @@ def high_water_bytes(process: int | str = "self") -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
-def _stream(found: IO[str] | None) -> IO[str]:
-    assert found is not None
-    return found
-
-
 def device_name(device_type: str) -> str:
     """What the makers call this machine's GPU, or its processor."""
     if device_type == "cuda":
@@ -130,3 +125,8 @@ def device_name(device_type: str) -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
     return name
+
+
+def _stream(found: IO[str] | None) -> IO[str]:
+    assert found is not None
+    return found
