@@ -26,9 +26,8 @@ from zerofx.node_facts import (
 )
 from zerofx.stamp import canonical
 
-# Operators that are torch's: what they do follows from its version.
 LARGEST_LITERAL = 64  # elements of a constant that is kept by its values
-TORCH_NAMESPACES = frozenset({"aten", "prims"})
+TORCH_NAMESPACES = frozenset({"aten", "prims"})  # of operators that are torch's: what they do follows from its version
 _PLAIN = (type(None), bool, int, float, str)
 _NAMED: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "size": torch.Size, "slice": lambda a: slice(*a)}
