@@ -3,6 +3,9 @@
 //
 // The constants QUERIES, KEYS and SPAN stand in front of this text: see zerofx/attention.py, which counts the scratch.
 
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
 #include <ATen/cpu/vec/functional.h>
 #include <torch/csrc/inductor/cpp_prefix.h>
 
@@ -275,7 +278,8 @@ void backward(const Problem& problem, Rows queries, Rows keys, Rows values, Rows
 }  // namespace
 
 // Sizes: samples, heads, queries, keys, dim, whether causal, threads, scratch elements of a thread; then the strides of
-// sample, head and token, tensor by tensor. The forward is run where there are no gradients.
+// sample, head and token, tensor by tensor. The forward is run where there are no gradients. Other threads may run Python
+// meanwhile, as with ATen's operators: what reads messages or moves data between tiers does.
 extern "C" void kernel(float* queries, float* keys, float* values, float* result, float* log_sums, float* grads,
                        float* query_grads, float* key_grads, float* value_grads, float* scratch, const int64_t* sizes,
                        float scale) {
@@ -285,6 +289,7 @@ extern "C" void kernel(float* queries, float* keys, float* values, float* result
     const int64_t* strides = sizes + 8 + 3 * number;
     return Rows{data, strides[0], strides[1], strides[2]};
   };
+  PyThreadState* const thread = PyEval_SaveThread();
 #pragma omp parallel num_threads(num_threads)
   {
     float* own = scratch + omp_get_thread_num() * scratch_numel;
@@ -294,4 +299,5 @@ extern "C" void kernel(float* queries, float* keys, float* values, float* result
       backward(problem, rows(queries, 0), rows(keys, 1), rows(values, 2), rows(result, 3), rows(log_sums, 4),
                rows(grads, 5), rows(query_grads, 6), rows(key_grads, 7), rows(value_grads, 8), own);
   }
+  PyEval_RestoreThread(thread);
 }
