@@ -231,6 +231,17 @@ def test_what_cannot_be_captured_names_its_line(cls: type[Regression], what: str
     assert re.search(rf"{re.escape(Path(__file__).name)}:{_line_to_blame(cls)}\b", str(caught.value)), caught.value
 
 
+class _Checked(Regression):
+    def predict(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.linalg.solve(x.t() @ x + torch.eye(DIM), x.t())
+        return found.t()
+
+
+def test_an_operator_with_an_effect_is_named_with_what_to_call_instead() -> None:
+    with pytest.raises(CaptureError, match=r"_linalg_check_errors.*solve_ex"):
+        _capture(CASES["stack"], _with_layer(_Checked()))
+
+
 def test_a_failure_leaves_the_model_as_it_was() -> None:
     model = _with_layer(_Item())
     before = dict(model.named_parameters())

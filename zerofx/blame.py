@@ -6,6 +6,7 @@ import traceback
 from pathlib import Path
 
 import torch
+from torch import fx
 
 from zerofx.errors import CaptureError
 
@@ -35,4 +36,18 @@ def explain(error: Exception) -> CaptureError:
     return CaptureError(
         f"the model could not be traced; {kind}: {error}\n  at {line}\n"
         f"If the same call fails in eager mode, correct the call; if it does not, replace the operator on that line."
+    )
+
+
+def unknown_input(graph: fx.Graph, described: object) -> CaptureError:
+    """The error for an input of a traced graph that is neither the model's nor the batch's.
+
+    Torch orders operators that do more than give results by tokens, which come in as inputs.
+    """
+    effects = {str(n.args[1]) for n in graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects)}
+    if not effects:
+        return CaptureError(f"the model has an input of a kind that cannot be captured: {described}")
+    return CaptureError(
+        f"expected a forward of operators that only give results, found {', '.join(sorted(effects))}, which also "
+        f"raises errors, prints or the like: call forms without it (torch.linalg.solve_ex, cholesky_ex, inv_ex)"
     )

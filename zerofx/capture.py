@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerofx.batch import Batch as Batch
-from zerofx.blame import explain, user_line
+from zerofx.blame import explain, unknown_input, user_line
 from zerofx.errors import CaptureError, ZeroFXError
 from zerofx.graph import ParameterInfo, StepGraph, Strides, cast_of, parameter_infos
 from zerofx.layer_annotations import LAYER_KEY, LOSS_LAYER, annotated, layer_annotations
@@ -295,7 +295,7 @@ def _to_step_graph(
             case PlainAOTInput(idx=index):
                 _rename(node, Role.INPUT, batch.names[index])
             case _:
-                raise CaptureError(f"the model has an input of a kind that cannot be captured: {desc}")
+                raise unknown_input(graph, desc)
     lift_constants(traced, step)
     _classify_outputs(step, first_name, batch, watcher, rebound)
     graph.eliminate_dead_code()
