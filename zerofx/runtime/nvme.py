@@ -151,9 +151,10 @@ class NvmeFiles:
 
     def write(self, file: NvmeFile, buffer: torch.Tensor, after: Callable[[], None]) -> Transfer:
         """Write the file from a page-aligned host block, once ``after`` has returned."""
-        file.hashes = [None] * file.num_blocks
+        hashes: list[int | None] = [None] * file.num_blocks
+        file.hashes = hashes  # a write that fails puts others in their place, at any time
         written = self._start(self._writers, file, partial(self._write_block, file, buffer, after))
-        hash_block = partial(_hash_block, file, file.hashes, buffer, after)
+        hash_block = partial(_hash_block, file, hashes, buffer, after)
         return Transfer([*written, *(self._hashers.submit(partial(hash_block, n)) for n in range(file.num_blocks))])
 
     def read(self, file: NvmeFile, buffer: torch.Tensor) -> Transfer:
