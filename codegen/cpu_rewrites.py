@@ -17,13 +17,14 @@ loop with one of those; half precision, whose products are oneDNN's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._ops import OpOverload
 
-from zerofx.scheduler.storage import is_view
+from zerofx.node_facts import value
+from zerofx.passes.base import consumers
+from zerofx.scheduler.storage import storage_source
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({
@@ -40,7 +41,7 @@ def rewrite_for_cpu(graph: fx.Graph) -> None:
     for node in [node for node in column_sums if _is_stored(node) and not _shares_its_loop(node, column_sums)]:
         _as_product(graph, node)
     for node in graph.find_nodes(op="call_function", target=_aten.addmm.default):
-        readers = [reader for reader in _readers(node) if reader.op != "output"]
+        readers = [reader for reader in consumers(node) if reader.op != "output"]
         if _is_plain(node) and readers and all(map(_is_in_a_loop, readers)):
             _as_sum(graph, node)
 
@@ -49,7 +50,7 @@ def _is_column_sum(node: fx.Node) -> bool:
     """Whether ``node`` sums a large matrix, or what is laid out like one, over all dimensions but the last."""
     if node.target is not _aten.sum.dim_IntList or node.kwargs:
         return False
-    summed, dims = _value(node.args[0]), node.args[1]
+    summed, dims = value(node.all_input_nodes[0]), node.args[1]
     rows = math.prod(summed.shape[:-1])
     return (
         isinstance(dims, list | tuple)
@@ -63,22 +64,27 @@ def _is_column_sum(node: fx.Node) -> bool:
 
 def _is_stored(node: fx.Node) -> bool:
     """Whether what ``node`` sums is in memory for others: an input, or a product's result or operand."""
-    source = _source(node.args[0])
+    source = _source(node)
     return (
         source.op == "placeholder"
         or source.target in _PRODUCTS
-        or any(reader.target in _PRODUCTS for reader in _readers(source))
+        or any(reader.target in _PRODUCTS for reader in consumers(source))
     )
 
 
 def _shares_its_loop(node: fx.Node, column_sums: list[fx.Node]) -> bool:
     """Whether another sum over rows is of values that are made, in its loop, of what ``node`` sums."""
-    readers = set(_readers(_source(node.args[0])))
-    return any(not _is_stored(other) and _source(other.args[0]) in readers for other in column_sums)
+    readers = set(consumers(_source(node)))
+    return any(not _is_stored(other) and _source(other) in readers for other in column_sums)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What makes the memory that ``node`` sums."""
+    return storage_source(node.all_input_nodes[0])[0]
 
 
 def _as_product(graph: fx.Graph, node: fx.Node) -> None:
-    summed, result = _value(node.args[0]), _value(node)
+    summed, result = value(node.all_input_nodes[0]), value(node)
     columns = summed.shape[-1]
     rows = summed.numel() // columns
     with graph.inserting_before(node):
@@ -92,7 +98,7 @@ def _as_product(graph: fx.Graph, node: fx.Node) -> None:
 
 def _is_plain(node: fx.Node) -> bool:
     """Whether ``node`` adds one value to each column of a float32 or float64 product on a CPU."""
-    bias, result = _value(node.args[0]), _value(node)
+    bias, result = value(node.all_input_nodes[0]), value(node)
     return (
         not node.kwargs
         and bias.dim() == 1
@@ -123,27 +129,3 @@ def _call(
     given = fx.node.map_arg(node.args, lambda source: source.meta["val"])
     node.meta["val"] = target(*given, **node.kwargs)
     return node
-
-
-def _source(node: object) -> fx.Node:
-    """What ``node`` is a view of."""
-    assert isinstance(node, fx.Node)
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads ``node`` or a view of it."""
-    for user in node.users:
-        if is_view(user):
-            yield from _readers(user)
-        else:
-            yield user
-
-
-def _value(node: object) -> Tensor:
-    assert isinstance(node, fx.Node)
-    value = node.meta["val"]
-    assert isinstance(value, Tensor)
-    return value
