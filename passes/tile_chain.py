@@ -35,7 +35,8 @@ from zerofx.node_facts import Origin, Phase, origin, set_tile, tensor
 from zerofx.scheduler.chains import Chain, Part, by_stride
 from zerofx.scheduler.crossing import value_node
 from zerofx.scheduler.heads import sum_dtype
-from zerofx.scheduler.rows import SUM, Rows, takes_sizes, tile_shape
+from zerofx.scheduler.row_rules import takes_sizes
+from zerofx.scheduler.rows import SUM, Rows, tile_shape
 from zerofx.scheduler.storage import storage_source
 
 _aten = torch.ops.aten

@@ -30,7 +30,8 @@ from torch import fx
 from zerofx.graph import StepGraph
 from zerofx.node_facts import Phase, Role, origin, slice_of, tensor, value
 from zerofx.scheduler.heads import MIN_ROWS
-from zerofx.scheduler.rows import OWN, Found, Given, Kind, Rows, leading_rows, rows_of_result
+from zerofx.scheduler.row_rules import Given, rows_of_result
+from zerofx.scheduler.rows import OWN, Found, Kind, Rows, leading_rows
 from zerofx.scheduler.storage import storage_bytes, storage_source, tensors_of
 
 _aten = torch.ops.aten

@@ -14,6 +14,7 @@ from torch import fx
 
 from zerofx.graph import StepGraph
 from zerofx.node_facts import tensor
+from zerofx.passes.base import consumers
 
 _aten = torch.ops.aten
 _RESHAPES = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})
@@ -110,13 +111,13 @@ def _head(step: StepGraph, grad_loss: fx.Node, order: dict[fx.Node, int]) -> Los
         return None
     if losses[0].args[1:5] != grad_loss.args[2:6] or set(grad_loss.users) != set(grads):
         return None
-    if set(_readers(product)) != {cast or softmax} or (cast is not None and set(_readers(cast)) != {softmax}):
+    if set(consumers(product)) != {cast or softmax} or (cast is not None and set(consumers(cast)) != {softmax}):
         return None
     if not _is_first_used_behind(losses[0], grad_loss, order):
         return None
-    readers, grad_cast = _readers(grads[0]), None
+    readers, grad_cast = consumers(grads[0]), None
     if len(readers) == 1 and _is_cast(readers[0]):
-        grad_cast, readers = readers[0], _readers(readers[0])
+        grad_cast, readers = readers[0], consumers(readers[0])
     sources = _same_rows(grad_cast or grads[0])
     by_row = [n for n in readers if n.target is _aten.mm.default and n.args[0] in sources and n.args[1] not in sources]
     over_rows = [n for n in readers if n not in by_row]
@@ -150,19 +151,6 @@ def _behind_reshapes(node: object) -> fx.Node:
         assert isinstance(source, fx.Node)
         node = source
     return node
-
-
-def _readers(matrix: fx.Node) -> list[fx.Node]:
-    """What reads a matrix, itself or through reshapes and transposes."""
-    found: dict[fx.Node, None] = {}
-    pending = [matrix]
-    while pending:
-        for user in pending.pop(0).users:
-            if user.target in _RESHAPES or user.target is _aten.t.default:
-                pending.append(user)
-            else:
-                found[user] = None
-    return list(found)
 
 
 def _same_rows(node: fx.Node) -> set[fx.Node]:

@@ -14,6 +14,7 @@ from zerofx.codegen.kernels.update import UpdateKernel, make_update_kernel
 from zerofx.codegen.kernels.update_writer import NoKernelError
 from zerofx.codegen.regions import Region
 from zerofx.node_facts import value
+from zerofx.passes.base import consumers
 from zerofx.scheduler.storage import storage_source
 from zerofx.scheduler.streams import runs_on_host
 
@@ -81,12 +82,8 @@ def _dying(region: Region) -> frozenset[int]:
 def _readers(node: fx.Node) -> list[fx.Node]:
     """All nodes that read the memory of ``node``, under any name."""
     source = storage_source(node)
-    found: dict[fx.Node, None] = {}
-    pending = [source[0]]
-    while pending:
-        for user in pending.pop().users:
-            if user not in found:
-                found[user] = None
-                if storage_source(user) == source:
-                    pending.append(user)
-    return list(found)
+    found = consumers(source[0])
+    for reader in found:
+        if storage_source(reader) == source:  # it writes there, and hands on the same memory
+            found.extend(further for further in consumers(reader) if further not in found)
+    return found

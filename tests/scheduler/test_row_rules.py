@@ -9,7 +9,8 @@ from torch import Tensor, fx
 
 from zerofx.graph import insert_call
 from zerofx.node_facts import Origin, Phase, set_value, value
-from zerofx.scheduler.rows import SUM, Given, Rows, leading_rows, rows_of_result, takes_sizes, tile_shape
+from zerofx.scheduler.row_rules import Given, rows_of_result, takes_sizes
+from zerofx.scheduler.rows import SUM, Rows, leading_rows, tile_shape
 
 aten = torch.ops.aten
 NUM_ROWS = 4
