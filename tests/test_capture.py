@@ -174,6 +174,15 @@ class _InFunction(Regression):
         return torch.nn.functional.relu(x, inplace=True)  # the line to blame
 
 
+class _Rescaled(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(DIM, DIM, max_norm=1.0)
+
+    def predict(self, x: Tensor) -> Tensor:
+        return x + self.table(torch.arange(DIM))[0]  # the line to blame
+
+
 class _Data(Regression):
     mean: Tensor
 
@@ -221,6 +230,7 @@ def _with_layer(predict: Regression) -> Regression:
         (_InPlace, "in-place change"),
         (_Assigned, "in-place change"),
         (_InFunction, "in-place change"),
+        (_Rescaled, r"in-place change of parameter [\s\S]*without max_norm"),
         (_Data, "tensor.data assigned"),
         (_Wrong, "could not be traced"),
     ],
@@ -229,6 +239,18 @@ def test_what_cannot_be_captured_names_its_line(cls: type[Regression], what: str
     with pytest.raises(CaptureError, match=what) as caught:
         _capture(CASES["stack"], _with_layer(cls()))
     assert re.search(rf"{re.escape(Path(__file__).name)}:{_line_to_blame(cls)}\b", str(caught.value)), caught.value
+
+
+class _Masked(Regression):
+    def predict(self, x: Tensor) -> Tensor:
+        mask = None if torch.compiler.is_compiling() else torch.ones(DIM)
+        return x * mask[None]  # type: ignore[index]  # the line to blame
+
+
+def test_what_is_left_out_while_compiling_is_explained() -> None:
+    with pytest.raises(CaptureError, match=r"is_compiling\(\).*pass it in the batch") as caught:
+        _capture(CASES["stack"], _with_layer(_Masked()))
+    assert f":{_line_to_blame(_Masked)}:" in str(caught.value)
 
 
 class _Checked(Regression):
@@ -261,6 +283,18 @@ def _functions() -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
     yield "dropout of everything", lambda x: functional.dropout(x, 1.0)
     yield "dropout in place", lambda x: functional.dropout(x * 1, 0.15, inplace=True)
     yield "alpha dropout", lambda x: functional.alpha_dropout(x, 0.3, training=True)
+    yield "alpha dropout of what is transposed", lambda x: functional.alpha_dropout(x.t(), 0.3, training=True).t()
+    yield (
+        "feature alpha dropout of what is permuted",
+        lambda x: functional.feature_alpha_dropout(x.view(2, 2, 2, -1).permute(2, 3, 0, 1), 0.3, training=True),
+    )
+    yield "leaky slopes", lambda x: functional.rrelu(x.t(), training=True)
+    yield "gumbel softmax", lambda x: functional.gumbel_softmax(x.t())
+    yield "draws in place", lambda x: x.t() * torch.empty_like(x.t()).bernoulli_(0.4)
+    yield "draws elsewhere", lambda x: x.t() * torch.bernoulli(x.detach().t(), 0.4)
+    yield "draws with probabilities", lambda x: x.t() * x.detach().t().sigmoid().bernoulli()
+    yield "exponentials", lambda x: x.t() + torch.empty_like(x.t()).exponential_()
+    yield "normal numbers", lambda x: x.t() + torch.empty_like(x.t()).normal_() + torch.randn_like(x.t())
     yield "feature dropout", lambda x: functional.dropout2d(x[None, None], 0.3)
     yield (
         "attention dropout",

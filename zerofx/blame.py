@@ -33,9 +33,15 @@ def explain(error: Exception) -> CaptureError:
             f"A step is one graph, planned before it runs: replace .item(), float(tensor), or an if on a tensor by "
             f"torch.where or a Python value, or take that part out of the training step."
         )
+    advice = "replace the operator on that line."
+    if "NoneType" in str(error):
+        advice = (
+            "a library took another way because torch.compiler.is_compiling() is true while tracing, and left out "
+            "what eager mode makes by itself, such as an attention mask: pass it in the batch."
+        )
     return CaptureError(
         f"the model could not be traced; {kind}: {error}\n  at {line}\n"
-        f"If the same call fails in eager mode, correct the call; if it does not, replace the operator on that line."
+        f"If the same call fails in eager mode, correct the call; if it does not, {advice}"
     )
 
 

@@ -31,10 +31,10 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from zerofx.batch import Batch as Batch
 from zerofx.blame import explain, unknown_input, user_line
+from zerofx.decompositions import decompositions
 from zerofx.errors import CaptureError, ZeroFXError
 from zerofx.graph import ParameterInfo, StepGraph, Strides, cast_of, parameter_infos
 from zerofx.layer_annotations import LAYER_KEY, LOSS_LAYER, annotated, layer_annotations
@@ -76,7 +76,7 @@ def capture(
         watcher.inputs = fakes
         with watcher, contextlib.ExitStack() as inner:
             try:
-                joint = aot_export_joint_with_descriptors(inner, lossy, fakes, decompositions=_decompositions(device))
+                joint = aot_export_joint_with_descriptors(inner, lossy, fakes, decompositions=decompositions(device))
             except ZeroFXError:
                 raise
             except Exception as error:
@@ -131,7 +131,7 @@ def saves_by_hook() -> bool:
 
 _IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 # Calls that torch's Python dispatcher takes apart into kernels that eager mode does not run.
-_TAKEN_APART = frozenset({"interpolate", "upsample", "gru", "lstm", "rnn_tanh", "rnn_relu"})
+_TAKEN_APART = frozenset({"interpolate", "upsample", "gru", "gru_cell", "lstm", "lstm_cell", "rnn_tanh", "rnn_relu"})
 
 
 class _CallWatcher(TorchFunctionMode):
@@ -153,10 +153,14 @@ class _CallWatcher(TorchFunctionMode):
             )
         in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
         in_place = in_place or bool(kwargs and (kwargs.get("inplace") or kwargs.get("out") is not None))
-        if in_place and args and isinstance(args[0], torch.Tensor):
+        rescales = bool(kwargs and kwargs.get("max_norm") is not None)  # an embedding its weight, row by row
+        if (in_place or rescales) and args and isinstance(args[0], torch.Tensor):
             line = user_line(traceback.extract_stack())
             if line:
-                self.lines.append(f"{line} ({name})")
+                self.lines.append(f"{line} ({name}{' with max_norm' if rescales else ''})")
+        if name == "bernoulli" and isinstance(args[0], torch.Tensor):
+            # Its result is dense whatever its input is, unlike that of bernoulli_, which tracing turns into the same.
+            args = (args[0].contiguous(), *args[1:])
         with contextlib.ExitStack() as stack:
             if name in _TAKEN_APART:
                 stack.enter_context(torch._C._DisablePythonDispatcher())
@@ -233,37 +237,6 @@ def _compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-def _decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
-    """Operators that tracing puts in the place of what eager mode runs on ``device``, as what gives the same bits.
-
-    A GPU's dropout is ``native_dropout``. On a CPU eager mode multiplies by a mask of 0 and 1 / (1 - p), which it
-    divides in the tensor's own dtype.
-    """
-    if device.type != "cpu":
-        return {}
-    aten = torch.ops.aten
-
-    def scaled(x: torch.Tensor, mask: torch.Tensor, kept: float) -> torch.Tensor:
-        with _disable_current_modes():
-            factor = float(torch.ones((), dtype=x.dtype) / kept) if kept else 0.0
-        return x * mask * factor
-
-    def dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if train is False or x.numel() == 0:
-            return x.clone(), torch.ones_like(x, dtype=torch.bool)
-        # Eager mode draws where it writes, in the order of the memory of a tensor that lies like x.
-        memory = torch.empty_like(x, dtype=torch.bool)
-        outermost = sorted(range(x.dim()), key=memory.stride, reverse=True)
-        drawn = aten.bernoulli.p(memory.permute(outermost), 1.0 - p)
-        mask = drawn.permute(sorted(range(x.dim()), key=outermost.__getitem__))
-        return scaled(x, mask, 1.0 - p), mask
-
-    def dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-        return scaled(gradient, mask, 1.0 / scale if scale else 0.0)
-
-    return {aten.native_dropout.default: dropout, aten.native_dropout_backward.default: dropout_backward}
-
-
 def _to_step_graph(
     traced: fx.GraphModule,
     model: nn.Module,
@@ -324,11 +297,12 @@ def _classify_outputs(
             case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
                 mutations[_inner_name(target)] = node
             case InputMutationAOTOutput(mutated_input=changed):
-                lines = "\n  ".join(watcher.lines[:5]) or "(line not found)"
+                lines = "\n  ".join(list(dict.fromkeys(watcher.lines))[:5]) or "(line not found)"
                 raise CaptureError(
                     f"expected a forward that leaves its batch and parameters as they are, found an in-place change of "
                     f"{_describe_input(changed, batch)}. In-place calls that were traced:\n  {lines}\n"
-                    f"Use the out-of-place form (x = x + 1, not x.add_(1)), or clone the tensor first."
+                    f"Use the out-of-place form (x = x + 1, not x.add_(1)), clone the tensor first, or build an "
+                    f"Embedding without max_norm."
                 )
             case GradAOTOutput(grad_of=ParamAOTInput(target=target)) if node is not None:
                 name = first_name[_inner_name(target)]

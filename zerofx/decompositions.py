@@ -1,0 +1,51 @@
+"""What tracing puts in the place of operators that eager mode does not run as they are, with the bits of eager mode."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
+    """Operators that tracing puts in the place of what eager mode runs on ``device``, as what gives the same bits.
+
+    A GPU's dropout is ``native_dropout``. On a CPU eager mode multiplies by a mask of 0 and 1 / (1 - p), which it
+    divides in the tensor's own dtype.
+    """
+    if device.type != "cpu":
+        return {}
+    aten = torch.ops.aten
+
+    def scaled(x: torch.Tensor, mask: torch.Tensor, kept: float) -> torch.Tensor:
+        with _disable_current_modes():
+            factor = float(torch.ones((), dtype=x.dtype) / kept) if kept else 0.0
+        return x * mask * factor
+
+    def drawn_in_place(x: torch.Tensor, p: float) -> torch.Tensor:
+        """What ``x.bernoulli_(p)`` makes of ``x``: eager mode draws where it writes, in the order of the memory."""
+        outermost = sorted(range(x.dim()), key=x.stride, reverse=True)
+        drawn = aten.bernoulli.p(x.permute(outermost), p)
+        return drawn.permute(sorted(range(x.dim()), key=outermost.__getitem__))
+
+    def bernoulli(x: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Any:
+        is_ordered = all(before >= after for before, after in itertools.pairwise(x.stride()))
+        return NotImplemented if is_ordered or generator is not None else drawn_in_place(x, p)
+
+    def dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if train is False or x.numel() == 0:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        mask = drawn_in_place(torch.empty_like(x, dtype=torch.bool), 1.0 - p)
+        return scaled(x, mask, 1.0 - p), mask
+
+    def dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+        return scaled(gradient, mask, 1.0 / scale if scale else 0.0)
+
+    return {
+        aten.native_dropout.default: dropout,
+        aten.native_dropout_backward.default: dropout_backward,
+        aten.bernoulli.p: bernoulli,
+    }
