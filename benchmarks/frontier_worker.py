@@ -23,7 +23,7 @@ import zerofx
 from benchmarks.contenders import Checkpointed
 from gpt import GPT
 from zerofx.errors import MemoryBudgetError
-from zerofx.runtime.measure import CpuPeak, CudaPeak
+from zerofx.peaks import CpuPeak, CudaPeak
 from zerofx.scheduler.budget import BudgetMissedError
 
 TrainStep = Callable[[], Any]

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from benchmarks.processes import device_name
 from zerofx import norms, ops, quantise
-from zerofx.runtime.measure import CpuPeak
+from zerofx.peaks import CpuPeak
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LR, BETA1, BETA2, DECAY, EPS = 1e-3, 0.9, 0.95, 0.1, 1e-8

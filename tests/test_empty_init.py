@@ -21,7 +21,7 @@ from tests.training import build, differences, train_compiled
 from tests.users import Tiny, adamw, facts, ids, tiny
 from zerofx import OptimizerError, UsageError
 from zerofx.deferred import DeferredTensor
-from zerofx.runtime.measure import CpuPeak
+from zerofx.peaks import CpuPeak
 from zerofx.scheduler.decisions import StateDecision
 
 

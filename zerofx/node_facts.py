@@ -182,6 +182,19 @@ def tensor(node: fx.Node) -> torch.Tensor:
     return found
 
 
+def given(node: fx.Node, index: int) -> torch.Tensor:
+    """The fake tensor that is argument ``index`` of a call."""
+    source = node.args[index]
+    assert isinstance(source, fx.Node)
+    return tensor(source)
+
+
+def ints(argument: object) -> tuple[int, ...]:
+    """The whole numbers that an argument lists."""
+    assert isinstance(argument, list | tuple)
+    return tuple(int(number) for number in argument)
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether the operator draws from a random generator. Attention without dropout does not, though it could."""
     target = node.target

@@ -48,6 +48,33 @@ def test_measured() -> None:
     assert "measured" not in str(step), "what ran last has not been measured"
 
 
+@torch.library.custom_op("zerofx_summary::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda _context, gradient: 2 * gradient)
+
+
+class Foreign(torch.nn.Module):
+    """Runs an operator that is not torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return doubled(self.linear(x)).sum()
+
+
+def test_operators_whose_memory_is_not_known_are_named() -> None:
+    model = Foreign()
+    step = zerofx.compile(model, sgd(model), backend="eager", machine="cpu")
+    step.prepare(torch.randn(2, 4))
+    assert "the predicted peak lacks what zerofx_summary.doubled" in str(step)
+
+
 def test_repr_is_one_line() -> None:
     step = compiled_step()
     step(*features())

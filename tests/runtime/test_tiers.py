@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerofx.errors import TierError
+from zerofx.peaks import CpuPeak
 from zerofx.runtime.host_memory import HostMemory
-from zerofx.runtime.measure import CpuPeak
 from zerofx.runtime.tiers import Tiers
 from zerofx.scheduler.blocks import PAGE, size_class
 

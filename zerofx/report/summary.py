@@ -15,6 +15,7 @@ from zerofx.report.reasons import one_line, reasons
 from zerofx.report.units import format_bytes, format_count, format_seconds
 from zerofx.runtime.measure import Measurement
 from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.workspace import is_unknown
 
 if TYPE_CHECKING:
     from zerofx.compiler import CompiledStep
@@ -45,6 +46,7 @@ def summary(step: Step, compiled: CompiledStep | None, measured: Measurement | N
         *([str(step.launches)] if step.options.cuda_graphs else []),
         "",
         _predictions(plan, measured),
+        *_not_predicted(compiled),
         "",
         f"On the device at the peak, in {_place(compiled)}:",
         _shares(peak_memory(compiled.graph, compiled.simulation.live)),
@@ -82,6 +84,16 @@ def _predictions(plan: Plan, measured: Measurement | None) -> str:
         lines = [[*line, text] for line, text in zip(lines, found, strict=True)]
     align = ("left", *["right"] * (len(headers) - 1))
     return tabulate(lines, headers, colalign=align, disable_numparse=True, tablefmt="simple")
+
+
+def _not_predicted(compiled: CompiledStep) -> Iterator[str]:
+    """What the predicted peak lacks: operators of which it is not known what they hold while they run."""
+    operators = sorted({target_name(node) for node in compiled.graph.calls() if is_unknown(node)})
+    if operators:
+        yield (
+            f"the predicted peak lacks what {', '.join(operators)} may take and give back while running, "
+            f"which is not known; step.measure() finds the peak"
+        )
 
 
 def _links(compiled: CompiledStep, measured: Measurement | None) -> str:

@@ -9,9 +9,7 @@ and what Inductor's kernels take while they are tuned. So the last of several st
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +20,7 @@ import torch
 from zerofx.buckets import BucketLayout
 from zerofx.graph import StepGraph
 from zerofx.node_facts import Role, placeholder
+from zerofx.peaks import CpuPeak, CudaPeak
 from zerofx.runtime.executor import Outcome, Runtime, StepFunction, functions_of, with_functions
 from zerofx.runtime.spans import Span, SpanLog, StreamUse, busy_seconds, stream_uses, transfers_of
 from zerofx.runtime.tiers import Stored
@@ -286,65 +285,6 @@ class _TimedRuntime:
             self._runtime.broadcast(buffers)
 
 
-class CpuPeak:
-    """``num_bytes``: the most that was allocated inside the block on CPU, counted from its begin."""
-
-    num_bytes = 0
-
-    def __enter__(self) -> CpuPeak:
-        self._profiler = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        )
-        with _quiet():
-            self._profiler.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with _quiet():
-            self._profiler.stop()
-        inner = self._profiler.profiler
-        assert inner is not None and inner.kineto_results is not None
-        cpu = torch._C._autograd.DeviceType.CPU
-        events = [e for e in inner.kineto_results.events() if e.name() == "[memory]" and e.device_type() == cpu]
-        allocated = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            allocated += event.nbytes()  # type: ignore[attr-defined]  # torch's stubs lack it
-            self.num_bytes = max(self.num_bytes, allocated)
-
-
-class CudaPeak:
-    """``num_bytes``: the most that was allocated inside the block on a CUDA device, counted from its begin."""
-
-    num_bytes = 0
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._before = 0
-
-    def __enter__(self) -> CudaPeak:
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._before = torch.cuda.memory_allocated(self._device)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.num_bytes = torch.cuda.max_memory_allocated(self._device) - self._before
-
-
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide what torch's profiler writes to stderr when it starts and stops (torch 2.13); no log level turns it off."""
-    sys.stderr.flush()
-    saved = os.dup(2)
-    sink = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(sink, 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(sink)

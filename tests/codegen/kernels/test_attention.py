@@ -14,7 +14,7 @@ from torch import Tensor
 from zerofx import attention as facts
 from zerofx import ops
 from zerofx.codegen.kernels.table import ATTENTION
-from zerofx.runtime.measure import CpuPeak
+from zerofx.peaks import CpuPeak
 
 aten = torch.ops.aten
 pytestmark = [

@@ -1,0 +1,186 @@
+"""What an operator takes and gives back inside its kernel, found by calling it: for those of ATen that have no rule.
+
+The call is made on the CPU at hand with values that are made up, once for each combination of shapes, strides, dtypes
+and other arguments, and the profiler's record of its allocations is read. Nothing that a caller can see changes: the
+tensors are the call's own, and random generators are put back.
+
+A call on more than ``LARGEST_CALL`` bytes, or of more steps than ``MOST_STEPS``, is made on smaller tensors: every
+large dimension is divided by the same number, and what is found grows with the bytes of inputs and outputs. That is
+taken for true only where the outputs are smaller by as much.
+
+Not covered, and so ``None``: operators that are not ATen's (their kernels may do anything), calls that fail on values
+that are made up, and large ones whose outputs do not follow their inputs' sizes. Where an operator's memory depends on
+values (``linalg_matrix_exp``: on the norm), what is found is that for large, well-conditioned matrices, or for values
+between 0 and 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zerofx.peaks import CpuPeak
+from zerofx.scheduler.storage import tensors_in, tensors_of
+
+LARGEST_CALL = 2**26  # bytes of inputs and outputs: some tenths of a second for what reads and writes them once
+MOST_STEPS = 2**28  # elements times the last dimension, which operators of linear algebra take: matrices of 640 x 640
+_SMALLEST_DIM = 128  # what a dimension is not made smaller than
+_CUBIC = ("linalg_", "_linalg_", "cholesky_", "lu_", "cdist", "_cdist", "_euclidean_dist", "_trilinear", "convolution")
+
+
+@dataclass(frozen=True)
+class _Like:
+    """A tensor but for its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def span(self) -> int:
+        """Elements of the memory that it reaches over."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.span * self.dtype.itemsize
+
+    def smaller(self, by: int) -> _Like:
+        """With every large dimension divided, and strides in the same order."""
+        shape = tuple(_divided(size, by) for size in self.shape)
+        if shape == self.shape:
+            return self
+        stride, step = [0] * len(shape), 1
+        for dim in sorted(range(len(shape)), key=lambda d: (self.stride[d], -d)):
+            if self.stride[dim]:
+                stride[dim], step = step, step * max(1, shape[dim])
+        return replace(self, shape=shape, stride=tuple(stride))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call but for values: ``leaves`` are its arguments, flat, a ``_Like`` for each tensor."""
+
+    target: OpOverload
+    leaves: tuple[Any, ...]
+    structure: pytree.TreeSpec
+    made: tuple[_Like, ...]
+    num_threads: int
+
+    @property
+    def num_bytes(self) -> int:
+        given = sum(leaf.num_bytes for leaf in self.leaves if isinstance(leaf, _Like))
+        return given + sum(one.num_bytes for one in self.made)
+
+    @property
+    def num_steps(self) -> int:
+        if not _is_cubic(self.target):
+            return 0
+        sized = [one for one in (*self.leaves, *self.made) if isinstance(one, _Like) and one.shape]
+        return max((math.prod(one.shape) * one.shape[-1] for one in sized), default=0)
+
+    def smaller(self, by: int) -> _Call:
+        leaves = tuple(leaf.smaller(by) if isinstance(leaf, _Like) else leaf for leaf in self.leaves)
+        return replace(self, leaves=leaves, made=tuple(one.smaller(by) for one in self.made))
+
+
+def measured_bytes(node: fx.Node) -> int | None:
+    """Bytes that an operator on CPU tensors takes and gives back inside; None where that cannot be found."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    leaves, structure = pytree.tree_flatten((list(args), dict(kwargs)))
+    made = tuple(_like(one) for one in tensors_of(node))
+    call = _Call(
+        target,
+        tuple(_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+        structure, made, torch.get_num_threads(),
+    )  # fmt: skip
+    try:
+        return _measured(call)
+    except TypeError:  # an argument that cannot be hashed: sizes that are symbols
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _measured(call: _Call) -> int | None:
+    tried = call
+    for power in range(1, 24):
+        if tried.num_bytes <= LARGEST_CALL and tried.num_steps <= MOST_STEPS:
+            break
+        tried = call.smaller(2**power)
+    else:
+        return None
+    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            _run(tried)  # the first call may set things up that stay
+            found = _run(tried)
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            return None
+    if found is None or tried is call:
+        return found
+    return math.ceil(found * (call.num_bytes / tried.num_bytes))
+
+
+def _run(call: _Call) -> int | None:
+    """Bytes beyond the outputs at the worst moment; None where the outputs are not those that are expected."""
+    given = [_values(leaf, call.target) if isinstance(leaf, _Like) else leaf for leaf in call.leaves]
+    args, kwargs = pytree.tree_unflatten(given, call.structure)
+    run: Callable[..., Any] = call.target
+    with CpuPeak() as peak:
+        made = run(*args, **kwargs)
+    outputs = list(tensors_in(made))
+    if [tuple(one.shape) for one in outputs] != [one.shape for one in call.made]:
+        return None
+    before = {_memory(one) for one in given if isinstance(one, Tensor)}
+    sizes = {_memory(one): one.untyped_storage().nbytes() for one in outputs if _memory(one) not in before}
+    return max(0, peak.num_bytes - sum(sizes.values()))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _values(like: _Like, target: OpOverload) -> Tensor:
+    """Numbers between 0 and 1, and square matrices that can be inverted for linear algebra; the first of everything
+    where integers are asked for, which linear algebra counts from one; conditions that hold."""
+    if like.dtype == torch.bool:
+        flat = torch.ones(like.span, dtype=torch.bool)
+    elif like.dtype.is_complex:
+        parts = torch.linspace(0.25, 0.75, 2 * like.span, dtype=like.dtype.to_real())
+        flat = torch.view_as_complex(parts.view(-1, 2))
+    elif like.dtype.is_floating_point:
+        flat = torch.linspace(0.25, 0.75, like.span, dtype=like.dtype)
+    else:
+        flat = torch.full((like.span,), int("lu_" in target._schema.name or "ldl_" in target._schema.name)).to(
+            like.dtype
+        )
+    tensor = flat.as_strided(like.shape, like.stride)
+    is_matrix = tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and 0 not in like.stride
+    if is_matrix and like.dtype.is_floating_point and _is_cubic(target):
+        tensor.diagonal(0, -2, -1).add_(tensor.shape[-1])
+    return tensor
+
+
+def _like(tensor: Tensor) -> _Like:
+    return _Like(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+def _is_cubic(target: OpOverload) -> bool:
+    return target._schema.name.removeprefix("aten::").startswith(_CUBIC)
+
+
+def _divided(size: int, by: int) -> int:
+    return max(_SMALLEST_DIM, size // by) if size > _SMALLEST_DIM else size

@@ -1,0 +1,68 @@
+"""What kernels take, found by calling them with values that are made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from tests.scheduler.test_workspace import call, rand
+from zerofx.scheduler import kernel_memory
+from zerofx.scheduler.kernel_memory import measured_bytes
+
+aten = torch.ops.aten
+
+
+def test_random_numbers_are_drawn_as_if_nothing_had_been_called() -> None:
+    node = call(aten.normal.Tensor_float, (rand(64, 64), 1.0))
+    before = torch.get_rng_state()
+    assert measured_bytes(node) == 64 * 64 * 4
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_written_in_place_stays_as_it_is() -> None:
+    value = rand(64)
+    node = call(aten.erfinv_.default, (value,))
+    before = value.clone()
+    assert measured_bytes(node) == 0
+    assert torch.equal(value, before)
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.linalg_matrix_exp.default, (torch.empty(512, 512),)),
+        (aten.linalg_inv_ex.default, (torch.empty(512, 512),)),
+        (aten.kthvalue.default, (torch.empty(1024, 512), 3)),
+        (aten.kthvalue.default, (torch.empty(512, 1024).t(), 3)),
+    ],
+)
+def test_large_calls_are_made_on_smaller_tensors(
+    target: Any, args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = call(target, args)
+    kernel_memory._measured.cache_clear()
+    whole = measured_bytes(node)
+    kernel_memory._measured.cache_clear()
+    monkeypatch.setattr(kernel_memory, "LARGEST_CALL", 2**20)
+    assert whole and measured_bytes(node) == pytest.approx(whole, rel=0.02)
+    kernel_memory._measured.cache_clear()
+
+
+def test_large_calls_whose_outputs_do_not_follow_their_inputs_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_memory, "LARGEST_CALL", 2**16)
+    images = torch.empty(16, 4, 256, 256)
+    node = call(aten.upsample_nearest2d.default, (images, [384, 384]))
+    assert measured_bytes(node) is None
+
+
+def test_calls_that_give_other_sizes_for_values_made_up_are_not_known() -> None:
+    assert measured_bytes(call(aten.nonzero.default, (torch.zeros(4),))) is None
+
+
+def test_it_can_be_asked_among_fake_tensors() -> None:
+    with FakeTensorMode():
+        node = call(aten.kthvalue.default, (torch.empty(96, 160), 3))
+        assert measured_bytes(node) == 96 * 160 * 12
