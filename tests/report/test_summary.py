@@ -65,7 +65,9 @@ class Foreign(torch.nn.Module):
         self.linear = torch.nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return doubled(self.linear(x)).sum()
+        found = doubled(self.linear(x))
+        assert isinstance(found, torch.Tensor)
+        return found.sum()
 
 
 def test_operators_whose_memory_is_not_known_are_named() -> None:
