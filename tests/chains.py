@@ -1,0 +1,88 @@
+"""Models of chains of operators with large values between them: wide layers and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zerofx.capture import Batch, capture
+from zerofx.graph import StepGraph
+from zerofx.passes.simplify import simplify
+
+
+class MLP(nn.Module):
+    """Wide inside; ``gated`` multiplies two projections."""
+
+    def __init__(self, dim: int, inner: int, gated: bool, bias: bool, activation: str) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, inner, bias=bias)
+        self.gate = nn.Linear(dim, inner, bias=bias) if gated else None
+        self.out = nn.Linear(inner, dim, bias=bias)
+        self.activation: Callable[[Tensor], Tensor] = getattr(F, activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.activation(self.up(x))
+        result: Tensor = self.out(inner if self.gate is None else inner * self.gate(x))
+        return result
+
+
+class Attention(nn.Module):
+    """``fused``: torch's kernel; or logits, softmax and values one after the other, with a causal mask."""
+
+    def __init__(self, dim: int, heads: int, fused: bool) -> None:
+        super().__init__()
+        self.heads, self.fused = heads, fused
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, dim = x.shape
+        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            logits = q @ k.transpose(-2, -1) / (dim // self.heads) ** 0.5
+            allowed = torch.ones(time, time, dtype=torch.bool).tril()
+            y = logits.masked_fill(~allowed, float("-inf")).softmax(-1) @ v
+        result: Tensor = self.out(y.transpose(1, 2).reshape(batch, time, dim))
+        return result
+
+
+class Block(nn.Module):
+    def __init__(self, attention: nn.Module | None, mlp: nn.Module | None, dim: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
+        self.attention, self.mlp = attention, mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, inner in zip(self.norms, (self.attention, self.mlp), strict=True):
+            x = x if inner is None else x + inner(norm(x))
+        return x
+
+
+class Stack(nn.Module):
+    """Blocks and the mean of squares of what they give."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def mlps(num_layers: int = 1, dim: int = 4, inner: int = 16) -> nn.Module:
+    return Stack(
+        *(Block(None, MLP(dim, inner, gated=False, bias=True, activation="gelu"), dim) for _ in range(num_layers))
+    )
+
+
+def captured(model: nn.Module, *batch: Tensor, precision: torch.dtype | None = None) -> StepGraph:
+    step = capture(model, Batch.of(batch, {}), compute_dtype=precision)
+    simplify(step)
+    return step
