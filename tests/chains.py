@@ -8,10 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerofx.capture import Batch, capture
-from zerofx.graph import StepGraph
-from zerofx.passes.simplify import simplify
-
 
 class MLP(nn.Module):
     """Wide inside; ``gated`` multiplies two projections."""
@@ -80,9 +76,3 @@ def mlps(num_layers: int = 1, dim: int = 4, inner: int = 16) -> nn.Module:
     return Stack(
         *(Block(None, MLP(dim, inner, gated=False, bias=True, activation="gelu"), dim) for _ in range(num_layers))
     )
-
-
-def captured(model: nn.Module, *batch: Tensor, precision: torch.dtype | None = None) -> StepGraph:
-    step = capture(model, Batch.of(batch, {}), compute_dtype=precision)
-    simplify(step)
-    return step

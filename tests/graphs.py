@@ -159,6 +159,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
 
 
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer with the shortest update that has a state from the first step on."""
+    return torch.optim.Adagrad(model.parameters(), lr=0.1, foreach=False)
+
+
 @dataclass
 class Prepared:
     """A captured graph with all that the passes need, before the first of them."""
@@ -239,6 +244,13 @@ def prepare(
     programs = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False).programs(None)
     plan = decide(step, layout, stage=stage, precision=precision, machine="cpu", options=PolicyOptions(prefetch, keep))
     return Prepared(step, layout, programs, plan)
+
+
+def captured(model: nn.Module, *batch: Tensor, precision: torch.dtype | None = None) -> StepGraph:
+    """The graph of one micro-batch, before it is laid out."""
+    step = capture(model, Batch.of(batch, {}), compute_dtype=precision)
+    simplify(step)
+    return step
 
 
 def run_graph(step: StepGraph, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:

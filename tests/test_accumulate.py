@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerofx
 from gpt import GPT
 from tests.distributed import run_ranks
-from tests.models import CASES, Convolutions, Stack, Swapped
+from tests.models import CASES, Convolutions, Stack, Swapped, adamw
 from tests.offloads import offloading, prepare_case, recomputing
 from tests.training import compare_runs, differences, train_compiled, train_plain
 from zerofx import MemoryBudgetError, Plan, UsageError
@@ -41,10 +41,6 @@ def gpt(rows: int = 4) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return GPT(vocab=19, dim=16, depth=2, heads=2, block=16), (
         torch.randint(19, (rows, 16)), torch.randint(19, (rows, 16)),
     )  # fmt: skip
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
 
 
 def planned(accumulate: Any, budget: int | None = None, rows: int = 4, **options: Any) -> PlannedStep:

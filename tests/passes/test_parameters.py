@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.graphs import Prepared, TwoBlocks, calls, prepare
+from tests.graphs import Prepared, TwoBlocks, adagrad, calls, prepare
 from tests.offloads import parameters_away
 from zerofx import ops
 from zerofx.errors import InvalidGraphError, PlanError
@@ -24,11 +24,6 @@ aten = torch.ops.aten
 STATES = [None, ("host", "device"), ("host", "host"), ("nvme", "device"), ("nvme", "host")]
 
 
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer with the shortest update that has a state from the first step on."""
-    return torch.optim.Adagrad(model.parameters(), lr=0.1, foreach=False)
-
-
 def away(
     tier: str,
     states: tuple[str, str] | None = None,
@@ -37,7 +32,7 @@ def away(
     model: nn.Module | None = None,
 ) -> Prepared:
     model = TwoBlocks() if model is None else model
-    prepared = prepare(model, optimizer=momentum(model), num_ranks=num_ranks, precision=precision)
+    prepared = prepare(model, optimizer=adagrad(model), num_ranks=num_ranks, precision=precision)
     prepared.plan = parameters_away(prepared, tier, states)
     return prepared
 

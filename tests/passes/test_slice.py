@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zerofx
-from tests.graphs import Tied, calls, difference, prepare, run_graph, token_ids
+from tests.graphs import Tied, calls, captured, difference, prepare, run_graph, token_ids
 from zerofx import ops
 from zerofx.buckets import BucketLayout
-from zerofx.capture import Batch, capture
 from zerofx.errors import PlanError, UsageError
 from zerofx.graph import StepGraph
 from zerofx.node_facts import Phase, origin, slice_of, tensor
 from zerofx.options import Tiling
 from zerofx.passes.base import consumers
-from zerofx.passes.simplify import simplify
 from zerofx.passes.slice import slice_parameters
 from zerofx.scheduler.chains import find_chains
 from zerofx.scheduler.decisions import SliceDecision
@@ -50,12 +48,6 @@ class Reading(nn.Module):
 
 
 NAMES = ("embed.weight", "up.weight", "right", "left", "turned")
-
-
-def captured(model: nn.Module, *batch: Tensor, precision: torch.dtype | None = None) -> StepGraph:
-    step = capture(model, Batch.of(batch, {}), compute_dtype=precision)
-    simplify(step)
-    return step
 
 
 def sliced(step: StepGraph, asked: dict[str, int]) -> StepGraph:

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
-from tests.graphs import Prepared, TwoBlocks, calls, prepare
+from tests.graphs import Prepared, TwoBlocks, adagrad, calls, prepare
 from zerofx import ops
 from zerofx.codegen.regions import Region, cut
 from zerofx.errors import InvalidGraphError, PlanError
@@ -23,14 +22,9 @@ aten = torch.ops.aten
 PLACES = [("host", "device"), ("host", "host"), ("nvme", "device"), ("nvme", "host")]
 
 
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer with the shortest update that has a state from the first step on."""
-    return torch.optim.Adagrad(model.parameters(), lr=0.1, foreach=False)
-
-
 def placed(tier: str, update: str, stage: int = 3, num_ranks: int = 2, precision: str | None = None) -> Prepared:
     model = TwoBlocks()
-    prepared = prepare(model, optimizer=momentum(model), stage=stage, num_ranks=num_ranks, precision=precision)
+    prepared = prepare(model, optimizer=adagrad(model), stage=stage, num_ranks=num_ranks, precision=precision)
     states = tuple(StateDecision(d.bucket, tier, update, "by hand") for d in prepared.plan.reduces)
     prepared.plan = replace(prepared.plan, states=states)
     return prepared

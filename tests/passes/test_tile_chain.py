@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.chains import MLP, Attention, Block, Stack, captured, mlps
-from tests.graphs import difference, prepare, run_graph
+from tests.chains import MLP, Attention, Block, Stack, mlps
+from tests.graphs import captured, difference, prepare, run_graph
 from zerofx.codegen.regions import Region, cut
 from zerofx.errors import PlanError
 from zerofx.graph import StepGraph

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.chains import MLP, Attention, Stack, captured
+from tests.chains import MLP, Attention, Stack
+from tests.graphs import captured
 from zerofx.scheduler.chains import find_chains
 
 aten = torch.ops.aten
