@@ -24,6 +24,9 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+# How long a test waits for other processes: what is too long for the busiest machine is a hang.
+PATIENCE_SECONDS = 600.0
+
 # How long the other ranks get to end by themselves, with their own traceback, once one has failed.
 _GRACE_SECONDS = 2.0
 
@@ -32,7 +35,7 @@ class RankError(Exception):
     """A rank ended without a result: it raised what cannot be pickled, crashed, or ran out of time."""
 
 
-def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 600.0) -> list[T]:
+def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = PATIENCE_SECONDS) -> list[T]:
     """Call `fn(*args)` on `world_size` ranks, and give their results in the order of the ranks.
 
     Each rank is a spawned process of one thread with a gloo default group; `fn` learns who it is from

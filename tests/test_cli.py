@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from torch import Tensor, nn
 
 import zerofx
+from tests.distributed import PATIENCE_SECONDS
 from tests.graphs import DIM, prepare
 from tests.report.lowered import Deep
 from zerofx.cli import main
@@ -208,7 +209,7 @@ def test_tune_on_two_processes(tmp_path: Path) -> None:
         ],
         # As for pytest, what the tests import from the examples is found.
         env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root}/examples", "OMP_NUM_THREADS": "1"}, cwd=root,
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("candidate ") == 1 and "keep all gathered" in done.stdout
@@ -303,7 +304,7 @@ def test_python_m_zerofx() -> None:
     root = str(Path(__file__).parent.parent)
     done = subprocess.run(
         [sys.executable, "-m", "zerofx", "machines"],
-        env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "h100-sxm" in done.stdout

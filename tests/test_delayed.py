@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerofx
-from tests.distributed import run_ranks
+from tests.distributed import PATIENCE_SECONDS, run_ranks
 from tests.models import CASES, Case, batches
 from tests.offloads import check_measured
 from tests.training import Trained, build, differences, train_compiled, train_plain
@@ -151,7 +151,7 @@ def test_a_step_does_not_wait_for_its_update() -> None:
     second.join(0.5)
     assert second.is_alive()  # where the parameters are needed no more, the step waits for the update before
     free.set()
-    second.join(60)
+    second.join(PATIENCE_SECONDS)
     assert not second.is_alive() and step.num_steps == 2
     step.close()
 

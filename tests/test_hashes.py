@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.distributed import PATIENCE_SECONDS
 from tests.hashes import planned_alone
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +38,7 @@ def run_with(environments: Sequence[Mapping[str, str]], folder: Path) -> list[di
         for rank, environment in enumerate(environments)
     ]  # fmt: skip
     try:
-        outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+        outputs = [launcher.communicate(timeout=PATIENCE_SECONDS)[0] for launcher in launchers]
     finally:
         for launcher in launchers:
             launcher.kill()

@@ -188,14 +188,14 @@ def run_some(labels: tuple[str, ...], gathers: str) -> Found:
 def four_ranks() -> list[Found]:
     """Two nodes of two ranks."""
     labels = ("1 exact", "1 int4", "3 exact", "3 int8", "3 int4")
-    return run_ranks(run_some, 4, labels, "int8", timeout=600.0)
+    return run_ranks(run_some, 4, labels, "int8")
 
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[Found]:
     """One node of two ranks."""
     labels = ("2 exact", "2 int8", "2 fp8", "3 exact", "3 int4", "3 fp8")
-    return run_ranks(run_some, 2, labels, "fp8", timeout=600.0)
+    return run_ranks(run_some, 2, labels, "fp8")
 
 
 @pytest.fixture(params=["two_ranks", "four_ranks"])
@@ -286,7 +286,7 @@ def train_variants() -> dict[str, tuple[Run, Run]]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # importing Inductor warns
 def test_what_else_is_asked_for_goes_with_it() -> None:
-    ranks = run_ranks(train_variants, 4, timeout=900.0)
+    ranks = run_ranks(train_variants, 4, timeout=1800.0)
     one, again = ranks[0].pop("twice")
     assert one.losses == again.losses and all(torch.equal(again.last[n], tensor) for n, tensor in one.last.items())
     for name, (exact, run) in ranks[0].items():

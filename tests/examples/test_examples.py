@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -26,7 +28,7 @@ def run(script: str, *options: str, processes: int = 1) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stdout

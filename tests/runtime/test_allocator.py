@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed import PATIENCE_SECONDS
 from zerofx.runtime.allocator import keep_freed_memory
 
 PROGRAM = """
@@ -46,7 +47,12 @@ print(json.dumps({
 
 def run(**switches: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=os.environ | switches, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | switches,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

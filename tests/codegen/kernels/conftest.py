@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.distributed import PATIENCE_SECONDS
+
 Interpret = Callable[..., Any]
 
 
@@ -22,4 +24,4 @@ def interpret() -> Iterator[Interpret]:
     """``interpret(function, *args)`` is ``function(*args)``, of ``interpreted.py``, where Triton interprets kernels."""
     pytest.importorskip("triton")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_interpreting) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result(timeout=120)
+        yield lambda function, *args: pool.submit(function, *args).result(PATIENCE_SECONDS)
