@@ -124,6 +124,7 @@ def test_the_simulation_counts_all_that_is_sent() -> None:
 
 def test_what_hides_behind_computation_stays_exact() -> None:
     free, exact = (planned(FAST, rows=4096, wire=wire) for wire in ("int8", "exact"))
+    assert len(free.plan.wires) == len(free.plan.buckets)
     assert all(one.is_exact and "hides behind computation" in one.reason for one in free.plan.wires)
     assert [str(node.target) for node in free.lowered.graph.calls()] == [
         str(node.target) for node in exact.lowered.graph.calls()
@@ -211,4 +212,5 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 
 
 def test_one_rank_sends_nothing() -> None:
-    assert all(one.is_exact for one in planned(world_size=1, wire="int8").plan.wires)
+    plan = planned(world_size=1, wire="int8").plan
+    assert plan.wire_bytes == 0 and all(one.is_exact for one in plan.wires)
