@@ -19,6 +19,7 @@ Does not handle: a parameter without a gradient; the layout has put it in a buck
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,8 @@ from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import aliased_input, is_view, storage_source
 
 _aten = torch.ops.aten
-_NEXT_TO_NOTHING = 0.125  # of a buffer's bytes: what a run may make before a gradient that is put off to its end
+# Of a buffer's bytes: what a run may hold at once, and leave, before a gradient that is put off to its end.
+_LITTLE, _NEXT_TO_NOTHING = 0.5, 0.125
 
 
 @dataclass(frozen=True)
@@ -137,9 +139,9 @@ def _turns_in_unit(step: StepGraph, bucket: Bucket, first: fx.Node) -> bool:
 def _put_off(step: StepGraph, gradient: fx.Node, others: list[fx.Node], buffer_bytes: int) -> None:
     """Compute a weight's gradient later, when more has died where its buffer is made.
 
-    Behind what else reads the same values, they die with it. Where the rest of the run makes next to nothing, it goes
-    to the run's end, behind the releases there: a gathered weight is then not there beside its gradient. ``others`` are
-    the bucket's other gradients, which need the buffer as well.
+    Behind what else reads the same values, they die with it. Where the rest of the run holds little and leaves next to
+    nothing, it goes to the run's end, behind the releases there: a gathered weight is then not there beside its
+    gradient. ``others`` are the bucket's other gradients, which need the buffer as well.
     """
     order = step.positions()
     if gradient.target is operator.getitem or is_random(gradient):
@@ -152,12 +154,28 @@ def _put_off(step: StepGraph, gradient: fx.Node, others: list[fx.Node], buffer_b
     rest = [node for node in order if order[last] < order[node] <= order[end] and node is not gradient]
     while end.next.target is ops.release and storage_source(end.next.all_input_nodes[0]) not in read:
         end = end.next
+    most, left = _held_and_left(rest)
     if all(order[user] > order[end] for user in gradient.users) and (
-        not is_view(gradient) and sum(map(_made_bytes, rest)) <= _NEXT_TO_NOTHING * buffer_bytes
+        not is_view(gradient) and most <= _LITTLE * buffer_bytes and left <= _NEXT_TO_NOTHING * buffer_bytes
     ):
         end.append(gradient)
     elif order[last] > order[gradient] and all(order[node] > order[last] for node in (*gradient.users, *others)):
         after(last).append(gradient)
+
+
+def _held_and_left(nodes: list[fx.Node]) -> tuple[int, int]:
+    """Bytes that nodes in a row hold at once of what they make, and those of it that are read behind them."""
+    position = {node: number for number, node in enumerate(nodes)}
+    dying: Counter[int] = Counter()
+    live = most = 0
+    for number, node in enumerate(nodes):
+        made, readers = _made_bytes(node), consumers(node)
+        live += made
+        most = max(most, live)
+        if all(reader in position for reader in readers):
+            dying[max((position[reader] for reader in readers), default=number)] += made
+        live -= dying[number]
+    return most, live
 
 
 def _made_bytes(node: fx.Node) -> int:

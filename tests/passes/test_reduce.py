@@ -137,3 +137,36 @@ def test_an_output_layers_weight_is_released_before_its_gradient_is_made() -> No
     residency = next(n for n, gather in enumerate(prepared.plan.gathers) if gather.bucket == bucket.index)
     (release,) = [n for n in calls(prepared.step, ops.release) if n.all_input_nodes[0].name == f"full_{residency}"]
     assert names.index(release.name) < names.index(f"grads_{bucket.index}") < names.index(f"reduce_{bucket.index}")
+
+
+class RootMeanSquare(nn.Module):
+    """A norm of several operators, which hold more in turn than they hold at once."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+def test_a_norm_of_several_operators_does_not_hold_an_output_layers_weight_beside_its_gradient() -> None:
+    model = Classifier()
+    model.norm = RootMeanSquare(8)
+    prepared = prepare(model, (torch.randn(20, 8),)).run("reduce")
+    names = [node.name for node in prepared.step.calls()]
+    (bucket,) = [b for b in prepared.layout.buckets if any(slot.name == "head.weight" for slot in b.slots)]
+    residency = next(n for n, gather in enumerate(prepared.plan.gathers) if gather.bucket == bucket.index)
+    (release,) = [n for n in calls(prepared.step, ops.release) if n.all_input_nodes[0].name == f"full_{residency}"]
+    assert names.index(release.name) < names.index(f"grads_{bucket.index}") < names.index(f"reduce_{bucket.index}")
+
+
+def test_where_a_run_holds_much_more_an_output_layers_gradient_is_made_before_it() -> None:
+    model = Classifier()
+    model.norm = RootMeanSquare(8)
+    prepared = prepare(model, (torch.randn(400, 8),)).run("reduce")
+    names = [node.name for node in prepared.step.calls()]
+    (bucket,) = [b for b in prepared.layout.buckets if any(slot.name == "head.weight" for slot in b.slots)]
+    residency = next(n for n, gather in enumerate(prepared.plan.gathers) if gather.bucket == bucket.index)
+    (release,) = [n for n in calls(prepared.step, ops.release) if n.all_input_nodes[0].name == f"full_{residency}"]
+    assert names.index(f"grads_{bucket.index}") < names.index(release.name)
