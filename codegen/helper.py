@@ -9,7 +9,8 @@ import sys
 import torch
 
 from zerofx.codegen.helpers import Task, TensorLike
-from zerofx.codegen.inductor import compile_region, fake_like, prepare_compiler
+from zerofx.codegen.inductor import compile_region, fake_like
+from zerofx.codegen.inductor_cpp import preparation
 from zerofx.errors import CompilerError
 from zerofx.runtime.executor import load_source
 
@@ -19,7 +20,7 @@ def main() -> None:
     # Libraries write to stdout what they like; answers go where stdout was.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    prepare_compiler(torch.device("cpu"))
+    preparation("cpu").begin()
     answers.write("ready\n")
     while True:
         try:

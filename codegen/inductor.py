@@ -1,4 +1,4 @@
-"""Compile a region's Python function through Inductor. The only file that touches Inductor.
+"""Compile a region's Python function through Inductor. Beside ``inductor_cpp.py`` the only file that touches Inductor.
 
 The region is traced from the emitted source itself, so that an edited file compiles as it reads. Views of its inputs
 (parameters in a gathered bucket, slots of a gradient buffer) are taken outside the compiled code: Inductor then sees
@@ -7,22 +7,15 @@ plain contiguous tensors, and a gradient is written where it belongs.
 
 from __future__ import annotations
 
-import functools
-import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.device_interface import get_interface_for_device
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
-from torch._inductor.codecache import CacheBase, CppPythonBindingsCodeCache, torch_key
 from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
-from torch._inductor.cpu_vec_isa import supported_vec_isa_list, valid_vec_isa_list, x86_isa_checker
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -30,14 +23,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from zerofx import ops, quantise
 from zerofx.attention import has_kernel
+from zerofx.codegen.beside import Beside
 from zerofx.codegen.cpu_rewrites import rewrite_for_cpu
+from zerofx.codegen.inductor_cpp import preparation
 from zerofx.codegen.kernels import attention
 from zerofx.codegen.kernels.table import ATTENTION
 from zerofx.codegen.record import memory_record
-from zerofx.disk_cache import DiskCache, key_of
 from zerofx.errors import CompilerError
 from zerofx.scheduler.liveness import MemoryEvent
-from zerofx.settings import read_settings
 
 aten = torch.ops.aten
 RegionFunction = Callable[[list[Any]], tuple[torch.Tensor, ...]]
@@ -47,101 +40,30 @@ RegionFunction = Callable[[list[Any]], tuple[torch.Tensor, ...]]
 class CompiledRegion:
     """A compiled region: takes its inputs in a list that it empties, like the function it was made from.
 
-    ``memory`` is what it takes and frees on the way, its outputs included.
+    ``memory`` is what it takes and frees on the way, its outputs included. ``beside``: what is being built for it.
     """
 
+    name: str
     call: RegionFunction
     memory: tuple[MemoryEvent, ...]
+    beside: Beside
+
+    def finish(self) -> None:
+        """Wait until all that it calls has been built.
+
+        Raises:
+            CompilerError: something could not be built; the message names the region.
+        """
+        error = self.beside.wait()
+        if error is not None:
+            raise _could_not_be_compiled(self.name, error) from error
 
 
-def check_compiler(device: torch.device) -> None:
-    """Check that Inductor can build code for ``device``.
-
-    Raises:
-        CompilerError: says what to install, or which backend needs nothing.
-    """
-    if device.type == "cpu":
-        try:
-            compiler = get_cpp_compiler()
-            found = shutil.which(compiler) is not None
-        except RuntimeError:  # torch's InvalidCxxCompiler
-            found = False
-        if not found:
-            raise CompilerError(
-                "backend='inductor' expects a C++ compiler, found none (looked for $CXX, g++ and clang++): install one "
-                "(Debian and Ubuntu: apt-get install g++), or use backend='eager'"
-            )
-    else:
-        get_interface_for_device(device.type)
-
-
-_SMALLEST_KERNEL = """
-#include <torch/csrc/inductor/cpp_prefix.h>
-extern "C" void kernel(float* out_ptr0) { out_ptr0[0] = static_cast<float>(0); }
-"""
-
-
-def prepare_compiler(device: torch.device) -> None:
-    """Begin, on threads of their own, what Inductor does once in a process before it builds or loads code.
-
-    It asks which vector instructions there are, in processes that it waits for, precompiles its headers, and reads all
-    of torch's and Triton's files for the keys of its cache: time enough to capture a model beside. What fails here
-    fails again, and is reported, where the first region is built.
-    """
-    _preparation(device.type)
-
-
-@functools.cache
-def _preparation(device_type: str) -> tuple[Future[Any], ...]:
-    """What ``prepare_compiler`` has begun, once in a process.
-
-    Nothing may be compiled before it has ended: Inductor's question about vector instructions is not to be asked twice
-    at a time, or the answer, and with it the compiler's flags, depends on timing.
-    """
-    pool = ThreadPoolExecutor(2, "zerofx-prepare-compiler")
-    begun: list[Future[Any]] = [pool.submit(torch_key), pool.submit(CacheBase.get_system)]
-    if device_type == "cpu":
-        begun.append(pool.submit(_prepare_cpu, DiskCache(read_settings().cache_dir)))
-    pool.shutdown(wait=False)
-    return tuple(begun)
-
-
-def build_cpp(argument_types: Sequence[str], source: str) -> Callable[..., None]:
-    """What calls ``kernel`` of a C++ text, which is built with the flags of generated code and kept in the same cache.
-
-    Args:
-        argument_types: as in C++. Pointers are called with tensors: null is an empty one.
-        source: the text.
-    """
-    loaded: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(list(argument_types), source)
-    return loaded
-
-
-def _prepare_cpu(cache: DiskCache) -> None:
-    _find_vector_instructions(cache)
-    CppPythonBindingsCodeCache.load_pybinding(["float*"], _SMALLEST_KERNEL)
-
-
-def _find_vector_instructions(cache: DiskCache) -> None:
-    """Let Inductor find the vector instructions that compiler and processor have, once in a process.
-
-    For each kind it loads a program that uses torch's vectors, and programs that use what is particular to the kind, in
-    processes of their own. Where the former has been seen to work for all kinds that the processor has, with this
-    compiler and this torch, Inductor is told so. What it finds is the same.
-    """
-    processor = x86_isa_checker()
-    kinds = [kind for kind in supported_vec_isa_list if all(flag in processor for flag in str(kind).split())]
-    if not kinds or inductor_config.cpp.vec_isa_ok is not None:
-        return
-    compiler = get_cpp_compiler()
-    settings = [(name, one) for name, one in inductor_config.save_config_portable().items() if name.startswith("cpp")]
-    key = key_of("vectors", [compiler, get_compiler_version_info(compiler), *map(str, kinds), repr(sorted(settings))])
-    known = cache.read(key) is not None
-    # What is set here is set for this thread alone.
-    with inductor_config.patch({"cpp.vec_isa_ok": True} if known else {}):
-        found = valid_vec_isa_list()
-    if not known and found == kinds:
-        cache.write(key, str([*map(str, found)]))
+def _could_not_be_compiled(name: str, error: BaseException) -> CompilerError:
+    return CompilerError(
+        f"region {name} could not be compiled: {type(error).__name__}: {error}\nUse backend='eager' to run it on ATen "
+        f"kernels"
+    )
 
 
 def compile_region(
@@ -149,13 +71,15 @@ def compile_region(
 ) -> CompiledRegion:
     """Compile ``function`` for inputs like ``inputs`` (fake tensors or scalars).
 
-    ``kernels``: those of zerofx's own that it uses (``codegen/kernels/table.py``).
+    ``kernels``: those of zerofx's own that it uses (``codegen/kernels/table.py``). Where one has to be built it may
+    still be when this returns: see ``CompiledRegion.finish``.
 
     Raises:
         CompilerError: Inductor could not compile it; the message names the region.
     """
     devices = {one.device.type for one in inputs if isinstance(one, torch.Tensor)}
-    wait([future for device_type in sorted(devices) for future in _preparation(device_type)])
+    for device_type in sorted(devices):
+        preparation(device_type).wait()
     # Inductor caches what it compiles on disk only where there is a shape environment, be it an empty one.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     try:
@@ -166,8 +90,8 @@ def compile_region(
             table = {**select_decomp_table(), **_DECOMPOSITIONS, **launches}
             traced = make_fx(_InPlannedStrides(plain).run, decomposition_table=table, tracing_mode="real")(*examples)
             rewrite_for_cpu(traced.graph)
-        if any(node.target in _ATTENTION for node in traced.graph.nodes):
-            attention.build()
+        beside = Beside("zerofx-attention", [attention.build] if _uses_attention(traced.graph) else [])
+        beside.resume()
         views, inner = _hoist_views(traced)
         output = inner.graph.output_node()
         outputs = output.args[0]
@@ -177,13 +101,9 @@ def compile_region(
         with tracing(TracingContext(mode)), inductor_config.patch(_OPTIONS):
             compiled: Any = compile_fx_inner(inner, examples)
     except Exception as error:
-        raise CompilerError(
-            f"region {name} could not be compiled: {type(error).__name__}: {error}\nUse backend='eager' to run it on "
-            f"ATen kernels"
-        ) from error
-    return CompiledRegion(
-        _with_views(views, compiled), memory_record(compiled.source_code, examples, [i for i, _ in views], mode)
-    )
+        raise _could_not_be_compiled(name, error) from error
+    memory = memory_record(compiled.source_code, examples, [i for i, _ in views], mode)
+    return CompiledRegion(name, _with_views(views, compiled), memory, beside)
 
 
 def fake_like(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -293,6 +213,10 @@ _ATTENTION_LAUNCHES: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }
 _ATTENTION = frozenset({ops.attention, ops.attention_backward})
+
+
+def _uses_attention(graph: fx.Graph) -> bool:
+    return any(node.target in _ATTENTION for node in graph.nodes)
 
 
 def _hoist_views(traced: fx.GraphModule) -> tuple[list[tuple[int, tuple[Any, ...]]], fx.GraphModule]:

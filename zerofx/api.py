@@ -179,6 +179,6 @@ def check_training(
     check_supported(optimizer)
     if options.backend == "inductor":
         # Inductor takes seconds to import: only who needs it pays.
-        from zerofx.codegen.inductor import check_compiler
+        from zerofx.codegen.inductor_cpp import check_compiler
 
         check_compiler(device_of(model))

@@ -123,6 +123,8 @@ def load_step(
             for key in keys:
                 if key not in compiled:
                     compile_one(key)
+            for key in keys:
+                compiled[key].finish()
 
         with watched("compiling", "regions", len(first), show=control.rank == 0) as progress:
             for keys in (mine, others):

@@ -170,12 +170,13 @@ class StepBuilder(LatestStep):
                 f"the edited step {self._loaded} runs for the batch shape and optimizer options it was loaded for; "
                 f"this call has others and runs a newly generated step"
             )
+        beside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.options.backend == "inductor":
             # Inductor takes seconds to import: only who needs it pays.
-            from zerofx.codegen.inductor import prepare_compiler
+            from zerofx.codegen.inductor_cpp import preparation
 
-            prepare_compiler(next(self.model.parameters()).device)
-        with self._unguarded(), collecting_recent_garbage_only():
+            beside = preparation(next(self.model.parameters()).device.type).begun()
+        with beside, self._unguarded(), collecting_recent_garbage_only():
             prepared = self._control.attempt("capture a step", lambda: self._prepare(batch), WORK_SECONDS)
             prepared.agree(self._control)
             machine = self._machine or machine_at_hand(prepared.captured.device, self.options)

@@ -28,7 +28,7 @@ def build() -> Callable[..., None]:
     Raises:
         Exception: what Inductor's compiler raises.
     """
-    from zerofx.codegen.inductor import build_cpp
+    from zerofx.codegen.inductor_cpp import build_cpp
 
     return build_cpp(_ARGUMENTS, CONSTANTS + _SOURCE.read_text())
 

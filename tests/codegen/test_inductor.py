@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from tests.graphs import DIM, Prepared, prepare
+from zerofx.codegen.beside import Beside
 from zerofx.codegen.emit import emit
 from zerofx.codegen.regions import Region, cut
-from zerofx.disk_cache import DiskCache
 from zerofx.errors import CompilerError
 from zerofx.node_facts import Phase, tensor, value
 from zerofx.runtime.executor import load_source
@@ -131,68 +129,31 @@ def test_a_region_compiled_before_comes_from_the_cache_on_disk_and_a_changed_one
             torch.testing.assert_close(one, other)
 
 
-def test_preparing_the_compiler_leaves_its_errors_to_the_region_that_meets_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-    from zerofx.codegen import inductor
-
-    asked = threading.Event()
-
-    def fail(*_: object) -> None:
-        asked.set()
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(inductor, "_preparation", functools.cache(inductor._preparation.__wrapped__))
-    with monkeypatch.context() as broken:
-        broken.setattr(CppPythonBindingsCodeCache, "load_pybinding", fail)
-        inductor.prepare_compiler(torch.device("cpu"))
-        assert asked.wait(60)
-    region, function = _first(prepare().run(), Phase.FORWARD)
-    inductor.compile_region(function, [value(node) for node in region.inputs], "tiny")
-
-
-def test_vector_instructions_that_have_been_seen_to_work_are_not_tried_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from torch._inductor import config
-    from torch._inductor.cpu_vec_isa import supported_vec_isa_list
-
-    from zerofx.codegen import inductor
-
-    told: list[bool | None] = []
-    usable = supported_vec_isa_list[2:4]
-
-    def find() -> list[Any]:
-        told.append(config.cpp.vec_isa_ok)
-        return list(usable)
-
-    monkeypatch.setattr(inductor, "x86_isa_checker", lambda: ["avx2", "avx512"])
-    monkeypatch.setattr(inductor, "valid_vec_isa_list", find)
-    cache, full = DiskCache(tmp_path), usable
-    usable = full[1:]
-    for _ in range(2):  # one of them does not work: all are tried again
-        inductor._find_vector_instructions(cache)
-    usable = full
-    for _ in range(2):
-        inductor._find_vector_instructions(cache)
-    monkeypatch.setattr(inductor, "get_compiler_version_info", lambda _: "another")
-    inductor._find_vector_instructions(cache)
-    assert told == [None, None, None, True, None]
-    assert config.cpp.vec_isa_ok is None
-
-
 def test_no_region_is_compiled_before_the_compiler_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     from zerofx.codegen import inductor
 
-    begun: Future[Any] = Future()
-    monkeypatch.setattr(inductor, "_preparation", lambda _: (begun,))
+    may_end = threading.Event()
+    beside = Beside("test", [may_end.wait])
+    beside.resume()
+    monkeypatch.setattr(inductor, "preparation", lambda _: beside)
     region, function = _first(prepare().run(), Phase.FORWARD)
     inputs = [value(node) for node in region.inputs]
     with ThreadPoolExecutor(1) as pool:
         compiled = pool.submit(inductor.compile_region, function, inputs, "tiny")
         with pytest.raises(TimeoutError):
             compiled.result(0.5)
-        begun.set_result(None)
+        may_end.set()
         compiled.result()
+
+
+def test_a_kernel_that_cannot_be_built_beside_a_region_is_reported_when_it_is_finished() -> None:
+    from zerofx.codegen.inductor import CompiledRegion
+
+    def fail() -> None:
+        raise RuntimeError("no compiler")
+
+    beside = Beside("test", [fail])
+    beside.resume()
+    region = CompiledRegion("layers_forward", lambda _: (), (), beside)
+    with pytest.raises(CompilerError, match=r"region layers_forward could not be compiled: RuntimeError: no compiler"):
+        region.finish()

@@ -1,0 +1,175 @@
+"""What Inductor does once in a process: each question is asked once, and answered as it would be without us."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zerofx.codegen.beside import Beside
+from zerofx.disk_cache import NOT_KEPT, DiskCache
+
+pytestmark = [
+    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
+]
+
+ASKED: list[tuple[str, bool | None]] = []
+PRECOMPILED: list[str] = []
+
+
+@dataclass
+class Kind:
+    """Vector instructions that work or not; ``program``: what is built to find out."""
+
+    name: str
+    program: str
+    works: bool = True
+
+    def __bool__(self) -> bool:
+        from torch._inductor import config
+
+        told = config.cpp.vec_isa_ok
+        ASKED.append((self.name, told))
+        return self.works
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Finds those of some kinds that work; returns them as Inductor alone, asked after, finds them."""
+    from zerofx.codegen import inductor_cpp
+
+    ASKED.clear()
+    PRECOMPILED.clear()
+
+    def find(kinds: list[Kind], cache: DiskCache = NOT_KEPT, picked: int = 0) -> None:
+        listed = [kind for kind in kinds if kind.works]
+        monkeypatch.setattr(inductor_cpp, "x86_isa_checker", lambda: [kind.name for kind in kinds])
+        monkeypatch.setattr(inductor_cpp, "supported_vec_isa_list", kinds)
+        monkeypatch.setattr(inductor_cpp, "valid_vec_isa_list", lambda: listed)
+        monkeypatch.setattr(inductor_cpp, "pick_vec_isa", lambda: listed[picked] if listed else Kind("none", ""))
+        monkeypatch.setattr(inductor_cpp, "_program", lambda kind: kind.program)
+        monkeypatch.setattr(inductor_cpp, "_precompile_headers", lambda kind: PRECOMPILED.append(str(kind)))
+        beside, headers = Beside("asking"), Beside("headers")
+        inductor_cpp.VectorInstructions(cache, beside, headers).begin()
+        assert beside.wait() is None
+        assert headers.wait() is None
+
+    return find
+
+
+def test_each_kind_is_asked_once_and_told_where_its_program_has_been_seen_to_work(found: Any) -> None:
+    found([Kind("amx", "wide"), Kind("avx512", "wide"), Kind("avx2", "narrow")])
+    assert ASKED == [("amx", None), ("avx512", True), ("avx2", None)]
+    assert PRECOMPILED == ["amx"]
+
+
+def test_nobody_is_told_by_a_kind_that_does_not_work(found: Any) -> None:
+    found([Kind("amx", "wide", works=False), Kind("avx512", "wide"), Kind("avx2", "narrow")])
+    assert ASKED == [("amx", None), ("avx512", None), ("avx2", None)]
+    assert PRECOMPILED == ["avx512"]
+
+
+def test_where_none_works_headers_are_precompiled_for_none(found: Any) -> None:
+    found([Kind("avx2", "narrow", works=False)])
+    assert PRECOMPILED == ["none"]
+
+
+def test_the_users_choice_of_instructions_is_waited_for(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    found([Kind("avx512", "wide"), Kind("avx2", "narrow")], picked=1)
+    assert [name for name, _ in ASKED] == ["avx512", "avx2"]
+    assert PRECOMPILED == ["avx2"]
+
+
+def test_kinds_that_have_all_been_seen_to_work_are_told_so_in_the_next_process(
+    found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config
+
+    from zerofx.codegen import inductor_cpp
+
+    cache = DiskCache(tmp_path)
+    broken = [Kind("avx512", "wide", works=False), Kind("avx2", "narrow")]
+    for _ in range(2):  # one of them does not work: all are tried again
+        found(broken, cache)
+    kinds = [Kind("avx512", "wide"), Kind("avx2", "narrow")]
+    for _ in range(2):
+        found(kinds, cache)
+    monkeypatch.setattr(inductor_cpp, "get_compiler_version_info", lambda _: "another")
+    found(kinds, cache)
+    assert [told for name, told in ASKED if name == "avx512"] == [None, None, None, True, None]
+    assert config.cpp.vec_isa_ok is None
+
+
+def test_flags_that_change_what_the_compiler_makes_are_told_apart() -> None:
+    from torch._inductor.cpp_builder import is_gcc
+    from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512
+
+    from zerofx.codegen.inductor_cpp import _program
+
+    class Same(VecAVX512):
+        _arch_flags = f"{VecAVX512._arch_flags} -mfma"
+
+    class Fewer(VecAVX512):
+        _arch_flags = f"{VecAVX512._arch_flags} -mno-fma"
+
+    assert (_program(VecAVX512()) == _program(Same())) is is_gcc()
+    assert _program(VecAVX512()) != _program(Fewer())
+    assert _program(VecAVX512()) != _program(VecAVX2())
+
+
+@pytest.mark.slow
+def test_headers_are_precompiled_as_the_first_kernel_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import codecache
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    from zerofx.codegen.inductor_cpp import _precompile_headers, build_cpp
+
+    monkeypatch.setattr(codecache, "_HEADER_DIR", str(tmp_path))
+    monkeypatch.setattr(codecache, "_HEADER_LOCK_DIR", str(tmp_path / "locks"))
+    codecache._precompile_header.cache_clear()
+    _precompile_headers(pick_vec_isa())
+    before = sorted(tmp_path.glob("*.gch"))
+    out = torch.zeros(1)
+    include = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
+    build_cpp(["float*"], f'{include}extern "C" void kernel(float* out) {{ out[0] = 3; }} // {tmp_path}')(out)
+    codecache._precompile_header.cache_clear()
+    assert out.item() == 3
+    assert sorted(tmp_path.glob("*.gch")) == before and len(before) == 1
+
+
+def test_a_compilation_that_fails_begins_nothing_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zerofx.codegen.inductor_cpp import Preparation
+
+    preparation = Preparation("meta")
+    done: list[int] = []
+    begun, may_end = threading.Event(), threading.Event()
+
+    def compile_something() -> None:
+        begun.set()
+        may_end.wait()
+
+    preparation._vectors.append(compile_something)
+    preparation._vectors.append(lambda: done.append(1))
+
+    def fail() -> None:
+        with preparation.begun():
+            assert begun.wait(60)
+            raise ValueError("no capture")
+
+    with pytest.raises(ValueError, match="no capture"):
+        fail()
+    may_end.set()
+    assert preparation._vectors.wait() is None
+    assert done == []
+    preparation.wait()
+    assert done == [1]
