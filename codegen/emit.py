@@ -245,6 +245,8 @@ def _event(node: fx.Node, names: Mapping[fx.Node, str], dead: Sequence[str]) -> 
         args = args[:1]
     if node.target is ops.empty_gradients:
         args = args[:1]
+    if node.kwargs.get("in_place"):
+        args.append("in_place=True")
     op = node.target.__name__.partition(".")[0] if callable(node.target) else str(node.target)
     text = f"{left}runtime.{op}({', '.join(args)})"
     return text + (f"; del {', '.join(dead)}" if dead else "")

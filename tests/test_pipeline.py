@@ -19,7 +19,19 @@ from zerofx.pipeline import check_disabled
 from zerofx.planning import plan
 from zerofx.scheduler.plan import Plan
 
-_NAMES = ["tile", "recompute", "offload", "shard", "gather", "reduce", "direct", "update", "buffers", "prefetch"]
+_NAMES = [
+    "tile",
+    "recompute",
+    "offload",
+    "shard",
+    "gather",
+    "reduce",
+    "direct",
+    "update",
+    "buffers",
+    "prefetch",
+    "in_place",
+]
 
 
 def _lines(err: str, names: list[str]) -> list[str]:
@@ -179,5 +191,7 @@ def test_planning_refuses_to_leave_out_what_is_needed(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", ["gather", "no_such_pass"])
 def test_a_pass_that_is_needed_cannot_be_disabled(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"passes that can be left out \(prefetch, simplify, stamp\), found {name}"):
+    with pytest.raises(
+        UsageError, match=rf"passes that can be left out \(in_place, prefetch, simplify, stamp\), found {name}"
+    ):
         check_disabled(settings(disable=frozenset({name, "prefetch"})))

@@ -79,6 +79,13 @@ def _updated_under_a_gather(prepared: Prepared) -> None:
         insert_call(prepared.step.graph, aten.mul_.Tensor, (gather.args[0], 0.5), _WHERE)
 
 
+def _updated_under_readers_in_place(prepared: Prepared) -> None:
+    # Behind the release here, but nothing says that the other ranks are there too.
+    release = max(calls(prepared.step, ops.release), key=prepared.step.positions().__getitem__)
+    with prepared.step.graph.inserting_after(release):
+        insert_call(prepared.step.graph, aten.mul_.Tensor, (prepared.node("shard_0"), 0.5), _WHERE)
+
+
 _BROKEN: dict[str, Callable[[Prepared], None]] = {
     r"order: mm reads batch_0, which comes later": _read_before_it_is_made,
     r"release: neg_default reads full_0 after its release": _read_after_release,
@@ -89,6 +96,7 @@ _BROKEN: dict[str, Callable[[Prepared], None]] = {
     r"waits: gather_0 has 1 waits and is read by \['neg_default'\]": _read_while_under_way,
     r"gradients: bucket 2 is reduced 2 times": _reduced_twice,
     r"update: mul__tensor writes shard_0 before gather_0 is done": _updated_under_a_gather,
+    r"in place: gather_0 reads slices that may be written": _updated_under_readers_in_place,
 }
 
 

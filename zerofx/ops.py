@@ -6,7 +6,8 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 
 ====================  ==============================================================================================
 ``all_gather``        start gathering every rank's slice of a flat bucket into a fresh full buffer; ``more``
-                      gathers stand directly behind it, and all of them start with the last, as one collective
+                      gathers stand directly behind it, and all of them start with the last, as one collective;
+                      ``in_place``: no slice changes before all ranks are done with what they have gathered
 ``all_gather_into``   the same into a full buffer that exists, of which this rank's slice is already up to date
 ``reduce_scatter``    start summing a flat gradient buffer over the ranks; the result is this rank's slice
 ``wait``              the value of what was started; ``source`` is the buffer that it still reads until then
@@ -53,7 +54,7 @@ from zerofx.norms import square_sum as _square_sum
 NO_BUCKET = -1  # in the place of a bucket's index: a collective that is about all of them
 
 _library = torch.library.Library("zerofx", "DEF")  # torch unregisters the operators when this object goes
-_library.define("all_gather(Tensor shard, int bucket, int num_ranks, int more=0) -> Tensor")
+_library.define("all_gather(Tensor shard, int bucket, int num_ranks, int more=0, *, bool in_place=False) -> Tensor")
 _library.define("all_gather_into(Tensor(a!) full, Tensor shard, int bucket) -> Tensor(a!)")
 _library.define("reduce_scatter(Tensor gradients, int bucket, int num_ranks) -> Tensor")
 _library.define("wait(Tensor(a) pending, Tensor? source=None) -> Tensor(a)")
@@ -90,7 +91,9 @@ _library.define("launch_square_sum(Tensor values) -> Tensor")
 _library.define("part(Tensor(a) whole, int[] size, int[] stride, int offset) -> Tensor(a)")
 
 
-def _all_gather(shard: torch.Tensor, bucket: int, num_ranks: int, more: int = 0) -> torch.Tensor:
+def _all_gather(
+    shard: torch.Tensor, bucket: int, num_ranks: int, more: int = 0, *, in_place: bool = False
+) -> torch.Tensor:
     return shard.new_empty(shard.numel() * num_ranks)
 
 

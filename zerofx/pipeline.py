@@ -19,6 +19,7 @@ from zerofx.passes.direct import Direct
 from zerofx.passes.divide import Divide
 from zerofx.passes.gather import Gather
 from zerofx.passes.gradients import Gradients
+from zerofx.passes.in_place import InPlace
 from zerofx.passes.merge import Merge
 from zerofx.passes.offload import Offload
 from zerofx.passes.prefetch import Prefetch
@@ -35,7 +36,7 @@ from zerofx.scheduler.plan import Plan
 from zerofx.settings import Settings
 from zerofx.verify import verify
 
-_OPTIONAL = frozenset({"prefetch"})
+_OPTIONAL = frozenset({"prefetch", "in_place"})
 
 
 def passes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Plan) -> tuple[Pass, ...]:
@@ -57,6 +58,7 @@ def passes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Pl
         *((Merge(),) if any(gather.merged for gather in plan.gathers) else ()),  # several gathers as one collective
         # what is not sent exactly as it is: in few bits, or from second shards on each node
         *((QuantiseGathers(layout), QuantiseReductions(layout)) if plan.wires else ()),
+        *((InPlace(),) if plan.gathers and plan.num_ranks > 1 else ()),  # gathers that ranks of one host need not copy
     )
 
 

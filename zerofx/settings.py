@@ -4,8 +4,8 @@
 ``ZEROFX_DEBUG``       0 nothing, 1 how the model was captured, passes and peaks, 2 operators added and removed, 3 the
                        schedule, 4 the generated source, 5 the graph after each pass; written to stderr by rank 0
 ``ZEROFX_DUMP_DIR``    folder for generated files (default: ``zerofx-<user>`` in the system's temporary folder)
-``ZEROFX_DISABLE``     comma-separated names of what to leave out: ``prefetch``, ``simplify``, ``stamp`` (repeated
-                       layers are then captured one by one)
+``ZEROFX_DISABLE``     comma-separated names of what to leave out: ``prefetch``, ``in_place`` (ranks of a host then copy
+                       what they gather), ``simplify``, ``stamp`` (repeated layers are then captured one by one)
 ``ZEROFX_KERNELS``     ``auto`` (default), ``none``, or comma-separated names of zerofx's own kernels that a compiled
                        step is to use: ``update``, ``loss``, ``wire``, ``norms`` on CUDA, ``attention`` on a
                        CPU (see ``docs/kernels.md``)

@@ -8,6 +8,7 @@ launches               gathers that start as one collective stand one behind the
 waits                  nothing but its wait reads a started collective or copy; each is awaited once
 gradients              every trained bucket is reduced at most once
 update                 a slice is not written before its last gather, or copy to a faster tier, is done with it
+in place               no slice that is gathered in place is written before all ranks are done with what they gathered
 plan                   behind the last pass: one gather, reduction or offload for each decision of the plan, no others,
                        gathers merged as it says, states and parameters in the tiers that it says, and what it says sent
                        in few bits
@@ -34,6 +35,7 @@ from zerofx.graph import StepGraph
 from zerofx.node_facts import DEVICE, Phase, Role, copied_from, delayed_bucket, is_random, origin, placeholder, tier_of
 from zerofx.node_text import target_name
 from zerofx.passes.base import consumers
+from zerofx.passes.in_place import gathers_of_lasting_slices
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import mutated_inputs, storage_source
 from zerofx.scheduler.streams import num_gathers_behind, runs_on_host, slice_behind
@@ -69,6 +71,7 @@ def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
     _check_residencies(step, after)
     _check_reductions(step, after)
     _check_updates(step, after, order)
+    _check_in_place(step, after)
     _check_clipped(step, after, order)
     _check_random(step, after)
     if plan is not None:
@@ -191,6 +194,15 @@ def _check_updates(step: StepGraph, after: str, order: dict[fx.Node, int]) -> No
                 if order[writer] < done:
                     what = f"update: {writer.name} writes {shard.name} before {started.name} is done"
                     _fail(step, after, writer, what)
+
+
+def _check_in_place(step: StepGraph, after: str) -> None:
+    marked = [node for node in step.calls() if node.kwargs.get("in_place")]
+    lasting = gathers_of_lasting_slices(step) if marked else []
+    for node in marked:
+        if node not in lasting:
+            what = f"in place: {node.name} reads slices that may be written before all ranks have released them"
+            _fail(step, after, node, what)
 
 
 def _check_clipped(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:

@@ -81,8 +81,16 @@ class Runtime:
             buffer[start:end].zero_()
         return buffer
 
-    def all_gather(self, shard: torch.Tensor, bucket: int, num_ranks: int, more: int = 0) -> Pending[torch.Tensor]:
-        return self.all_gather_onto(shard.new_empty(shard.numel() * num_ranks), shard, more)
+    def all_gather(
+        self, shard: torch.Tensor, bucket: int, num_ranks: int, more: int = 0, *, in_place: bool = False
+    ) -> Pending[torch.Tensor]:
+        full = shard.new_empty(shard.numel() * num_ranks)
+        whole = self._connected().read_in_place(full, shard) if in_place else None
+        if whole is None:
+            return self.all_gather_onto(full, shard, more)
+        if not more:
+            self._start_joint()
+        return Pending(whole, lambda _source: whole)
 
     def all_gather_onto(self, full: torch.Tensor, shard: torch.Tensor, more: int = 0) -> Pending[torch.Tensor]:
         """``all_gather``, with the buffer that it makes."""
@@ -90,9 +98,13 @@ class Runtime:
             return self._connected().all_gather_into(full, shard)
         pending = self._joint.add(full, shard)
         if not more:
+            self._start_joint()
+        return pending
+
+    def _start_joint(self) -> None:
+        if self._joint.num_parts:
             self._joint.start(self._connected())
             self._joint = Joint()
-        return pending
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, bucket: int) -> Pending[torch.Tensor]:
         return self._connected().all_gather_into(full, shard)

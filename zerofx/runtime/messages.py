@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from zerofx.runtime.channels import Message, open_channels
+from zerofx.runtime.channels import MemoryChannel, Message, open_channels
 from zerofx.runtime.copies import Workers
 from zerofx.runtime.groups import close_connections, destroy
+from zerofx.runtime.shared import share_memory
 from zerofx.runtime.spans import SpanLog
 from zerofx.runtime.transport import Group, Pending, Transport, members_of
 from zerofx.scheduler.streams import COLLECTIVE
@@ -35,8 +36,19 @@ class PointToPoint(Transport):
         self._next_tag = 0
         self._readers = Workers("messages")
         self._channels = open_channels(group, self._readers)
+        self._shared = share_memory(group, all(isinstance(one, MemoryChannel) for one in self._channels.values()))
         self._log = log
         self._watch: _Watch | None = None
+
+    def share(self, shard: torch.Tensor) -> torch.Tensor:
+        return self._shared.share(shard) if self._shared is not None else shard
+
+    def read_in_place(self, full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor | None:
+        whole = self._shared.read(full, shard) if self._shared is not None else None
+        if whole is not None:
+            for peer in self._peers:  # each reads it, and no less than if it were sent
+                self.sent_to[peer] += shard.nbytes
+        return whole
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
         return self._gathered(full, shard, list(range(self.num_ranks)))

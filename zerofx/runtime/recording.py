@@ -262,7 +262,9 @@ class _Recorder:
     def hyperparameters(self, bucket: int) -> _Late:
         return self.call(lambda values, args: values.runtime.hyperparameters(*args), [bucket])
 
-    def all_gather(self, shard: Any, bucket: int, num_ranks: int, more: int = 0) -> _Late | _Gather:
+    def all_gather(
+        self, shard: Any, bucket: int, num_ranks: int, more: int = 0, *, in_place: bool = False
+    ) -> _Late | _Gather:
         if isinstance(shard, _Late):
             return self.call(lambda values, args: values.runtime.all_gather(*args), [shard, bucket, num_ranks, more])
         like = self._state[shard.name] if isinstance(shard, _Given) else shard

@@ -123,7 +123,8 @@ class TrainingState:
             self._broadcast(buffer)
         for bucket in self.layout.buckets:
             self.buckets.append(self._divide(bucket, weights.flat(bucket, *self._kept(bucket))))
-            self._place_bucket(plan, bucket, self.buckets[-1])
+            if not self._place_bucket(plan, bucket, self.buckets[-1]):
+                self._share(self.buckets[-1])
         self.hide_parameters()
 
     def place(self, plan: Plan) -> bool:
@@ -183,6 +184,7 @@ class TrainingState:
                 state.shard = self._tiers.hold(low, tier)
             elif self.sharded:
                 state.shard = low
+                self._share(state)
             else:
                 state.full = low
             state.tier = tier
@@ -195,6 +197,11 @@ class TrainingState:
             if decision is not None and decision.delayed:
                 self._make_delayed(bucket, state)
         return moves or was_delayed != bool(state.delayed)
+
+    def _share(self, state: BucketState) -> None:
+        """Put a slice that is gathered from the device where other ranks can read it, if they can. Collective."""
+        if self._transport is not None and not self._keeps_full and isinstance(state.shard, torch.Tensor):
+            state.shard = self._transport.share(state.shard)
 
     def _make_delayed(self, bucket: Bucket, state: BucketState) -> None:
         low = state.low

@@ -43,6 +43,21 @@ class Transport(Protocol):
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]: ...
 
+    def share(self, shard: torch.Tensor) -> torch.Tensor:
+        """This rank's slice where other ranks may read it in place, if they can; otherwise ``shard`` itself.
+
+        Every rank calls it, with slices of one size.
+        """
+        return shard
+
+    def read_in_place(self, full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor | None:
+        """The slices of all ranks where they lie, in order, if ``shard`` is what ``share`` has put beside the others'.
+
+        ``full`` is the buffer that they would be gathered into. It is held for as long as what is returned: memory that
+        is planned for is taken, whichever way a gather goes.
+        """
+        return None
+
     def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
         """Gather several slices of one dtype as one collective."""
 

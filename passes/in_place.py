@@ -1,0 +1,81 @@
+"""Mark the gathers that ranks which share memory may read where the slices lie.
+
+    gather_0 = all_gather(shard_0, 0, 2)        |   gather_0 = all_gather(shard_0, 0, 2, in_place=True)
+    full_0 = wait(gather_0)                     |   full_0 = wait(gather_0)
+    ...                                         |   ...
+    release(full_0)                             |   release(full_0)
+    reduce_0 = reduce_scatter(grads_0, 0, 2)    |   reduce_0 = reduce_scatter(grads_0, 0, 2)
+    grad_0 = wait(reduce_0, grads_0)            |   grad_0 = wait(reduce_0, grads_0)    # all ranks are past it
+    copy_(shard_0, ...)                         |   copy_(shard_0, ...)
+
+A gather that copies is done with the other ranks' slices when it has arrived. One that does not goes on reading them
+until its release, so that no rank may write its slice before all of them are there. A reduction proves that: it waits
+for every rank to have started it, and all ranks run the same nodes in the same order. So a bucket is marked where a
+reduction starts behind its last release and is awaited before its slice is written, or before the step ends if nothing
+writes it. That slices are complete when a step begins to gather needs no proof here: no rank's first collective runs
+before all ranks have begun the step.
+
+What marked gathers do is the runtime's (``zerofx/runtime/shared.py``): ranks that do not share memory copy as before.
+
+Does not handle: slices in slower tiers, whose gathers read a copy that is freed; gathers in few bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx import ops
+from zerofx.graph import StepGraph
+from zerofx.node_facts import Role
+from zerofx.passes.base import consumers
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.storage import mutated_inputs, storage_source, tensors_of
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """Give the gathers of a bucket ``in_place=True`` where no slice of it changes before all ranks have read it."""
+
+    name: str = "in_place"
+
+    def run(self, step: StepGraph, plan: Plan) -> None:
+        for gather in gathers_of_lasting_slices(step):
+            gather.kwargs = {**gather.kwargs, "in_place": True}
+
+
+def gathers_of_lasting_slices(step: StepGraph) -> list[fx.Node]:
+    """The gathers of slices that stay as they are until every rank is done with what it has gathered of them."""
+    order = step.positions()
+    # Where each reduction starts, and where it is awaited.
+    reductions = [
+        (order[node], order[next(iter(node.users))])
+        for node in step.calls()
+        if node.target is ops.reduce_scatter and tensors_of(node)[0].numel()
+    ]
+    found: list[fx.Node] = []
+    for shard in step.placeholders(Role.SHARD):
+        gathers = [user for user in shard.users if user.target is ops.all_gather]
+        if _last(shard, gathers, order, reductions):
+            found += gathers
+    return found
+
+
+def _last(
+    shard: fx.Node, gathers: list[fx.Node], order: Mapping[fx.Node, int], reductions: list[tuple[int, int]]
+) -> bool:
+    released = 0
+    for gather in gathers:
+        (full,) = gather.users
+        readers = consumers(full)
+        if any(_writes(reader, full) for reader in readers):
+            return False
+        released = max(released, *(order[reader] for reader in readers))
+    written = min((order[user] for user in consumers(shard) if _writes(user, shard)), default=len(order))
+    return any(released < started and awaited < written for started, awaited in reductions)
+
+
+def _writes(node: fx.Node, stored: fx.Node) -> bool:
+    return any(storage_source(one) == storage_source(stored) for one in mutated_inputs(node))

@@ -1,0 +1,112 @@
+"""Buckets in memory that the ranks of a host share: each rank writes its own slice, and all can read the whole.
+
+A gather between such ranks has nothing to move. Who may read when is the step's to know (``passes/in_place.py``).
+
+The memory is a file without a name (``memfd_create``), which the other ranks open by way of the first one's process:
+it goes with the last rank that has it mapped, however ranks end. Where that is not permitted, as between containers, or
+where there is none, as on other systems than Linux, ranks have memory of their own and copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import secrets
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+_WORD_BYTES = 8
+
+
+class SharedBuckets:
+    """The buckets that all ranks of ``group`` have beside each other."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._buckets: WeakValueDictionary[int, _Bucket] = WeakValueDictionary()
+
+    def share(self, shard: torch.Tensor) -> torch.Tensor:
+        """A copy of ``shard``, this rank's slice, beside the other ranks'; ``shard`` itself where that is not possible.
+
+        Collective: on all ranks it is the one or the other, and the others' slices are there too when it returns.
+        """
+        num_bytes = shard.nbytes * self._num_ranks
+        if num_bytes < _WORD_BYTES:
+            return shard
+        pages = self._map(num_bytes)
+        if pages is None:
+            return shard
+        bucket = _Bucket(pages)
+        own = bucket.tensor(shard.dtype, shard.nbytes, self._rank * shard.nbytes, bucket)
+        own.copy_(shard)
+        self._buckets[own.data_ptr()] = bucket
+        dist.barrier(self._group)
+        return own
+
+    def read(self, full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor | None:
+        """All ranks' slices beside ``shard``; None if it is not in shared memory. Holds ``full`` while it is there."""
+        bucket = self._buckets.get(shard.data_ptr())
+        return None if bucket is None else bucket.tensor(full.dtype, full.nbytes, 0, full)
+
+    def _map(self, num_bytes: int) -> mmap.mmap | None:
+        """The same memory on all ranks; None on all of them where one has not got it."""
+        told = torch.zeros(3, dtype=torch.int64)
+        descriptor = -1
+        with contextlib.ExitStack() as opened:
+            if self._rank == 0 and hasattr(os, "memfd_create"):
+                with contextlib.suppress(OSError):
+                    descriptor = os.memfd_create("zerofx")
+                    opened.callback(os.close, descriptor)
+                    os.ftruncate(descriptor, num_bytes)
+                    # By this word the others know that what they have opened is that.
+                    told = torch.tensor([os.getpid(), descriptor, secrets.randbits(62)])
+                    os.pwrite(descriptor, told[2].numpy().tobytes(), 0)
+            dist.broadcast(told, group=self._group, group_src=0)
+            pages = _opened(told.tolist(), num_bytes, descriptor)
+            found = torch.tensor([pages is not None])
+            every = [torch.empty_like(found) for _ in range(self._num_ranks)]
+            dist.all_gather(every, found, group=self._group)  # behind which all have opened it, and read the word
+        return pages if all(every) else None
+
+
+def share_memory(group: dist.ProcessGroup, permitted: bool) -> SharedBuckets | None:
+    """What the ranks of ``group`` share, if each may read the memory of all others. Collective."""
+    found = torch.tensor([permitted])
+    every = [torch.empty_like(found) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, found, group=group)
+    return SharedBuckets(group) if all(every) else None
+
+
+class _Bucket:
+    """Memory that several ranks have mapped. Tensors in it keep it there."""
+
+    def __init__(self, pages: mmap.mmap) -> None:
+        self._pages = pages
+
+    def tensor(self, dtype: torch.dtype, num_bytes: int, first_byte: int, kept: object) -> torch.Tensor:
+        """Some bytes of it as a flat tensor, which keeps another object for as long as its memory is in use."""
+        buffer: ctypes.Array[ctypes.c_char] = (ctypes.c_char * num_bytes).from_buffer(self._pages, first_byte)
+        buffer.kept = kept  # type: ignore[attr-defined]  # instances take attributes
+        return torch.frombuffer(buffer, dtype=dtype)
+
+
+def _opened(told: list[int], num_bytes: int, descriptor: int) -> mmap.mmap | None:
+    """The memory of ``told`` (process, its descriptor there, the word in it), mapped; None if it cannot be opened."""
+    pid, there, word = told
+    if not pid:
+        return None
+    try:
+        here = descriptor if descriptor >= 0 else os.open(f"/proc/{pid}/fd/{there}", os.O_RDWR)
+        try:
+            pages = mmap.mmap(here, num_bytes)
+        finally:
+            if here != descriptor:
+                os.close(here)
+    except (OSError, ValueError):  # not permitted, not there, or of another size
+        return None
+    return pages if int.from_bytes(pages[:_WORD_BYTES], "little") == word else None
