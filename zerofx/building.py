@@ -6,20 +6,19 @@ Nothing of the user's is changed here.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout, layout_of
-from zerofx.compiler import CompiledStep, build
+from zerofx.compiler import CompiledStep, RegionMemory, build
 from zerofx.errors import MemoryBudgetError, UsageError, warn
 from zerofx.given_plan import check_budget, check_graph, check_host_budget
 from zerofx.graph import StepGraph
-from zerofx.lowering import lower
+from zerofx.lowering import LoweredStep, lower
 from zerofx.micro_batches import MicroBatches
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions, check_bucket_names
@@ -95,9 +94,8 @@ class Prepared:
 def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batch: Batch,
+    captures: MicroBatches,
     options: CompileOptions,
-    settings: Settings,
     num_ranks: int,
     layout: BucketLayout | None,
     binding: OptimizerBinding | None,
@@ -105,7 +103,7 @@ def prepare(
     *,
     talk: bool,
 ) -> Prepared:
-    """Do all that can fail because of what the user gave.
+    """Do all that can fail because of what the user gave, beginning with the first of ``captures``.
 
     ``layout``, ``binding`` and ``state`` are those of an earlier batch, if there was one. ``talk``: whether this rank
     shows how long it takes.
@@ -114,9 +112,6 @@ def prepare(
         ZeroFXError: the model cannot be captured, or the optimizer does not belong to it.
     """
     with watched("capturing the model", show=talk):
-        captures = MicroBatches(
-            model, batch, options, settings, state.strides() if state is not None else {}, talk=talk
-        )
         captured = captures.first
     groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
     if layout is not None and binding is not None:
@@ -138,12 +133,13 @@ def prepare(
 
 def build_within_budget(
     prepared: Prepared, machine: Machine, options: CompileOptions, settings: Settings, control: Control
-) -> tuple[Prepared, CompiledStep]:
+) -> tuple[Prepared, CompiledStep, RegionMemory]:
     """Plan and build the step; a budget holds for the compiled regions too.
 
     What a compiled region holds inside is known once it is compiled. Where that takes the step over the budget, the
     plan is made again with what is known in the place of the estimates. The step is returned with what was prepared
-    for it: where the budget asks for that, parameters are in slices there.
+    for it: where the budget asks for that, parameters are in slices there. The last of what is returned is what was
+    known of compiled regions when the plan was made.
 
     Raises:
         MemoryBudgetError: no plan fits the budget.
@@ -161,25 +157,17 @@ def build_within_budget(
             if needed is None:
                 raise
             break
-        lowered = lower(
-            captured.clone(),
-            plan,
-            prepared.layout,
-            prepared.programs,
-            machine,
-            settings,
-            on_cpu=is_on_cpu(captured.device),
+        lowered = lower_prepared(
+            captured, plan, prepared.layout, prepared.programs, machine, options, settings, estimates,
             talk=control.rank == 0,
-            fused=options.backend == "inductor",
-            estimates=estimates,
-        )
+        )  # fmt: skip
         check_host_budget(lowered, options, machine)
         compiled = build(lowered, prepared.layout, settings, control, options.backend)
         if options.plan is not None:
             check_budget(compiled.plan, options, machine)
         peak = compiled.plan.peak_bytes["device"]
         if budget is None or peak <= budget:
-            return prepared, compiled
+            return prepared, compiled, found
         needed = min(peak, needed or peak)
         found.update(compiled.memory)
         estimates.update(found)
@@ -189,6 +177,25 @@ def build_within_budget(
         f"bytes; allow as much, or use backend='eager'",
         needed,
     )
+
+
+def lower_prepared(
+    captured: StepGraph,
+    plan: Plan,
+    layout: BucketLayout,
+    programs: Mapping[int, UpdateProgram],
+    machine: Machine,
+    options: CompileOptions,
+    settings: Settings,
+    estimates: Estimates,
+    *,
+    talk: bool,
+) -> LoweredStep:
+    """A captured graph, which stays as it is, with ``plan`` carried out; other arguments as for ``lower``."""
+    return lower(
+        captured.clone(), plan, layout, programs, machine, settings, on_cpu=is_on_cpu(captured.device), talk=talk,
+        fused=options.backend == "inductor", estimates=estimates,
+    )  # fmt: skip
 
 
 def _agree_on_plan(

@@ -97,7 +97,7 @@ def traceable(
 
     Gives the module that makes the loss, the fake tensors of the batch to call it with, their device, and their mode.
     """
-    mode, device = fake_mode(), _device_of(model, batch)
+    mode, device = fake_mode(), tracing_device(model, batch)
     with _fake_state(model, mode, compute_dtype, device, strides), layer_annotations(model), _compiling():
         fakes = tuple(_fake(mode, t, t.stride(), cast_of(t, compute_dtype), device) for t in batch.tensors)
         loss_scope = partial(annotated, LOSS_LAYER)
@@ -180,7 +180,7 @@ def _without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
-def _device_of(model: nn.Module, batch: Batch) -> torch.device:
+def tracing_device(model: nn.Module, batch: Batch) -> torch.device:
     """The device to trace on: the model's, or the batch's when the model is on ``meta``, or the CPU."""
     for tensor in (*model.parameters(), *batch.tensors):
         if tensor.device.type != "meta":

@@ -58,10 +58,13 @@ class KeptCapture:
         )  # fmt: skip
         return KeptCapture(cache, key_of("capture", parts), "", blank)
 
-    def read(self) -> StepGraph | None:
-        """The graph, if it was kept."""
-        text = self.cache.read(self.key) if self.key is not None else None
-        return from_json(text, self.blank, fake_mode()) if text is not None else None
+    def read(self) -> str | None:
+        """The graph's text, if it was kept."""
+        return self.cache.read(self.key) if self.key is not None else None
+
+    def graph(self, text: str) -> StepGraph:
+        """The graph that ``text`` was read for."""
+        return from_json(text, self.blank, fake_mode())
 
     def keep(self, step: StepGraph, say: Callable[[str], object]) -> StepGraph:
         """Write ``step`` for the next run, and give what that will read: the run that writes does nothing else.
@@ -72,7 +75,7 @@ class KeptCapture:
         if self.key is not None:
             try:
                 text = to_json(step)
-                found = from_json(text, self.blank, fake_mode())
+                found = self.graph(text)
                 if same_graph(found, step):
                     self.cache.write(self.key, text)
                     return found

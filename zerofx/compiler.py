@@ -3,66 +3,162 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from zerofx.buckets import BucketLayout
 from zerofx.checks import names
+from zerofx.codegen.emit import EmittedStep
 from zerofx.codegen.helpers import Helpers, Task, num_helpers
-from zerofx.codegen.kernels.choose import UpdateKernels, update_kernels
+from zerofx.codegen.kernels.choose import UpdateKernels, kernels_of_facts
 from zerofx.codegen.kernels.table import UPDATE, kernels_in_use
+from zerofx.codegen.region_facts import RegionFacts, region_facts
 from zerofx.codegen.regions import Instruction, regions_of
 from zerofx.errors import PlanError, UsageError
+from zerofx.graph import StepGraph
 from zerofx.lowering import LoweredStep
-from zerofx.node_facts import value
+from zerofx.pipeline import Stage
 from zerofx.progress import watched
+from zerofx.runtime.arguments import StepArguments
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.executor import StepFunction, load_source
 from zerofx.scheduler.liveness import MemoryEvent, with_profiles
-from zerofx.scheduler.simulate import predict
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.simulate import Simulation, predict
 from zerofx.settings import Settings
 
 if TYPE_CHECKING:
     from zerofx.codegen.inductor import CompiledRegion
 
 
+RegionMemory = Mapping[str, tuple[MemoryEvent, ...]]  # what compiled regions take and free inside, by key
+
+
 @dataclass(frozen=True)
-class CompiledStep(LoweredStep):
-    """A lowered step that can be run, where its source was written, what its compiled regions hold, by key, and which
-    kernel each of its updates runs on."""
+class StepProgram:
+    """All of a lowered step that it takes to run it: its plan and source, what it is called with, and its distinct
+    regions. ``num_regions`` is how many it runs."""
+
+    plan: Plan
+    emitted: EmittedStep
+    arguments: StepArguments
+    regions: tuple[RegionFacts, ...]
+    num_regions: int
+    device: torch.device
+
+    @staticmethod
+    def of(lowered: LoweredStep, settings: Settings, backend: str) -> StepProgram:
+        """That of a step that will run on ``backend``."""
+        regions = regions_of(lowered.instructions)
+        facts = region_facts(regions, with_updates=UPDATE in _kernels(settings, lowered.graph.device, backend))
+        arguments = StepArguments.of(lowered.graph)
+        return StepProgram(lowered.plan, lowered.emitted, arguments, facts, len(regions), lowered.graph.device)
+
+
+@dataclass(frozen=True)
+class CompiledStep(StepProgram):
+    """A step that can be run, where its source was written, what its compiled regions hold, and which kernel each of
+    its updates runs on.
+
+    ``details`` gives the lowered step, which only reports read: of a step that was kept by an earlier run it is made
+    when they ask for it first.
+    """
 
     source_path: Path
     function: StepFunction
-    memory: Mapping[str, tuple[MemoryEvent, ...]]
+    memory: RegionMemory
     updates: UpdateKernels
+    details: Callable[[], LoweredStep]
+
+    @property
+    def lowered(self) -> LoweredStep:
+        """The step as a graph, with its predictions."""
+        return self.details()
+
+    @property
+    def graph(self) -> StepGraph:
+        """The graph behind all passes."""
+        return self.lowered.graph
+
+    @property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """The graph's regions and events, in order."""
+        return self.lowered.instructions
+
+    @property
+    def simulation(self) -> Simulation:
+        """The step's run on paper."""
+        return self.lowered.simulation
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The captured graph and the graph behind each pass."""
+        return self.lowered.stages
+
+    @property
+    def num_distinct_regions(self) -> int:
+        """Regions of different structure: what had to be compiled."""
+        return len(self.emitted.functions)
 
 
 def build(
     lowered: LoweredStep, layout: BucketLayout, settings: Settings, control: Control, backend: str
 ) -> CompiledStep:
     """Write the step's source, load it, and compile its regions if ``backend`` is ``"inductor"``."""
-    plan, simulation, source = lowered.plan, lowered.simulation, lowered.emitted.source
+    program = StepProgram.of(lowered, settings, backend)
+    path, loaded = load_program(program, settings, control, backend, lowered.plan.decisions_hash())
+    final = with_memory(lowered, layout, loaded.memory)
+    write_plan(path, final.plan.to_json(), control)
+    return compiled_step(program, path, loaded, final.plan, lambda: final)
+
+
+def load_program(
+    program: StepProgram, settings: Settings, control: Control, backend: str, decisions_hash: str
+) -> tuple[Path, LoadedStep]:
+    """Write a step's source, and load it with its regions; ``decisions_hash`` is its plan's."""
+    source = program.emitted.source
     # One plan leads to several files: the update in it changes with the optimizer's options.
-    folder = settings.dump_dir / hashlib.sha256((plan.decisions_hash() + source).encode()).hexdigest()[:12]
+    folder = settings.dump_dir / hashlib.sha256((decisions_hash + source).encode()).hexdigest()[:12]
     path = folder / "step.py"
     control.attempt("write the generated step", lambda: _write(path, source) if control.rank == 0 else None)
-    kernels = kernels_in_use(settings.kernels, lowered.graph.device) if backend == "inductor" else frozenset[str]()
-    loaded = load_step(
-        source, str(path), lowered.instructions, lowered.emitted.functions, control, backend, kernels, edited=False
-    )
-    if loaded.memory:
-        profiles = [(r, loaded.memory[r.key]) for r in regions_of(lowered.instructions) if r.key in loaded.memory]
-        simulation = replace(simulation, live=with_profiles(simulation.live, lowered.graph, profiles))
-        plan = plan.with_prediction(predict(lowered.graph, plan, layout, simulation))
+    kernels = _kernels(settings, program.device, backend)
+    functions = program.emitted.functions
+    return path, load_step(source, str(path), program.regions, functions, control, backend, kernels, edited=False)
+
+
+def with_memory(lowered: LoweredStep, layout: BucketLayout, memory: RegionMemory) -> LoweredStep:
+    """``lowered`` with what its compiled regions hold in the place of estimates."""
+    if not memory:
+        return lowered
+    profiles = [(one, memory[one.key]) for one in regions_of(lowered.instructions) if one.key in memory]
+    simulation = replace(lowered.simulation, live=with_profiles(lowered.simulation.live, lowered.graph, profiles))
+    plan = lowered.plan.with_prediction(predict(lowered.graph, lowered.plan, layout, simulation))
+    return replace(lowered, simulation=simulation, plan=plan)
+
+
+def write_plan(source_path: Path, text: str, control: Control) -> None:
+    """Put a step's plan beside its source."""
     if control.rank == 0:
-        (folder / "plan.json").write_text(plan.to_json())
+        (source_path.parent / "plan.json").write_text(text)
+
+
+def compiled_step(
+    program: StepProgram, path: Path, loaded: LoadedStep, plan: Plan, details: Callable[[], LoweredStep]
+) -> CompiledStep:
+    """A program that was loaded; ``plan`` has the predictions that hold for it."""
     return CompiledStep(
-        lowered.graph, plan, lowered.instructions, simulation, lowered.stages, lowered.emitted, path,
-        loaded.function, loaded.memory, loaded.updates,
+        plan, program.emitted, program.arguments, program.regions, program.num_regions, program.device, path,
+        loaded.function, loaded.memory, loaded.updates, details,
     )  # fmt: skip
+
+
+def _kernels(settings: Settings, device: torch.device, backend: str) -> frozenset[str]:
+    return kernels_in_use(settings.kernels, device) if backend == "inductor" else frozenset()
 
 
 @dataclass(frozen=True)
@@ -70,14 +166,14 @@ class LoadedStep:
     """A step function, what its compiled regions take and free inside, by key, and the kernels of its updates."""
 
     function: StepFunction
-    memory: Mapping[str, tuple[MemoryEvent, ...]]
+    memory: RegionMemory
     updates: UpdateKernels
 
 
 def load_step(
     source: str,
     filename: str,
-    instructions: tuple[Instruction, ...],
+    regions: Sequence[RegionFacts],
     functions: Mapping[str, str],
     control: Control,
     backend: str,
@@ -90,11 +186,10 @@ def load_step(
     ``kernels`` are those of zerofx's own that it uses. ``edited``: whether the file may read what the step does not.
     """
     namespace = load_source(source, filename)
-    regions = regions_of(instructions)
     updates = UpdateKernels({}, {})
     if UPDATE in kernels:
         known = {key: namespace[name] for key, name in functions.items()}
-        updates = update_kernels(regions, known, all_is_read=edited)
+        updates = kernels_of_facts(regions, known, all_is_read=edited)
     for key, kernel in updates.made.items():
         namespace[functions[key]] = kernel
     compiled: dict[str, CompiledRegion] = {}
@@ -103,9 +198,9 @@ def load_step(
         from zerofx.codegen.inductor import compile_region
 
         # A region without inputs only makes constants.
-        first = {r.key: r for r in reversed(regions) if not r.is_update and r.inputs}
-        mine, others = control.divide(sorted(first, key=lambda key: len(first[key].nodes), reverse=True))
-        inputs = {key: [value(n) for n in region.inputs] for key, region in first.items()}
+        first = {region.key: region for region in reversed(regions) if not region.is_update and region.inputs}
+        mine, others = control.divide(sorted(first, key=lambda key: first[key].num_nodes, reverse=True))
+        inputs = {key: region.inputs for key, region in first.items()}
 
         def compile_one(key: str) -> None:
             name = functions[key]

@@ -41,12 +41,13 @@ def capture_by_layer(
     check: bool = False,
     say: Callable[[str], object] = lambda _: None,
     cache: DiskCache = NOT_KEPT,
+    recorded: Recorded | None = None,
 ) -> StepGraph:
     """What ``capture`` gives, to the name, where layers repeat at a fraction of its cost; arguments as there.
 
     ``allowed``: whether layers may be stamped out. ``check``: whether what was stamped out, or read from ``cache``, is
     compared with a whole capture. ``say`` is told which layers were stamped out, or why none were, of a model that has
-    enough, and of a graph that was read, or why it is not kept.
+    enough, and of a graph that was read, or why it is not kept. ``recorded``: what ``recorded_forward`` has given.
 
     Raises:
         CaptureError: as ``capture``.
@@ -56,22 +57,17 @@ def capture_by_layer(
     if not repeats and cache.folder is None:
         return whole.capture()
     try:
-        record = whole.record()
-        kept = KeptCapture.of(cache, record, model, batch.names, compute_dtype, strides)
-        found = kept.read()
-        if found is None and kept.key is not None:
-            # What a first forward works out and the model remembers, no other does again.
-            record = whole.record()
-            kept = KeptCapture.of(cache, record, model, batch.names, compute_dtype, strides)
-            found = kept.read()
+        recorded = recorded or _recorded(whole, cache)
     except Exception as error:  # noqa: BLE001 - what the model's own code raises is explained where it is captured
         if repeats:
             say(f"captured layer by layer: {_in_short(error)}")
         if cache.folder is not None:
             say(f"not kept for the next run: {_in_short(error)}")
         return whole.capture()
-    if found is not None:
+    record, kept = recorded.record, recorded.kept
+    if recorded.text is not None:
         say("captured by an earlier run, whose forward was the same")
+        found: StepGraph | None = kept.graph(recorded.text)
     elif repeats and (found := _try_to_stamp(whole, repeats, record, say)) is not None:
         found = kept.keep(found, say)
     else:
@@ -81,7 +77,48 @@ def capture_by_layer(
             say("not kept for the next run: its forward does not do the same each time")
         else:
             found = kept.keep(found, say)
+    assert found is not None
     assert not check or found.text() == whole.capture().text(), "layers were stamped out, or kept, as they are not"
+    return found
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a model's forward does, and the place of its graph in the cache, with its text if an earlier run kept it."""
+
+    record: ForwardRecord
+    kept: KeptCapture
+    text: str | None
+
+
+def recorded_forward(
+    model: nn.Module,
+    batch: Batch,
+    cache: DiskCache,
+    *,
+    loss_fn: LossFunction | None = None,
+    compute_dtype: torch.dtype | None = None,
+    num_micro_batches: int = 1,
+    strides: Strides = MappingProxyType({}),
+) -> Recorded:
+    """Run and record a model's forward, and look for its graph in ``cache``; other arguments as for ``capture``.
+
+    Raises:
+        Exception: what the model's own code raises, and ``NotRepeatedError`` as ``record_forward``.
+    """
+    return _recorded(_Whole(model, batch, loss_fn, compute_dtype, num_micro_batches, strides), cache)
+
+
+def _recorded(whole: _Whole, cache: DiskCache) -> Recorded:
+    def once() -> Recorded:
+        record = whole.record()
+        kept = KeptCapture.of(cache, record, whole.model, whole.batch.names, whole.compute_dtype, whole.strides)
+        return Recorded(record, kept, kept.read())
+
+    found = once()
+    if found.text is None and found.kept.key is not None:
+        # What a first forward works out and the model remembers, no other does again.
+        found = once()
     return found
 
 

@@ -43,6 +43,11 @@ class ForwardRecord:
     asked: str
     foreign: str | None
 
+    @staticmethod
+    def empty() -> ForwardRecord:
+        """In the place of a record that is not needed any more."""
+        return ForwardRecord(fx.Graph(), "", None)
+
     def text(self) -> str:
         """All of it that a joint graph follows from: equal for equal forwards."""
         return f"{canonical(self.graph)}\n{self.asked}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,15 +48,15 @@ def to_json(step: StepGraph) -> str:
     values: dict[str, int] = {}
     nodes = []
     for place, node in enumerate(step.graph.nodes):
-        fake = json.dumps(_encoded(node.meta.get("val"), places))
+        fake = json.dumps(encoded(node.meta.get("val"), places))
         where = known_origin(node)
         nodes.append(
             [
                 node.op,
                 node.name,
                 _target_text(node),
-                _encoded(tuple(node.args), places),
-                {name: _encoded(given, places) for name, given in node.kwargs.items()},
+                encoded(tuple(node.args), places),
+                {name: encoded(given, places) for name, given in node.kwargs.items()},
                 values.setdefault(fake, len(values)),
                 [where.layer, where.phase] if where is not None else None,
             ]
@@ -68,7 +69,7 @@ def to_json(step: StepGraph) -> str:
             "nodes": nodes,
             "mutations": step.mutation_names,
             "gradients": step.gradient_names,
-            "constants": {name: _written(constant) for name, constant in step.constants.items()},
+            "constants": {name: encoded_constant(constant) for name, constant in step.constants.items()},
         }
     )
 
@@ -78,11 +79,11 @@ def from_json(text: str, like: StepGraph, mode: AbstractContextManager[Any]) -> 
     data = json.loads(text)
     graph, made = fx.Graph(), list[fx.Node]()
     with mode:
-        values = [_decoded(fake, []) for fake in data["values"]]
+        values = [decoded(fake, []) for fake in data["values"]]
     for op, name, target, args, kwargs, fake, where in data["nodes"]:
-        given = {key: _decoded(one, made) for key, one in kwargs.items()}
+        given = {key: decoded(one, made) for key, one in kwargs.items()}
         called = _operator(target) if op == "call_function" else name
-        node = graph.create_node(op, called, _decoded(args, made), given, name=name)
+        node = graph.create_node(op, called, decoded(args, made), given, name=name)
         node.name = name
         if op != "output":
             set_value(node, values[fake])
@@ -97,7 +98,7 @@ def from_json(text: str, like: StepGraph, mode: AbstractContextManager[Any]) -> 
         device=torch.device(data["device"]),
         mutation_names=list(data["mutations"]),
         gradient_names=list(data["gradients"]),
-        constants={name: _read(*constant) for name, constant in data["constants"].items()},
+        constants={name: decoded_constant(*constant) for name, constant in data["constants"].items()},
     )
 
 
@@ -113,14 +114,20 @@ def same_graph(one: StepGraph, other: StepGraph) -> bool:
     return constants and facts(one) == facts(other)
 
 
-def _written(constant: torch.Tensor) -> list[Any]:
+def encoded_constant(constant: torch.Tensor) -> list[Any]:
+    """A small tensor by its values.
+
+    Raises:
+        NotStorableError: it is too large, or complex.
+    """
     if constant.numel() > LARGEST_LITERAL or constant.dtype.is_complex:
         raise NotStorableError(f"a constant of {constant.numel()} elements of {constant.dtype}")
     dtype = str(constant.dtype).removeprefix("torch.")
     return [dtype, str(constant.device), list(constant.shape), constant.flatten().tolist()]
 
 
-def _read(dtype: str, device: str, shape: list[int], values: list[Any]) -> torch.Tensor:
+def decoded_constant(dtype: str, device: str, shape: list[int], values: list[Any]) -> torch.Tensor:
+    """What ``encoded_constant`` was given."""
     return torch.tensor(values, dtype=getattr(torch, dtype), device=device).reshape(shape)
 
 
@@ -142,7 +149,12 @@ def _operator(text: str) -> Any:
     return operator.getitem if text == "getitem" else operator.attrgetter(text)(torch.ops)
 
 
-def _encoded(given: Any, places: dict[fx.Node, int]) -> Any:
+def encoded(given: Any, places: Mapping[fx.Node, int] = MappingProxyType({})) -> Any:
+    """An argument, or a fake value, as JSON has it; ``places`` are those of nodes.
+
+    Raises:
+        NotStorableError: it has no text.
+    """
     if type(given) in _PLAIN:
         return given
     if isinstance(given, fx.Node):
@@ -152,9 +164,9 @@ def _encoded(given: Any, places: dict[fx.Node, int]) -> Any:
     if isinstance(given, torch.device):
         return {"device": str(given)}
     if isinstance(given, slice):
-        return {"slice": [_encoded(one, places) for one in (given.start, given.stop, given.step)]}
+        return {"slice": [encoded(one, places) for one in (given.start, given.stop, given.step)]}
     if isinstance(given, list | tuple):
-        found = [_encoded(one, places) for one in given]
+        found = [encoded(one, places) for one in given]
         kind = "size" if isinstance(given, torch.Size) else "tuple"
         return found if isinstance(given, list) else {kind: found}
     for name, kind_of in _NAMED.items():
@@ -163,9 +175,10 @@ def _encoded(given: Any, places: dict[fx.Node, int]) -> Any:
     raise NotStorableError(f"an argument of type {type(given).__name__}")
 
 
-def _decoded(given: Any, made: list[fx.Node]) -> Any:
+def decoded(given: Any, made: Sequence[fx.Node] = ()) -> Any:
+    """What ``encoded`` was given; ``made`` are the nodes."""
     if isinstance(given, list):
-        return [_decoded(one, made) for one in given]
+        return [decoded(one, made) for one in given]
     if not isinstance(given, dict):
         return given
     ((kind, found),) = given.items()
@@ -177,7 +190,7 @@ def _decoded(given: Any, made: list[fx.Node]) -> Any:
         return torch.device(found)
     if kind in _NAMED:
         return getattr(torch, found)
-    return _SEQUENCES[kind]([_decoded(one, made) for one in found])
+    return _SEQUENCES[kind]([decoded(one, made) for one in found])
 
 
 def _layout(fake: torch.Tensor) -> list[Any]:

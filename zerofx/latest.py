@@ -70,7 +70,7 @@ class LatestStep:
 
     def schedule(self) -> Schedule:
         """What the step that ran last does, in order: a row for each node with its bytes, time, stream and origin."""
-        return make_schedule(self.compiled)
+        return make_schedule(self.compiled.lowered)
 
     def save_plan(self, path: str | Path) -> None:
         """Write the plan of the step that ran last with its schedule, for ``compile(plan=path)`` and ``zerofx report``.
@@ -79,4 +79,4 @@ class LatestStep:
         """
         assert self._machine is not None, "a captured step has one"
         what = f"{type(self.model).__name__} with {type(self.optimizer).__name__}"
-        SavedPlan.of(self.compiled, self._machine, what).save(path)
+        SavedPlan.of(self.compiled.lowered, self._machine, what).save(path)

@@ -11,9 +11,10 @@ from types import MappingProxyType
 from torch import nn
 
 from zerofx.batch import Batch, micro_batch
-from zerofx.depth import capture_by_layer
+from zerofx.depth import Recorded, capture_by_layer, recorded_forward
 from zerofx.disk_cache import DiskCache
 from zerofx.errors import UsageError
+from zerofx.forward_record import ForwardRecord
 from zerofx.graph import StepGraph, Strides
 from zerofx.options import CompileOptions
 from zerofx.passes.accumulate import accumulate
@@ -47,6 +48,7 @@ class MicroBatches:
         self._talk = talk and settings.debug > 0
         self._captured: dict[int, StepGraph] = {}  # of one micro-batch each, before it is unrolled
         self._unrolled: dict[int, StepGraph] = {}
+        self._recorded: dict[int, Recorded] = {}
         self.candidates: Sequence[int] = _candidates(batch, options)
         self.slices: tuple[SliceDecision, ...] = ()
 
@@ -58,6 +60,34 @@ class MicroBatches:
         """
         found = copy.copy(self)
         found.slices, found._unrolled = slices, {}
+        return found
+
+    def recorded(self) -> Recorded | None:
+        """What the forward does, and the place of its graph in the cache.
+
+        None where nothing is kept, where the graph is to be compared with a capture, where more numbers of
+        micro-batches than one may be planned for, and where the forward cannot be recorded.
+        """
+        cache = DiskCache(self._settings.cache_dir)
+        if cache.folder is None or self._settings.verify == 2 or len(self.candidates) != 1:
+            return None
+        num = self.candidates[0]
+        if num not in self._recorded:
+            try:
+                self._recorded[num] = recorded_forward(
+                    self._model, self._part(num), cache, loss_fn=self._options.loss_fn,
+                    compute_dtype=self._options.compute_dtype, num_micro_batches=num, strides=self._strides,
+                )  # fmt: skip
+            except Exception:  # noqa: BLE001 - what the model's own code raises is explained where it is captured
+                return None
+        return self._recorded[num]
+
+    def without_batch(self) -> MicroBatches:
+        """The same step, whose graph has been read, without what it takes to run the model."""
+        found = copy.copy(self)
+        nowhere = tuple(tensor.to("meta") for tensor in self._batch.tensors)
+        found._batch = replace(self._batch, tensors=nowhere, call=((), {}))
+        found._recorded = {num: replace(one, record=ForwardRecord.empty()) for num, one in self._recorded.items()}
         return found
 
     @property
@@ -87,7 +117,8 @@ class MicroBatches:
     def _divided(self, num: int) -> Collection[str]:
         return self._batch.divided_names() if num > 1 else frozenset()
 
-    def _capture(self, num: int) -> StepGraph:
+    def _part(self, num: int) -> Batch:
+        """The first of ``num`` micro-batches."""
         batch, divided = self._batch, self._divided(num)
         if num > 1:
             size = batch.size()
@@ -99,10 +130,14 @@ class MicroBatches:
             named = zip(batch.names, batch.tensors, strict=True)
             first = tuple(micro_batch(tensor, 0, num) if name in divided else tensor for name, tensor in named)
             batch = replace(batch, tensors=first)
+        return batch
+
+    def _capture(self, num: int) -> StepGraph:
         step = capture_by_layer(
-            self._model, batch, loss_fn=self._options.loss_fn, compute_dtype=self._options.compute_dtype,
+            self._model, self._part(num), loss_fn=self._options.loss_fn, compute_dtype=self._options.compute_dtype,
             num_micro_batches=num, strides=self._strides, allowed="stamp" not in self._settings.disable,
             check=self._settings.verify == 2, say=self._say, cache=DiskCache(self._settings.cache_dir),
+            recorded=self._recorded.get(num),
         )  # fmt: skip
         if "simplify" not in self._settings.disable:
             simplify(step)

@@ -67,7 +67,7 @@ def kept_plan(
         repr(layout), repr(machine), repr(memory_budget), repr(sorted(settings.disable)),
         repr(sorted(kernels_in_use(settings.kernels, captured.device))),
         *(f"{one.name}: {getattr(options, one.name)!r}" for one in fields(options) if one.name not in _ELSEWHERE),
-        _mapping_text(options.tile), str(policy.prefetch), _mapping_text(policy.keep),
+        mapping_text(options.tile), str(policy.prefetch), mapping_text(policy.keep),
         *(f"{index}: {_program_text(program)}" for index, program in sorted(programs.items())),
     )  # fmt: skip
     key = key_of("plan", parts)
@@ -89,7 +89,7 @@ def _answer(search: Callable[[], Plan]) -> str:
         return json.dumps({"refusal": str(refusal), "least_bytes": refusal.least_bytes})
 
 
-def _mapping_text(given: Collection[str] | Mapping[str, object]) -> str:
+def mapping_text(given: Collection[str] | Mapping[str, object]) -> str:
     """A text that does not depend on the order of a set; that of a mapping counts."""
     if isinstance(given, str):
         return given

@@ -59,8 +59,8 @@ class Step(StepBuilder):
         try:
             self._runtime.begin(advance.values, agreed)
             with torch.no_grad():
-                state = state_tensors(compiled.graph, self.model, self._state)
-                given = (self._runtime, state, batch_tensors(compiled.graph, batch, self.options.compute_dtype))
+                state = state_tensors(compiled.arguments, self.model, self._state)
+                given = (self._runtime, state, batch_tensors(compiled.arguments, batch, self.options.compute_dtype))
                 if self._meter is None:
                     outcome = self._graphs.run(compiled, *given)
                 else:
@@ -283,7 +283,7 @@ class Step(StepBuilder):
         compiled = self.compiled
         if self._state is None or self._tiers is None:
             raise UsageError("expected to ask what is where before close(), found the step closed")
-        state = state_tensors(compiled.graph, self.model, self._state)
+        state = state_tensors(compiled.arguments, self.model, self._state)
         held = {tier: size for tier, size in self._tiers.held_bytes.items() if size}
         return {"device": persistent_bytes(state.values()), **held}
 
@@ -378,7 +378,7 @@ class Step(StepBuilder):
         kernels = kernels_in_use(self.settings.kernels, self._device) if backend == "inductor" else frozenset[str]()
         with on_device(self._device):
             loaded = load_step(
-                text, str(path), compiled.instructions, functions, self._control, backend, kernels, edited=True
+                text, str(path), compiled.regions, functions, self._control, backend, kernels, edited=True
             )
         replaced = replace(
             compiled, function=loaded.function, updates=loaded.updates, source_path=Path(path),

@@ -13,7 +13,8 @@ from torch import nn
 
 from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout
-from zerofx.building import Prepared, build_within_budget, describe_request, machine_at_hand, prepare
+from zerofx.building import describe_request, machine_at_hand
+from zerofx.capture import tracing_device
 from zerofx.checks import device_of
 from zerofx.compiler import CompiledStep
 from zerofx.deferred import becoming_real
@@ -30,7 +31,7 @@ from zerofx.plan_choice import budget_bytes, host_budget_bytes
 from zerofx.runtime.allocator import keep_freed_memory
 from zerofx.runtime.capturing import CudaCapturer
 from zerofx.runtime.collectives import make_transport
-from zerofx.runtime.control import WORK_SECONDS, Control
+from zerofx.runtime.control import Control
 from zerofx.runtime.executor import Runtime
 from zerofx.runtime.graphed import GraphedSteps
 from zerofx.runtime.measure import Measurement, Meter
@@ -41,6 +42,7 @@ from zerofx.runtime.values import Values
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.settings import read_settings
+from zerofx.warm_start import Built, Earlier, Request, build_step
 
 
 class StepBuilder(LatestStep):
@@ -177,20 +179,19 @@ class StepBuilder(LatestStep):
 
             beside = preparation(next(self.model.parameters()).device.type).begun()
         with beside, self._unguarded(), collecting_recent_garbage_only():
-            prepared = self._control.attempt("capture a step", lambda: self._prepare(batch), WORK_SECONDS)
-            prepared.agree(self._control)
-            machine = self._machine or machine_at_hand(prepared.captured.device, self.options)
-            prepared, compiled = build_within_budget(prepared, machine, self.options, self.settings, self._control)
-        self._machine = machine
+            # A capture has the same device.
+            machine = self._machine or machine_at_hand(tracing_device(self.model, batch), self.options)
+            built = self._build_step(batch, machine)
+        self._machine, compiled = machine, built.compiled
         if self.options.cuda_graphs is True and (obstacle := self._graph_obstacle(compiled)):
             raise UsageError(
                 f"expected a step that CUDA graphs can be made of, since cuda_graphs=True, found that {obstacle}: give "
                 f"cuda_graphs='auto' to have them where they are possible"
             )
-        self._prepare_tiers(compiled, prepared.captured.device, machine)
+        self._prepare_tiers(compiled, compiled.device, machine)
         if self._state is None:
-            self._take_over(prepared.layout, prepared.binding, prepared.captured.device, compiled.plan)
-            self._allocate_states(prepared.programs)
+            self._take_over(built.layout, built.binding, compiled.device, compiled.plan)
+            self._allocate_states(built.programs)
         return compiled
 
     def _graph_obstacle(self, compiled: CompiledStep) -> str:
@@ -202,7 +203,7 @@ class StepBuilder(LatestStep):
         assert self._machine is not None, "a compiled step has been planned for one"
         budget = budget_bytes(self.options.memory_budget, self._machine)
         device = device_of(self.model)
-        return machine_obstacle(device) or step_obstacle(compiled, device, budget)
+        return machine_obstacle(device) or step_obstacle(compiled.lowered, device, budget)
 
     def _prepare_tiers(self, compiled: CompiledStep, device: torch.device, machine: Machine) -> None:
         limit = host_budget_bytes(self.options.host_budget, machine)
@@ -213,11 +214,15 @@ class StepBuilder(LatestStep):
             num_local_ranks = len(self._control.ranks_of_host(purpose))
             self._control.attempt(purpose, lambda: tiers.prepare(peaks, num_local_ranks))
 
-    def _prepare(self, batch: Batch) -> Prepared:
-        return prepare(
-            self.model, self.optimizer, batch, self.options, self.settings, self._control.num_ranks,
-            self._layout, self._binding, self._state, talk=self._control.rank == 0,
-        )  # fmt: skip
+    def _build_step(self, batch: Batch, machine: Machine) -> Built:
+        request = Request(
+            self.model, self.optimizer, batch, self.options, self.settings, self._control.num_ranks, machine
+        )
+        earlier = None
+        if self._state is not None:
+            assert self._layout is not None and self._binding is not None
+            earlier = Earlier(self._layout, self._binding, self._state)
+        return build_step(request, earlier, self._control)
 
     def _announce_shape(self, described: Mapping[str, str]) -> None:
         if len(self._shapes) >= self.options.max_shapes:

@@ -28,6 +28,7 @@ from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.guards import claim, release
 from zerofx.loss import LossFunction
 from zerofx.lowering import lower
+from zerofx.micro_batches import MicroBatches
 from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, Wire, check_options
 from zerofx.plan_choice import budget_bytes
 from zerofx.progress import watched
@@ -172,9 +173,11 @@ class _Tuner:
         training = self._training
         batch = Batch.of(training.args, training.keywords)
         check_batch(training.model, batch)
+        talk = self._control.rank == 0
+        captures = MicroBatches(training.model, batch, self._options, self._settings, talk=talk)
         return prepare(
-            training.model, training.optimizer, batch, self._options, self._settings, self._control.num_ranks,
-            None, None, None, talk=self._control.rank == 0,
+            training.model, training.optimizer, captures, self._options, self._control.num_ranks, None, None, None,
+            talk=talk,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ running

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,35 +11,50 @@ from torch import nn
 
 from zerofx.batch import Batch, micro_batch
 from zerofx.graph import StepGraph
-from zerofx.node_facts import Role, placeholder
+from zerofx.node_facts import Placeholder, Role, placeholder
 from zerofx.runtime.state import TrainingState
 
 
-def state_tensors(step: StepGraph, model: nn.Module, state: TrainingState) -> dict[str, Any]:
+@dataclass(frozen=True)
+class StepArguments:
+    """What a step asks for when it is called: what its placeholders stand for, by name, and its constants by theirs."""
+
+    placeholders: Mapping[str, Placeholder]
+    constants: Mapping[str, torch.Tensor]
+    num_micro_batches: int
+
+    @staticmethod
+    def of(step: StepGraph) -> StepArguments:
+        """Those of a step behind all passes."""
+        named = {node.name: placeholder(node) for node in step.placeholders()}
+        return StepArguments(named, step.constants, step.num_micro_batches)
+
+
+def state_tensors(step: StepArguments, model: nn.Module, state: TrainingState) -> dict[str, Any]:
     """Parameters, optimizer states, buffers and constants: what stays between steps."""
     buffers = dict(model.named_buffers())
     tensors: dict[str, Any] = {}
-    for node in step.placeholders():
-        what = placeholder(node)
+    for name, what in step.placeholders.items():
         if what.role is Role.BUFFER:
-            tensors[node.name] = buffers[what.name]
+            tensors[name] = buffers[what.name]
         elif what.role is Role.CONSTANT:
-            tensors[node.name] = step.constants[what.name]
+            tensors[name] = step.constants[what.name]
         elif what.bucket is not None:
-            tensors[node.name] = state.buckets[what.bucket].value(what.role, what.name)
+            tensors[name] = state.buckets[what.bucket].value(what.role, what.name)
     return tensors
 
 
-def batch_tensors(step: StepGraph, batch: Batch, compute_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def batch_tensors(step: StepArguments, batch: Batch, compute_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """The batch's tensors, or the parts of them that are micro-batches; floating-point ones cast to ``compute_dtype``
     if there is one."""
     by_name = dict(zip(batch.names, batch.tensors, strict=True))
     found = {}
-    for node in step.placeholders(Role.INPUT):
-        what = placeholder(node)
+    for name, what in step.placeholders.items():
+        if what.role is not Role.INPUT:
+            continue
         given = by_name[what.name].detach()
         if what.part is not None:
             given = micro_batch(given, what.part, step.num_micro_batches)
         cast = compute_dtype is not None and given.is_floating_point()
-        found[node.name] = given.to(compute_dtype) if cast else given
+        found[name] = given.to(compute_dtype) if cast else given
     return found

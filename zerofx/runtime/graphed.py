@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from zerofx.codegen.regions import regions_of
 from zerofx.compiler import CompiledStep
 from zerofx.errors import CompilerError, warn
 from zerofx.runtime.capturing import Capturer
@@ -130,14 +129,14 @@ class GraphedSteps:
                 f"into them instead"
             )
             return
-        regions = regions_of(entry.step.instructions)
+        regions = entry.step.regions
         names = entry.step.emitted.functions
         fresh = all(one.recording is None for one in self._entries.values())
         try:
             entry.recording = record(
                 capturer,
                 entry.step.function,
-                {names[region.key]: len(region.outputs) for region in regions},
+                {names[region.key]: region.num_outputs for region in regions},
                 frozenset(names[region.key] for region in regions if region.is_update),
                 runtime,
                 state,

@@ -1,0 +1,76 @@
+"""What it takes to compile and to run the distinct regions of a step, without the graph that they were cut from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from zerofx.codegen.regions import Region
+from zerofx.node_facts import value
+from zerofx.passes.base import consumers
+from zerofx.scheduler.storage import storage_source
+from zerofx.scheduler.streams import runs_on_host
+
+
+@dataclass(frozen=True)
+class RegionFacts:
+    """What all regions of one key have in common.
+
+    ``inputs`` are fake tensors, or scalars. ``on_host``: whether one of them runs on the host. ``dying`` are, of
+    updates, the numbers of the inputs whose memory is not read again behind any of them, where that was asked for.
+    """
+
+    key: str
+    inputs: tuple[Any, ...]
+    num_nodes: int
+    num_outputs: int
+    is_update: bool
+    on_host: bool
+    dying: frozenset[int] = frozenset()
+
+
+def region_facts(regions: Sequence[Region], *, with_updates: bool) -> tuple[RegionFacts, ...]:
+    """The facts of each key among ``regions``, all of a step's, in the order in which keys come first.
+
+    ``with_updates``: whether updates run on kernels of ours, which ask for ``dying``.
+    """
+    equal: dict[str, list[Region]] = {}
+    for region in regions:
+        equal.setdefault(region.key, []).append(region)
+    return tuple(_facts(key, found, with_dying=with_updates) for key, found in equal.items())
+
+
+def _facts(key: str, equal: Sequence[Region], *, with_dying: bool) -> RegionFacts:
+    first = equal[0]
+    on_host = any(runs_on_host(region.nodes[-1]) for region in equal)
+    dying = frozenset[int]()
+    if with_dying and first.is_update and not on_host:
+        # Equal regions share a kernel: what it leaves out must be needed behind none of them.
+        dying = frozenset.intersection(*(_dying(region) for region in equal))
+    return RegionFacts(
+        key, tuple(value(node) for node in first.inputs), len(first.nodes), len(first.outputs), first.is_update,
+        on_host, dying,
+    )  # fmt: skip
+
+
+def _dying(region: Region) -> frozenset[int]:
+    """The numbers of the inputs whose memory is given back behind the region, or written before it is read again."""
+    last = region.own[-1]
+    return frozenset(
+        number
+        for number, node in enumerate(region.inputs)
+        if storage_source(node)[0].op != "placeholder" and all(not last < reader for reader in _readers(node))
+    )
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """All nodes that read the memory of ``node``, under any name."""
+    source = storage_source(node)
+    found = consumers(source[0])
+    for reader in found:
+        if storage_source(reader) == source:  # it writes there, and hands on the same memory
+            found.extend(further for further in consumers(reader) if further not in found)
+    return found
