@@ -3,7 +3,8 @@
     python -m benchmarks.kernels                    # those for CUDA
     python -m benchmarks.kernels --device cpu       # that for CPUs, with this process's threads
 
-- **attention**, on a CPU: forward and backward in float32, of some shapes: ATen's operator and the kernel.
+- **attention**, on a CPU: forward and backward in float32, of some shapes, causal, under a mask and without:
+  ATen's operator and the kernel.
 - **update**: AdamW on one bucket with float32 masters and states, gradient and parameters in bfloat16: unscale, cast,
   update, copy. ATen's four kernels, the same arithmetic written out under ``torch.compile``, and the kernel.
 - **quantise**, **sum**: a bucket in bfloat16 to 8 bits and the sum of 8 such parts back: ATen's operators, the same
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -217,24 +219,30 @@ def loss_group(num_rows: int, dim: int, num_classes: int, device: torch.device) 
     return Group("loss", contenders)
 
 
-def attention_group(samples: int, heads: int, tokens: int, dim: int, *, is_causal: bool, backward: bool) -> Group:
-    """Attention, or its gradients, by ATen and by the kernel, of views of one product as models have them."""
+def attention_group(samples: int, heads: int, tokens: int, dim: int, *, seen: str, backward: bool) -> Group:
+    """Attention, or its gradients, by ATen and by the kernel, of views of one product as models have them.
+
+    ``seen``: "all", "causal", or "mask" for a causal mask that is given as a tensor, one for each sample.
+    """
     packed = torch.randn(samples, tokens, 3 * heads * dim)
     query, key, value = (one.unflatten(-1, (heads, dim)).transpose(1, 2) for one in packed.split(heads * dim, -1))
-    call = (query, key, value, 0.0, is_causal)
-    results = _aten._scaled_dot_product_flash_attention_for_cpu(*call)
+    is_causal = seen == "causal"
+    mask = torch.full((samples, 1, tokens, tokens), -math.inf).triu(1) if seen == "mask" else None
+    forward = partial(_aten._scaled_dot_product_flash_attention_for_cpu, attn_mask=mask)
+    results = forward(query, key, value, 0.0, is_causal)
     grad, given = torch.randn_like(results[0]), (query, key, value, *results)
     contenders: dict[str, Callable[[], object]] = {
-        "torch": partial(_aten._scaled_dot_product_flash_attention_for_cpu, *call),
-        "kernel": partial(ops.attention, query, key, value, is_causal, None),
+        "torch": partial(forward, query, key, value, 0.0, is_causal),
+        "kernel": partial(ops.attention, query, key, value, mask, is_causal, None),
     }
     if backward:
+        theirs = partial(_aten._scaled_dot_product_flash_attention_for_cpu_backward, attn_mask=mask)
         contenders = {
-            "torch": partial(_aten._scaled_dot_product_flash_attention_for_cpu_backward, grad, *given, 0.0, is_causal),
-            "kernel": partial(ops.attention_backward, grad, *given, is_causal, None),
+            "torch": partial(theirs, grad, *given, 0.0, is_causal),
+            "kernel": partial(ops.attention_backward, grad, *given, mask, is_causal, None),
         }
     name = f"attention {samples}x{heads}x{tokens}x{dim}"
-    return Group(f"{name}{', causal' if is_causal else ''}{', backward' if backward else ''}", contenders)
+    return Group(f"{name}{'' if seen == 'all' else f', {seen}'}{', backward' if backward else ''}", contenders)
 
 
 def measure(group: Group, num_rounds: int, device: torch.device) -> dict[str, Measured]:
@@ -345,9 +353,9 @@ def main() -> None:
     else:
         name = f"{device_name('cpu')}, {torch.get_num_threads()} threads"
         makers = [
-            partial(attention_group, *shape, is_causal=is_causal, backward=backward)
+            partial(attention_group, *shape, seen=seen, backward=backward)
             for shape in ATTENTION_SHAPES
-            for is_causal in (True, False)
+            for seen in ("causal", "mask", "all")
             for backward in (False, True)
         ]
     bandwidth = copy_bandwidth(numel, device, options.rounds)

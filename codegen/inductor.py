@@ -188,7 +188,7 @@ def _attention(
 ) -> Any:  # fmt: skip
     if not has_kernel(query, key, value, attn_mask, dropout):
         return NotImplemented
-    return torch.ops.zerofx.attention(query, key, value, is_causal, scale)
+    return torch.ops.zerofx.attention(query, key, value, attn_mask, is_causal, scale)
 
 
 def _attention_backward(
@@ -198,7 +198,8 @@ def _attention_backward(
 ) -> Any:  # fmt: skip
     if not has_kernel(query, key, value, attn_mask, dropout):
         return NotImplemented
-    return torch.ops.zerofx.attention_backward(grad, query, key, value, result, log_sums, is_causal, scale)
+    given = (grad, query, key, value, result, log_sums, attn_mask)
+    return torch.ops.zerofx.attention_backward(*given, is_causal, scale)
 
 
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from zerofx.attention import backward_scratch_numel, forward_scratch_numel
+from zerofx.attention import backward_scratch_numel, forward_scratch_numel, mask_scratch_numel
 from zerofx.node_facts import given, ints
 from zerofx.norms import square_sum_workspace_bytes
 from zerofx.quantise import BLOCK, ENCODINGS, unpacked_numel
@@ -231,14 +231,20 @@ def _attention_backward(node: fx.Node) -> int:
 
 
 def _own_attention(node: fx.Node) -> int:
-    return torch.get_num_threads() * 4 * forward_scratch_numel(given(node, 0).shape[3])
+    query, key = given(node, 0), given(node, 1)
+    return torch.get_num_threads() * 4 * forward_scratch_numel(query.shape[3]) + _mask_ends(node, 3, key)
 
 
 def _own_attention_backward(node: fx.Node) -> int:
     """A gradient whose rows are not in one piece is copied."""
-    grad = given(node, 0)
+    grad, key = given(node, 0), given(node, 2)
     copied = storage_bytes(grad) if grad.stride(3) != 1 else 0
-    return torch.get_num_threads() * 4 * backward_scratch_numel(grad.shape[3]) + copied
+    return torch.get_num_threads() * 4 * backward_scratch_numel(grad.shape[3]) + copied + _mask_ends(node, 6, key)
+
+
+def _mask_ends(node: fx.Node, index: int, key: torch.Tensor) -> int:
+    """Of the argument that is a mask, or None."""
+    return 0 if node.args[index] is None else 4 * mask_scratch_numel(given(node, index), key.shape[2])
 
 
 def _batch_norm(node: fx.Node) -> int:

@@ -26,18 +26,24 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """``fused``: torch's kernel; or logits, softmax and values one after the other, with a causal mask."""
+    """``fused``: torch's kernel; or logits, softmax and values one after the other, with a causal mask. ``mask``: what
+    torch's kernel is given in place of its own causal one, "shared" by all samples, or "own" to each."""
 
-    def __init__(self, dim: int, heads: int, fused: bool) -> None:
+    def __init__(self, dim: int, heads: int, fused: bool, mask: str | None = None) -> None:
         super().__init__()
-        self.heads, self.fused = heads, fused
+        self.heads, self.fused, self.mask = heads, fused, mask
         self.qkv = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, dim = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
-        if self.fused:
+        if self.mask is not None:
+            allowed = torch.ones(time, time, dtype=torch.bool).tril()
+            if self.mask == "own":
+                allowed = allowed & (x[:, None, None, :, 0] > -1.0)  # a query may see nothing at all
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        elif self.fused:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             logits = q @ k.transpose(-2, -1) / (dim // self.heads) ** 0.5

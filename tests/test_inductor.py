@@ -36,6 +36,15 @@ def test_one_process_trains_like_eager_mode_within_rounding() -> None:
     assert differences(train_plain(STACK_CASE, STEPS), found, TOLERANCE) == []
 
 
+@pytest.mark.slow
+def test_a_model_that_makes_masks_trains_like_eager_mode_within_rounding_and_the_same_with_all_computed_again() -> None:
+    case = replace(CASES["llama masked"], optimizer=sgd)
+    first = train_compiled(case, 3, STEPS, backend="inductor")
+    assert differences(train_plain(case, STEPS), first, TOLERANCE) == []
+    again = train_compiled(case, 3, STEPS, backend="inductor", recompute="full")
+    assert differences(first, again, 0.0) == []
+
+
 def _compare() -> dict[str, list[str]]:
     expected = train_plain(GPT_CASE, STEPS)
     first = train_compiled(GPT_CASE, 3, STEPS, backend="inductor")

@@ -13,21 +13,39 @@ CONSTANTS = f"constexpr long QUERIES = {QUERIES}, KEYS = {KEYS}, SPAN = {SPAN};\
 
 
 def forward_scratch_numel(dim: int) -> int:
-    """Elements that each thread holds in the forward: keys, values, scores, and results with their tops and totals."""
-    return 2 * KEYS * dim + QUERIES * KEYS + SPAN * (dim + 2)
+    """Elements that each thread holds in the forward: keys, values, scores, results with their tops and totals, and a
+    row of the mask."""
+    return 2 * KEYS * dim + QUERIES * KEYS + SPAN * (dim + 2) + KEYS
 
 
 def backward_scratch_numel(dim: int) -> int:
-    """Elements that each thread holds in the backward: keys and values in five forms, scores, queries and gradients."""
-    return 5 * KEYS * dim + 2 * QUERIES * KEYS + 2 * QUERIES * dim
+    """Elements that each thread holds in the backward: keys and values in five forms, scores, queries and gradients,
+    and a row of the mask."""
+    return 5 * KEYS * dim + 2 * QUERIES * KEYS + 2 * QUERIES * dim + KEYS
 
 
-def has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, dropout: float) -> bool:
-    """Whether the kernel computes this call: float32 on a CPU, no mask but a causal one, no dropout, as many heads of
-    keys and values, of one width, as of queries, and each row's elements beside each other."""
+def mask_rows(mask: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """The rows of ``num_keys`` that a mask has, ``[1 | samples, 1 | heads, 1 | queries, num_keys]``: a view of it in
+    which what it repeats along a dimension of rows is there once."""
+    rows = mask if mask.dim() == 4 else mask[None, None]
+    for dim in range(3):
+        rows = rows.narrow(dim, 0, 1) if rows.stride(dim) == 0 else rows
+    return rows.expand(-1, -1, -1, num_keys)
+
+
+def mask_scratch_numel(mask: torch.Tensor, num_keys: int) -> int:
+    """Elements of four bytes that all threads hold together for a mask: where each row ends in each block of keys."""
+    return mask_rows(mask, num_keys)[..., 0].numel() * -(-num_keys // KEYS)
+
+
+def has_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float
+) -> bool:
+    """Whether the kernel computes this call: float32 on a CPU, no dropout, as many heads of keys and values, of one
+    width, as of queries, each row's elements beside each other, and no mask but one that is added and has no gradient,
+    which ATen would have to compute."""
     return (
-        mask is None
-        and dropout == 0.0
+        dropout == 0.0
         and query.dim() == 4
         and all(
             one.dtype == torch.float32 and one.device.type == "cpu" and one.stride(3) == 1
@@ -37,6 +55,17 @@ def has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
         and (query.shape[:2], query.shape[3]) == (key.shape[:2], key.shape[3])
         and query.numel() > 0
         and key.numel() > 0
+        and (mask is None or _is_added(mask, (*query.shape[:3], key.shape[2])))
+    )
+
+
+def _is_added(mask: torch.Tensor, scores: tuple[int, ...]) -> bool:
+    return (
+        mask.dtype == torch.float32
+        and mask.device.type == "cpu"
+        and not mask.requires_grad
+        and mask.dim() in (2, 4)
+        and all(size in (1, whole) for size, whole in zip(mask.shape, scores[-mask.dim() :], strict=True))
     )
 
 

@@ -82,10 +82,12 @@ _library.define("gather_on_node(Tensor part, int bucket, int num_ranks) -> Tenso
 _library.define("exchange(Tensor parts, int bucket, int num_ranks, str group) -> Tensor")
 _library.define("second_shard(Tensor full, int bucket, int num_ranks) -> Tensor")
 _library.define("square_sum(Tensor values) -> Tensor")
-_library.define("attention(Tensor query, Tensor key, Tensor value, bool is_causal, float? scale) -> (Tensor, Tensor)")
+_library.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale) -> (Tensor, Tensor)"
+)
 _library.define(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor result, Tensor log_sums, "
-    "bool is_causal, float? scale) -> (Tensor, Tensor, Tensor)"
+    "Tensor? mask, bool is_causal, float? scale) -> (Tensor, Tensor, Tensor)"
 )
 _library.define("launch_square_sum(Tensor values) -> Tensor")
 _library.define("part(Tensor(a) whole, int[] size, int[] stride, int offset) -> Tensor(a)")
@@ -169,7 +171,7 @@ def _one_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_args: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_results(query)
 

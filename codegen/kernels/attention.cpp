@@ -26,13 +26,54 @@ struct Rows {
   float* of(int64_t at_sample, int64_t at_head) const { return data + at_sample * sample + at_head * head; }
 };
 
+constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
+
+// What is added to the scores: a row of num_keys for each sample, head and query, or, where there is but one, for all of
+// them; strides in elements. The ends are found once for all heads that share a row: how many keys of each block of
+// KEYS there are up to the last one that is not hidden.
+struct Mask {
+  const float* data;
+  int64_t samples, heads, queries, sample, head, query, key;
+  int32_t* ends;
+  int64_t num_blocks;
+
+  int64_t row(int64_t at_sample, int64_t at_head, int64_t at_query) const {
+    const int64_t one_of_all = samples == 1 ? 0 : at_sample, one_of_sample = heads == 1 ? 0 : at_head;
+    return (one_of_all * heads + one_of_sample) * queries + (queries == 1 ? 0 : at_query);
+  }
+  const float* of_row(int64_t row) const {
+    return data + row / queries / heads * sample + row / queries % heads * head + row % queries * query;
+  }
+  int64_t end(int64_t row, int64_t first_key) const { return ends[row * num_blocks + first_key / KEYS]; }
+  // num elements of a row beside each other: where they lie, or in copied.
+  const float* beside(int64_t row, int64_t first_key, int64_t num, float* copied) const {
+    const float* from = of_row(row) + first_key * key;
+    if (key == 1) return from;
+    for (int64_t k = 0; k < num; ++k) copied[k] = from[k * key];
+    return copied;
+  }
+};
+
 struct Problem {
   int64_t samples, heads, num_queries, num_keys, dim;
   bool is_causal;
   float scale;
-  // How many of num_here keys from first_key on the query sees: those at or before its own place.
-  int64_t num_seen(int64_t query, int64_t first_key, int64_t num_here) const {
-    return is_causal ? std::clamp<int64_t>(query + 1 - first_key, 0, num_here) : num_here;
+  Mask mask;
+
+  bool is_masked() const { return mask.data != nullptr; }
+  // How many of num_here keys from first_key, where a block begins, there are up to the last one that the query sees:
+  // none is after its own place if causal.
+  int64_t num_seen(int64_t at_sample, int64_t at_head, int64_t query, int64_t first_key, int64_t num_here) const {
+    const int64_t seen = is_causal ? std::clamp<int64_t>(query + 1 - first_key, 0, num_here) : num_here;
+    return is_masked() ? std::min(seen, mask.end(mask.row(at_sample, at_head, query), first_key)) : seen;
+  }
+  // The most that one of the queries from first to last sees.
+  int64_t most_seen(int64_t at_sample, int64_t at_head, int64_t first, int64_t last, int64_t first_key,
+                    int64_t num_here) const {
+    int64_t most = num_seen(at_sample, at_head, last, first_key, num_here);
+    for (int64_t query = first; is_masked() && query < last && most < num_here; ++query)
+      most = std::max(most, num_seen(at_sample, at_head, query, first_key, num_here));
+    return most;
   }
 };
 
@@ -152,15 +193,43 @@ inline float dot(const float* one, const float* other, int64_t num) {
                                          other, num);
 }
 
+// Scores to score * scale + mask.
+inline void add_mask(float* scores, const float* mask, int64_t num, float scale) {
+  at::vec::map2<float>([=](Vec x, Vec y) { return at::vec::fmadd(x, Vec(scale), y); }, scores, scores, mask, num);
+}
+
 // Scores to exp(score * scale - top).
 inline void exponentials(float* scores, int64_t num, float scale, float top) {
   at::vec::map<float>([=](Vec x) { return at::vec::fmsub(x, Vec(scale), Vec(top)).exp_u20(); }, scores, scores, num);
 }
 
+// How many values there are up to the last one that is not HIDDEN.
+inline int64_t shown(const float* values, int64_t num) {
+  for (int64_t tail = num % WIDTH; tail > 0; --tail)
+    if (values[num - num % WIDTH + tail - 1] != HIDDEN) return num - num % WIDTH + tail;
+  for (int64_t first = num - num % WIDTH - WIDTH; first >= 0; first -= WIDTH)
+    if ((Vec::loadu(values + first) == Vec(HIDDEN)).zero_mask() != 0) {
+      int64_t last = WIDTH;
+      while (values[first + last - 1] == HIDDEN) --last;
+      return first + last;
+    }
+  return 0;
+}
+
+void find_ends(const Mask& mask, int64_t num_keys, float* scratch) {
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < mask.samples * mask.heads * mask.queries; ++row)
+    for (int64_t block = 0; block < mask.num_blocks; ++block) {
+      const int64_t num = std::min(KEYS, num_keys - block * KEYS);
+      mask.ends[row * mask.num_blocks + block] =
+          static_cast<int32_t>(shown(mask.beside(row, block * KEYS, num, scratch), num));
+    }
+}
+
 // SPAN queries of a head at a time: each block of keys is packed once for all of them. A row's largest score and sum
 // are kept as blocks of keys go by, and its result is scaled anew where a larger score turns up.
 void forward(const Problem& problem, Rows queries, Rows keys, Rows values, Rows result, Rows log_sums, float* scratch) {
-  const auto [samples, heads, num_queries, num_keys, dim, is_causal, scale] = problem;
+  const auto [samples, heads, num_queries, num_keys, dim, is_causal, scale, mask] = problem;
   const int64_t spans = (num_queries + SPAN - 1) / SPAN;
 #pragma omp for schedule(static)
   for (int64_t task = 0; task < samples * heads * spans; ++task) {
@@ -172,29 +241,42 @@ void forward(const Problem& problem, Rows queries, Rows keys, Rows values, Rows 
     float* sums = scores + QUERIES * KEYS;
     float* tops = sums + SPAN * dim;
     float* totals = tops + SPAN;
-    const int64_t num_read = is_causal ? std::min(num_keys, end) : num_keys;
-    for (int64_t first_key = 0; first_key < num_read; first_key += KEYS) {
-      const int64_t block = std::min(KEYS, num_read - first_key);
+    float* row_mask = totals + SPAN;
+    bool has_begun[(SPAN + QUERIES - 1) / QUERIES] = {};  // by block of queries: whether there are sums to add to
+    std::fill_n(tops, end - begin, HIDDEN);
+    std::fill_n(totals, end - begin, 0.f);
+    for (int64_t first_key = 0; first_key < num_keys; first_key += KEYS) {
+      const int64_t block =
+          problem.most_seen(sample, head, begin, end - 1, first_key, std::min(KEYS, num_keys - first_key));
+      if (block == 0) continue;
       pack_transposed(keys.of(sample, head) + first_key * keys.token, keys.token, packed_keys, block, dim);
       copy_rows(values.of(sample, head) + first_key * values.token, values.token, packed_values, dim, block, dim);
       for (int64_t first = begin; first < end; first += QUERIES) {
         const int64_t rows = std::min(QUERIES, end - first);
-        const int64_t here = problem.num_seen(first + rows - 1, first_key, block);
+        const int64_t here = problem.most_seen(sample, head, first, first + rows - 1, first_key, block);
         if (here == 0) continue;
         float* result_sums = sums + (first - begin) * dim;
+        bool& begun = has_begun[(first - begin) / QUERIES];
         product({queries.of(sample, head) + first * queries.token, queries.token, 1}, {packed_keys, PANEL, PANEL * dim},
                 scores, KEYS, rows, in_panels(here), dim, false);
         for (int64_t row = 0; row < rows; ++row) {
           float* row_scores = scores + row * KEYS;
           float &top = tops[first - begin + row], &total = totals[first - begin + row];
-          const int64_t seen = problem.num_seen(first + row, first_key, here);
+          int64_t seen = problem.num_seen(sample, head, first + row, first_key, here);
+          float block_top = HIDDEN;
+          if (seen > 0 && problem.is_masked()) {
+            add_mask(row_scores, mask.beside(mask.row(sample, head, first + row), first_key, seen, row_mask), seen, scale);
+            block_top = largest(row_scores, seen);
+            if (block_top == HIDDEN) seen = 0;  // scores so low that with what is added they are beyond all numbers
+          } else if (seen > 0) {
+            block_top = largest(row_scores, seen) * scale;
+          }
           std::fill(row_scores + seen, row_scores + here, 0.f);
           if (seen == 0) continue;
-          const float block_top = largest(row_scores, seen) * scale;
-          const float new_top = first_key == 0 ? block_top : std::max(top, block_top);
-          exponentials(row_scores, seen, scale, new_top);
+          const float new_top = std::max(top, block_top);
+          exponentials(row_scores, seen, problem.is_masked() ? 1.f : scale, new_top);
           const float block_total = sum(row_scores, seen);
-          if (first_key == 0) {
+          if (top == HIDDEN) {
             total = block_total;
           } else {
             const float shrink = std::exp(top - new_top);
@@ -204,15 +286,22 @@ void forward(const Problem& problem, Rows queries, Rows keys, Rows values, Rows 
           }
           top = new_top;
         }
-        product({scores, KEYS, 1}, {packed_values, dim, PANEL}, result_sums, dim, rows, dim, here, first_key != 0);
+        product({scores, KEYS, 1}, {packed_values, dim, PANEL}, result_sums, dim, rows, dim, here, begun);
+        begun = true;
       }
     }
     for (int64_t query = begin; query < end; ++query) {
       const int64_t row = query - begin;
+      float* to = result.of(sample, head) + query * result.token;
+      float& log_sum = log_sums.of(sample, head)[query * log_sums.token];
+      if (totals[row] == 0.f) {  // the query sees nothing: as ATen has it, the result is zero, and so is the logarithm
+        std::fill_n(to, dim, 0.f);
+        log_sum = 0.f;
+        continue;
+      }
       const Vec factor(1.f / totals[row]);
-      at::vec::map<float>([=](Vec x) { return x * factor; }, result.of(sample, head) + query * result.token,
-                          sums + row * dim, dim);
-      log_sums.of(sample, head)[query * log_sums.token] = tops[row] + std::log(totals[row]);
+      at::vec::map<float>([=](Vec x) { return x * factor; }, to, sums + row * dim, dim);
+      log_sum = tops[row] + std::log(totals[row]);
     }
   }
 }
@@ -221,7 +310,7 @@ void forward(const Problem& problem, Rows queries, Rows keys, Rows values, Rows 
 // time, and with them the gradients of keys and values, while that of the queries is summed up over blocks of keys.
 void backward(const Problem& problem, Rows queries, Rows keys, Rows values, Rows result, Rows log_sums, Rows grads,
               Rows query_grads, Rows key_grads, Rows value_grads, float* scratch) {
-  const auto [samples, heads, num_queries, num_keys, dim, is_causal, scale] = problem;
+  const auto [samples, heads, num_queries, num_keys, dim, is_causal, scale, mask] = problem;
 #pragma omp for schedule(static)
   for (int64_t task = 0; task < samples * heads; ++task) {
     const int64_t sample = task / heads, head = task % heads;
@@ -234,6 +323,7 @@ void backward(const Problem& problem, Rows queries, Rows keys, Rows values, Rows
     float* score_grads = probabilities + QUERIES * KEYS;
     float* packed_queries = score_grads + QUERIES * KEYS;
     float* packed_grads = packed_queries + QUERIES * dim;
+    float* row_mask = packed_grads + QUERIES * dim;
     for (int64_t first_key = 0; first_key < num_keys; first_key += KEYS) {
       const int64_t block = std::min(KEYS, num_keys - first_key);
       const float* block_keys = keys.of(sample, head) + first_key * keys.token;
@@ -244,8 +334,13 @@ void backward(const Problem& problem, Rows queries, Rows keys, Rows values, Rows
       std::fill_n(value_sums, block * dim, 0.f);
       for (int64_t first = 0; first < num_queries; first += QUERIES) {
         const int64_t rows = std::min(QUERIES, num_queries - first);
-        const int64_t here = problem.num_seen(first + rows - 1, first_key, block);
-        if (here == 0) continue;
+        const int64_t here = problem.most_seen(sample, head, first, first + rows - 1, first_key, block);
+        float* row_query_grads = query_grads.of(sample, head) + first * query_grads.token;
+        if (here == 0) {
+          for (int64_t row = 0; first_key == 0 && row < rows; ++row)
+            std::fill_n(row_query_grads + row * query_grads.token, dim, 0.f);
+          continue;
+        }
         copy_rows(queries.of(sample, head) + first * queries.token, queries.token, packed_queries, dim, rows, dim);
         copy_rows(grads.of(sample, head) + first * grads.token, grads.token, packed_grads, dim, rows, dim);
         product({packed_queries, dim, 1}, {transposed_keys, PANEL, PANEL * dim}, probabilities, KEYS, rows,
@@ -253,10 +348,13 @@ void backward(const Problem& problem, Rows queries, Rows keys, Rows values, Rows
         product({packed_grads, dim, 1}, {transposed_values, PANEL, PANEL * dim}, score_grads, KEYS, rows,
                 in_panels(here), dim, false);
         for (int64_t row = 0; row < rows; ++row) {
-          const int64_t query = first + row, seen = problem.num_seen(query, first_key, here);
+          const int64_t query = first + row, seen = problem.num_seen(sample, head, query, first_key, here);
           float *row_probabilities = probabilities + row * KEYS, *row_grads = score_grads + row * KEYS;
           const Vec factor(scale), delta(dot(result.of(sample, head) + query * result.token, packed_grads + row * dim, dim));
-          exponentials(row_probabilities, seen, scale, log_sums.of(sample, head)[query * log_sums.token]);
+          if (problem.is_masked())
+            add_mask(row_probabilities, mask.beside(mask.row(sample, head, query), first_key, seen, row_mask), seen, scale);
+          exponentials(row_probabilities, seen, problem.is_masked() ? 1.f : scale,
+                       log_sums.of(sample, head)[query * log_sums.token]);
           at::vec::map2<float>([=](Vec grad, Vec probability) { return (grad - delta) * probability * factor; },
                                row_grads, row_grads, row_probabilities, seen);
           std::fill(row_probabilities + seen, row_probabilities + here, 0.f);
@@ -265,8 +363,7 @@ void backward(const Problem& problem, Rows queries, Rows keys, Rows values, Rows
         product({probabilities, 1, KEYS}, {packed_grads, dim, PANEL}, value_sums, dim, here, dim, rows, true);
         product({score_grads, 1, KEYS}, {packed_queries, dim, PANEL}, key_sums, dim, here, dim, rows, true);
         product({score_grads, KEYS, 1}, {packed_keys, dim, PANEL},
-                query_grads.of(sample, head) + first * query_grads.token, query_grads.token, rows, dim, here,
-                first_key != 0);
+                row_query_grads, query_grads.token, rows, dim, here, first_key != 0);
       }
       copy_rows(key_sums, dim, key_grads.of(sample, head) + first_key * key_grads.token, key_grads.token, block, dim);
       copy_rows(value_sums, dim, value_grads.of(sample, head) + first_key * value_grads.token, value_grads.token,
@@ -277,22 +374,27 @@ void backward(const Problem& problem, Rows queries, Rows keys, Rows values, Rows
 
 }  // namespace
 
-// Sizes: samples, heads, queries, keys, dim, whether causal, threads, scratch elements of a thread; then the strides of
-// sample, head and token, tensor by tensor. The forward is run where there are no gradients. Other threads may run Python
+// Sizes: samples, heads, queries, keys, dim, whether causal, threads, scratch elements of a thread; of the mask, how many
+// samples, heads and queries have rows of their own, and its strides; then the strides of sample, head and token, tensor
+// by tensor. The forward is run where there are no gradients. Other threads may run Python
 // meanwhile, as with ATen's operators: what reads messages or moves data between tiers does.
 extern "C" void kernel(float* queries, float* keys, float* values, float* result, float* log_sums, float* grads,
-                       float* query_grads, float* key_grads, float* value_grads, float* scratch, const int64_t* sizes,
-                       float scale) {
-  const Problem problem{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5] != 0, scale};
+                       float* query_grads, float* key_grads, float* value_grads, const float* mask, int32_t* ends, float* scratch,
+                       const int64_t* sizes, float scale) {
+  const int64_t num_keys = sizes[3];
+  const Mask added{mask,      sizes[8],  sizes[9],  sizes[10], sizes[11],
+                   sizes[12], sizes[13], sizes[14], ends,      (num_keys + KEYS - 1) / KEYS};
+  const Problem problem{sizes[0], sizes[1], sizes[2], num_keys, sizes[4], sizes[5] != 0, scale, added};
   const int64_t num_threads = sizes[6], scratch_numel = sizes[7];
   const auto rows = [&](float* data, int64_t number) {
-    const int64_t* strides = sizes + 8 + 3 * number;
+    const int64_t* strides = sizes + 15 + 3 * number;
     return Rows{data, strides[0], strides[1], strides[2]};
   };
   PyThreadState* const thread = PyEval_SaveThread();
 #pragma omp parallel num_threads(num_threads)
   {
     float* own = scratch + omp_get_thread_num() * scratch_numel;
+    if (problem.is_masked()) find_ends(added, num_keys, own);
     if (grads == nullptr)
       forward(problem, rows(queries, 0), rows(keys, 1), rows(values, 2), rows(result, 3), rows(log_sums, 4), own);
     else

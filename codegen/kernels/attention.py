@@ -15,10 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx.attention import CONSTANTS, backward_scratch_numel, empty_results, forward_scratch_numel
+from zerofx.attention import (
+    CONSTANTS,
+    backward_scratch_numel,
+    empty_results,
+    forward_scratch_numel,
+    mask_rows,
+    mask_scratch_numel,
+)
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_ARGUMENTS = ("float*",) * 10 + ("int64_t*", "float")
+_ARGUMENTS = ("float*",) * 10 + ("int32_t*", "float*", "int64_t*", "float")
 
 
 @functools.cache
@@ -33,11 +40,16 @@ def build() -> Callable[..., None]:
     return build_cpp(_ARGUMENTS, CONSTANTS + _SOURCE.read_text())
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """``softmax(query @ key^T * scale) @ value`` for values that ``zerofx.attention.has_kernel`` accepts.
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """``softmax(query @ key^T * scale + mask) @ value`` for values that ``zerofx.attention.has_kernel`` accepts.
+
+    What no query of a block of queries sees is not read: a mask that hides half costs half.
 
     Args:
         query: ``[samples, heads, queries, dim]``; ``key`` and ``value`` are ``[samples, heads, keys, dim]``.
+        mask: added to the scores, which it is broadcast to; None for nothing. A row that hides all keys gives zeros.
         is_causal: whether a query sees only the keys up to its own place.
         scale: of the scores; None for ``1 / sqrt(dim)``.
 
@@ -46,28 +58,35 @@ def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale:
     """
     result, log_sums = empty_results(query)
     given = (query, key, value, result, log_sums)
-    _launch(given, forward_scratch_numel(query.shape[3]), is_causal, scale)
+    _launch(given, mask, forward_scratch_numel(query.shape[3]), is_causal, scale)
     return result, log_sums
 
 
 def attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, result: Tensor, log_sums: Tensor,
-    is_causal: bool, scale: float | None,
+    mask: Tensor | None, is_causal: bool, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of ``query``, ``key`` and ``value`` where ``grad`` is that of ``result``; see ``attention``."""
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     given = (query, key, value, result, log_sums, grad, *grads)
-    _launch(given, backward_scratch_numel(query.shape[3]), is_causal, scale)
+    _launch(given, mask, backward_scratch_numel(query.shape[3]), is_causal, scale)
     return grads
 
 
-def _launch(given: tuple[Tensor, ...], scratch_numel: int, is_causal: bool, scale: float | None) -> None:
+def _launch(
+    given: tuple[Tensor, ...], mask: Tensor | None, scratch_numel: int, is_causal: bool, scale: float | None
+) -> None:
     rows = [one if one.dim() == 3 or one.stride(3) == 1 else one.contiguous() for one in given]
     samples, heads, num_queries, dim = rows[0].shape
-    num_threads = torch.get_num_threads()
-    sizes: list[Any] = [samples, heads, num_queries, rows[1].shape[2], dim, is_causal, num_threads, scratch_numel]
+    num_keys, num_threads = rows[1].shape[2], torch.get_num_threads()
+    added = rows[0].new_empty(0) if mask is None else mask_rows(mask, num_keys)
+    num_ends = 0 if mask is None else mask_scratch_numel(mask, num_keys)
+    sizes: list[Any] = [samples, heads, num_queries, num_keys, dim, is_causal, num_threads, scratch_numel]
+    sizes += [0] * 7 if mask is None else [*added.shape[:3], *added.stride()]
     for one in rows:
         sizes += one.stride()[:3]
     scratch = rows[0].new_empty(num_threads * scratch_numel)
+    ends = rows[0].new_empty(num_ends, dtype=torch.int32)
     absent = [rows[0].new_empty(0)] * (9 - len(rows))
-    build()(*rows, *absent, scratch, torch.tensor(sizes), 1 / math.sqrt(dim) if scale is None else scale)
+    scale = 1 / math.sqrt(dim) if scale is None else scale
+    build()(*rows, *absent, added, ends, scratch, torch.tensor(sizes), scale)

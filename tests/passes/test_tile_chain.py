@@ -43,6 +43,19 @@ def test_backward_computes_a_tiles_forward_again(golden: Callable[..., None]) ->
     golden(difference(step.text(), tiled(step, 2).text()))
 
 
+@pytest.mark.parametrize("mask", ["shared", "own"])
+def test_masked_attention_is_tiled_by_samples(mask: str) -> None:
+    model, x = Stack(Attention(8, 2, fused=True, mask=mask)), torch.randn(3, 32, 8)
+    step = captured(model, x)
+    (chain,) = find_chains(step)
+    assert chain.num_rows == 3
+    loss, gradients = run_graph(step, model, (x,))
+    again, split = run_graph(tiled(step, 3), model, (x,))
+    torch.testing.assert_close(again, loss)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(split[name], gradient)
+
+
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
 def test_attention_of_cuda_is_tiled_by_samples_with_a_generator_state_for_each_tile(
     kind: str, monkeypatch: pytest.MonkeyPatch

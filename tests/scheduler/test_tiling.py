@@ -101,6 +101,23 @@ def test_compiled_tiles_train_like_the_whole() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # importing Inductor warns
+@pytest.mark.parametrize("mask", ["shared", "own"])
+def test_compiled_tiles_of_masked_attention_train_like_the_whole(mask: str) -> None:
+    model, x = Stack(Attention(8, 2, fused=True, mask=mask)), torch.randn(3, 32, 8)
+    reference = copy.deepcopy(model)
+    step = zerofx.compile(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), machine="cpu", tile={"": 3}
+    )
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, foreach=False)
+    check_training(step, reference, optimizer, x, 3)
+    assert [one.num_tiles for one in step.plan.tiles] == [3]
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("tile", [{"layers.9": 2}, {"layers.0": 65}])
 def test_names_without_anything_to_tile_are_refused(tile: dict[str, int]) -> None:
     model, x = mlps(1, dim=8, inner=64), torch.randn(64, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,17 @@ def attention_backward() -> tuple[Any, ...]:
     query, key, value, dropout, causal = attention()
     result, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, dropout, causal)
     return torch.ones_like(result), query, key, value, result, logsumexp, dropout, causal
+
+
+def our_attention(is_masked: bool) -> tuple[Any, ...]:
+    query, key, value, _, is_causal = attention()
+    return query, key, value, rand(2, 1, 40, 40) if is_masked else None, is_causal, None
+
+
+def our_attention_backward(is_masked: bool) -> tuple[Any, ...]:
+    query, key, value, *how = our_attention(is_masked)
+    results = ops.attention(query, key, value, *how)
+    return torch.ones_like(results[0]), query, key, value, *results, *how
 
 
 def convolution(batch: int, channels: int, size: int, outputs: int, kernel: int, stride: int) -> tuple[Any, ...]:
@@ -110,6 +122,10 @@ def classes(dtype: torch.dtype) -> tuple[Any, ...]:
 CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "attention": (aten._scaled_dot_product_flash_attention_for_cpu.default, attention),
     "attention backward": (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, attention_backward),
+    "our attention": (ops.attention, lambda: our_attention(False)),
+    "our attention under a mask": (ops.attention, lambda: our_attention(True)),
+    "our attention backward": (ops.attention_backward, lambda: our_attention_backward(False)),
+    "our attention backward under a mask": (ops.attention_backward, lambda: our_attention_backward(True)),
     "convolution": (aten.convolution.default, lambda: convolution(16, 16, 12, 32, 3, 1)),
     "convolution of odd channels": (aten.convolution.default, lambda: convolution(2, 20, 16, 24, 3, 1)),
     "convolution of RGB": (aten.convolution.default, lambda: convolution(2, 3, 32, 16, 3, 1)),
@@ -251,8 +267,11 @@ def test_what_holds_nothing_where_it_reads_dense_values(name: str, dtype: torch.
         assert not is_unknown(node)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # our kernels import Inductor, which warns
 @pytest.mark.parametrize("name", CASES)
 def test_rule(name: str) -> None:
+    if name.startswith("our") and not any(map(shutil.which, ("g++", "clang++"))):
+        pytest.skip("needs a C++ compiler")
     target, make = CASES[name]
     args = make()
     node = call(target, args)
