@@ -95,7 +95,8 @@ def _built(request: Request, captures: MicroBatches, earlier: Earlier | None, co
     def prepared_here() -> Prepared:
         return prepare(
             request.model, request.optimizer, captures, request.options, request.num_ranks,
-            earlier.layout if earlier else None, earlier.binding if earlier else None, earlier.state if earlier else None,
+            earlier.layout if earlier else None, earlier.binding if earlier else None,
+            earlier.state if earlier else None,
             talk=control.rank == 0,
         )  # fmt: skip
 
