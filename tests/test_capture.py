@@ -180,7 +180,8 @@ class _Rescaled(Regression):
         self.table = nn.Embedding(DIM, DIM, max_norm=1.0)
 
     def predict(self, x: Tensor) -> Tensor:
-        return x + self.table(torch.arange(DIM))[0]  # the line to blame
+        row: Tensor = self.table(torch.arange(DIM))[0]  # the line to blame
+        return x + row
 
 
 class _Data(Regression):

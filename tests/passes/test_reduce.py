@@ -121,7 +121,7 @@ class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(8, 8)])
-        self.norm = nn.LayerNorm(8)
+        self.norm: nn.Module = nn.LayerNorm(8)
         self.head = nn.Linear(8, 256, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ def _mapped() -> int:
 
 def _in_one_piece() -> dict[str, Any]:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    transport, found = _transport(), {}
+    transport, found = _transport(), dict[str, Any]()
     ours = _runtime(transport)
     for size in (1, 3, 1000, 300_001):
         shard = transport.share(torch.arange(size) * 10.0 + rank)
