@@ -271,6 +271,17 @@ def test_switches_count(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None
     assert starts.is_built()
 
 
+def test_another_number_of_threads_counts(starts: Starts) -> None:
+    starts.see()
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert starts.is_built()
+    finally:
+        torch.set_num_threads(before)
+    assert not starts.is_built()
+
+
 @pytest.mark.parametrize("version", ["torch.__version__", "torch.version.git_version", "sys.version"])
 def test_other_versions_are_built(starts: Starts, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     starts.is_built()

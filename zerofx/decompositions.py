@@ -28,7 +28,7 @@ def decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
     def drawn_in_place(x: torch.Tensor, p: float) -> torch.Tensor:
         """What ``x.bernoulli_(p)`` makes of ``x``: eager mode draws where it writes, in the order of the memory."""
         outermost = sorted(range(x.dim()), key=x.stride, reverse=True)
-        drawn = aten.bernoulli.p(x.permute(outermost), p)
+        drawn: torch.Tensor = aten.bernoulli.p(x.permute(outermost), p)
         return drawn.permute(sorted(range(x.dim()), key=outermost.__getitem__))
 
     def bernoulli(x: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Any:

@@ -147,6 +147,7 @@ def step_key(
     parts = (
         capture_key, update, repr(groups), repr(earlier),
         repr(sorted(batch.described().items())), repr(machine), str(num_ranks), str(device),
+        f"{torch.get_num_threads()} threads",  # each takes memory of its own
         *(f"{one.name}: {getattr(options, one.name)!r}" for one in fields(options) if one.name not in _ELSEWHERE),
         mapping_text(options.tile), str(policy.prefetch), mapping_text(policy.keep),
         plan.to_json() if plan is not None else "no plan", repr(sorted(settings.disable)), str(settings.verify),

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 
+import torch
+
 from zerofx.buckets import BucketLayout
 from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.disk_cache import DiskCache, key_of
@@ -65,6 +67,7 @@ def kept_plan(
         repr(sorted(captured.units)), repr((captured.mutation_names, captured.gradient_names, captured.slices)),
         repr((captured.num_micro_batches, on_cpu)), repr(sorted((found or {}).items())),
         repr(layout), repr(machine), repr(memory_budget), repr(sorted(settings.disable)),
+        f"{torch.get_num_threads()} threads",  # each takes memory of its own
         repr(sorted(kernels_in_use(settings.kernels, captured.device))),
         *(f"{one.name}: {getattr(options, one.name)!r}" for one in fields(options) if one.name not in _ELSEWHERE),
         mapping_text(options.tile), str(policy.prefetch), mapping_text(policy.keep),
