@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -106,6 +107,27 @@ def _one_lets_go() -> str:
 @linux
 def test_a_message_fails_where_the_other_rank_lets_go() -> None:
     assert run_ranks(_one_lets_go, 2) == ["RuntimeError", ""]
+
+
+def _added() -> list[bool]:
+    """Whether what is received is the sum of both, in whole pieces and not, and leaves what it was made of."""
+    rank = dist.get_rank()
+    (channel,) = open_channels(_own_group(), Workers("messages")).values()
+    assert isinstance(channel, MemoryChannel)
+    found = []
+    for tag, (size, dtype) in enumerate(itertools.product((1, 1000, 32_768, 300_001), (torch.float32, torch.bfloat16))):
+        sent = [torch.randn(size, generator=torch.Generator().manual_seed(one)).to(dtype) for one in range(2)]
+        own, into = sent[rank].clone(), torch.empty(size, dtype=dtype)
+        messages = [channel.receive_added(into, own, tag), channel.send(sent[rank], tag)]
+        for message in messages:
+            message.wait()
+        found.append(torch.equal(into, sent[0] + sent[1]) and torch.equal(own, sent[rank]))
+    return found
+
+
+@linux
+def test_what_is_received_can_be_added_to_on_its_way() -> None:
+    assert all(all(found) for found in run_ranks(_added, 2))
 
 
 class _Told:

@@ -22,6 +22,10 @@ import torch.distributed as dist
 
 from zerofx.runtime.copies import Workers
 
+# What is read at a time where it is added to: it fits into a core's cache with what is added, and is as much as torch
+# adds on one thread (at::internal::GRAIN_SIZE). The thread that reads is not to have others of its own.
+_PIECE_NUMEL = 32_768
+
 
 class Message(Protocol):
     """A message under way, to be awaited once."""
@@ -64,20 +68,33 @@ class MemoryChannel:
         return _Sent(self._words.send(where, 2 * tag), self._words.receive(torch.empty(1), 2 * tag + 1), where, tensor)
 
     def receive(self, tensor: torch.Tensor, tag: int) -> Message:
+        return self._receive(tensor, None, tag)
+
+    def receive_added(self, tensor: torch.Tensor, own: torch.Tensor, tag: int) -> Message:
+        """Receive into a flat tensor the sum of what is sent and ``own``, which has to stay as it is until then.
+
+        Each piece is added while it is in the processor's cache.
+        """
+        return self._receive(tensor, own, tag)
+
+    def _receive(self, tensor: torch.Tensor, own: torch.Tensor | None, tag: int) -> Message:
         where = torch.zeros(2, dtype=torch.int64)
         told = self._words.receive(where, 2 * tag)
 
         def read() -> None:
-            nonlocal tensor
+            nonlocal tensor, own
             told.wait()
             address, num_bytes = where.tolist()
             assert num_bytes == tensor.nbytes, f"{num_bytes} bytes are sent where {tensor.nbytes} are expected"
             try:
-                read_memory(self._pid, address, tensor)
+                if own is None:
+                    read_memory(self._pid, address, tensor)
+                else:
+                    _read_added(self._pid, address, tensor, own)
             except OSError as error:
                 raise RuntimeError(f"process {self._pid} of another rank cannot be read any more: {error}") from error
-            # A thread's job outlives the moment at which it is known to be done, and the buffer may be freed then.
-            del tensor
+            # A thread's job outlives the moment at which it is known to be done, and the buffers may be freed then.
+            del tensor, own
             self._words.send(torch.empty(1), 2 * tag + 1).wait()
 
         return _Received(self._readers, read)
@@ -126,6 +143,13 @@ def read_memory(pid: int, address: int, into: torch.Tensor) -> None:
         if num_bytes <= 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         done += num_bytes
+
+
+def _read_added(pid: int, address: int, into: torch.Tensor, own: torch.Tensor) -> None:
+    for piece, mine in zip(into.split(_PIECE_NUMEL), own.split(_PIECE_NUMEL), strict=True):
+        read_memory(pid, address, piece)
+        piece.add_(mine)
+        address += piece.nbytes
 
 
 def open_channels(group: dist.ProcessGroup, readers: Workers) -> dict[int, Channel]:

@@ -75,13 +75,18 @@ class PointToPoint(Transport):
         if num_shard:
             tag = self._tag()
             slices = gradients.chunk(self.num_ranks)
-            works += [self._receive(buffer, peer, tag) for buffer, peer in zip(received, self._peers, strict=True)]
+            if adds := self._adder():
+                works.append(adds(received[0], slices[self.rank], tag))
+            else:
+                works += [self._receive(buffer, peer, tag) for buffer, peer in zip(received, self._peers, strict=True)]
             works += [self._send(slices[peer], peer, tag) for peer in self._peers]
         arrived = self._under_way(works, received[0].nbytes * len(self._peers))
 
         def finish(source: torch.Tensor | None) -> torch.Tensor:
             assert source is not None
             arrived()
+            if self._adder():
+                return received.pop()
             own = source.narrow(0, self.rank * num_shard, num_shard)
             parts = [*received[: self.rank], own, *received[self.rank :]]
             total = torch.add(parts[0], parts[1], out=received[0])
@@ -147,6 +152,11 @@ class PointToPoint(Transport):
             if own.data_ptr() != shard.data_ptr():
                 own.copy_(shard)
         return works
+
+    def _adder(self) -> Callable[[torch.Tensor, torch.Tensor, int], Message] | None:
+        """What receives and adds at once: of two ranks, whose sum has no order."""
+        channel = self._channels[self._peers[0]] if len(self._peers) == 1 else None
+        return channel.receive_added if isinstance(channel, MemoryChannel) else None
 
     def _under_way(self, works: list[Message], num_bytes: int) -> Callable[[], None]:
         """What waits for messages, ``num_bytes`` of them sent; as a step is measured, a thread sees them come."""
