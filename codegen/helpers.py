@@ -93,6 +93,7 @@ class Helpers:
         self._command = list(command)
         self._patience_seconds = patience_seconds
         self._over = threading.Event()
+        self._taking = threading.Lock()  # a helper is busy from the moment at which a task is no longer there
         self._idle: set[subprocess.Popen[bytes]] = set()
         self._busy: set[subprocess.Popen[bytes]] = set()
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_helpers)]
@@ -105,10 +106,11 @@ class Helpers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tasks.clear()
-        self._over.set()
-        for process in [*self._idle, *(self._busy if kind is not None else ())]:
-            process.kill()
+        with self._taking:
+            self._tasks.clear()
+            self._over.set()
+            for process in [*self._idle, *(self._busy if kind is not None else ())]:
+                process.kill()
         for thread in self._threads:
             thread.join()
 
@@ -117,11 +119,15 @@ class Helpers:
         while (found := self._next()) is not None:
             yield found[0]
 
-    def _next(self) -> tuple[str, Task] | None:
-        try:
+    def _next(self, process: subprocess.Popen[bytes] | None = None) -> tuple[str, Task] | None:
+        """A task, for a helper's process or for this one."""
+        with self._taking:
+            if not self._tasks:
+                return None
+            if process is not None:
+                self._busy.add(process)
+                self._idle.discard(process)
             return self._tasks.popleft()
-        except IndexError:
-            return None
 
     def _serve(self) -> None:
         """Start a helper, and give it tasks for as long as there are any."""
@@ -146,8 +152,6 @@ class Helpers:
     def _feed(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
         # A helper says that it is ready, and then that each task is done. One that has died says nothing.
-        while not self._over.is_set() and process.stdout.readline() and (found := self._next()) is not None:
-            self._busy.add(process)
-            self._idle.discard(process)
+        while not self._over.is_set() and process.stdout.readline() and (found := self._next(process)) is not None:
             process.stdin.write(pickle.dumps(found[1]))
             process.stdin.flush()
