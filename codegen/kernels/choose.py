@@ -23,24 +23,15 @@ class UpdateKernels:
     reasons: Mapping[str, str]
 
 
-def update_kernels(
-    regions: Sequence[Region],
-    functions: Mapping[str, Callable[[list[Any]], object]] | None = None,
-    *,
-    all_is_read: bool = False,
-) -> UpdateKernels:
+def update_kernels(regions: Sequence[Region], *, all_is_read: bool = False) -> UpdateKernels:
     """The kernels of the updates among ``regions``.
 
     Args:
         regions: all of a step's, in order.
-        functions: the regions' functions by key, as the step's file has them; those that it will have if None.
         all_is_read: whether what nothing in the graph reads later has to be stored all the same.
     """
     updates = [region for region in regions if region.is_update]
-    if functions is None:
-        functions = {
-            region.key: _function_of(region) for region in {one.key: one for one in reversed(updates)}.values()
-        }
+    functions = {key: _function_of(region) for key, region in {one.key: one for one in reversed(updates)}.items()}
     return kernels_of_facts(region_facts(updates, with_updates=True), functions, all_is_read=all_is_read)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.graphs import Normed, Shifts, Tied, TwoBlocks, calls, prepare, token_ids
+from tests.graphs import Normed, Prepared, Shifts, Tied, TwoBlocks, calls, prepare, token_ids
 from zerofx import ops
 from zerofx.node_facts import tensor
 from zerofx.passes.base import consumers
@@ -130,13 +130,19 @@ class Classifier(nn.Module):
         return torch.logsumexp(self.head(self.norm(x)), 1).mean()
 
 
-def test_an_output_layers_weight_is_released_before_its_gradient_is_made() -> None:
-    prepared = prepare(Classifier(), (torch.randn(4, 8),)).run("reduce")
+def _places_of_the_head(prepared: Prepared) -> tuple[int, int, int]:
+    """Where the output layer's weight is released first, and its gradient buffer is made and reduced."""
     names = [node.name for node in prepared.step.calls()]
     (bucket,) = [b for b in prepared.layout.buckets if any(slot.name == "head.weight" for slot in b.slots)]
     residency = next(n for n, gather in enumerate(prepared.plan.gathers) if gather.bucket == bucket.index)
     (release,) = [n for n in calls(prepared.step, ops.release) if n.all_input_nodes[0].name == f"full_{residency}"]
-    assert names.index(release.name) < names.index(f"grads_{bucket.index}") < names.index(f"reduce_{bucket.index}")
+    return names.index(release.name), names.index(f"grads_{bucket.index}"), names.index(f"reduce_{bucket.index}")
+
+
+def test_an_output_layers_weight_is_released_before_its_gradient_is_made() -> None:
+    prepared = prepare(Classifier(), (torch.randn(4, 8),)).run("reduce")
+    released, made, reduced = _places_of_the_head(prepared)
+    assert released < made < reduced
 
 
 class RootMeanSquare(nn.Module):
@@ -154,19 +160,13 @@ def test_a_norm_of_several_operators_does_not_hold_an_output_layers_weight_besid
     model = Classifier()
     model.norm = RootMeanSquare(8)
     prepared = prepare(model, (torch.randn(20, 8),)).run("reduce")
-    names = [node.name for node in prepared.step.calls()]
-    (bucket,) = [b for b in prepared.layout.buckets if any(slot.name == "head.weight" for slot in b.slots)]
-    residency = next(n for n, gather in enumerate(prepared.plan.gathers) if gather.bucket == bucket.index)
-    (release,) = [n for n in calls(prepared.step, ops.release) if n.all_input_nodes[0].name == f"full_{residency}"]
-    assert names.index(release.name) < names.index(f"grads_{bucket.index}") < names.index(f"reduce_{bucket.index}")
+    released, made, reduced = _places_of_the_head(prepared)
+    assert released < made < reduced
 
 
 def test_where_a_run_holds_much_more_an_output_layers_gradient_is_made_before_it() -> None:
     model = Classifier()
     model.norm = RootMeanSquare(8)
     prepared = prepare(model, (torch.randn(400, 8),)).run("reduce")
-    names = [node.name for node in prepared.step.calls()]
-    (bucket,) = [b for b in prepared.layout.buckets if any(slot.name == "head.weight" for slot in b.slots)]
-    residency = next(n for n, gather in enumerate(prepared.plan.gathers) if gather.bucket == bucket.index)
-    (release,) = [n for n in calls(prepared.step, ops.release) if n.all_input_nodes[0].name == f"full_{residency}"]
-    assert names.index(f"grads_{bucket.index}") < names.index(release.name)
+    released, made, _ = _places_of_the_head(prepared)
+    assert made < released

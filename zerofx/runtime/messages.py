@@ -71,11 +71,12 @@ class PointToPoint(Transport):
     def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]:
         num_shard = gradients.numel() // self.num_ranks
         received = [gradients.new_empty(num_shard) for _ in self._peers]
+        adds = self._adder()
         works: list[Message] = []
         if num_shard:
             tag = self._tag()
             slices = gradients.chunk(self.num_ranks)
-            if adds := self._adder():
+            if adds:
                 works.append(adds(received[0], slices[self.rank], tag))
             else:
                 works += [self._receive(buffer, peer, tag) for buffer, peer in zip(received, self._peers, strict=True)]
@@ -85,7 +86,7 @@ class PointToPoint(Transport):
         def finish(source: torch.Tensor | None) -> torch.Tensor:
             assert source is not None
             arrived()
-            if self._adder():
+            if adds:
                 return received.pop()
             own = source.narrow(0, self.rank * num_shard, num_shard)
             parts = [*received[: self.rank], own, *received[self.rank :]]

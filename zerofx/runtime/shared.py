@@ -68,18 +68,20 @@ class SharedBuckets:
                     os.pwrite(descriptor, told[2].numpy().tobytes(), 0)
             dist.broadcast(told, group=self._group, group_src=0)
             pages = _opened(told.tolist(), num_bytes, descriptor)
-            found = torch.tensor([pages is not None])
-            every = [torch.empty_like(found) for _ in range(self._num_ranks)]
-            dist.all_gather(every, found, group=self._group)  # behind which all have opened it, and read the word
-        return pages if all(every) else None
+            # Behind this all have opened it, and read the word.
+            return pages if _on_all_ranks(self._group, pages is not None) else None
 
 
 def share_memory(group: dist.ProcessGroup, permitted: bool) -> SharedBuckets | None:
     """What the ranks of ``group`` share, if each may read the memory of all others. Collective."""
-    found = torch.tensor([permitted])
+    return SharedBuckets(group) if _on_all_ranks(group, permitted) else None
+
+
+def _on_all_ranks(group: dist.ProcessGroup, here: bool) -> bool:
+    found = torch.tensor([here])
     every = [torch.empty_like(found) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, found, group=group)
-    return SharedBuckets(group) if all(every) else None
+    return all(every)
 
 
 class _Bucket:
