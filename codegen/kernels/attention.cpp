@@ -158,6 +158,28 @@ inline void product(Left left, Right right, float* into, int64_t into_stride, in
 
 inline int64_t in_panels(int64_t num_columns) { return (num_columns + PANEL - 1) / PANEL * PANEL; }
 
+// A head's rows, each of which begins in another page, so that the processor does not foresee them: they are asked for one
+// by one while others are computed.
+struct Ahead {
+  int64_t sample, head, next_sample, next_head, dim;
+
+  template <bool WRITTEN = false>
+  void prefetch(const float* row) const {
+    constexpr int64_t LINE = 64 / sizeof(float);
+    for (int64_t d = 0; d < dim; d += LINE) __builtin_prefetch(row + d, WRITTEN, 2);
+  }
+  // The row of this head if it comes before end, or else the next head's if that has it.
+  void read(Rows rows, int64_t row, int64_t end, int64_t next_row, int64_t next_end) const {
+    if (row < end)
+      prefetch(rows.of(sample, head) + row * rows.token);
+    else if (next_row < next_end)
+      prefetch(rows.of(next_sample, next_head) + next_row * rows.token);
+  }
+  void write(Rows rows, int64_t row, int64_t end) const {
+    if (row < end) prefetch<true>(rows.of(sample, head) + row * rows.token);
+  }
+};
+
 inline void copy_rows(const float* from, int64_t from_stride, float* into, int64_t into_stride, int64_t num_rows,
                       int64_t dim) {
   for (int64_t row = 0; row < num_rows; ++row) std::copy_n(from + row * from_stride, dim, into + row * into_stride);
@@ -235,6 +257,8 @@ void forward(const Problem& problem, Rows queries, Rows keys, Rows values, Rows 
   for (int64_t task = 0; task < samples * heads * spans; ++task) {
     const int64_t sample = task / spans / heads, head = task / spans % heads;
     const int64_t begin = task % spans * SPAN, end = std::min(begin + SPAN, num_queries);
+    const int64_t next = std::min(task + 1, samples * heads * spans - 1);
+    const Ahead ahead{sample, head, next / spans / heads, next / spans % heads, dim};
     float* packed_keys = scratch;
     float* packed_values = packed_keys + KEYS * dim;
     float* scores = packed_values + KEYS * dim;
@@ -260,8 +284,13 @@ void forward(const Problem& problem, Rows queries, Rows keys, Rows values, Rows 
         product({queries.of(sample, head) + first * queries.token, queries.token, 1}, {packed_keys, PANEL, PANEL * dim},
                 scores, KEYS, rows, in_panels(here), dim, false);
         for (int64_t row = 0; row < rows; ++row) {
+          const int64_t place = first - begin + row;
+          ahead.read(queries, first + QUERIES + row, end, next % spans * SPAN + row, num_queries);
+          for (const Rows& one : {keys, values})
+            ahead.read(one, first_key + KEYS + place, std::min(first_key + 2 * KEYS, num_keys), place, std::min(KEYS, num_keys));
+          if (first_key == 0) ahead.write(result, first + row, end);
           float* row_scores = scores + row * KEYS;
-          float &top = tops[first - begin + row], &total = totals[first - begin + row];
+          float &top = tops[place], &total = totals[place];
           int64_t seen = problem.num_seen(sample, head, first + row, first_key, here);
           float block_top = HIDDEN;
           if (seen > 0 && problem.is_masked()) {
@@ -313,7 +342,8 @@ void backward(const Problem& problem, Rows queries, Rows keys, Rows values, Rows
   const auto [samples, heads, num_queries, num_keys, dim, is_causal, scale, mask] = problem;
 #pragma omp for schedule(static)
   for (int64_t task = 0; task < samples * heads; ++task) {
-    const int64_t sample = task / heads, head = task % heads;
+    const int64_t sample = task / heads, head = task % heads, next = std::min(task + 1, samples * heads - 1);
+    const Ahead ahead{sample, head, next / heads, next % heads, dim};
     float* transposed_keys = scratch;
     float* transposed_values = transposed_keys + KEYS * dim;
     float* packed_keys = transposed_values + KEYS * dim;
@@ -349,6 +379,11 @@ void backward(const Problem& problem, Rows queries, Rows keys, Rows values, Rows
                 in_panels(here), dim, false);
         for (int64_t row = 0; row < rows; ++row) {
           const int64_t query = first + row, seen = problem.num_seen(sample, head, query, first_key, here);
+          for (const Rows& one : {queries, grads, result}) ahead.read(one, query + QUERIES, num_queries, row, num_queries);
+          for (const Rows& one : {keys, values})
+            ahead.read(one, first_key + KEYS + query, std::min(first_key + 2 * KEYS, num_keys), query, std::min(KEYS, num_keys));
+          for (const Rows& one : {key_grads, value_grads}) ahead.write(one, first_key + query, first_key + block);
+          ahead.write(query_grads, query, num_queries);
           float *row_probabilities = probabilities + row * KEYS, *row_grads = score_grads + row * KEYS;
           const Vec factor(scale), delta(dot(result.of(sample, head) + query * result.token, packed_grads + row * dim, dim));
           if (problem.is_masked())
