@@ -8,7 +8,7 @@ ones reads the rows as they lie, three to four times as fast. ::
 ATen's ``addmm`` copies the bias into every row before it multiplies. Where all that reads the result is computed in
 Inductor's loops, these add it on their way. ::
 
-    addmm(bias, a, b)    ->   mm(a, b) + bias
+    addmm(bias, a, b)    ->   view(view(mm(a, b), [rows, 1, columns]) + bias, [rows, columns])
 
 Not rewritten: sums of values that are not in memory otherwise, which a product would need there; sums that share their
 loop with one of those; half precision, whose products are oneDNN's.
@@ -114,10 +114,14 @@ def _is_in_a_loop(reader: fx.Node) -> bool:
 
 def _as_sum(graph: fx.Graph, node: fx.Node) -> None:
     bias, left, right = node.args
+    rows, columns = value(node).shape
     with graph.inserting_before(node):
         product = _call(graph, _aten.mm.default, (left, right))
-        total = _call(graph, _aten.add.Tensor, (product, bias))
-    node.replace_all_uses_with(total)
+        # Inductor makes an addmm of a sum that has a product for an operand, but not of one that has a view of it.
+        apart = _call(graph, _aten.view.default, (product, [rows, 1, columns]))
+        total = _call(graph, _aten.add.Tensor, (apart, bias))
+        whole = _call(graph, _aten.view.default, (total, [rows, columns]))
+    node.replace_all_uses_with(whole)
     graph.erase_node(node)
 
 
