@@ -10,8 +10,16 @@
 With several micro-batches the first one's gradients are copied into the buffer and those of the others added to it, in
 order, so that gradients take no memory but the buffer's; it is reduced once, behind the last.
 
-The average over the ranks is the sum divided once. At stage 0 the reduced slices are gathered again, so that every
-rank updates the whole bucket: an all-reduce in its two halves. On one rank the flat buffer is the gradient.
+The average over the ranks is the sum divided once. At stage 0 every rank updates the whole bucket: an all-reduce in its
+two halves, both of them in the buffer.
+
+    reduce_0 = reduce_scatter_into(grads_0, 0, 2)
+    ...
+    grad_0 = wait(reduce_0, grads_0); div_(grad_0, 2)           # this rank's slice of the buffer
+    full_grad_0 = wait(all_gather_into(grads_0, grad_0, 0))
+
+Nobody but a slice's own rank reads it before it is summed, and that rank has read all of them by then. On one rank the
+flat buffer is the gradient.
 
 Does not handle: a parameter without a gradient; the layout has put it in a bucket that is not trained.
 """
@@ -60,7 +68,9 @@ class Reduce:
         step.set_outputs(step.loss, step.mutations, {})
         # Every reduction is issued before one is placed behind another's gradient, as decisions may ask.
         pending = {
-            bucket.index: _issue(step, bucket, buffers[bucket.index]) if plan.num_ranks > 1 else buffers[bucket.index]
+            bucket.index: _issue(step, plan, bucket, buffers[bucket.index])
+            if plan.num_ranks > 1
+            else buffers[bucket.index]
             for bucket in self.layout.buckets
             if bucket.trainable
         }
@@ -185,16 +195,20 @@ def _made_bytes(node: fx.Node) -> int:
     return sum(map(storage_size, outputs_of(node)))
 
 
-def _issue(step: StepGraph, bucket: Bucket, buffer: fx.Node) -> fx.Node:
+def _issue(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node) -> fx.Node:
     last_write = max(consumers(buffer))
     place = end_of_unit(step, last_write)
     while place.next.target is ops.release:
         place = place.next
+    size, dtype = (bucket.shard_numel,), bucket.compute_dtype
+    # Which slice is a rank's own is known where it runs: the first stands for it.
+    in_buffer = plan.stage == 0
     with step.graph.inserting_after(place):
         return insert_call(
-            step.graph, ops.reduce_scatter, (buffer, bucket.index, bucket.num_ranks),
+            step.graph, ops.reduce_scatter_into if in_buffer else ops.reduce_scatter,
+            (buffer, bucket.index, bucket.num_ranks),
             Origin(bucket.name, Phase.BACKWARD), name=f"reduce_{bucket.index}",
-            fake=step.fake((bucket.shard_numel,), bucket.compute_dtype),
+            fake=step.fake_view(buffer, size, (1,), 0) if in_buffer else step.fake(size, dtype),
         )  # fmt: skip
 
 
@@ -202,12 +216,12 @@ def _finish(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, starte
     where = Origin(bucket.name, Phase.UPDATE)
     anchor = max(anchor, started)
     # What is released and started there goes first: it frees memory, and the started runs beside the update.
-    while anchor.next.target in (ops.release, ops.reduce_scatter):
+    while anchor.next.target in (ops.release, *ops.REDUCTIONS):
         anchor = anchor.next
     with step.graph.inserting_before(anchor.next):
         grad = insert_call(step.graph, ops.wait, (started, buffer), where, name=f"grad_{bucket.index}")
         insert_call(step.graph, _aten.div_.Tensor, (grad, plan.num_ranks), where)
         if plan.stage == 0:
-            whole = insert_call(step.graph, ops.all_gather, (grad, bucket.index, bucket.num_ranks), where)
+            whole = insert_call(step.graph, ops.all_gather_into, (buffer, grad, bucket.index), where)
             grad = insert_call(step.graph, ops.wait, (whole,), where, name=f"full_grad_{bucket.index}")
     return grad

@@ -163,7 +163,7 @@ def _start_of_reduction(step: StepGraph, bucket: Bucket) -> fx.Node:
     """The node before which copies start: behind the start of the reduction, or on one rank before the unit's run that
     completes the gradients."""
     for node in step.calls():
-        if node.target is ops.reduce_scatter and node.args[1] == bucket.index:
+        if node.target in ops.REDUCTIONS and node.args[1] == bucket.index:
             return node.next
     return start_of_unit(step, max(consumers(step.reduced[bucket.index])))
 

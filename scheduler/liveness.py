@@ -235,11 +235,15 @@ def _passing_through(node: fx.Node) -> int:
 
 
 def _held_by_pending(node: fx.Node) -> int:
-    """Bytes beyond its result that a started point-to-point reduction takes (+), and its wait gives back (-)."""
-    if node.target is ops.reduce_scatter:
+    """Bytes beyond its result that a started point-to-point reduction takes (+), and its wait gives back (-).
+
+    Each other rank's part is received apart, one of them where the result will be if that is not in the buffer.
+    """
+    if node.target in ops.REDUCTIONS:
         num_ranks = node.args[2]
         assert isinstance(num_ranks, int)
-        return (num_ranks - 2) * storage_bytes(tensors_of(node)[0])
+        num_apart = num_ranks - 1 if node.target is ops.reduce_scatter_into else num_ranks - 2
+        return num_apart * storage_bytes(tensors_of(node)[0])
     if node.target is ops.wait and isinstance(node.args[0], fx.Node):
-        return -_held_by_pending(node.args[0]) if node.args[0].target is ops.reduce_scatter else 0
+        return -_held_by_pending(node.args[0]) if node.args[0].target in ops.REDUCTIONS else 0
     return 0

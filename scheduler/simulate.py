@@ -302,6 +302,6 @@ def _collectives(together: list[fx.Node], start: float, num_ranks: int, machine:
 
 def _sum_seconds(pending: fx.Node, machine: Machine) -> float:
     """Time of adding up the received slices of a reduction."""
-    if pending.target is not ops.reduce_scatter:
+    if pending.target not in ops.REDUCTIONS:
         return 0.0
     return 3 * storage_bytes(tensor(pending)) / machine.memory_bandwidth

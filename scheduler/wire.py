@@ -180,7 +180,7 @@ def _moments(step: StepGraph, simulation: Simulation) -> _Exact:
             assert isinstance(index, int)
             gathers = node.target is ops.all_gather and slice_behind(node) is not None
             about = None if index == ops.NO_BUCKET else index
-            found[node.name] = _Collective(about, turns[index] if gathers else None, node.target is ops.reduce_scatter)
+            found[node.name] = _Collective(about, turns[index] if gathers else None, node.target in ops.REDUCTIONS)
             turns[index] += gathers
     return _Exact(events_of(step, simulation), found)
 

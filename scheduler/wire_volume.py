@@ -40,7 +40,7 @@ def collective_of(node: fx.Node, num_ranks: int, ranks_per_node: int) -> Collect
     if node.target is ops.broadcast:
         size = sum(storage_bytes(t) for source in node.all_input_nodes for t in tensors_of(source))
         return Collective("broadcast", size, num_ranks, local)
-    if node.target is ops.reduce_scatter:
+    if node.target in ops.REDUCTIONS:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         return Collective("reduce_scatter", storage_bytes(tensor(source)), num_ranks, local)

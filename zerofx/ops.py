@@ -10,6 +10,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
                       ``in_place``: no slice changes before all ranks are done with what they have gathered
 ``all_gather_into``   the same into a full buffer that exists, of which this rank's slice is already up to date
 ``reduce_scatter``    start summing a flat gradient buffer over the ranks; the result is this rank's slice
+``reduce_scatter_into``  the same into this rank's slice of the buffer, which the result is
 ``wait``              the value of what was started; ``source`` is the buffer that it still reads until then
 ``release``           the end of a gathered bucket's residency
 ``empty_gradients``   a flat gradient buffer whose padding is zero and whose slots are still to be written
@@ -57,6 +58,7 @@ _library = torch.library.Library("zerofx", "DEF")  # torch unregisters the opera
 _library.define("all_gather(Tensor shard, int bucket, int num_ranks, int more=0, *, bool in_place=False) -> Tensor")
 _library.define("all_gather_into(Tensor(a!) full, Tensor shard, int bucket) -> Tensor(a!)")
 _library.define("reduce_scatter(Tensor gradients, int bucket, int num_ranks) -> Tensor")
+_library.define("reduce_scatter_into(Tensor(a!) gradients, int bucket, int num_ranks) -> Tensor(a!)")
 _library.define("wait(Tensor(a) pending, Tensor? source=None) -> Tensor(a)")
 _library.define("release(Tensor full) -> ()")
 _library.define("empty_gradients(int bucket, int numel, *, ScalarType dtype, Device device) -> Tensor")
@@ -105,6 +107,10 @@ def _all_gather_into(full: torch.Tensor, shard: torch.Tensor, bucket: int) -> to
 
 def _reduce_scatter(gradients: torch.Tensor, bucket: int, num_ranks: int) -> torch.Tensor:
     return gradients.new_empty(gradients.numel() // num_ranks)
+
+
+def _reduce_scatter_into(gradients: torch.Tensor, bucket: int, num_ranks: int) -> torch.Tensor:
+    return gradients.narrow(0, 0, gradients.numel() // num_ranks)
 
 
 def _wait(pending: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
@@ -214,6 +220,7 @@ for _name, _fake in (
     ("all_gather", _all_gather),
     ("all_gather_into", _all_gather_into),
     ("reduce_scatter", _reduce_scatter),
+    ("reduce_scatter_into", _reduce_scatter_into),
     ("wait", _wait),
     ("release", _nothing),
     ("settle", _nothing),
@@ -245,6 +252,7 @@ for _name, _fake in (
 all_gather = torch.ops.zerofx.all_gather.default
 all_gather_into = torch.ops.zerofx.all_gather_into.default
 reduce_scatter = torch.ops.zerofx.reduce_scatter.default
+reduce_scatter_into = torch.ops.zerofx.reduce_scatter_into.default
 wait = torch.ops.zerofx.wait.default
 release = torch.ops.zerofx.release.default
 empty_gradients = torch.ops.zerofx.empty_gradients.default
@@ -273,7 +281,8 @@ def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:
     return (0.0,) * num_scalars
 
 
-COLLECTIVES = frozenset({all_gather, all_gather_into, reduce_scatter, broadcast, gather_on_node, exchange})
+REDUCTIONS = frozenset({reduce_scatter, reduce_scatter_into})
+COLLECTIVES = frozenset({all_gather, all_gather_into, *REDUCTIONS, broadcast, gather_on_node, exchange})
 TRANSFERS = frozenset({offload, reload, copy_into})
 EVENTS = frozenset(
     {

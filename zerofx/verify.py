@@ -42,7 +42,7 @@ from zerofx.scheduler.streams import num_gathers_behind, runs_on_host, slice_beh
 
 _NEIGHBOURS = 6
 _GATHERS = frozenset({ops.all_gather, ops.gather_on_node})
-_STARTED = frozenset({*_GATHERS, ops.all_gather_into, ops.reduce_scatter, ops.exchange, *ops.TRANSFERS})
+_STARTED = frozenset({*_GATHERS, ops.all_gather_into, *ops.REDUCTIONS, ops.exchange, *ops.TRANSFERS})
 
 
 def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
@@ -286,7 +286,7 @@ def _check_reductions(step: StepGraph, after: str) -> None:
 
 def _is_reduction(node: fx.Node) -> bool:
     """Whether a bucket's reduction starts here: the hop across nodes belongs to one that has."""
-    return node.target is ops.reduce_scatter or (node.target is ops.exchange and node.args[3] != "across")
+    return node.target in ops.REDUCTIONS or (node.target is ops.exchange and node.args[3] != "across")
 
 
 def _planned_wire(plan: Plan) -> list[str]:

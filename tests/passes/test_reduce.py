@@ -13,6 +13,7 @@ from tests.graphs import Normed, Prepared, Shifts, Tied, TwoBlocks, calls, prepa
 from zerofx import ops
 from zerofx.node_facts import tensor
 from zerofx.passes.base import consumers
+from zerofx.scheduler.storage import storage_source
 
 aten = torch.ops.aten
 
@@ -27,7 +28,7 @@ def test_gradients_become_reductions(stage: int, golden: Callable[..., None]) ->
 def test_each_bucket_is_reduced_once_after_its_last_gradient(model: type[nn.Module], stage: int) -> None:
     prepared = prepare(model(), stage=stage).run("reduce")
     order = prepared.step.positions()
-    reductions = calls(prepared.step, ops.reduce_scatter)
+    reductions = calls(prepared.step, ops.reduce_scatter_into if stage == 0 else ops.reduce_scatter)
     assert sorted(str(node.args[1]) for node in reductions) == sorted(
         str(bucket.index) for bucket in prepared.layout.buckets
     )
@@ -61,7 +62,9 @@ def test_on_one_rank_the_buffer_is_the_gradient() -> None:
 
 def test_at_stage_0_reduced_slices_are_gathered_to_whole_gradients() -> None:
     prepared = prepare(stage=0).run("reduce")
-    assert len(calls(prepared.step, ops.all_gather)) == len(prepared.layout.buckets)
+    gathers = calls(prepared.step, ops.all_gather_into)
+    assert len(gathers) == len(prepared.layout.buckets) and not calls(prepared.step, ops.all_gather)
+    assert {storage_source(gather)[0].target for gather in gathers} == {ops.empty_gradients}, "in the same buffer"
     assert {
         index: tensor(node).numel() == prepared.layout.buckets[index].numel
         for index, node in prepared.step.reduced.items()

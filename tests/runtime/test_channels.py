@@ -110,7 +110,7 @@ def test_a_message_fails_where_the_other_rank_lets_go() -> None:
 
 
 def _added() -> list[bool]:
-    """Whether what is received is the sum of both, in whole pieces and not, and leaves what it was made of."""
+    """Whether what is received is the sum of both, in whole pieces and not: apart, and over one of them."""
     rank = dist.get_rank()
     (channel,) = open_channels(_own_group(), Workers("messages")).values()
     assert isinstance(channel, MemoryChannel)
@@ -118,10 +118,12 @@ def _added() -> list[bool]:
     for tag, (size, dtype) in enumerate(itertools.product((1, 1000, 32_768, 300_001), (torch.float32, torch.bfloat16))):
         sent = [torch.randn(size, generator=torch.Generator().manual_seed(one)).to(dtype) for one in range(2)]
         own, into = sent[rank].clone(), torch.empty(size, dtype=dtype)
-        messages = [channel.receive_added(into, own, tag), channel.send(sent[rank], tag)]
-        for message in messages:
+        for message in [channel.receive_added(into, own, None, tag), channel.send(sent[rank], tag)]:
             message.wait()
         found.append(torch.equal(into, sent[0] + sent[1]) and torch.equal(own, sent[rank]))
+        for message in [channel.receive_added(own, own, into, tag), channel.send(sent[rank], tag)]:
+            message.wait()
+        found.append(torch.equal(own, sent[0] + sent[1]))
     return found
 
 

@@ -17,7 +17,7 @@ from tests.graphs import TwoBlocks, calls, prepare
 from tests.report.lowered import lowered
 from zerofx import ops
 from zerofx.graph import StepGraph
-from zerofx.node_facts import Placeholder, Role, set_placeholder, set_value
+from zerofx.node_facts import Placeholder, Role, set_placeholder, set_value, tensor
 from zerofx.scheduler.liveness import Liveness, MemoryEvent, liveness, with_profiles
 
 aten = torch.ops.aten
@@ -138,20 +138,24 @@ def test_every_storage_is_freed_by_its_last_reader_but_the_loss(step: StepGraph)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_on_cpu_reductions_hold_the_other_ranks_slices(num_ranks: int) -> None:
-    step = prepare(TwoBlocks(), num_ranks=num_ranks).run().step
+@pytest.mark.parametrize("stage", [0, 3])
+def test_on_cpu_reductions_hold_the_other_ranks_slices(stage: int, num_ranks: int) -> None:
+    step = prepare(TwoBlocks(), stage=stage, num_ranks=num_ranks).run().step
     shared, direct = (liveness(step, on_cpu=way) for way in (False, True))
-    for started in calls(step, ops.reduce_scatter):
-        slice_bytes = shared.sizes[(started, 0)]
+    # One slice is the result, unless that lies in the buffer; the rest come from the other ranks.
+    num_apart = num_ranks - 1 if stage == 0 else num_ranks - 2
+    reductions = [node for node in step.calls() if node.target in ops.REDUCTIONS]
+    assert reductions
+    for started in reductions:
+        slice_bytes = tensor(started).nbytes
         under_way = _reductions_under_way(step, started)
-        # One slice is the result; the rest come from the other ranks, this one's own is read in place.
-        assert direct.after[started] - shared.after[started] == under_way * (num_ranks - 2) * slice_bytes
+        assert direct.after[started] - shared.after[started] == under_way * num_apart * slice_bytes
     assert list(direct.after.values())[-1] == list(shared.after.values())[-1]
 
 
 def _reductions_under_way(step: StepGraph, node: fx.Node) -> int:
     order = step.positions()
-    started = [n for n in calls(step, ops.reduce_scatter) if order[n] <= order[node]]
+    started = [n for n in step.calls() if n.target in ops.REDUCTIONS and order[n] <= order[node]]
     return sum(all(order[wait] > order[node] for wait in one.users) for one in started)
 
 

@@ -105,6 +105,7 @@ ABOUT_INSTRUCTIONS: Mapping[str, str] = {
     "all_gather": "starts to collect a bucket's parameters, whole, from the slices that the ranks keep",
     "all_gather_into": "the same into a buffer that the parameters stay in",
     "reduce_scatter": "starts to sum a bucket's gradients over the ranks, of which each gets a slice",
+    "reduce_scatter_into": "the same, with the slice in its place in the buffer that the gradients lie in",
     "gather_on_node": "starts to collect a bucket's parameters from second shards of this node's ranks",
     "exchange": "starts to send each rank its part of a bucket's gradients, in few bits, and to receive the others'",
     "second_shard": "a part of gathered parameters is kept, so that they are gathered on the node the next time",

@@ -171,7 +171,7 @@ def _bucket_of(node: fx.Node) -> int | None:
     if node.target not in ops.EVENTS or node.target in (ops.broadcast, ops.empty_stored, ops.part, *ops.TRANSFERS):
         return None
     index = node.args[2] if node.target is ops.all_gather_into else node.args[0]
-    if node.target in (ops.all_gather, ops.reduce_scatter, ops.gather_on_node, ops.exchange, ops.second_shard):
+    if node.target in (ops.all_gather, *ops.REDUCTIONS, ops.gather_on_node, ops.exchange, ops.second_shard):
         index = node.args[1]
     assert isinstance(index, int)
     return None if index == ops.NO_BUCKET else index

@@ -68,21 +68,22 @@ class MemoryChannel:
         return _Sent(self._words.send(where, 2 * tag), self._words.receive(torch.empty(1), 2 * tag + 1), where, tensor)
 
     def receive(self, tensor: torch.Tensor, tag: int) -> Message:
-        return self._receive(tensor, None, tag)
+        return self._receive(tensor, None, None, tag)
 
-    def receive_added(self, tensor: torch.Tensor, own: torch.Tensor, tag: int) -> Message:
+    def receive_added(self, total: torch.Tensor, own: torch.Tensor, spare: torch.Tensor | None, tag: int) -> Message:
         """Receive into a flat tensor the sum of what is sent and ``own``, which has to stay as it is until then.
 
-        Each piece is added while it is in the processor's cache.
+        Each piece is added while it is in the processor's cache. Where ``total`` is ``own`` itself, ``spare`` is as
+        large and holds what arrives.
         """
-        return self._receive(tensor, own, tag)
+        return self._receive(total, own, spare, tag)
 
-    def _receive(self, tensor: torch.Tensor, own: torch.Tensor | None, tag: int) -> Message:
+    def _receive(self, tensor: torch.Tensor, own: torch.Tensor | None, spare: torch.Tensor | None, tag: int) -> Message:
         where = torch.zeros(2, dtype=torch.int64)
         told = self._words.receive(where, 2 * tag)
 
         def read() -> None:
-            nonlocal tensor, own
+            nonlocal tensor, own, spare
             told.wait()
             address, num_bytes = where.tolist()
             assert num_bytes == tensor.nbytes, f"{num_bytes} bytes are sent where {tensor.nbytes} are expected"
@@ -90,11 +91,11 @@ class MemoryChannel:
                 if own is None:
                     read_memory(self._pid, address, tensor)
                 else:
-                    _read_added(self._pid, address, tensor, own)
+                    _read_added(self._pid, address, tensor, own, spare)
             except OSError as error:
                 raise RuntimeError(f"process {self._pid} of another rank cannot be read any more: {error}") from error
             # A thread's job outlives the moment at which it is known to be done, and the buffers may be freed then.
-            del tensor, own
+            del tensor, own, spare
             self._words.send(torch.empty(1), 2 * tag + 1).wait()
 
         return _Received(self._readers, read)
@@ -145,10 +146,11 @@ def read_memory(pid: int, address: int, into: torch.Tensor) -> None:
         done += num_bytes
 
 
-def _read_added(pid: int, address: int, into: torch.Tensor, own: torch.Tensor) -> None:
-    for piece, mine in zip(into.split(_PIECE_NUMEL), own.split(_PIECE_NUMEL), strict=True):
-        read_memory(pid, address, piece)
-        piece.add_(mine)
+def _read_added(pid: int, address: int, total: torch.Tensor, own: torch.Tensor, spare: torch.Tensor | None) -> None:
+    for piece, mine in zip(total.split(_PIECE_NUMEL), own.split(_PIECE_NUMEL), strict=True):
+        arrived = piece if spare is None else spare[: piece.numel()]
+        read_memory(pid, address, arrived)
+        torch.add(arrived, mine, out=piece)
         address += piece.nbytes
 
 

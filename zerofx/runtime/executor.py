@@ -112,6 +112,9 @@ class Runtime:
     def reduce_scatter(self, gradients: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
         return self._connected().reduce_scatter(gradients)
 
+    def reduce_scatter_into(self, gradients: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
+        return self._connected().reduce_scatter(gradients, in_place=True)
+
     def gather_on_node(self, part: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
         return self._connected().gather_on_node(part.new_empty(part.numel() * num_ranks), part, num_ranks)
 

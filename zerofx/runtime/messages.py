@@ -68,7 +68,7 @@ class PointToPoint(Transport):
 
         return Pending(None, finish)
 
-    def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]:
+    def reduce_scatter(self, gradients: torch.Tensor, *, in_place: bool = False) -> Pending[torch.Tensor]:
         num_shard = gradients.numel() // self.num_ranks
         received = [gradients.new_empty(num_shard) for _ in self._peers]
         adds = self._adder()
@@ -76,8 +76,9 @@ class PointToPoint(Transport):
         if num_shard:
             tag = self._tag()
             slices = gradients.chunk(self.num_ranks)
+            own = slices[self.rank]
             if adds:
-                works.append(adds(received[0], slices[self.rank], tag))
+                works.append(adds(own, own, received[0], tag) if in_place else adds(received[0], own, None, tag))
             else:
                 works += [self._receive(buffer, peer, tag) for buffer, peer in zip(received, self._peers, strict=True)]
             works += [self._send(slices[peer], peer, tag) for peer in self._peers]
@@ -86,15 +87,16 @@ class PointToPoint(Transport):
         def finish(source: torch.Tensor | None) -> torch.Tensor:
             assert source is not None
             arrived()
-            if adds:
-                return received.pop()
             own = source.narrow(0, self.rank * num_shard, num_shard)
-            parts = [*received[: self.rank], own, *received[self.rank :]]
-            total = torch.add(parts[0], parts[1], out=received[0])
-            for part in parts[2:]:
-                total.add_(part)
+            into = own if in_place else received[0]
+            if not adds:
+                parts = [*received[: self.rank], own, *received[self.rank :]]
+                total = parts[0]
+                for part in parts[1:-1]:
+                    total = torch.add(total, part, out=received[0])
+                torch.add(total, parts[-1], out=into)
             received.clear()
-            return total
+            return into
 
         return Pending(received[0], finish)
 
@@ -154,7 +156,7 @@ class PointToPoint(Transport):
                 own.copy_(shard)
         return works
 
-    def _adder(self) -> Callable[[torch.Tensor, torch.Tensor, int], Message] | None:
+    def _adder(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], Message] | None:
         """What receives and adds at once: of two ranks, whose sum has no order."""
         channel = self._channels[self._peers[0]] if len(self._peers) == 1 else None
         return channel.receive_added if isinstance(channel, MemoryChannel) else None

@@ -50,8 +50,10 @@ class Nccl(Transport):
         sent = self._in_ring(sum(shard.nbytes for shard in shards), "all", self.num_ranks)
         return self._start(None, lambda: gather_coalesced(self._group, fulls, shards), sent, shards)
 
-    def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]:
-        shard = gradients.new_empty(gradients.numel() // self.num_ranks)
+    def reduce_scatter(self, gradients: torch.Tensor, *, in_place: bool = False) -> Pending[torch.Tensor]:
+        num_shard = gradients.numel() // self.num_ranks
+        own = gradients.narrow(0, self.rank * num_shard, num_shard)
+        shard = own if in_place else torch.empty_like(own)
 
         def launch() -> None:
             if shard.numel():

@@ -279,6 +279,10 @@ class _Recorder:
     def reduce_scatter(self, gradients: Any, bucket: int, num_ranks: int) -> _Late:
         return self.call(lambda values, args: values.runtime.reduce_scatter(*args), [gradients, bucket, num_ranks])
 
+    def reduce_scatter_into(self, gradients: Any, bucket: int, num_ranks: int) -> _Late:
+        given = [gradients, bucket, num_ranks]
+        return self.call(lambda values, args: values.runtime.reduce_scatter_into(*args), given)
+
     def broadcast(self, buffers: list[Any]) -> None:
         self.call(lambda values, args: values.runtime.broadcast(*args), [buffers])
 

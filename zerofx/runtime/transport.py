@@ -61,7 +61,8 @@ class Transport(Protocol):
     def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
         """Gather several slices of one dtype as one collective."""
 
-    def reduce_scatter(self, gradients: torch.Tensor) -> Pending[torch.Tensor]: ...
+    def reduce_scatter(self, gradients: torch.Tensor, *, in_place: bool = False) -> Pending[torch.Tensor]:
+        """The sum over all ranks of this rank's slice; ``in_place``: where that lies in ``gradients``."""
 
     def gather_on_node(self, full: torch.Tensor, part: torch.Tensor, size: int) -> Pending[torch.Tensor]:
         """Gather the parts of the ``size`` ranks of this node."""
