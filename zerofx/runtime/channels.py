@@ -10,6 +10,7 @@ their own, ``kernel.yama.ptrace_scope``); between which ranks it works is tried 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import secrets
 import sys
@@ -135,15 +136,20 @@ def read_memory(pid: int, address: int, into: torch.Tensor) -> None:
         OSError: there is no such process or address, or it may not be read.
     """
     done = 0
-    library = ctypes.CDLL(None, use_errno=True)
-    library.process_vm_readv.restype = ctypes.c_ssize_t
     while done < into.nbytes:
         here = _Piece(into.data_ptr() + done, into.nbytes - done)
         there = _Piece(address + done, into.nbytes - done)
-        num_bytes = library.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        num_bytes = _process_vm_readv()(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if num_bytes <= 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         done += num_bytes
+
+
+@functools.cache
+def _process_vm_readv() -> Callable[..., int]:
+    function = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    function.restype = ctypes.c_ssize_t
+    return function
 
 
 def _read_added(pid: int, address: int, total: torch.Tensor, own: torch.Tensor, spare: torch.Tensor | None) -> None:
