@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -160,7 +161,8 @@ class VectorInstructions:
         self._beside.append(self._conclude)
 
     def _ask(self, kind: VecISA) -> None:
-        program = _program(kind)
+        # Where all are known to work, no compiler has to be asked about any.
+        program = "" if self._all_work else _program(kind)
         with self._telling(self._all_work or program in self._programs):
             works = bool(kind)
         if not works:
@@ -184,7 +186,10 @@ class VectorInstructions:
     def _precompile(self, kind: VecISA) -> None:
         if not self._is_known_what_is_picked:
             self._is_known_what_is_picked = True
-            self._headers.append(functools.partial(_precompile_headers, kind))
+            self._headers.append(functools.partial(_precompile_headers, kind, self._cache))
+
+
+_PRECOMPILED = (".gch", ".pch")  # what gcc and clang append to the name of a header
 
 
 def _program(kind: VecISA) -> str:
@@ -200,8 +205,12 @@ def _program(kind: VecISA) -> str:
     return shlex.join(word for word in words if word not in machine) + answer
 
 
-def _precompile_headers(kind: VecISA) -> None:
-    """Precompile the headers of generated code with vectors of ``kind``, as Inductor does ahead of the first kernel."""
+def _precompile_headers(kind: VecISA, cache: DiskCache) -> None:
+    """Precompile the headers of generated code with vectors of ``kind``, as Inductor does ahead of the first kernel.
+
+    Inductor runs the preprocessor to see whether that has been done. Where ``cache`` has the path of what was made, and
+    it is still there, that is left to the first kernel that is built: a second start of a program builds none.
+    """
     header = CppPythonBindingsCodeCache._get_uncompiled_header("cpu")
     if header is None or not inductor_config.cpp_cache_precompile_headers:
         return
@@ -214,4 +223,7 @@ def _precompile_headers(kind: VecISA) -> None:
     }
     options = CppTorchDeviceOptions(compile_only=False, min_optimize=False, **command)
     line = CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
-    _precompile_header(header, line, min_optimize=False, **command)
+    key = key_of("headers", [header, line, get_compiler_version_info(get_cpp_compiler())])
+    made = cache.read(key)
+    if made is None or not any(Path(made + suffix).is_file() for suffix in _PRECOMPILED):
+        cache.write(key, _precompile_header(header, line, min_optimize=False, **command))

@@ -57,7 +57,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(inductor_cpp, "valid_vec_isa_list", lambda: listed)
         monkeypatch.setattr(inductor_cpp, "pick_vec_isa", lambda: listed[picked] if listed else Kind("none", ""))
         monkeypatch.setattr(inductor_cpp, "_program", lambda kind: kind.program)
-        monkeypatch.setattr(inductor_cpp, "_precompile_headers", lambda kind: PRECOMPILED.append(str(kind)))
+        monkeypatch.setattr(inductor_cpp, "_precompile_headers", lambda kind, _: PRECOMPILED.append(str(kind)))
         beside, headers = Beside("asking"), Beside("headers")
         inductor_cpp.VectorInstructions(cache, beside, headers).begin()
         assert beside.wait() is None
@@ -110,6 +110,39 @@ def test_kinds_that_have_all_been_seen_to_work_are_told_so_in_the_next_process(
     assert config.cpp.vec_isa_ok is None
 
 
+def test_no_compiler_is_asked_about_kinds_that_all_work(found: Any, tmp_path: Path) -> None:
+    kinds = [Kind("avx512", "wide"), Kind("avx2", "narrow")]
+    found(kinds, DiskCache(tmp_path))
+    for kind in kinds:
+        del kind.program  # which asking reads
+    found(kinds, DiskCache(tmp_path))
+    assert [told for _, told in ASKED] == [None, None, True, True]
+
+
+def test_headers_that_are_there_are_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    from zerofx.codegen import inductor_cpp
+
+    made, times = tmp_path / "header.h", []
+
+    def precompile(*_: Any, **__: Any) -> str:
+        times.append(1)
+        Path(f"{made}.gch").touch()
+        return str(made)
+
+    monkeypatch.setattr(inductor_cpp, "_precompile_header", precompile)
+    kind, cache = pick_vec_isa(), DiskCache(tmp_path / "cache")
+    for _ in range(2):
+        inductor_cpp._precompile_headers(kind, cache)
+    assert len(times) == 1
+    Path(f"{made}.gch").unlink()
+    inductor_cpp._precompile_headers(kind, cache)
+    assert len(times) == 2
+    inductor_cpp._precompile_headers(kind, NOT_KEPT)
+    assert len(times) == 3
+
+
 def test_flags_that_change_what_the_compiler_makes_are_told_apart() -> None:
     from torch._inductor.cpp_builder import is_gcc
     from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512
@@ -137,7 +170,7 @@ def test_headers_are_precompiled_as_the_first_kernel_would(tmp_path: Path, monke
     monkeypatch.setattr(codecache, "_HEADER_DIR", str(tmp_path))
     monkeypatch.setattr(codecache, "_HEADER_LOCK_DIR", str(tmp_path / "locks"))
     codecache._precompile_header.cache_clear()
-    _precompile_headers(pick_vec_isa())
+    _precompile_headers(pick_vec_isa(), NOT_KEPT)
     before = sorted(tmp_path.glob("*.gch"))
     out = torch.zeros(1)
     include = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
