@@ -126,7 +126,7 @@ def _try_to_stamp(
     whole: _Whole, repeats: Sequence[Repeat], record: ForwardRecord, say: Callable[[str], object]
 ) -> StepGraph | None:
     try:
-        found = _stamped(whole, repeats, canonical(record.graph))
+        found = _stamped(whole, repeats, record.canonical())
     except Exception as error:  # noqa: BLE001 - what a shortened model raises says nothing of the whole one
         say(f"captured layer by layer: {_in_short(error)}")
         return None
@@ -164,7 +164,7 @@ def _stamped(whole: _Whole, repeats: Sequence[Repeat], expected: str) -> StepGra
     model = whole.model
     kept = [(one, one.kept) for one in repeats]
     with shortened(model, kept):
-        record = whole.record().graph
+        record = whole.record().graph()
         for one in repeats:
             stamp(record, one)
         if canonical(record) != expected:

@@ -8,6 +8,7 @@ torch's own: what else is called by a name may be other code there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,42 +16,51 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.autograd.function import BackwardCFunction
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from zerofx.batch import Batch
-from zerofx.capture import saves_by_hook, traceable
+from zerofx.capture import fake_device, saves_by_hook, traceable
 from zerofx.graph import Strides
 from zerofx.graph_json import LARGEST_LITERAL, TORCH_NAMESPACES
 from zerofx.layer_annotations import running_layer
 from zerofx.loss import LossFunction
-from zerofx.node_facts import Origin, Phase, Placeholder, Role, origin, set_origin, set_placeholder, set_value
-from zerofx.stamp import NotRepeatedError, canonical
+from zerofx.node_facts import Origin, Phase, Placeholder, Role
+from zerofx.record_lines import Line, graph_of, text_of
+from zerofx.stamp import NotRepeatedError, Number
 
 
 @dataclass(frozen=True)
 class ForwardRecord:
     """What a forward did.
 
-    The calls in ``graph`` are operators, and its methods the nodes of autograd's graph, which stand behind all
+    The calls among ``lines`` are operators, and the methods the nodes of autograd's graph, which stand behind all
     operators. Values are texts. ``asked`` are the functions of torch that Python called, a line each: which of them
     are composed of others is up to the one who traces; behind them, the buffers that get other tensors. ``foreign``
     names an operator or a backward that is not torch's, if there is one.
     """
 
-    graph: fx.Graph
+    lines: tuple[Line, ...]
     asked: str
     foreign: str | None
 
     @staticmethod
     def empty() -> ForwardRecord:
         """In the place of a record that is not needed any more."""
-        return ForwardRecord(fx.Graph(), "", None)
+        return ForwardRecord((), "", None)
+
+    def graph(self) -> fx.Graph:
+        """What ran, for those who change it."""
+        return graph_of(self.lines)
+
+    def canonical(self) -> str:
+        """The text of what ran: ``canonical`` of ``graph``."""
+        return text_of(self.lines)
 
     def text(self) -> str:
         """All of it that a joint graph follows from: equal for equal forwards."""
-        return f"{canonical(self.graph)}\n{self.asked}"
+        return f"{self.canonical()}\n{self.asked}"
 
 
 def record_forward(
@@ -71,8 +81,8 @@ def record_forward(
         recorder, asked = _Recorder(model, fakes), _Asked()
         with mode, recorder, asked:
             made = lossy(*fakes)
-        graph = recorder.finished(made if isinstance(made, tuple) else (made,))
-        return ForwardRecord(graph, "\n".join((*asked.names, *lossy.rebound)), recorder.foreign)
+        lines = recorder.finished(made if isinstance(made, tuple) else (made,))
+        return ForwardRecord(lines, "\n".join((*asked.names, *lossy.rebound)), recorder.foreign)
 
 
 class _Asked(TorchFunctionMode):
@@ -92,55 +102,58 @@ class _Asked(TorchFunctionMode):
 class _Recorder(TorchDispatchMode):
     def __init__(self, model: nn.Module, fakes: tuple[torch.Tensor, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.graph = fx.Graph()
-        self._values: dict[int, fx.Node] = {}  # by the identity of a tensor
-        self._functions: dict[Any, fx.Node] = {}  # autograd's nodes
+        self._lines: list[Line] = []
+        self._values: dict[int, Number] = {}  # by the identity of a tensor
+        self._functions: dict[Any, Number] = {}  # autograd's nodes
         self._kept: list[torch.Tensor] = []  # so that no identity is used twice
-        self._made: list[tuple[fx.Node, list[torch.Tensor]]] = []
+        self._made: list[tuple[Line, list[torch.Tensor]]] = []
         self.foreign: str | None = None
         for tensor, what in _given(model, fakes):
             if id(tensor) not in self._values:
-                node = set_placeholder(self.graph.placeholder("given"), what)
-                self._keep(set_value(node, _text(tensor)), [tensor])
+                self._keep(self._add(Line("placeholder", "given", (), {}, what, _text(tensor))), [tensor])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # a question, which tensors answer
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is _DEVICE:  # a question, which tensors answer
+            return fake_device(args[0])
         if saves_by_hook():
             raise NotRepeatedError("the model saves tensors for backward through hooks, as checkpointing does")
         if func.namespace not in TORCH_NAMESPACES:
             self.foreign = str(func)
         literal = func is torch.ops.aten.lift_fresh.default and self._is_literal(args[0])
-        given = ((_literal_text(args[0]),), {}) if literal else pytree.tree_map(self._argument, (args, kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        node = self.graph.create_node("call_function", func, *given)
-        set_origin(node, Origin(running_layer(), Phase.FORWARD))
-        made = [one for one in pytree.tree_leaves(out) if isinstance(one, torch.Tensor)]
-        self._keep(node, made)
-        self._made.append((node, made))
+        texts, named = ((_literal_text(args[0]),), {}) if literal else map_aggregate((args, kwargs), self._argument)
+        out = func(*args, **kwargs)
+        line = Line("call_function", func, texts, named, _origin(running_layer()))
+        made: list[torch.Tensor] = []
+        map_aggregate(out, lambda one: made.append(one) if isinstance(one, torch.Tensor) else None)
+        self._keep(self._add(line), made)
+        self._made.append((line, made))
         return out
 
-    def finished(self, results: tuple[torch.Tensor, ...]) -> fx.Graph:
+    def finished(self, results: tuple[torch.Tensor, ...]) -> tuple[Line, ...]:
         """The record, with the loss as its output, and behind it what the forward puts in the places of buffers."""
         if any(one._backward_hooks for one in self._kept):
             raise NotRepeatedError("the model has hooks on tensors")
         # What autograd makes of an operator is there once the operator has returned.
-        for node, made in self._made:
-            set_value(node, ", ".join(map(_text, made)))
+        for line, made in self._made:
+            line.value = ", ".join(map(_text, made))
             for tensor in made:
                 if tensor.grad_fn is not None:
-                    self._function(tensor.grad_fn, node)
-        self.graph.output(tuple(self._values[id(one)] for one in results))
-        return self.graph
+                    self._function(tensor.grad_fn, line.what)
+        self._add(Line.of_output(tuple(self._values[id(one)] for one in results)))
+        return tuple(self._lines)
 
-    def _keep(self, node: fx.Node, tensors: list[torch.Tensor]) -> None:
+    def _add(self, line: Line) -> Number:
+        self._lines.append(line)
+        return Number.of(len(self._lines) - 1)
+
+    def _keep(self, number: Number, tensors: list[torch.Tensor]) -> None:
         self._kept += tensors
         for index, tensor in enumerate(tensors):
-            self._values[id(tensor)] = node if index == 0 else self._part(node, index)
+            self._values[id(tensor)] = number if index == 0 else self._part(number, index)
 
-    def _part(self, node: fx.Node, index: int) -> fx.Node:
-        part = self.graph.create_node("call_method", "part", (node, index))
-        return set_origin(set_value(part, ""), Origin(running_layer(), Phase.FORWARD))
+    def _part(self, number: Number, index: int) -> Number:
+        return self._add(Line("call_method", "part", (number, index), {}, _origin(running_layer())))
 
     def _is_literal(self, given: torch.Tensor) -> bool:
         return id(given) not in self._values and given.numel() <= LARGEST_LITERAL
@@ -153,7 +166,7 @@ class _Recorder(TorchDispatchMode):
             raise NotRepeatedError("the model has tensors that are neither parameters nor buffers")
         return found
 
-    def _function(self, function: Any, behind: fx.Node) -> fx.Node:
+    def _function(self, function: Any, behind: Placeholder | Origin) -> Number:
         if function in self._functions:
             return self._functions[function]
         if isinstance(function, BackwardCFunction):
@@ -165,12 +178,26 @@ class _Recorder(TorchDispatchMode):
                 (self._function(source, behind), index) if source is not None else None
                 for source, index in function.next_functions
             )
-            if not hasattr(torch._C._functions, function.name().removeprefix("torch::autograd::")):
-                self.foreign = function.name()
-            found = self.graph.create_node("call_method", function.name(), reads)
-            set_origin(set_value(found, ""), Origin(origin(behind).layer, Phase.FORWARD))
+            name = function.name()
+            if not _is_torchs(name):
+                self.foreign = name
+            found = self._add(Line("call_method", name, reads, {}, behind))
         self._functions[function] = found
         return found
+
+
+_DEVICE = torch.ops.prim.device.default
+
+
+@functools.lru_cache(maxsize=4096)
+def _origin(layer: str) -> Origin:
+    return Origin(layer, Phase.FORWARD)
+
+
+@functools.cache
+def _is_torchs(name: str) -> bool:
+    """Whether a node of autograd's graph is torch's own."""
+    return hasattr(torch._C._functions, name.removeprefix("torch::autograd::"))
 
 
 def _given(model: nn.Module, fakes: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, Placeholder]]:

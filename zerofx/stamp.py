@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from zerofx.graph import StepGraph
-from zerofx.node_facts import Role, origin, placeholder, set_origin, set_placeholder
+from zerofx.node_facts import Origin, Placeholder, Role, origin, placeholder, set_origin, set_placeholder
 from zerofx.repeats import Repeat
 
 
@@ -121,17 +121,32 @@ def without_outputs(step: StepGraph, repeat: Repeat) -> None:
 
 def canonical(graph: fx.Graph) -> str:
     """The graph as text without names, a line for each node: equal for graphs that are equal but for names."""
-    numbers: dict[fx.Node, str] = {}
+    numbers: dict[fx.Node, Number] = {}
     lines = []
-    for number, node in enumerate(graph.nodes):
-        args = fx.map_arg((node.args, node.kwargs), lambda one: _Number(numbers[one]))
-        numbers[node] = f"%{number}"
-        what = placeholder(node) if node.op == "placeholder" else f"{node.target} {args} {origin(node)}"
-        lines.append(f"{node.op} {what} : {_described(node)}")
+    for node in graph.nodes:
+        arguments = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
+        numbers[node] = Number.of(len(numbers))
+        what = placeholder(node) if node.op == "placeholder" else origin(node)
+        lines.append(canonical_line(node.op, node.target, arguments, what, _described(node)))
     return "\n".join(lines)
 
 
-class _Number(str):
+def canonical_line(op: str, target: Any, arguments: Any, what: Placeholder | Origin, value: str) -> str:
+    """A node's line of ``canonical``; ``arguments`` has other nodes as ``Number``."""
+    return f"{op} {what} : {value}" if op == "placeholder" else f"{op} {target} {arguments} {what} : {value}"
+
+
+class Number(str):
+    """A node by its place in a graph, ``%7``."""
+
+    @staticmethod
+    def of(place: int) -> Number:
+        return Number(f"%{place}")
+
+    @property
+    def place(self) -> int:
+        return int(self[1:])
+
     def __repr__(self) -> str:
         return str(self)
 
