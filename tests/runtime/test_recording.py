@@ -21,6 +21,7 @@ from tests.training import Trained, differences, train_compiled, train_plain
 from tests.users import ids
 from zerofx import CompilerError, UsageError, ZeroFXWarning
 from zerofx.runtime.graphed import MOST_RECORDINGS, NUM_WARM_UP_STEPS
+from zerofx.runtime.recording import record
 
 
 @pytest.fixture
@@ -78,6 +79,31 @@ def _ranks() -> list[str]:
 
 def test_ranks_train_from_recordings() -> None:
     assert run_ranks(_ranks, 2) == [[], []]
+
+
+class _Buffers:
+    """A runtime whose gathers write ones, and give what nobody is to read."""
+
+    def empty_gradients(self, bucket: int) -> torch.Tensor:
+        return torch.zeros(4)
+
+    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, bucket: int) -> None:
+        full.fill_(1.0)
+
+    def wait(self, pending: None, source: None) -> torch.Tensor:
+        return torch.full((4,), -1.0)
+
+
+def _gathered_in_place(runtime: Any, state: Any, batch: Any) -> Any:
+    gradients = runtime.empty_gradients(0)
+    return runtime.wait(runtime.all_gather_into(gradients, gradients, 0))
+
+
+def test_what_is_gathered_in_a_buffer_of_the_graphs_is_that_buffer() -> None:
+    """So that nothing else is captured into its memory for as long as the step has a name for it."""
+    runtime: Any = _Buffers()
+    recording = record(EmulatedCapturer(), _gathered_in_place, {}, frozenset(), runtime, {}, {})
+    assert torch.equal(torch.ones(4), recording.run(runtime, {}, {}))  # type: ignore[arg-type]
 
 
 def test_numbers_of_the_optimizer_may_change_with_every_step(emulated: EmulatedCapturer) -> None:

@@ -273,8 +273,9 @@ class _Recorder:
         started = self.call(lambda values, args: values.runtime.all_gather_onto(*args), [full, shard, more])
         return _Gather(started, full)
 
-    def all_gather_into(self, full: Any, shard: Any, bucket: int) -> _Late:
-        return self.call(lambda values, args: values.runtime.all_gather_into(*args), [full, shard, bucket])
+    def all_gather_into(self, full: Any, shard: Any, bucket: int) -> _Late | _Gather:
+        started = self.call(lambda values, args: values.runtime.all_gather_into(*args), [full, shard, bucket])
+        return _Gather(started, full) if isinstance(full, torch.Tensor) else started
 
     def reduce_scatter(self, gradients: Any, bucket: int, num_ranks: int) -> _Late:
         return self.call(lambda values, args: values.runtime.reduce_scatter(*args), [gradients, bucket, num_ranks])
