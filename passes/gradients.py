@@ -19,6 +19,7 @@ Does not handle: gradients behind the last micro-batch, which are reduced at onc
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from torch import fx
@@ -97,7 +98,9 @@ def _check(step: StepGraph, decision: GradientDecision, buckets: list[int]) -> N
 
 
 def _writes(buffer: fx.Node, num_micro_batches: int, num_slots: int) -> list[list[fx.Node]]:
-    """What writes to a buffer, in order, by micro-batch."""
-    found = sorted(node for node in consumers(buffer) if mutated_inputs(node))
+    """What writes gradients to a buffer, in order, by micro-batch."""
+    written = sorted(node for node in consumers(buffer) if mutated_inputs(node))
+    # At stage 0 the buffer is reduced, divided and gathered where it lies.
+    found = list(itertools.takewhile(lambda node: node.target not in ops.REDUCTIONS, written))
     assert len(found) == num_micro_batches * num_slots, "each micro-batch writes every slot once"
     return [found[start : start + num_slots] for start in range(0, len(found), num_slots)]

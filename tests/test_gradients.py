@@ -17,11 +17,13 @@ from tests.models import CASES, batches
 from tests.offloads import check_measured, prepare_case
 from tests.scheduler.test_joint import small_machine
 from tests.training import build, differences, train_compiled, train_plain
+from zerofx import ops
 from zerofx.scheduler.decisions import GradientDecision
 from zerofx.scheduler.gradients import place_gradients
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.timeline import seconds_by_place
+from zerofx.verify import verify
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")
 
@@ -42,6 +44,22 @@ def test_gradients_wait_between_micro_batches(golden: Callable[..., None]) -> No
     prepared = prepare(stage=2, num_micro_batches=3)
     prepared.plan = waiting(prepared, "host", every=3)
     golden(prepared.changes("gradients"))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_reduces_a_buffer_where_it_lies_is_no_gradient_of_a_micro_batch(stage: int) -> None:
+    prepared = _prepared(2, 4, stage, num_ranks=2)
+    prepared.plan = waiting(prepared, "host")
+    prepared.run("gradients")
+    verify(prepared.step, "gradients")
+    reloads = {node for node in prepared.step.calls() if node.target is ops.reload}
+    assert len(reloads) == len(prepared.plan.reduces)
+    assert reloads == {_pending_of(node.args[0]) for node in prepared.step.calls() if node.target in ops.REDUCTIONS}
+
+
+def _pending_of(waited: Any) -> Any:
+    assert waited.target is ops.wait
+    return waited.args[0]
 
 
 @pytest.mark.parametrize(("tier", "accumulate", "every"), [("host", 2, 1), ("nvme", 2, 2)])
