@@ -60,5 +60,5 @@ def test_125_million_parameters_train_where_plain_training_does_not_fit(tmp_path
 def test_host_memory_serves_as_well(tmp_path: Path) -> None:
     found = run(tmp_path, "--size", "tiny", "--steps", "2", "--budget", "1500KiB", "--offload", "host", "--digest")
     plain = run(tmp_path, "--size", "tiny", "--steps", "2", "--plain", "--digest")
-    assert "3 of 3 on host" in found.stdout
+    assert "parameters: 3 of 4 on host" in found.stdout
     assert told(found.stdout) == told(plain.stdout)
