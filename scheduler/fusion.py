@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from zerofx.scheduler.crossing import storage_size
 from zerofx.scheduler.liveness import MemoryEvent, RegionLike
 from zerofx.scheduler.storage import Storage, aliased_input, is_view, mutated_inputs, storage_source
-from zerofx.scheduler.workspace import is_left_to_aten, workspace_bytes
+from zerofx.scheduler.workspace import compiled_workspace_bytes, is_left_to_aten
 
 # Operators that Inductor decomposes into loops over their elements, beside those that are tagged pointwise.
 _INLINED = frozenset({
@@ -72,7 +72,7 @@ def estimated_memory(region: RegionLike) -> tuple[MemoryEvent, ...]:
                 live[storage] = size
                 if storage not in last and storage not in leaving:
                     free.append(storage)
-        scratch = sum(workspace_bytes(node) for node in kernel if is_left_to_aten(node))
+        scratch = sum(compiled_workspace_bytes(node) for node in kernel if is_left_to_aten(node))
         events += [MemoryEvent(scratch), MemoryEvent(-scratch)] if scratch else []
         events += [MemoryEvent(-live.pop(storage)) for storage in free]
         events += [MemoryEvent(freed=given[storage]) for storage in dying.get(number, ()) if storage in given]

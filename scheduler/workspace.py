@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from zerofx.attention import backward_scratch_numel, forward_scratch_numel, mask_scratch_numel
-from zerofx.node_facts import given, ints
+from zerofx.attention import backward_scratch_numel, forward_scratch_numel, has_kernel, mask_scratch_numel
+from zerofx.node_facts import given, ints, tensor
 from zerofx.norms import square_sum_workspace_bytes
 from zerofx.quantise import BLOCK, ENCODINGS, unpacked_numel
 from zerofx.scheduler.convolutions import convolution_backward_bytes, convolution_bytes
@@ -36,6 +36,13 @@ Rule = Callable[[fx.Node], int | None]
 def workspace_bytes(node: fx.Node) -> int:
     """Bytes that ``node`` holds at its worst moment beyond inputs and outputs; 0 on other devices than CPUs."""
     return _known_bytes(node) or 0
+
+
+def compiled_workspace_bytes(node: fx.Node) -> int:
+    """``workspace_bytes`` in a compiled region, which has a kernel of zerofx's own for some of ATen's operators."""
+    rule = _COMPILED.get(node.target._schema.name) if isinstance(node.target, OpOverload) else None
+    found = None if rule is None else rule(node)
+    return workspace_bytes(node) if found is None else found
 
 
 def is_unknown(node: fx.Node) -> bool:
@@ -231,20 +238,48 @@ def _attention_backward(node: fx.Node) -> int:
 
 
 def _own_attention(node: fx.Node) -> int:
-    query, key = given(node, 0), given(node, 1)
-    return torch.get_num_threads() * 4 * forward_scratch_numel(query.shape[3]) + _mask_ends(node, 3, key)
+    return _forward_bytes(given(node, 0), given(node, 1), _given_or_none(node.args[3]))
 
 
 def _own_attention_backward(node: fx.Node) -> int:
+    return _backward_bytes(given(node, 0), given(node, 2), _given_or_none(node.args[6]))
+
+
+def _compiled_attention(node: fx.Node) -> int | None:
+    query, key, value = (given(node, index) for index in range(3))
+    mask = _given_or_none(node.kwargs.get("attn_mask"))
+    return _forward_bytes(query, key, mask) if has_kernel(query, key, value, mask, _number(node, 3)) else None
+
+
+def _compiled_attention_backward(node: fx.Node) -> int | None:
+    grad, query, key, value = (given(node, index) for index in range(4))
+    mask = _given_or_none(node.kwargs.get("attn_mask"))
+    return _backward_bytes(grad, key, mask) if has_kernel(query, key, value, mask, _number(node, 6)) else None
+
+
+def _forward_bytes(query: Tensor, key: Tensor, mask: Tensor | None) -> int:
+    return torch.get_num_threads() * 4 * forward_scratch_numel(query.shape[3]) + _mask_ends(mask, key)
+
+
+def _backward_bytes(grad: Tensor, key: Tensor, mask: Tensor | None) -> int:
     """A gradient whose rows are not in one piece is copied."""
-    grad, key = given(node, 0), given(node, 2)
     copied = storage_bytes(grad) if grad.stride(3) != 1 else 0
-    return torch.get_num_threads() * 4 * backward_scratch_numel(grad.shape[3]) + copied + _mask_ends(node, 6, key)
+    return torch.get_num_threads() * 4 * backward_scratch_numel(grad.shape[3]) + copied + _mask_ends(mask, key)
 
 
-def _mask_ends(node: fx.Node, index: int, key: torch.Tensor) -> int:
-    """Of the argument that is a mask, or None."""
-    return 0 if node.args[index] is None else 4 * mask_scratch_numel(given(node, index), key.shape[2])
+def _mask_ends(mask: Tensor | None, key: Tensor) -> int:
+    return 0 if mask is None else 4 * mask_scratch_numel(mask, key.shape[2])
+
+
+def _given_or_none(argument: object) -> Tensor | None:
+    return tensor(argument) if isinstance(argument, fx.Node) else None
+
+
+def _number(node: fx.Node, index: int) -> float:
+    """The argument at ``index``, of operators whose numbers are zero where they are not given."""
+    found = node.args[index] if len(node.args) > index else 0.0
+    assert isinstance(found, int | float)
+    return found
 
 
 def _batch_norm(node: fx.Node) -> int:
@@ -289,6 +324,11 @@ _RULES: dict[str, Rule] = {
     "zerofx::dequantise": _dequantisation,
     "zerofx::dequantise_sum": _dequantised_sum,
     "zerofx::square_sum": _square_sum,
+}
+
+_COMPILED: dict[str, Rule] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _compiled_attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _compiled_attention_backward,
 }
 
 # Pointwise operators whose booleans say which value to take, and are not converted.

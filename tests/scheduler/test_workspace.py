@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from zerofx import ops
 from zerofx.peaks import CpuPeak
-from zerofx.scheduler.workspace import is_unknown, workspace_bytes
+from zerofx.scheduler.workspace import compiled_workspace_bytes, is_unknown, workspace_bytes
 
 aten = torch.ops.aten
 # Index lists and scalars on the way to a kernel.
@@ -288,7 +288,26 @@ def _inside(target: Callable[..., Any], args: tuple[Any, ...]) -> int:
     return peak.num_bytes - sum(t.untyped_storage().nbytes() for t in outputs if all(t is not arg for arg in args))
 
 
-def call(target: Any, args: tuple[Any, ...]) -> fx.Node:
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_compiled_attention_holds_what_our_kernel_does(is_masked: bool) -> None:
+    query, key, value, mask, is_causal, scale = our_attention(is_masked)
+    forward = call(CASES["attention"][0], (query, key, value, 0.0, is_causal), attn_mask=mask)
+    ours = call(ops.attention, (query, key, value, mask, is_causal, scale))
+    assert compiled_workspace_bytes(forward) == workspace_bytes(ours) != workspace_bytes(forward)
+    grad, *given, _, _, _ = our_attention_backward(is_masked)
+    backward = call(CASES["attention backward"][0], (grad, *given, 0.0, is_causal), attn_mask=mask)
+    ours = call(ops.attention_backward, (grad, *given, mask, is_causal, scale))
+    assert compiled_workspace_bytes(backward) == workspace_bytes(ours) != workspace_bytes(backward)
+
+
+def test_compiled_attention_with_dropout_is_left_to_aten() -> None:
+    query, key, value, _, is_causal = attention()
+    node = call(CASES["attention"][0], (query, key, value, 0.0, is_causal))
+    node.args = (*node.args[:3], 0.5, is_causal)
+    assert compiled_workspace_bytes(node) == workspace_bytes(node)
+
+
+def call(target: Any, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:
     """A node that calls ``target``, with fake values on CPU."""
     graph = fx.Graph()
 
@@ -301,8 +320,10 @@ def call(target: Any, args: tuple[Any, ...]) -> fx.Node:
         node.meta["val"] = arg
         return node
 
-    node = graph.call_function(target, tuple(given(arg) for arg in args))
-    node.meta["val"] = target(*args)
+    node = graph.call_function(
+        target, tuple(given(arg) for arg in args), {name: given(arg) for name, arg in kwargs.items()}
+    )
+    node.meta["val"] = target(*args, **kwargs)
     return node
 
 
