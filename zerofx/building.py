@@ -57,7 +57,8 @@ _SHARED = frozenset(
         "max_grad_norm",
     }
 )
-_FIT_ROUNDS = 8  # plans to try until compiled regions are within the budget too
+# Plans to try until compiled regions are within the budget too, and how many of them are made for all of it.
+_FIT_ROUNDS, _FULL_ROUNDS = 8, 4
 
 
 @dataclass(frozen=True)
@@ -137,26 +138,28 @@ def build_within_budget(
     """Plan and build the step; a budget holds for the compiled regions too.
 
     What a compiled region holds inside is known once it is compiled. Where that takes the step over the budget, the
-    plan is made again with what is known in the place of the estimates. The step is returned with what was prepared
-    for it: where the budget asks for that, parameters are in slices there. The last of what is returned is what was
-    known of compiled regions when the plan was made.
+    plan is made again with what is known in the place of the estimates: some times for the same budget, and then for
+    less by as much as estimates were short, or for the least that a plan is estimated to need. The step is returned
+    with what was prepared for it: where the budget asks for that, parameters are in slices there. The last of what is
+    returned is what was known of compiled regions when the plan was made.
 
     Raises:
         MemoryBudgetError: no plan fits the budget.
     """
     budget = budget_bytes(options.memory_budget, machine)
-    first, needed = prepared, None
+    first, needed, aim, short = prepared, None, budget, 0
     estimates: Estimates = {}
     found: Estimates = {}  # those of compiled regions
-    for _ in range(_FIT_ROUNDS):
+    for number in range(1, _FIT_ROUNDS + 1):
         try:
-            prepared, captured, plan = _agree_on_plan(
-                first, machine, options, settings, control, budget, estimates, found
-            )
-        except MemoryBudgetError:
-            if needed is None:
+            prepared, captured, plan = _agree_on_plan(first, machine, options, settings, control, aim, estimates, found)
+        except MemoryBudgetError as refusal:
+            if needed is None or budget is None:
                 raise
-            break
+            if aim == budget or not isinstance(refusal, BudgetMissedError) or refusal.least_bytes > budget:
+                break
+            aim = refusal.least_bytes
+            continue
         lowered = lower_prepared(
             captured, plan, prepared.layout, prepared.programs, machine, options, settings, estimates,
             talk=control.rank == 0,
@@ -169,6 +172,9 @@ def build_within_budget(
         if budget is None or peak <= budget:
             return prepared, compiled, found
         needed = min(peak, needed or peak)
+        short = max(short, peak - plan.peak_bytes["device"])
+        if number >= _FULL_ROUNDS:
+            aim = budget - short
         found.update(compiled.memory)
         estimates.update(found)
     assert needed is not None
