@@ -19,10 +19,9 @@ from zerofx.scheduler.budget import BudgetMissedError
 def _short_by(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have every step that is built hold so many bytes more than was estimated; returns the budgets planned for."""
     planned_for: list[int] = []
-    plainly = build_step
 
     def with_more(*args: Any) -> CompiledStep:
-        compiled = plainly(*args)
+        compiled = build_step(*args)
         planned_for.append(compiled.plan.memory_budget or 0)
         peak_bytes = {**compiled.plan.peak_bytes, "device": compiled.plan.peak_bytes["device"] + num_bytes}
         assert compiled.plan.prediction is not None
