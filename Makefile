@@ -37,7 +37,7 @@ check: venv ## format, lint and types
 	$(BIN)/mypy
 
 test: venv ## the tests that need no GPU and little time
-	$(BIN)/python -m pytest -q -n 2 -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
 
 nightly: venv ## the slow tests, and the GPU tests where there is a GPU
 	$(BIN)/python -m pytest -q -m "slow or gpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -12,10 +13,9 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,9 @@ T = TypeVar("T")
 
 # How long a test waits for other processes: what is too long for the busiest machine is a hang.
 PATIENCE_SECONDS = 600.0
+
+# What most ranks import: read once, by the process that all of them are forked from.
+_PRELOADED = ["zerofx", "torch._inductor.compile_fx", "torch.distributed.fsdp", "transformers", "tests.training"]
 
 # How long the other ranks get to end by themselves, with their own traceback, once one has failed.
 _GRACE_SECONDS = 2.0
@@ -38,8 +41,9 @@ class RankError(Exception):
 def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = PATIENCE_SECONDS) -> list[T]:
     """Call `fn(*args)` on `world_size` ranks, and give their results in the order of the ranks.
 
-    Each rank is a spawned process of one thread with a gloo default group; `fn` learns who it is from
-    `torch.distributed`. Warnings count there as they do in the test that calls. No process outlives the call.
+    Each rank is a process of one thread with a gloo default group, forked from one that has only imported modules;
+    `fn` learns who it is from `torch.distributed`. The environment and what becomes of warnings are those of the test
+    that calls. No rank outlives the call.
 
     Args:
         fn: a function at the top level of a module, as it travels by name; its arguments and result are pickled.
@@ -50,14 +54,15 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
         Exception: what the first rank to fail raised, with the traceback of every rank that failed as a note.
         RankError: a rank crashed, raised what cannot be pickled, or took longer than `timeout` seconds.
     """
-    # Spawned processes pickle through multiprocessing, whose reductions for tensors share memory: send plain bytes.
+    # Processes pickle through multiprocessing, whose reductions for tensors share memory: send plain bytes.
     call = pickle.dumps((fn, args))
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, _environment():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
         ranks = [
             context.Process(
                 target=_rank_main,
-                args=(call, rank, world_size, folder, timeout, warnings.filters[:]),
+                args=(call, rank, world_size, folder, timeout, _environment(), warnings.filters[:]),
                 name=f"rank {rank}",
             )
             for rank in range(world_size)
@@ -74,7 +79,7 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
         return _collect([Path(folder, f"{rank}.pkl") for rank in range(world_size)], ranks, in_time, timeout)
 
 
-def _wait(ranks: list[SpawnProcess], timeout: float) -> bool:
+def _wait(ranks: list[ForkServerProcess], timeout: float) -> bool:
     """Wait for all ranks to end, a short while only after one has failed; whether they made it in `timeout` seconds."""
     deadline = time.monotonic() + timeout
     failed = False
@@ -91,7 +96,7 @@ def _wait(ranks: list[SpawnProcess], timeout: float) -> bool:
     return True
 
 
-def _collect(paths: list[Path], ranks: list[SpawnProcess], in_time: bool, timeout: float) -> list[Any]:
+def _collect(paths: list[Path], ranks: list[ForkServerProcess], in_time: bool, timeout: float) -> list[Any]:
     outcomes = [pickle.loads(path.read_bytes()) if path.exists() else None for path in paths]
     failures = sorted((failure for failure in outcomes if failure and failure[0] == "error"), key=lambda one: one[1])
     silent = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
@@ -110,7 +115,17 @@ def _collect(paths: list[Path], ranks: list[SpawnProcess], in_time: bool, timeou
     return [pickle.loads(outcome[1]) for outcome in outcomes if outcome is not None]
 
 
-def _rank_main(call: bytes, rank: int, world_size: int, folder: str, timeout: float, filters: list[Any]) -> None:
+def _rank_main(
+    call: bytes,
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout: float,
+    environment: dict[str, str],
+    filters: list[Any],
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -128,6 +143,7 @@ def _rank_main(call: bytes, rank: int, world_size: int, folder: str, timeout: fl
         outcome = ("result", pickle.dumps(fn(*args)))
         dist.barrier()  # nobody leaves while another still needs it
         dist.destroy_process_group()
+        atexit._run_exitfuncs()  # a process that was forked off ends without
     except BaseException as error:  # noqa: BLE001 - the caller's process raises it again
         text = f"rank {rank}:\n{traceback.format_exc()}"
         outcome = ("error", time.monotonic(), _pickled(error, rank), text)
@@ -159,19 +175,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-@contextmanager
-def _environment() -> Iterator[None]:
-    """What spawned processes read before their first line runs."""
+def _environment() -> dict[str, str]:
+    """What ranks find in `os.environ`."""
     wanted = {"OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the name of this machine resolves to
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return {**os.environ, **wanted}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -101,6 +102,7 @@ def test_values_go_to_the_tier_of_the_plan(tier: str) -> None:
 
 
 DEPTH = 12
+_M_MMAP_THRESHOLD = -3  # a parameter of mallopt(3), from glibc's <malloc.h>
 
 
 class Wide(nn.Module):
@@ -139,6 +141,7 @@ def _resident(name: str) -> int:
 
 def _growth(width: int) -> tuple[int, int]:
     """Bytes by which resident memory grew at most while a model was made, and what its step holds."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 100_000)  # so that glibc gives back at once what is freed
     _prepared(8)  # what is loaded once
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
@@ -148,7 +151,6 @@ def _growth(width: int) -> tuple[int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of resident memory")
 def test_one_parameter_beyond_the_slice_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "100000")  # so that glibc gives back at once what is freed
     monkeypatch.setenv("ZEROFX_KEEP_FREED", "0")
     one = 2048 * 2048 * 4
     # Allocations are not counted here: gloo's threads free some, unseen by the profiler.
