@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -11,11 +12,16 @@ import torch
 
 
 class CpuPeak:
-    """``num_bytes``: the most that was allocated inside the block on CPU, counted from its begin."""
+    """``num_bytes``: the most that was allocated inside the block on CPU, counted from its begin.
+
+    Python's collector rests meanwhile: garbage that it frees, of an earlier block, would be counted as memory returned.
+    """
 
     num_bytes = 0
 
     def __enter__(self) -> CpuPeak:
+        self._collects = gc.isenabled()
+        gc.disable()
         self._profiler = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
         )
@@ -26,6 +32,8 @@ class CpuPeak:
     def __exit__(self, *_: object) -> None:
         with _quiet():
             self._profiler.stop()
+        if self._collects:
+            gc.enable()
         inner = self._profiler.profiler
         assert inner is not None and inner.kineto_results is not None
         cpu = torch._C._autograd.DeviceType.CPU
