@@ -10,6 +10,8 @@ Inductor's loops, these add it on their way. ::
 
     addmm(bias, a, b)    ->   view(view(mm(a, b), [rows, 1, columns]) + bias, [rows, columns])
 
+Products with weights that lie side by side become one (``merged_products.py``).
+
 Not rewritten: sums of values that are not in memory otherwise, which a product would need there; sums that share their
 loop with one of those; half precision, whose products are oneDNN's.
 """
@@ -22,6 +24,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from zerofx.codegen.merged_products import merge_products
+from zerofx.codegen.traced import call
 from zerofx.node_facts import value
 from zerofx.passes.base import consumers
 from zerofx.scheduler.storage import storage_source
@@ -37,6 +41,7 @@ _FEWEST = 64  # rows and columns that are worth a product
 
 def rewrite_for_cpu(graph: fx.Graph) -> None:
     """Rewrite the traced graph of a region, whose nodes have fake values in ``meta["val"]``, in place."""
+    merge_products(graph)
     column_sums = [node for node in graph.nodes if _is_column_sum(node)]
     for node in [node for node in column_sums if _is_stored(node) and not _shares_its_loop(node, column_sums)]:
         _as_product(graph, node)
@@ -88,10 +93,10 @@ def _as_product(graph: fx.Graph, node: fx.Node) -> None:
     columns = summed.shape[-1]
     rows = summed.numel() // columns
     with graph.inserting_before(node):
-        flat = _call(graph, _aten.view.default, (node.args[0], [rows, columns]))
-        ones = _call(graph, _aten.full.default, ([1, rows], 1.0), {"dtype": summed.dtype, "device": summed.device})
-        product = _call(graph, _aten.mm.default, (ones, flat))
-        shaped = _call(graph, _aten.view.default, (product, list(result.shape)))
+        flat = call(graph, _aten.view.default, (node.args[0], [rows, columns]))
+        ones = call(graph, _aten.full.default, ([1, rows], 1.0), {"dtype": summed.dtype, "device": summed.device})
+        product = call(graph, _aten.mm.default, (ones, flat))
+        shaped = call(graph, _aten.view.default, (product, list(result.shape)))
     node.replace_all_uses_with(shaped)
     graph.erase_node(node)
 
@@ -116,20 +121,10 @@ def _as_sum(graph: fx.Graph, node: fx.Node) -> None:
     bias, left, right = node.args
     rows, columns = value(node).shape
     with graph.inserting_before(node):
-        product = _call(graph, _aten.mm.default, (left, right))
+        product = call(graph, _aten.mm.default, (left, right))
         # Inductor makes an addmm of a sum that has a product for an operand, but not of one that has a view of it.
-        apart = _call(graph, _aten.view.default, (product, [rows, 1, columns]))
-        total = _call(graph, _aten.add.Tensor, (apart, bias))
-        whole = _call(graph, _aten.view.default, (total, [rows, columns]))
+        apart = call(graph, _aten.view.default, (product, [rows, 1, columns]))
+        total = call(graph, _aten.add.Tensor, (apart, bias))
+        whole = call(graph, _aten.view.default, (total, [rows, columns]))
     node.replace_all_uses_with(whole)
     graph.erase_node(node)
-
-
-def _call(
-    graph: fx.Graph, target: OpOverload, args: tuple[object, ...], kwargs: dict[str, object] | None = None
-) -> fx.Node:
-    """A node with its fake value; called in the fake mode of the others'."""
-    node = graph.call_function(target, args, kwargs or {})  # type: ignore[arg-type]  # fx's own argument types
-    given = fx.node.map_arg(node.args, lambda source: source.meta["val"])
-    node.meta["val"] = target(*given, **node.kwargs)
-    return node
