@@ -185,17 +185,9 @@ def _merge(graph: fx.Graph, total: fx.Node, pairs: Sequence[_Pair]) -> None:
         shaped = call(graph, _aten.view.default, (product, list(value(total).shape)))
     total.replace_all_uses_with(shaped)
     for node in [total, *(pair.into for pair in pairs)]:
-        _erase(graph, node)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
 
 
 def _whole(graph: fx.Graph, slot: _Slot, rows: int) -> fx.Node:
     return call(graph, _aten.as_strided.default, (slot.buffer, [rows, slot.columns], [slot.columns, 1], slot.offset))
-
-
-def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase ``node``, which nothing reads, and what only it has read, but for a region's inputs."""
-    sources = node.all_input_nodes
-    graph.erase_node(node)
-    for source in sources:
-        if not source.users and source.op != "placeholder":
-            _erase(graph, source)
