@@ -302,6 +302,14 @@ def _functions() -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
         lambda x: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.15),
     )
     yield "noise", lambda x: x + torch.randn_like(x) + torch.rand(DIM) + x.detach().sigmoid().bernoulli()
+    yield (
+        "a norm of what is transposed",
+        lambda x: functional.batch_norm(x.t(), None, None, training=True).t().reshape(-1),
+    )
+    yield (
+        "a loss of what is transposed",
+        lambda x: functional.mse_loss(x.view(-1).view(DIM, -1).t(), torch.zeros(ROWS, DIM)),
+    )
     yield "bilinear", lambda x: functional.interpolate(x[None, None], scale_factor=2, mode="bilinear")
     yield "bicubic", lambda x: functional.interpolate(x[None, None], size=(7, 5), mode="bicubic")
 

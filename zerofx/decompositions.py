@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zerofx.kernel_layouts import kernel_layouts
+
 
 def decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
     """Operators that tracing puts in the place of what eager mode runs on ``device``, as what gives the same bits.
 
     A GPU's dropout is ``native_dropout``. On a CPU eager mode multiplies by a mask of 0 and 1 / (1 - p), which it
-    divides in the tensor's own dtype.
+    divides in the tensor's own dtype. What kernels lay out otherwise than their fakes is laid out as they do.
     """
+    layouts = kernel_layouts(device)
     if device.type != "cpu":
-        return {}
+        return layouts
     aten = torch.ops.aten
 
     def scaled(x: torch.Tensor, mask: torch.Tensor, kept: float) -> torch.Tensor:
@@ -44,7 +47,7 @@ def decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
     def dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
         return scaled(gradient, mask, 1.0 / scale if scale else 0.0)
 
-    return {
+    return layouts | {
         aten.native_dropout.default: dropout,
         aten.native_dropout_backward.default: dropout_backward,
         aten.bernoulli.p: bernoulli,
