@@ -146,7 +146,7 @@ class _Record:
         keywords = {keyword.arg: self._evaluate(keyword.value) for keyword in call.keywords if keyword.arg}
         if "out" in keywords:
             return None  # written where the caller has memory for it
-        node = _node(target, _positional(target, args, keywords))
+        node = _node(target, *_ordered(target, args, keywords))
         scratch = workspace_bytes(node)
         if scratch:
             outputs = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(node.meta["val"]))
@@ -173,17 +173,20 @@ def _operator(name: str) -> OpOverload | None:
     return found if isinstance(found, OpOverload) else None
 
 
-def _positional(target: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a call in the order of the operator's schema, as the rules for workspaces read them."""
-    found = list(args)
-    for argument in target._schema.arguments[len(args) :]:
-        if argument.kwarg_only:
-            break
-        found.append(keywords.get(argument.name, argument.default_value))
-    return tuple(found)
+def _ordered(
+    target: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call by their places in the operator's schema, as the rules for workspaces read them.
+
+    Beside them, by name, those which the schema takes in no other way.
+    """
+    places = [argument for argument in target._schema.arguments if not argument.kwarg_only]
+    rest = {name: value for name, value in keywords.items() if all(name != argument.name for argument in places)}
+    missing = places[len(args) :]
+    return (*args, *(keywords.get(argument.name, argument.default_value) for argument in missing)), rest
 
 
-def _node(target: OpOverload, args: Sequence[Any]) -> fx.Node:
+def _node(target: OpOverload, args: Sequence[Any], keywords: Mapping[str, Any]) -> fx.Node:
     """A node that calls ``target``, with fake values."""
     graph = fx.Graph()
 
@@ -194,6 +197,6 @@ def _node(target: OpOverload, args: Sequence[Any]) -> fx.Node:
         node.meta["val"] = value
         return node
 
-    node = graph.call_function(target, tuple(map(given, args)))
-    node.meta["val"] = target(*args)
+    node = graph.call_function(target, tuple(map(given, args)), dict(keywords))
+    node.meta["val"] = target(*args, **keywords)
     return node

@@ -62,6 +62,18 @@ return (buf1, buf2, )
     assert record(body, [(8, 8), (8, 8)], [0, 1]) == [(32, None), (64, None), (-64, None), (256, None)]
 
 
+def test_an_operator_is_called_with_what_it_takes_by_name_only() -> None:
+    body = """
+x, = args
+args.clear()
+buf0 = torch.ops.aten.sort.stable(x, stable=True, dim=1, descending=False)
+buf1 = buf0[1]
+return (buf1, )
+"""
+    made = [num_bytes for num_bytes, _ in record(body, [(8, 8)], [0])]
+    assert made[-2:] == [8 * 8 * 4, 8 * 8 * 8]  # values, and indices of 64 bits
+
+
 def test_a_convolution_holds_what_onednn_packs() -> None:
     body = """
 x, w = args
