@@ -73,6 +73,10 @@ def _shuffled(x: Tensor) -> tuple[Tensor, ...]:
     return (aten.channel_shuffle(x, 2),)
 
 
+def _rolled(x: Tensor) -> tuple[Tensor, ...]:
+    return aten.roll(x, [1, 2], [2, 3]), aten.roll(x, [1], [0])
+
+
 CHANNELS_LAST = [(0, 2, 3, 1), (0, 2, 3, 4, 1)]
 OTHERS = [(1, 0), (0, 2, 1), (1, 0, 2, 3), (0, 1, 3, 2)]
 
@@ -87,6 +91,7 @@ OTHERS = [(1, 0), (0, 2, 1), (1, 0, 2, 3), (0, 1, 3, 2)]
         (_padded_in_three_dimensions, CHANNELS_LAST[1:]),
         (_unpooled, CHANNELS_LAST[:1]),
         (_shuffled, CHANNELS_LAST[:1]),
+        (_rolled, CHANNELS_LAST),
     ],
 )
 def test_the_traced_strides_are_the_kernels(
@@ -109,6 +114,14 @@ def _traced(function: Callable[[Tensor], Any], x: Tensor, table: dict[Any, Any])
     traced = make_fx(function, decomposition_table=table, tracing_mode="fake")(x)
     results = traced.graph.output_node().all_input_nodes
     return traced, [one.meta["val"].stride() for one in results]
+
+
+@pytest.mark.parametrize(("shifts", "dims"), [([0, 1], [2, 3]), ([1, 6], [1, 2]), ([1], [])])
+def test_what_is_rolled_by_nothing_is_laid_out_in_order(shifts: list[int], dims: list[int]) -> None:
+    x = _in_memory_order(*CHANNELS_LAST[0])
+    expected = aten.roll(x, shifts, dims)
+    traced, fakes = _traced(lambda x: (aten.roll(x, shifts, dims),), x, kernel_layouts(torch.device("cpu")))
+    assert fakes == [expected.stride()] == [one.stride() for one in traced(x)]
 
 
 def test_what_a_kernel_lays_out_as_its_fake_is_not_copied() -> None:

@@ -12,7 +12,8 @@ are torch's references (``div`` with a rounding mode, ``floor_divide``, ``copysi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,19 +49,34 @@ _FORMAT_OF = {
 
 def kernel_layouts(device: torch.device) -> dict[Any, Callable[..., Any]]:
     """Decompositions into the operator and, where a fake's strides are not the kernel's on ``device``, a copy."""
-    ordered = {operator: _laid_out(operator, None) for operator in _ORDERED}
-    if device.type != "cpu":
-        return ordered
-    return ordered | {operator: _laid_out(operator, place) for operator, place in _FORMAT_OF.items()}
+    formats = dict.fromkeys(_ORDERED, _contiguous)
+    if device.type == "cpu":
+        formats |= {operator: partial(_suggested_by, place) for operator, place in _FORMAT_OF.items()}
+        formats[aten.roll.default] = _rolled
+    return {operator: _laid_out(operator, format_of) for operator, format_of in formats.items()}
 
 
-def _laid_out(operator: Any, place: int | None) -> Callable[..., Any]:
+def _contiguous(*args: Any) -> torch.memory_format:
+    return torch.contiguous_format
+
+
+def _suggested_by(place: int, *args: Any) -> torch.memory_format:
+    return suggest_memory_format(args[place])
+
+
+def _rolled(x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.memory_format:
+    """What is moved along each dimension is put together from parts, what stays where it is is copied in order."""
+    moves = dims and all(shift % x.shape[dim] for shift, dim in zip(shifts, dims, strict=True))
+    return suggest_memory_format(x) if moves else torch.contiguous_format
+
+
+def _laid_out(operator: Any, format_of: Callable[..., torch.memory_format]) -> Callable[..., Any]:
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         with decompose({}):
             results = operator(*args, **kwargs)
         first, *others = results if isinstance(results, tuple) else (results,)
         if first is not None:
-            layout = torch.contiguous_format if place is None else suggest_memory_format(args[place])
+            layout = format_of(*args)
             if not first.is_contiguous(memory_format=layout):
                 first = first.clone(memory_format=layout)
         return (first, *others) if isinstance(results, tuple) else first
