@@ -10,7 +10,7 @@ from tests.models import DIM, Case, Regression, batches, rows
 from tests.training import differences, train_compiled, train_plain
 from zerofx.batch import Batch
 from zerofx.capture import capture
-from zerofx.errors import CaptureError
+from zerofx.errors import CaptureError, ZeroFXWarning
 from zerofx.graph import StepGraph
 
 
@@ -58,6 +58,45 @@ def test_tensors_that_a_forward_leaves_on_its_modules_go_with_the_capture() -> N
     model = _Rebinding()
     assert set(_capture(model).mutations) == {"count", "a", "b"}
     assert model.last is None and model.cached is None and model.ran
+
+
+class _Counted(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(x)
+
+
+class _Noted(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self.num_rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_rows = x.shape[0]
+        return super().forward(x)
+
+
+class _With(Regression):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def predict(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_a_number_that_each_forward_changes_is_named() -> None:
+    with pytest.warns(ZeroFXWarning, match=r"changes linear\.num_calls: .* register what is to change as a buffer"):
+        _capture(_With(_Counted()))
+
+
+def test_a_number_that_a_second_forward_leaves_as_it_is_is_none_to_warn_of() -> None:
+    _capture(_With(_Noted()))
 
 
 class _Growing(_Rebinding):

@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from zerofx.batch import Batch as Batch
 from zerofx.blame import explain, unknown_input, user_line
 from zerofx.decompositions import decompositions
-from zerofx.errors import CaptureError, ZeroFXError
+from zerofx.errors import CaptureError, ZeroFXError, warn
 from zerofx.graph import ParameterInfo, StepGraph, Strides, cast_of, parameter_infos
 from zerofx.layer_annotations import LAYER_KEY, LOSS_LAYER, annotated, layer_annotations
 from zerofx.layers import find_units
@@ -81,6 +81,12 @@ def capture(
                 raise
             except Exception as error:
                 raise explain(error) from error
+    if lossy.counts:
+        warn(
+            f"expected a forward that changes no Python values of its modules from call to call, found that it changes "
+            f"{', '.join(lossy.counts)}: the step has what they were while it was captured; register what is to change "
+            f"as a buffer"
+        )
     return _to_step_graph(joint.graph_module, model, batch, parameters, device, watcher, lossy.rebound)
 
 

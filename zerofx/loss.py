@@ -46,7 +46,7 @@ class LossModule(nn.Module):
 
     ``loss_scope`` opens a context that ``loss_fn`` runs in. Where the forward puts other tensors in the places of its
     buffers (``self.mean = 0.9 * self.mean + ...``), those come behind the loss, in the order of their names in
-    ``rebound``.
+    ``rebound``. ``counts`` has the names of the numbers that a forward changes again when it runs again.
     """
 
     def __init__(
@@ -65,12 +65,17 @@ class LossModule(nn.Module):
         self._num_micro_batches = num_micro_batches
         self._loss_scope = loss_scope
         self.rebound: tuple[str, ...] = ()
+        self.counts: tuple[str, ...] = ()
+        self._has_run = False
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        held = dict(self.model.named_buffers())
+        held, numbers = dict(self.model.named_buffers()), _numbers(self.model)
         with _tensors_kept(self.model):
             loss = self._loss(*self._batch.rebuild(tensors))
             now = dict(self.model.named_buffers())
+        if self._has_run:
+            self.counts = tuple(sorted(name for name, _ in _numbers(self.model).items() - numbers.items()))
+        self._has_run = True
         loss = loss if self._num_micro_batches == 1 else loss / self._num_micro_batches
         rebound = _rebound(held, now)
         self.rebound = tuple(rebound)
@@ -104,6 +109,16 @@ def _tensors_kept(model: nn.Module) -> Iterator[None]:
                 else:
                     del table[name]
             table.update({name: one for name, one in entries.items() if isinstance(one, torch.Tensor)})
+
+
+def _numbers(model: nn.Module) -> dict[str, int | float]:
+    """The Python numbers that modules have as attributes."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): number
+        for prefix, module in model.named_modules()
+        for name, number in vars(module).items()
+        if type(number) in (int, float)
+    }
 
 
 def _rebound(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
