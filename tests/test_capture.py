@@ -242,6 +242,28 @@ def test_what_cannot_be_captured_names_its_line(cls: type[Regression], what: str
     assert re.search(rf"{re.escape(Path(__file__).name)}:{_line_to_blame(cls)}\b", str(caught.value)), caught.value
 
 
+class _Sampled(Regression):
+    def predict(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.distributions.Normal(x, torch.ones(DIM)).rsample()
+        return found
+
+
+class _Decoded(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(DIM, 2, DIM), 1)
+
+    def predict(self, x: Tensor) -> Tensor:
+        found: Tensor = self.decoder(x, x, tgt_mask=nn.Transformer.generate_square_subsequent_mask(ROWS))
+        return found
+
+
+@pytest.mark.parametrize(("cls", "advice"), [(_Sampled, "validate_args=False"), (_Decoded, r"is_causal=True or False")])
+def test_where_torch_itself_reads_values_it_says_what_keeps_it_from_that(cls: type[Regression], advice: str) -> None:
+    with pytest.raises(CaptureError, match=f"reads a tensor's value[\\s\\S]*{advice}"):
+        _capture(CASES["stack"], _with_layer(cls()))
+
+
 class _Masked(Regression):
     def predict(self, x: Tensor) -> Tensor:
         mask = None if torch.compiler.is_compiling() else torch.ones(DIM)

@@ -13,6 +13,14 @@ from zerofx.errors import CaptureError
 _TORCH_ROOT = f"{Path(torch.__file__).parent}/"
 
 
+# Where torch itself reads values, and what keeps it from doing so.
+_READERS = {
+    "nn/modules/transformer.py": "torch compares the mask with a causal one where it is not told: pass is_causal=True "
+    "or False (tgt_is_causal and memory_is_causal to nn.Transformer and its decoder)",
+    "distributions/": "torch checks what a distribution is given: build it with validate_args=False",
+}
+
+
 def user_line(stack: traceback.StackSummary) -> str | None:
     """The innermost line that is neither torch's nor zerofx's."""
     here = f"{Path(__file__).parent}/"
@@ -31,7 +39,7 @@ def explain(error: Exception) -> CaptureError:
             f"expected a forward whose path does not depend on values, found one that reads a tensor's value at\n"
             f"  {line}\n"
             f"A step is one graph, planned before it runs: replace .item(), float(tensor), or an if on a tensor by "
-            f"torch.where or a Python value, or take that part out of the training step."
+            f"torch.where or a Python value, or take that part out of the training step.{_reader(error)}"
         )
     advice = "replace the operator on that line."
     if "NoneType" in str(error):
@@ -43,6 +51,13 @@ def explain(error: Exception) -> CaptureError:
         f"the model could not be traced; {kind}: {error}\n  at {line}\n"
         f"If the same call fails in eager mode, correct the call; if it does not, {advice}"
     )
+
+
+def _reader(error: Exception) -> str:
+    """What to add where it is torch's own Python code that reads a value."""
+    files = {frame.filename.removeprefix(_TORCH_ROOT) for frame in traceback.extract_tb(error.__traceback__)}
+    found = [advice for place, advice in _READERS.items() if any(file.startswith(place) for file in files)]
+    return f"\nHere {found[0]}." if found else ""
 
 
 def unknown_input(graph: fx.Graph, described: object) -> CaptureError:
