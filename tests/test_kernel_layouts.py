@@ -124,6 +124,11 @@ def test_what_is_rolled_by_nothing_is_laid_out_in_order(shifts: list[int], dims:
     assert fakes == [expected.stride()] == [one.stride() for one in traced(x)]
 
 
+def test_nothing_can_be_rolled() -> None:
+    traced, _ = _traced(_rolled, _in_memory_order(*CHANNELS_LAST[0])[:0], kernel_layouts(torch.device("cpu")))
+    assert not traced.graph.find_nodes(op="call_function", target=aten.clone.default)
+
+
 def test_what_a_kernel_lays_out_as_its_fake_is_not_copied() -> None:
     for x in (torch.randn(3, 4, 6), torch.randn(3, 4, 6, 8).to(memory_format=torch.channels_last)):
         traced, _ = _traced(_normalised, x, kernel_layouts(torch.device("cpu")))

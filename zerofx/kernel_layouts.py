@@ -66,7 +66,7 @@ def _suggested_by(place: int, *args: Any) -> torch.memory_format:
 
 def _rolled(x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.memory_format:
     """What is moved along each dimension is put together from parts, what stays where it is is copied in order."""
-    moves = dims and all(shift % x.shape[dim] for shift, dim in zip(shifts, dims, strict=True))
+    moves = x.numel() and dims and all(shift % x.shape[dim] for shift, dim in zip(shifts, dims, strict=True))
     return suggest_memory_format(x) if moves else torch.contiguous_format
 
 
