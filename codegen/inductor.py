@@ -16,7 +16,10 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.dependencies import WeakDep
+from torch._inductor.scheduler import BaseSchedulerNode
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -87,7 +90,8 @@ def compile_region(
             examples = list(map(_own_fake, inputs))
             plain = make_fx(lambda *args: function(list(args)), tracing_mode="real")(*examples)
             launches = _ATTENTION_LAUNCHES if ATTENTION in kernels else {}
-            table = {**select_decomp_table(), **_DECOMPOSITIONS, **launches}
+            with inductor_config.patch(_OPTIONS):
+                table = {**select_decomp_table(), **_DECOMPOSITIONS, **launches}
             traced = make_fx(_InPlannedStrides(plain).run, decomposition_table=table, tracing_mode="real")(*examples)
             rewrite_for_cpu(traced.graph)
         beside = Beside("zerofx-attention", [attention.build] if _uses_attention(traced.graph) else [])
@@ -148,9 +152,35 @@ def _with_strides(found: Any, planned: Any) -> Any:
     return found.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 
 
+class _KeepOrder(CustomSchedulerPass):
+    """What reads a buffer after an operator has written into it (dropout's mask, max pooling's gradient) stays behind.
+
+    Where Inductor of torch 2.13 fits the loops of two kernels to each other, it takes their reads from the loops anew
+    and forgets which writes they follow, unless they have a dependency that no loop shows
+    (https://github.com/pytorch/pytorch/issues/185509). The one given here repeats what the scheduler knows already.
+    """
+
+    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        for node in nodes:
+            read = {dep.name for dep in node.read_writes.reads}
+            for name in sorted(read & set(node.mutation_renames.values())):
+                node.add_fake_dep(WeakDep(name, mutating_buf=node.get_name(), is_fake=True))
+        return nodes
+
+    def uuid(self) -> str:
+        return "zerofx: reads follow the writes before them"
+
+
 # Sizes are static and inputs are ours: checks at every call would only cost time. Reordering for memory is off because
-# the plan has been made for this order.
-_OPTIONS = {"size_asserts": False, "alignment_asserts": False, "nan_asserts": False}
+# the plan has been made for this order. Random numbers are ATen's, as in eager mode: those of Inductor need a pass over
+# graphs that a region does not go through.
+_OPTIONS = {
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "nan_asserts": False,
+    "fallback_random": True,
+    "_pre_fusion_custom_pass": _KeepOrder(),
+}
 
 
 def _nll_loss_backward(
@@ -202,7 +232,14 @@ def _attention_backward(
     return torch.ops.zerofx.attention_backward(*given, is_causal, scale)
 
 
+def _bernoulli(chances: torch.Tensor, *, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Drawn by ATen: Inductor would compare uniform numbers, which are other draws."""
+    drawn: torch.Tensor = aten.bernoulli.Tensor(chances, chances, generator=generator)
+    return drawn
+
+
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.bernoulli.default: _bernoulli,
     aten.nll_loss_backward.default: _nll_loss_backward,
     aten.mm.out: _product_into,
     ops.quantise: quantise.quantise_at_once,

@@ -45,6 +45,13 @@ def test_a_model_that_makes_masks_trains_like_eager_mode_within_rounding_and_the
     assert differences(first, again, 0.0) == []
 
 
+@pytest.mark.slow
+def test_dropout_draws_and_masks_as_in_eager_mode() -> None:
+    case = replace(CASES["gpt2 dropout"], optimizer=sgd)
+    found = train_compiled(case, 3, STEPS, backend="inductor")
+    assert differences(train_plain(case, STEPS), found, TOLERANCE) == []
+
+
 def _compare() -> dict[str, list[str]]:
     expected = train_plain(GPT_CASE, STEPS)
     first = train_compiled(GPT_CASE, 3, STEPS, backend="inductor")
