@@ -21,20 +21,21 @@ from torch import nn
 import zerofx
 
 torch.manual_seed(0)
-model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
 step = zerofx.compile(
     model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=lambda out, x: out.square().mean(), backend="eager"
 )
-x = torch.randn(4096, 256)  # activations of 4 MiB
+x = torch.randn(16384, 64)  # activations of 4 MiB
 
 def usage():
     found = resource.getrusage(resource.RUSAGE_SELF)
     return found.ru_minflt, found.ru_maxrss
 
-for _ in range(8):
+# Where the C library puts a block depends on the ones before: some steps go by until it has pages for all of them.
+for _ in range(30):
     step(x)
 before = usage()
-losses = [float(step(x)) for _ in range(10)]
+losses = [float(step(x)) for _ in range(60)]
 after = usage()
 resident = int(open("/proc/self/statm").read().split()[1])
 step.close()
@@ -64,7 +65,7 @@ def test_a_step_finds_the_memory_that_the_last_one_freed() -> None:
     kept, given_back = run(), run(ZEROFX_KEEP_FREED="0")
     assert kept["losses"] == given_back["losses"]
     assert kept["faults"] * 5 < given_back["faults"], (kept, given_back)
-    assert kept["grown"] < 8 * 1024, "the resident set does not grow from step to step"
+    assert kept["grown"] < 16 * 1024, "the resident set does not grow from step to step: these are four activations"
     assert kept["given_back"] > 8 * 2**20, "a closed step keeps nothing"
 
 
