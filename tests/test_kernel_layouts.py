@@ -31,6 +31,7 @@ def _normalised(x: Tensor) -> tuple[Tensor, ...]:
         aten._native_batch_norm_legit(x, weight, None, mean, variance, True, 0.1, 1e-5)[0],
         aten._native_batch_norm_legit.no_stats(x, weight, None, True, 0.1, 1e-5)[0],
         aten._native_batch_norm_legit_functional(x, weight, None, mean, variance, True, 0.1, 1e-5)[0],
+        aten._native_batch_norm_legit_no_training(x, weight, None, mean, variance, 0.1, 1e-5)[0],
     )
 
 

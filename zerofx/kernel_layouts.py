@@ -35,6 +35,7 @@ _FORMAT_OF = {
     aten._native_batch_norm_legit.default: 0,
     aten._native_batch_norm_legit.no_stats: 0,
     aten._native_batch_norm_legit_functional.default: 0,
+    aten._native_batch_norm_legit_no_training.default: 0,
     aten.native_batch_norm_backward.default: 1,
     aten.reflection_pad2d_backward.default: 1,
     aten.reflection_pad3d.default: 0,
