@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._dynamo.device_interface import get_interface_for_device
@@ -34,11 +34,14 @@ from torch._inductor.cpu_vec_isa import (
     valid_vec_isa_list,
     x86_isa_checker,
 )
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from zerofx.codegen.beside import Beside
 from zerofx.disk_cache import DiskCache, key_of
 from zerofx.errors import CompilerError
 from zerofx.settings import read_settings
+
+Built = TypeVar("Built")
 
 
 def check_compiler(device: torch.device) -> None:
@@ -69,8 +72,37 @@ def build_cpp(argument_types: Sequence[str], source: str) -> Callable[..., None]
         argument_types: as in C++. Pointers are called with tensors: null is an empty one.
         source: the text.
     """
-    loaded: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(list(argument_types), source)
+    loaded: Callable[..., None] = without_damaged_libraries(
+        lambda: CppPythonBindingsCodeCache.load_pybinding(list(argument_types), source)
+    )
     return loaded
+
+
+def without_damaged_libraries(build: Callable[[], Built]) -> Built:
+    """``build()``, which is called again for each library of Inductor's cache that it could not load and is deleted.
+
+    Inductor has the linker write where it loads from, so that a process which is killed leaves half a library there.
+    """
+    deleted: set[Path] = set()
+    while True:
+        try:
+            return build()
+        except Exception as error:
+            library = _damaged_library(error)
+            if library is None or library in deleted:
+                raise
+            deleted.add(library)
+            library.unlink(missing_ok=True)
+
+
+def _damaged_library(error: BaseException) -> Path | None:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ImportError) and cause.path is not None:
+            path = Path(cause.path)
+            return path if path.is_relative_to(cache_dir()) and path.is_file() else None
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 class Preparation:

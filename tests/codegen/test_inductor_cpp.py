@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,52 @@ def test_a_compilation_that_fails_begins_nothing_further(monkeypatch: pytest.Mon
     assert done == []
     preparation.wait()
     assert done == [1]
+
+
+def _without_damaged_libraries(build: Any) -> Any:
+    from zerofx.codegen.inductor_cpp import without_damaged_libraries
+
+    return without_damaged_libraries(build)
+
+
+def _load(library: Path) -> str:
+    """What a library gives that is built where there is none."""
+    if not library.exists():
+        return "built"
+    spec = spec_from_file_location("kernel", library)
+    assert spec is not None
+    module_from_spec(spec)
+    return "loaded"
+
+
+def test_a_library_that_a_killed_process_has_left_unfinished_is_deleted_and_built_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    libraries = [tmp_path / "one.so", tmp_path / "two.so"]
+    for library in libraries:
+        library.write_bytes(b"\x7fELF")
+    assert _without_damaged_libraries(lambda: [*map(_load, libraries)]) == ["built", "built"]
+
+
+def test_a_library_that_is_damaged_each_time_it_is_built_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    library = tmp_path / "kernel.so"
+
+    def build() -> str:
+        library.write_bytes(b"\x7fELF")
+        return _load(library)
+
+    with pytest.raises(ImportError, match=r"kernel\.so"):
+        _without_damaged_libraries(build)
+
+
+def test_a_library_outside_inductors_cache_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    library = tmp_path / "kernel.so"
+    library.write_bytes(b"\x7fELF")
+    with pytest.raises(ImportError, match=r"kernel\.so"):
+        _without_damaged_libraries(lambda: _load(library))
+    assert library.exists()
