@@ -28,7 +28,7 @@ from zerofx import ops, quantise
 from zerofx.attention import has_kernel
 from zerofx.codegen.beside import Beside
 from zerofx.codegen.cpu_rewrites import rewrite_for_cpu
-from zerofx.codegen.inductor_cpp import preparation
+from zerofx.codegen.inductor_cpp import preparation, without_damaged_libraries
 from zerofx.codegen.kernels import attention
 from zerofx.codegen.kernels.table import ATTENTION
 from zerofx.codegen.record import memory_record
@@ -80,6 +80,10 @@ def compile_region(
     Raises:
         CompilerError: Inductor could not compile it; the message names the region.
     """
+    return without_damaged_libraries(lambda: _compiled(function, inputs, name, kernels))
+
+
+def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernels: frozenset[str]) -> CompiledRegion:
     devices = {one.device.type for one in inputs if isinstance(one, torch.Tensor)}
     for device_type in sorted(devices):
         preparation(device_type).wait()
@@ -107,7 +111,7 @@ def compile_region(
     except Exception as error:
         raise _could_not_be_compiled(name, error) from error
     memory = memory_record(compiled.source_code, examples, [i for i, _ in views], mode)
-    return CompiledRegion(name, _with_views(views, compiled), memory, beside)
+    return CompiledRegion(name, _with_views(name, views, compiled), memory, beside)
 
 
 def fake_like(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -171,11 +175,11 @@ class _KeepOrder(CustomSchedulerPass):
         return "zerofx: reads follow the writes before them"
 
 
-# Sizes are static and inputs are ours: checks at every call would only cost time. Reordering for memory is off because
-# the plan has been made for this order. Random numbers are ATen's, as in eager mode: those of Inductor need a pass over
-# graphs that a region does not go through.
+# Strides are checked: what a kernel of ATen lays out otherwise than its fake tensor says would be misread without a
+# word. Where memory begins is ours to see to. Random numbers are ATen's, as in eager mode: those of Inductor need a
+# pass over graphs that a region does not go through.
 _OPTIONS = {
-    "size_asserts": False,
+    "size_asserts": True,
     "alignment_asserts": False,
     "nan_asserts": False,
     "fallback_random": True,
@@ -232,6 +236,26 @@ def _attention_backward(
     return torch.ops.zerofx.attention_backward(*given, is_causal, scale)
 
 
+def _replication_pad_backward(grad: torch.Tensor, x: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
+    """The gradient of ``x`` that was padded with its edges: along each dimension an edge has the sum of its copies.
+
+    As loops, because a fake tensor does not say how ATen's kernel lays its result out. ``grad`` is like the padded one.
+    """
+    for place in range(0, len(padding), 2):
+        dim, size = x.dim() - 1 - place // 2, x.shape[x.dim() - 1 - place // 2]
+        before, after = padding[place : place + 2]
+        # What is cut off has no part in the result.
+        grad = aten.constant_pad_nd(grad, [*[0] * place, max(-before, 0), max(-after, 0)])
+        before, after = max(before, 0), max(after, 0)
+        if size == 1:
+            grad = grad.sum(dim, keepdim=True)
+        elif before or after:
+            first = grad.narrow(dim, 0, before + 1).sum(dim, keepdim=True)
+            last = grad.narrow(dim, before + size - 1, after + 1).sum(dim, keepdim=True)
+            grad = torch.cat([first, grad.narrow(dim, before + 1, size - 2), last], dim)
+    return grad
+
+
 def _bernoulli(chances: torch.Tensor, *, generator: torch.Generator | None = None) -> torch.Tensor:
     """Drawn by ATen: Inductor would compare uniform numbers, which are other draws."""
     drawn: torch.Tensor = aten.bernoulli.Tensor(chances, chances, generator=generator)
@@ -240,6 +264,9 @@ def _bernoulli(chances: torch.Tensor, *, generator: torch.Generator | None = Non
 
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.bernoulli.default: _bernoulli,
+    aten.replication_pad1d_backward.default: _replication_pad_backward,
+    aten.replication_pad2d_backward.default: _replication_pad_backward,
+    aten.replication_pad3d_backward.default: _replication_pad_backward,
     aten.nll_loss_backward.default: _nll_loss_backward,
     aten.mm.out: _product_into,
     ops.quantise: quantise.quantise_at_once,
@@ -285,10 +312,16 @@ def _hoist_views(traced: fx.GraphModule) -> tuple[list[tuple[int, tuple[Any, ...
     return [*own, *passed], traced
 
 
-def _with_views(views: list[tuple[int, tuple[Any, ...]]], compiled: Any) -> RegionFunction:
+def _with_views(name: str, views: list[tuple[int, tuple[Any, ...]]], compiled: Any) -> RegionFunction:
     def call(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         given = [inputs[i].as_strided(*args) if args else inputs[i] for i, args in views]
         inputs.clear()
-        return tuple(compiled(given))
+        try:
+            return tuple(compiled(given))
+        except AssertionError as error:
+            raise CompilerError(
+                f"region {name} expected an operator's result in the strides of its fake tensor, found others: "
+                f"{error}\nUse backend='eager' to run it on ATen kernels"
+            ) from error
 
     return call
