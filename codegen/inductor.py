@@ -165,7 +165,7 @@ class _KeepOrder(CustomSchedulerPass):
     """
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-        for node in nodes:
+        for node in [one for each in nodes for one in each.get_nodes()]:
             read = {dep.name for dep in node.read_writes.reads}
             for name in sorted(read & set(node.mutation_renames.values())):
                 node.add_fake_dep(WeakDep(name, mutating_buf=node.get_name(), is_fake=True))
@@ -312,6 +312,11 @@ def _hoist_views(traced: fx.GraphModule) -> tuple[list[tuple[int, tuple[Any, ...
     return [*own, *passed], traced
 
 
+def _names_strides(error: AssertionError) -> bool:
+    """Whether Inductor's check of a tensor's strides raised ``error``; a user's operator may raise others."""
+    return str(error).startswith("expected size ")
+
+
 def _with_views(name: str, views: list[tuple[int, tuple[Any, ...]]], compiled: Any) -> RegionFunction:
     def call(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         given = [inputs[i].as_strided(*args) if args else inputs[i] for i, args in views]
@@ -319,6 +324,8 @@ def _with_views(name: str, views: list[tuple[int, tuple[Any, ...]]], compiled: A
         try:
             return tuple(compiled(given))
         except AssertionError as error:
+            if not _names_strides(error):
+                raise
             raise CompilerError(
                 f"region {name} expected an operator's result in the strides of its fake tensor, found others: "
                 f"{error}\nUse backend='eager' to run it on ATen kernels"
