@@ -33,7 +33,9 @@ from zerofx.codegen.kernels import attention
 from zerofx.codegen.kernels.table import ATTENTION
 from zerofx.codegen.record import memory_record
 from zerofx.errors import CompilerError
+from zerofx.node_facts import value
 from zerofx.scheduler.liveness import MemoryEvent
+from zerofx.scheduler.storage import mutated_inputs, storage_source
 
 aten = torch.ops.aten
 RegionFunction = Callable[[list[Any]], tuple[torch.Tensor, ...]]
@@ -98,6 +100,7 @@ def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernel
                 table = {**select_decomp_table(), **_DECOMPOSITIONS, **launches}
             traced = make_fx(_InPlannedStrides(plain).run, decomposition_table=table, tracing_mode="real")(*examples)
             rewrite_for_cpu(traced.graph)
+            _keep_copies(traced.graph)
         beside = Beside("zerofx-attention", [attention.build] if _uses_attention(traced.graph) else [])
         beside.resume()
         views, inner = _hoist_views(traced)
@@ -282,6 +285,26 @@ _ATTENTION = frozenset({ops.attention, ops.attention_backward})
 
 def _uses_attention(graph: fx.Graph) -> bool:
     return any(node.target in _ATTENTION for node in graph.nodes)
+
+
+def _keep_copies(graph: fx.Graph) -> None:
+    """Make products with one of copies whose source is written into: Inductor reads the source in a copy's place. ::
+
+    before = clone(a); copy_(a, b); copy_(b, before)   ->   before = a * 1; copy_(a, b); copy_(b, before)
+    """
+    written = {storage_source(one) for node in graph.nodes for one in mutated_inputs(node)}
+    for node in [one for one in graph.nodes if one.target in _COPIES]:
+        source = node.args[_COPIES[node.target]]
+        if storage_source(source) in written:
+            one, by = (aten.bitwise_or.Scalar, False) if value(node).dtype is torch.bool else (aten.mul.Scalar, 1)
+            with graph.inserting_before(node):
+                kept = graph.call_function(one, (source, by))
+            kept.meta = {**source.meta, "val": value(source)}
+            node.replace_input_with(source, kept)
+
+
+# which argument is what they copy
+_COPIES = {aten.clone.default: 0, aten.copy.default: 1}
 
 
 def _hoist_views(traced: fx.GraphModule) -> tuple[list[tuple[int, tuple[Any, ...]]], fx.GraphModule]:

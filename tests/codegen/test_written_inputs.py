@@ -1,0 +1,38 @@
+"""Compiled regions that write into what they have copied before: the copies are of what was there."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Inductor uses what torch itself deprecates
+]
+
+
+def _swap(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
+    a, b = inputs
+    inputs.clear()
+    aten = torch.ops.aten
+    before = aten.clone.default(a)
+    taken = aten.copy.default(a, b)
+    aten.copy_.default(a, taken)
+    aten.copy_.default(b, aten.copy.default(b, before))
+    return aten.eq.Tensor(taken, before), aten.add.Tensor(taken, taken)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_two_inputs_change_places(dtype: torch.dtype) -> None:
+    from zerofx.codegen.inductor import compile_region, fake_like
+
+    compiled = compile_region(_swap, [fake_like([8], [1], dtype, "cpu")] * 2, "swap")
+    a, b = torch.tensor([3, 0, 1, 0, 2, 0, 4, 5]).to(dtype), torch.tensor([0, 1, 1, 2, 0, 0, 7, 0]).to(dtype)
+    expected_written, written = [a.clone(), b.clone()], [a.clone(), b.clone()]
+    expected, found = _swap([*expected_written]), compiled.call([*written])
+    assert torch.equal(written[0], b) and torch.equal(written[1], a)
+    for one, other in zip((*expected, *expected_written), (*found, *written), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
