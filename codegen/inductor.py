@@ -32,6 +32,7 @@ from zerofx.codegen.inductor_cpp import preparation, without_damaged_libraries
 from zerofx.codegen.kernels import attention
 from zerofx.codegen.kernels.table import ATTENTION
 from zerofx.codegen.record import memory_record
+from zerofx.codegen.traced import call
 from zerofx.errors import CompilerError
 from zerofx.node_facts import value
 from zerofx.scheduler.liveness import MemoryEvent
@@ -287,24 +288,24 @@ def _uses_attention(graph: fx.Graph) -> bool:
     return any(node.target in _ATTENTION for node in graph.nodes)
 
 
-def _keep_copies(graph: fx.Graph) -> None:
-    """Make products with one of copies whose source is written into: Inductor reads the source in a copy's place. ::
+# Which argument is what they copy.
+_COPIES = {aten.clone.default: 0, aten.copy.default: 1}
 
-    before = clone(a); copy_(a, b); copy_(b, before)   ->   before = a * 1; copy_(a, b); copy_(b, before)
+
+def _keep_copies(graph: fx.Graph) -> None:
+    """Have copies of what is written into made of a product with one: Inductor reads what was copied in their place.
+
+    before = clone(a)         |   kept = a * 1
+    copy_(a, b)               |   before = clone(kept)
+    copy_(b, before)          |   copy_(a, b); copy_(b, before)
     """
     written = {storage_source(one) for node in graph.nodes for one in mutated_inputs(node)}
     for node in [one for one in graph.nodes if one.target in _COPIES]:
         source = node.args[_COPIES[node.target]]
         if storage_source(source) in written:
-            one, by = (aten.bitwise_or.Scalar, False) if value(node).dtype is torch.bool else (aten.mul.Scalar, 1)
+            same, by = (aten.bitwise_or.Scalar, False) if value(source).dtype is torch.bool else (aten.mul.Scalar, 1)
             with graph.inserting_before(node):
-                kept = graph.call_function(one, (source, by))
-            kept.meta = {**source.meta, "val": value(source)}
-            node.replace_input_with(source, kept)
-
-
-# which argument is what they copy
-_COPIES = {aten.clone.default: 0, aten.copy.default: 1}
+                node.replace_input_with(source, call(graph, same, (source, by)))
 
 
 def _hoist_views(traced: fx.GraphModule) -> tuple[list[tuple[int, tuple[Any, ...]]], fx.GraphModule]:

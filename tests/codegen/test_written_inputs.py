@@ -36,3 +36,19 @@ def test_two_inputs_change_places(dtype: torch.dtype) -> None:
     assert torch.equal(written[0], b) and torch.equal(written[1], a)
     for one, other in zip((*expected, *expected_written), (*found, *written), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_copy_in_another_dtype_is_of_what_was_there() -> None:
+    from zerofx.codegen.inductor import compile_region, fake_like
+
+    def noted(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
+        flags, x = inputs
+        inputs.clear()
+        were = torch.ops.aten.copy.default(flags, x)
+        torch.ops.aten.copy_.default(x, torch.ops.aten.mul.Tensor(x, torch.ops.aten.sub.Tensor(x, x)))
+        return (were,)
+
+    fakes = [fake_like([4], [1], torch.bool, "cpu"), fake_like([4], [1], torch.float32, "cpu")]
+    x = torch.tensor([0.0, 0.5, -2.0, 0.0])
+    (found,) = compile_region(noted, fakes, "noted").call([torch.zeros(4, dtype=torch.bool), x])
+    assert found.tolist() == [False, True, True, False] and x.tolist() == [0.0] * 4
