@@ -16,7 +16,9 @@ two halves, both of them in the buffer.
     reduce_0 = reduce_scatter_into(grads_0, 0, 2)
     ...
     grad_0 = wait(reduce_0, grads_0); div_(grad_0, 2)           # this rank's slice of the buffer
-    full_grad_0 = wait(all_gather_into(grads_0, grad_0, 0))
+    gather_grad_0 = all_gather_into(grads_0, grad_0, 0)
+    ...                                                         # where the plan says
+    full_grad_0 = wait(gather_grad_0)
 
 Nobody but a slice's own rank reads it before it is summed, and that rank has read all of them by then. On one rank the
 flat buffer is the gradient.
@@ -28,6 +30,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -74,15 +77,18 @@ class Reduce:
             for bucket in self.layout.buckets
             if bucket.trainable
         }
+
+        def place(behind: str | None) -> fx.Node:
+            return end_of_unit(step, tails.behind(by_name[behind])) if behind else step.output.prev
+
         for decision in plan.reduces:
             bucket = self.layout.buckets[decision.bucket]
             buffer, started = buffers[bucket.index], pending[bucket.index]
-            if started is buffer:
-                step.reduced[bucket.index] = buffer
-                continue
-            target = by_name[decision.wait_after] if decision.wait_after else step.output.prev
-            anchor = end_of_unit(step, tails.behind(target)) if decision.wait_after else target
-            step.reduced[bucket.index] = _finish(step, plan, bucket, buffer, started, anchor)
+            if started is not buffer:
+                started = _finish(step, plan, bucket, buffer, started, place(decision.wait_after))
+            step.reduced[bucket.index] = started
+        if plan.stage == 0 and plan.num_ranks > 1:
+            _await_sums(step, plan, self.layout, place)
 
 
 class _Tails:
@@ -213,15 +219,43 @@ def _issue(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node) -> fx.N
 
 
 def _finish(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, started: fx.Node, anchor: fx.Node) -> fx.Node:
+    """Await a reduction; returns its result, or at stage 0 the started gather of the sum."""
     where = Origin(bucket.name, Phase.UPDATE)
     anchor = max(anchor, started)
-    # What is released and started there goes first: it frees memory, and the started runs beside the update.
-    while anchor.next.target in (ops.release, *ops.REDUCTIONS):
+    while _goes_first(anchor.next):
         anchor = anchor.next
     with step.graph.inserting_before(anchor.next):
         grad = insert_call(step.graph, ops.wait, (started, buffer), where, name=f"grad_{bucket.index}")
         insert_call(step.graph, _aten.div_.Tensor, (grad, plan.num_ranks), where)
         if plan.stage == 0:
-            whole = insert_call(step.graph, ops.all_gather_into, (buffer, grad, bucket.index), where)
-            grad = insert_call(step.graph, ops.wait, (whole,), where, name=f"full_grad_{bucket.index}")
+            name = f"gather_grad_{bucket.index}"
+            return insert_call(step.graph, ops.all_gather_into, (buffer, grad, bucket.index), where, name=name)
     return grad
+
+
+def _await_sums(step: StepGraph, plan: Plan, layout: BucketLayout, place: Callable[[str | None], fx.Node]) -> None:
+    """Await what stage 0 gathers of its sums; ``place`` gives the node that a decision's is behind."""
+    gathers = {decision.wait_after: step.reduced[decision.bucket] for decision in plan.reduces}
+    awaited: list[fx.Node] = []
+    for decision in plan.reduces:
+        gather = step.reduced[decision.bucket]
+        # What is gathered starts before anything gathered earlier is awaited. Nodes compare by their place.
+        behind = [gather, *awaited[-1:]]
+        if decision.gathered_after in gathers:
+            behind.append(gathers[decision.gathered_after])
+        elif decision.gathered_after != "":
+            behind.append(place(decision.gathered_after))
+        anchor = max(behind)
+        while _goes_first(anchor.next):
+            anchor = anchor.next
+        bucket = layout.buckets[decision.bucket]
+        with step.graph.inserting_after(anchor):
+            where = Origin(bucket.name, Phase.UPDATE)
+            awaited.append(insert_call(step.graph, ops.wait, (gather,), where, name=f"full_grad_{bucket.index}"))
+        step.reduced[bucket.index] = awaited[-1]
+
+
+def _goes_first(node: fx.Node) -> bool:
+    """Whether a node is what goes before an update in its place: a release frees memory, and what is started runs
+    beside the update."""
+    return node.target in (ops.release, *ops.REDUCTIONS)

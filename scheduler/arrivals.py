@@ -208,5 +208,5 @@ def _updates(plan: Plan, step: StepGraph, layout: BucketLayout, at: _Positions) 
 def _reduced(decision: ReduceDecision, plan: Plan, step: StepGraph, layout: BucketLayout, at: _Positions) -> int:
     """The run behind which a bucket's reduced gradient is there."""
     if plan.num_ranks > 1:
-        return at.run(decision.wait_after) if decision.wait_after else at.run_of(step.output)
+        return at.run(decision.updated_after) if decision.updated_after else at.run_of(step.output)
     return max(at.run_of(step.gradients[slot.name]) for slot in layout.buckets[decision.bucket].slots)

@@ -30,11 +30,21 @@ class GatherDecision:
 @dataclass(frozen=True)
 class ReduceDecision:
     """The reduction of a bucket's gradients: issued after its last gradient, awaited (and the bucket updated) after
-    node ``wait_after``; None means at the end of the step."""
+    node ``wait_after``; None means at the end of the step.
+
+    At stage 0 the slices of the sum are gathered there, and awaited (and the bucket updated) after node
+    ``gathered_after``: None as above, ``""`` where they are issued.
+    """
 
     bucket: int
     wait_after: str | None
     reason: str
+    gathered_after: str | None = ""
+
+    @property
+    def updated_after(self) -> str | None:
+        """The node behind which the bucket is updated; None means at the end of the step."""
+        return self.wait_after if self.gathered_after == "" else self.gathered_after
 
 
 @dataclass(frozen=True)

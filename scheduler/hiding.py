@@ -13,6 +13,7 @@ collective that it refuses all is decided alike, and that one would have led abo
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from zerofx.passes.gather import gather_name
 from zerofx.scheduler.decisions import GatherDecision, ReduceDecision
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.simulate import Simulation
+from zerofx.scheduler.storage import storage_source
 
 LAST_REDUCTION = "the last reduction: awaited where the step ends"
 
@@ -60,6 +62,15 @@ def awaited_behind(reduces: Sequence[ReduceDecision], layout: BucketLayout) -> t
     return tuple(found)
 
 
+def gathered_behind(reduces: Sequence[ReduceDecision]) -> tuple[ReduceDecision, ...]:
+    """``reduces`` of stage 0, in order, the sum of each gathered while the next one is awaited."""
+    found = list(reduces)
+    for number, (reduce, following) in enumerate(itertools.pairwise(reduces)):
+        reason = f"{reduce.reason}; the sum is gathered until the next reduction is awaited"
+        found[number] = replace(reduce, reason=reason, gathered_after=following.wait_after)
+    return tuple(found)
+
+
 def hide_collectives(
     plan: Plan, step: StepGraph, layout: BucketLayout, simulation: Simulation, prefetch: int, limit_bytes: int
 ) -> Plan:
@@ -83,12 +94,18 @@ def hide_collectives(
                 gathers[number] = early
     reduces = list(plan.reduces)
     if all(reduce.wait_after is not None for reduce in reduces):
+        # Where each reduction is issued, by where its gradients are complete.
+        issued = {reduce.wait_after: f"reduce_{reduce.bucket}" for reduce in reduces}
         for number, late in enumerate(awaited_behind(reduces, layout)):
             bucket = layout.buckets[late.bucket]
-            following = next((r for r in reduces if late.wait_after == r.wait_after), None)
-            where = None if following is None else f"reduce_{following.bucket}"
-            if room.takes_reduction(late.bucket, where, bucket.shard_bytes):
+            result_bytes = bucket.full_bytes if plan.stage == 0 else bucket.shard_bytes
+            if room.takes_reduction(late.bucket, issued.get(late.wait_after), result_bytes):
                 reduces[number] = late
+        if plan.stage == 0 and plan.num_ranks > 1:
+            for number, late in enumerate(gathered_behind(reduces)[:-1]):
+                first, last = issued.get(late.wait_after), issued.get(late.gathered_after)
+                if room.takes_sum(first, last, layout.buckets[late.bucket].full_bytes):
+                    reduces[number] = late
     return replace(plan, gathers=tuple(gathers), reduces=tuple(reduces))
 
 
@@ -104,21 +121,37 @@ class _Room:
     def takes_gather(self, number: int, early: GatherDecision, num_bytes: int) -> bool:
         """Hold a gathered bucket from where ``early`` issues it, if it fits."""
         first = start_of_unit(self._step, self._by_name[early.issue])
-        return self._take(self._order[first], self._order[self._by_name[gather_name(number)]], num_bytes)
+        return self._take((self._order[first], self._order[self._by_name[gather_name(number)]], num_bytes))
 
-    def takes_reduction(self, bucket: int, until: str | None, slice_bytes: int) -> bool:
+    def takes_reduction(self, bucket: int, until: str | None, result_bytes: int) -> bool:
         """Hold what a reduction works on, and its result, to the update behind the reduction ``until``, if it fits.
 
         None: to the end of the step.
         """
-        awaited = self._by_name[f"grad_{bucket}"]
+        awaited, behind = self._by_name[f"grad_{bucket}"], self._place(until) + 1
         given_back = self._live.after[awaited.prev] - self._live.after[awaited]
-        last = self._order[self._by_name[until]] if until is not None else len(self._left) - 1
-        return self._take(self._order[awaited] + 1, last + 1, given_back + slice_bytes)
+        updated = self._live.last_use.get(storage_source(awaited), awaited)
+        return self._take(
+            (self._order[awaited] + 1, behind, given_back), (self._order[updated] + 1, behind, result_bytes)
+        )
 
-    def _take(self, first: int, behind: int, num_bytes: int) -> bool:
-        if any(left < num_bytes for left in self._left[first:behind]):
+    def takes_sum(self, first: str | None, until: str | None, num_bytes: int) -> bool:
+        """Hold gradients from the update behind the reduction ``first`` to that behind ``until``, if they fit.
+
+        None: the end of the step.
+        """
+        return self._take((self._place(first) + 1, self._place(until) + 1, num_bytes))
+
+    def _place(self, reduction: str | None) -> int:
+        return self._order[self._by_name[reduction]] if reduction is not None else len(self._left) - 1
+
+    def _take(self, *spans: tuple[int, int, int]) -> bool:
+        """Take bytes from each first position to what is behind the last, if all of it fits."""
+        needed: Counter[int] = Counter()
+        for first, behind, num_bytes in spans:
+            needed.update(dict.fromkeys(range(first, behind), num_bytes))
+        if any(self._left[position] < num_bytes for position, num_bytes in needed.items()):
             return False
-        for position in range(first, behind):
+        for position, num_bytes in needed.items():
             self._left[position] -= num_bytes
         return True

@@ -47,8 +47,11 @@ _LEFT_OUT: dict[str, Any] = {"wire": "exact", "ranks_per_node": None, "wires": (
 
 def as_data(plan: Plan) -> dict[str, Any]:
     """All that a plan holds, as dicts, but for what most plans say nothing of: the wire, pieces, clipping, what tiles
-    are of."""
+    are of, where gathered sums are awaited."""
     data = asdict(plan)
+    for reduce in data["reduces"]:
+        if reduce["gathered_after"] == "":
+            del reduce["gathered_after"]
     for tile in data["tiles"]:
         if tile["over"] == "rows":
             del tile["over"]

@@ -35,7 +35,7 @@ from zerofx.scheduler.decisions import (
     StateDecision,
     TileDecision,
 )
-from zerofx.scheduler.hiding import awaited_behind, issued_ahead
+from zerofx.scheduler.hiding import awaited_behind, gathered_behind, issued_ahead
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.plan_facts import BucketSummary, GraphSummary
 
@@ -123,7 +123,7 @@ def decide(
         graph=identity.fingerprint,
         buckets=tuple(summarise(bucket) for bucket in layout.buckets),
         gathers=_decide_gathers(step, layout, options, resident) if sharded or parameters else (),
-        reduces=_decide_reduces(step, layout, options),
+        reduces=_decide_reduces(step, layout, options, stage),
         recomputes=recomputes,
         extra_keeps=extra_keeps,
         pieces=pieces,
@@ -235,7 +235,9 @@ def _other_unit_between(
     return any(unit in layers or unit != home for unit, home in others)
 
 
-def _decide_reduces(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -> tuple[ReduceDecision, ...]:
+def _decide_reduces(
+    step: StepGraph, layout: BucketLayout, options: PolicyOptions, stage: int
+) -> tuple[ReduceDecision, ...]:
     order, gradients = step.positions(), step.gradients
     complete = sorted(
         (max(order[gradients[slot.name]] for slot in bucket.slots), bucket.index)
@@ -247,10 +249,11 @@ def _decide_reduces(step: StepGraph, layout: BucketLayout, options: PolicyOption
     if not options.hide_reductions:
         return tuple(at_once)
     # Slices of weights are held for communication that runs beside computation, or else not.
-    return tuple(
+    hidden = tuple(
         early if layout.buckets[early.bucket].is_slice and not options.prefetch else late
         for early, late in zip(at_once, awaited_behind(at_once, layout), strict=True)
     )
+    return gathered_behind(hidden) if stage == 0 and layout.num_ranks > 1 else hidden
 
 
 def _why_at_once(bucket: Bucket) -> str:

@@ -119,6 +119,11 @@ def test_reductions() -> None:
     plan = lowered(4).plan
     late = replace(plan, reduces=(replace(plan.reduces[0], wait_after=None), *plan.reduces[1:]))
     assert plan.diff(late) == (f"reductions\n  head: awaited after {plan.reduces[0].wait_after} -> the end of the step")
+    gathered = replace(plan, reduces=(replace(plan.reduces[0], gathered_after=None), *plan.reduces[1:]))
+    where = plan.reduces[0].wait_after
+    assert plan.diff(gathered) == (
+        f"reductions\n  head: awaited after {where} -> {where}, the sum after the end of the step"
+    )
     assert "head … layers.0  x5: not reduced -> reduced" in lowered(4, num_ranks=1).plan.diff(plan)
 
 

@@ -83,6 +83,16 @@ def test_nodes() -> None:
     assert f"reduction of {plan.buckets[awaited.bucket].name}: awaited after it" in plan.why(awaited.wait_after)
 
 
+def test_at_stage_0_the_place_of_a_gathered_sum_is_named() -> None:
+    plan = plan_of(stage=0)
+    first = plan.reduces[0]
+    assert first.gathered_after
+    assert f"reduction of {plan.buckets[first.bucket].name}: its sum is there after it" in plan.why(
+        first.gathered_after
+    )
+    assert f"(after {first.wait_after} and {first.gathered_after})" in plan.why(plan.buckets[first.bucket].name)
+
+
 def test_the_node_of_the_peak_says_what_is_live() -> None:
     plan = plan_of()
     assert plan.prediction is not None

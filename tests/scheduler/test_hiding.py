@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cache
 
@@ -44,19 +45,19 @@ class Classifier(nn.Module):
 
 
 @cache
-def prepared() -> graphs.Prepared:
+def prepared(stage: int) -> graphs.Prepared:
     model = Classifier()
-    return prepare(model, (torch.randn(ROWS, DIM),), stage=3, num_ranks=RANKS, optimizer=sgd(model))
+    return prepare(model, (torch.randn(ROWS, DIM),), stage=stage, num_ranks=RANKS, optimizer=sgd(model))
 
 
-def planned(options: PolicyOptions) -> Plan:
-    one = prepared()
-    return decide(one.step, one.layout, stage=3, precision=None, machine="cpu", options=options)
+def planned(options: PolicyOptions, stage: int = 3) -> Plan:
+    one = prepared(stage)
+    return decide(one.step, one.layout, stage=stage, precision=None, machine="cpu", options=options)
 
 
 def simulated(plan: Plan) -> tuple[StepGraph, BucketLayout, Simulation]:
     """What ``plan`` leads to: the graph behind all passes, its buckets, and its run on paper."""
-    one = prepared()
+    one = prepared(plan.stage)
     step = one.step.clone()
     run_quietly(step, plan, one.layout, one.programs, graphs.settings())
     verify(step, "prefetch", plan)
@@ -64,8 +65,8 @@ def simulated(plan: Plan) -> tuple[StepGraph, BucketLayout, Simulation]:
 
 
 @cache
-def hidden(limit_bytes: int) -> Plan:
-    plan = planned(PolicyOptions(0, hide_reductions=False))
+def hidden(limit_bytes: int, stage: int = 3) -> Plan:
+    plan = planned(PolicyOptions(0, hide_reductions=False), stage)
     return hide_collectives(plan, *simulated(plan), prefetch=1, limit_bytes=limit_bytes)
 
 
@@ -74,16 +75,22 @@ def peak_of(plan: Plan) -> int:
     return simulated(plan)[2].live.peak_bytes
 
 
-def test_with_room_for_all_it_is_the_plan_that_hides_all() -> None:
-    assert hidden(NO_LIMIT) == planned(PolicyOptions(1))
+stages = pytest.mark.parametrize("stage", [0, 3])
 
 
-def test_what_is_hidden_keeps_within_the_limit_and_less_room_never_leads_to_a_higher_peak() -> None:
-    least, most = (peak_of(planned(options)) for options in (PolicyOptions(0, hide_reductions=False), PolicyOptions(1)))
+@stages
+def test_with_room_for_all_it_is_the_plan_that_hides_all(stage: int) -> None:
+    assert hidden(NO_LIMIT, stage) == planned(PolicyOptions(1), stage)
+
+
+@stages
+def test_what_is_hidden_keeps_within_the_limit_and_less_room_never_leads_to_a_higher_peak(stage: int) -> None:
+    options = PolicyOptions(0, hide_reductions=False), PolicyOptions(1)
+    least, most = (peak_of(planned(one, stage)) for one in options)
     assert least < most
     peaks = []
     for limit in range(least, most + 1, (most - least) // 16):
-        peaks.append(peak_of(hidden(limit)))
+        peaks.append(peak_of(hidden(limit, stage)))
         assert peaks[-1] <= limit
     assert peaks == sorted(peaks) and len(set(peaks)) > 1
 
@@ -96,6 +103,21 @@ def test_at_the_least_peak_collectives_are_hidden_where_there_is_room() -> None:
     assert any(ahead) and not all(ahead[1:])
     assert any(behind) and not all(behind)
     assert simulated(found)[2].exposed_seconds < simulated(all_exposed)[2].exposed_seconds
+
+
+def test_at_stage_0_the_sum_is_gathered_until_the_next_reduction_is_awaited() -> None:
+    plan = planned(PolicyOptions(1), 0)
+    following = [reduce.wait_after for reduce in plan.reduces[1:]]
+    assert [reduce.gathered_after for reduce in plan.reduces] == [*following, ""]
+    step, _, found = simulated(plan)
+    order = step.positions()
+    by_name = {node.name: node for node in order}
+    for one, other in itertools.pairwise(plan.reduces):
+        started, awaited = by_name[f"gather_grad_{one.bucket}"], by_name[f"full_grad_{one.bucket}"]
+        assert order[started] < order[by_name[f"gather_grad_{other.bucket}"]] < order[awaited]
+        assert order[awaited] < order[by_name[f"full_grad_{other.bucket}"]]
+    at_once = simulated(replace(plan, reduces=tuple(replace(one, gathered_after="") for one in plan.reduces)))[2]
+    assert found.exposed_seconds < at_once.exposed_seconds
 
 
 def test_every_collective_that_is_not_hidden_says_why() -> None:
@@ -114,7 +136,7 @@ def plan_at(stage: int, budget: int | None, **options: object) -> PlannedStep:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_budget_has_reductions_awaited_at_once_before_matrix_products_run_again(stage: int) -> None:
     asked = plan_at(stage, None).plan
     found = plan_at(stage, asked.peak_bytes["device"] - 1, recompute="none").plan

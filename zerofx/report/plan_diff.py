@@ -10,7 +10,7 @@ from typing import Any
 from zerofx.report.fold import fold, span
 from zerofx.report.plan_text import D, by_unit, count_values, tiles_words, wire_words
 from zerofx.report.units import format_bytes, format_count, format_seconds
-from zerofx.scheduler.decisions import GatherDecision, OffloadDecision
+from zerofx.scheduler.decisions import GatherDecision, OffloadDecision, ReduceDecision
 from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.plan import Plan
 
@@ -148,11 +148,18 @@ def _ahead(gathers: list[tuple[GatherDecision, int]]) -> str:
     return " and ".join(str(ahead) for ahead in dict.fromkeys(ahead for _, ahead in gathers))
 
 
+def _awaited(reduce: ReduceDecision) -> str:
+    where = reduce.wait_after or "the end of the step"
+    if reduce.gathered_after == "":
+        return where
+    return f"{where}, the sum after {reduce.gathered_after or 'the end of the step'}"
+
+
 def _reductions(one: Plan, other: Plan) -> list[_Change]:
     def known(plan: Plan) -> dict[str, str]:
         # On one rank nothing is reduced, whatever the plan says of when.
         decided = plan.reduces if plan.num_ranks > 1 else ()
-        return {plan.buckets[d.bucket].name: d.wait_after or "the end of the step" for d in decided}
+        return {plan.buckets[d.bucket].name: _awaited(d) for d in decided}
 
     before, after = known(one), known(other)
     changes = []

@@ -60,6 +60,8 @@ def _of_node(plan: Plan, name: str) -> Iterator[str]:
     for reduce in plan.reduces:
         if reduce.wait_after == name and plan.num_ranks > 1:
             yield f"reduction of {plan.buckets[reduce.bucket].name}: awaited after it: {reduce.reason}"
+        if name and reduce.gathered_after == name and plan.num_ranks > 1:
+            yield f"reduction of {plan.buckets[reduce.bucket].name}: its sum is there after it: {reduce.reason}"
     for wire in plan.wires:
         if wire.hop_after == name and plan.num_ranks > 1:
             yield f"reduction of {plan.buckets[wire.bucket].name}: its hop across nodes begins after it: {wire.reason}"
@@ -144,7 +146,8 @@ def _gather(gather: GatherDecision) -> str:
 
 
 def _reduce(reduce: ReduceDecision) -> str:
-    where = "" if reduce.wait_after is None else f" (after {reduce.wait_after})"
+    places = [one for one in dict.fromkeys((reduce.wait_after, reduce.updated_after)) if one is not None]
+    where = f" (after {' and '.join(places)})" if places else ""
     return f"gradients reduced: {reduce.reason}{where}"
 
 
@@ -202,7 +205,7 @@ def _nearest(plan: Plan, name: str) -> str:
         *(sliced.parameter for sliced in plan.slices),
         *plan.extra_keeps,
         *(node for g in plan.gathers for node in (g.first, g.last, g.issue, g.reload, g.read) if node is not None),
-        *(reduce.wait_after for reduce in plan.reduces if reduce.wait_after is not None),
+        *(node for r in plan.reduces for node in (r.wait_after, r.gathered_after) if node is not None),
         *(wire.hop_after for wire in plan.wires if wire.hop_after is not None),
     ]
     known = [one for one in dict.fromkeys(known) if one]
