@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ def decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
     """Operators that tracing puts in the place of what eager mode runs on ``device``, as what gives the same bits.
 
     A GPU's dropout is ``native_dropout``. On a CPU eager mode multiplies by a mask of 0 and 1 / (1 - p), which it
-    divides in the tensor's own dtype. What kernels lay out otherwise than their fakes is laid out as they do.
+    divides in the tensor's own dtype. What kernels lay out otherwise than their fakes is laid out as they do. A CPU's
+    batch norm takes no statistics in float32 beside a weight in a lower dtype.
     """
     layouts = kernel_layouts(device)
     if device.type != "cpu":
@@ -47,8 +48,48 @@ def decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
     def dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
         return scaled(gradient, mask, 1.0 / scale if scale else 0.0)
 
-    return layouts | {
-        aten.native_dropout.default: dropout,
-        aten.native_dropout_backward.default: dropout_backward,
-        aten.bernoulli.p: bernoulli,
-    }
+    return (
+        layouts
+        | _batch_norms_of_two_dtypes(layouts)
+        | {
+            aten.native_dropout.default: dropout,
+            aten.native_dropout_backward.default: dropout_backward,
+            aten.bernoulli.p: bernoulli,
+        }
+    )
+
+
+def _batch_norms_of_two_dtypes(layouts: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Batch norms whose weight is in another dtype than their statistics, computed in that of the statistics.
+
+    Kernels that have them so do the same inside, but say of what they return another dtype than their fakes.
+    """
+    aten = torch.ops.aten
+
+    def forward(operator: Any) -> Callable[..., Any]:
+        def in_one_dtype(x: Any, weight: Any, bias: Any, mean: Any, *rest: Any) -> Any:
+            if weight is None or mean is None or weight.dtype == mean.dtype:
+                return layouts[operator](x, weight, bias, mean, *rest)
+            first, *others = layouts[operator](*_cast((x, weight, bias), mean.dtype), mean, *rest)
+            return (first.to(x.dtype), *others)
+
+        return in_one_dtype
+
+    def backward(gradient: Any, x: Any, weight: Any, mean: Any, *rest: Any) -> Any:
+        if weight is None or mean is None or weight.dtype == mean.dtype:
+            return layouts[operator](gradient, x, weight, mean, *rest)
+        of_x, *others = layouts[operator](*_cast((gradient, x, weight), mean.dtype), mean, *rest)
+        return (*_cast((of_x,), x.dtype), *_cast(others, weight.dtype))
+
+    operator = aten.native_batch_norm_backward.default
+    forwards = (
+        aten.native_batch_norm.default,
+        aten._native_batch_norm_legit.default,
+        aten._native_batch_norm_legit_functional.default,
+        aten._native_batch_norm_legit_no_training.default,
+    )
+    return {one: forward(one) for one in forwards} | {operator: backward}
+
+
+def _cast(tensors: Iterable[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
+    return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
