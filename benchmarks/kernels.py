@@ -1,10 +1,12 @@
 """zerofx's kernels beside what torch and Inductor have for the same work, in one run.
 
     python -m benchmarks.kernels                    # those for CUDA
-    python -m benchmarks.kernels --device cpu       # that for CPUs, with this process's threads
+    python -m benchmarks.kernels --device cpu       # those for CPUs, with this process's threads
 
 - **attention**, on a CPU: forward and backward in float32, of some shapes, causal, under a mask and without:
   ATen's operator and the kernel.
+- **products**, on a CPU: a layer, the gradient of its input and that of its weight, in float32, of some sizes: ATen's
+  BLAS, and what is taken from it. Operands go round, so that they come from memory.
 - **update**: AdamW on one bucket with float32 masters and states, gradient and parameters in bfloat16: unscale, cast,
   update, copy. ATen's four kernels, the same arithmetic written out under ``torch.compile``, and the kernel.
 - **quantise**, **sum**: a bucket in bfloat16 to 8 bits and the sum of 8 such parts back: ATen's operators, the same
@@ -44,6 +46,7 @@ from torch import Tensor
 from benchmarks.processes import device_name
 from zerofx import norms, ops, quantise
 from zerofx.peaks import CpuPeak
+from zerofx.runtime.allocator import keep_freed_memory
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LR, BETA1, BETA2, DECAY, EPS = 1e-3, 0.9, 0.95, 0.1, 1e-8
@@ -51,6 +54,12 @@ NUM_PARTS = 8
 IGNORED = -100
 # Samples, heads, tokens, dim: the benchmarks' GPT, a longer context, and wider heads.
 ATTENTION_SHAPES = ((2, 8, 256, 64), (1, 8, 2048, 64), (1, 4, 1000, 128))
+# Rows, inputs and outputs of a layer: those of the benchmarks' GPTs and Llama, and the output layer of GPT-2.
+LAYERS = (
+    (512, 512, 512), (512, 512, 2048), (512, 2048, 512), (512, 512, 8192), (512, 512, 1408), (512, 1408, 512),
+    (512, 768, 2304), (512, 768, 3072), (512, 3072, 768), (512, 768, 50_257), (2048, 1024, 4096),
+)  # fmt: skip
+CACHED_BYTES = 128 << 20  # more than a processor's caches hold
 _aten = torch.ops.aten
 
 
@@ -245,6 +254,34 @@ def attention_group(samples: int, heads: int, tokens: int, dim: int, *, seen: st
     return Group(f"{name}{'' if seen == 'all' else f', {seen}'}{', backward' if backward else ''}", contenders)
 
 
+def products_group(rows: int, num_inputs: int, num_outputs: int, *, kind: str) -> Group:
+    """A layer's product (``kind`` "layer"), or that of its input's or weight's gradient, by ATen and as it is taken."""
+    each = 4 * (rows * num_inputs + rows * num_outputs + num_inputs * num_outputs)
+    given = itertools.cycle(
+        [
+            (torch.randn(rows, num_inputs), torch.randn(num_outputs, num_inputs), torch.randn(rows, num_outputs))
+            for _ in range(max(2, CACHED_BYTES // each))
+        ]
+    )
+
+    def operands() -> tuple[Tensor, Tensor]:
+        x, weight, grad = next(given)
+        return {"layer": (x, weight.t()), "input": (grad, weight), "weight": (grad.t(), x)}[kind]
+
+    into = torch.empty(num_outputs, num_inputs)
+    contenders: dict[str, Callable[[], object]] = {
+        "torch": lambda: torch.mm(*operands()),
+        "taken": lambda: ops.product(*operands(), None),
+    }
+    if kind == "weight":  # written into its place, as in a bucket
+        contenders = {
+            "torch": lambda: torch.mm(*operands(), out=into),
+            "taken": lambda: ops.product_into(into, *operands()),
+        }
+    of = {"layer": "", "input": ", gradient of the input", "weight": ", gradient of the weight"}[kind]
+    return Group(f"layer {rows}x{num_inputs}x{num_outputs}{of}", contenders)
+
+
 def measure(group: Group, num_rounds: int, device: torch.device) -> dict[str, Measured]:
     """All contenders of a group, round by round in turn."""
     found = {name: Measured() for name in group.contenders}
@@ -358,6 +395,10 @@ def main() -> None:
             for seen in ("causal", "mask", "all")
             for backward in (False, True)
         ]
+        makers += [
+            partial(products_group, *layer, kind=kind) for layer in LAYERS for kind in ("layer", "input", "weight")
+        ]
+        keep_freed_memory()  # as steps do
     bandwidth = copy_bandwidth(numel, device, options.rounds)
     found: list[dict[str, Any]] = []
     for make in makers:

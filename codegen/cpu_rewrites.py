@@ -10,7 +10,12 @@ Inductor's loops, these add it on their way. ::
 
     addmm(bias, a, b)    ->   view(view(mm(a, b), [rows, 1, columns]) + bias, [rows, columns])
 
-Products with weights that lie side by side become one (``merged_products.py``).
+Products with weights that lie side by side become one (``merged_products.py``). What are products then are taken from
+ATen, where that is faster (``zerofx/products.py``). ::
+
+    mm(a, b)             ->   product(a, b, None)
+    addmm(bias, a, b)    ->   product(a, b, bias)
+    mm_into(c, a, b)     ->   product_into(c, a, b)
 
 Not rewritten: sums of values that are not in memory otherwise, which a product would need there; sums that share their
 loop with one of those; half precision, whose products are oneDNN's.
@@ -24,23 +29,29 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from zerofx import ops
 from zerofx.codegen.merged_products import merge_products
-from zerofx.codegen.traced import call
+from zerofx.codegen.traced import as_node, call
 from zerofx.node_facts import value
 from zerofx.passes.base import consumers
+from zerofx.products import has_kernel
 from zerofx.scheduler.storage import storage_source
 
 _aten = torch.ops.aten
+_INTO = torch.ops.zerofx.mm_into.default
 _PRODUCTS = frozenset({
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default,
-    torch.ops.zerofx.mm_into.default,
+    _INTO,
 })  # fmt: skip
 _SUMS = frozenset({_aten.sum.dim_IntList, _aten.var_mean.correction})
 _FEWEST = 64  # rows and columns that are worth a product
 
 
-def rewrite_for_cpu(graph: fx.Graph) -> None:
-    """Rewrite the traced graph of a region, whose nodes have fake values in ``meta["val"]``, in place."""
+def rewrite_for_cpu(graph: fx.Graph, *, products: bool) -> None:
+    """Rewrite the traced graph of a region, whose nodes have fake values in ``meta["val"]``, in place.
+
+    ``products``: whether to take from ATen what products can be.
+    """
     merge_products(graph)
     column_sums = [node for node in graph.nodes if _is_column_sum(node)]
     for node in [node for node in column_sums if _is_stored(node) and not _shares_its_loop(node, column_sums)]:
@@ -49,6 +60,9 @@ def rewrite_for_cpu(graph: fx.Graph) -> None:
         readers = [reader for reader in consumers(node) if reader.op != "output"]
         if _is_plain(node) and readers and all(map(_is_in_a_loop, readers)):
             _as_sum(graph, node)
+    if products:
+        for node in list(graph.nodes):
+            _take(graph, node)
 
 
 def _is_column_sum(node: fx.Node) -> bool:
@@ -127,4 +141,22 @@ def _as_sum(graph: fx.Graph, node: fx.Node) -> None:
         total = call(graph, _aten.add.Tensor, (apart, bias))
         whole = call(graph, _aten.view.default, (total, [rows, columns]))
     node.replace_all_uses_with(whole)
+    graph.erase_node(node)
+
+
+def _take(graph: fx.Graph, node: fx.Node) -> None:
+    """Have ``node``, if it is a product, computed by other means than ATen's, where it can be."""
+    if node.kwargs or node.target not in (_INTO, _aten.mm.default, _aten.addmm.default):
+        return
+    *rest, left, right = map(as_node, node.args)
+    bias = rest[0] if node.target is _aten.addmm.default else None
+    if not has_kernel(value(left), value(right), None if bias is None else value(bias)):
+        return
+    if node.target is _INTO and value(left).is_contiguous():
+        return  # oneDNN's results are not written over others
+    with graph.inserting_before(node):
+        if node.target is _INTO:
+            call(graph, ops.product_into, (*rest, left, right))
+        else:
+            node.replace_all_uses_with(call(graph, ops.product, (left, right, bias)))
     graph.erase_node(node)

@@ -29,8 +29,8 @@ from zerofx.attention import has_kernel
 from zerofx.codegen.beside import Beside
 from zerofx.codegen.cpu_rewrites import rewrite_for_cpu
 from zerofx.codegen.inductor_cpp import preparation, without_damaged_libraries
-from zerofx.codegen.kernels import attention
-from zerofx.codegen.kernels.table import ATTENTION
+from zerofx.codegen.kernels import attention, products
+from zerofx.codegen.kernels.table import ATTENTION, PRODUCTS
 from zerofx.codegen.record import memory_record
 from zerofx.codegen.traced import call
 from zerofx.errors import CompilerError
@@ -100,9 +100,9 @@ def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernel
             with inductor_config.patch(_OPTIONS):
                 table = {**select_decomp_table(), **_DECOMPOSITIONS, **launches}
             traced = make_fx(_InPlannedStrides(plain).run, decomposition_table=table, tracing_mode="real")(*examples)
-            rewrite_for_cpu(traced.graph)
+            rewrite_for_cpu(traced.graph, products=PRODUCTS in kernels)
             _keep_copies(traced.graph)
-        beside = Beside("zerofx-attention", [attention.build] if _uses_attention(traced.graph) else [])
+        beside = Beside("zerofx-kernels", _builds(traced.graph))
         beside.resume()
         views, inner = _hoist_views(traced)
         output = inner.graph.output_node()
@@ -282,10 +282,14 @@ _ATTENTION_LAUNCHES: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }
 _ATTENTION = frozenset({ops.attention, ops.attention_backward})
+_PRODUCTS = frozenset({ops.product, ops.product_into})
 
 
-def _uses_attention(graph: fx.Graph) -> bool:
-    return any(node.target in _ATTENTION for node in graph.nodes)
+def _builds(graph: fx.Graph) -> list[Callable[[], object]]:
+    """What builds the kernels of ours that ``graph`` calls."""
+    targets = {node.target for node in graph.nodes}
+    uses = {attention.build: _ATTENTION, products.build: _PRODUCTS}
+    return [build for build, operators in uses.items() if targets & operators]
 
 
 # Which argument is what they copy.

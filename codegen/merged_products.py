@@ -23,7 +23,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from zerofx.codegen.traced import call
+from zerofx.codegen.traced import as_node, call
 from zerofx.node_facts import value
 from zerofx.scheduler.storage import mutated_inputs, storage_bytes, storage_source
 
@@ -77,22 +77,17 @@ def _pair_of(into: fx.Node) -> _Pair | None:
     """The pair whose second product is ``into``, where it is one that could be merged with others."""
     if into.target is not _INTO:
         return None
-    written, transposed, given = map(_node, into.args)
+    written, transposed, given = map(as_node, into.args)
     if transposed.target is not _aten.permute.default or transposed.args[1] != [1, 0] or len(transposed.users) != 1:
         return None
-    gradient = _node(transposed.args[0])
+    gradient = as_node(transposed.args[0])
     products = [user for user in gradient.users if user is not transposed]
     if len(products) != 1 or products[0].target is not _aten.mm.default or products[0].args[0] is not gradient:
         return None
-    weight, target = _slot(_node(products[0].args[1])), _slot(written)
+    weight, target = _slot(as_node(products[0].args[1])), _slot(written)
     if weight is None or target is None or min(*value(gradient).shape, value(given).shape[1]) < _FEWEST:
         return None
     return _Pair(gradient, given, into, products[0], weight, target)
-
-
-def _node(argument: object) -> fx.Node:
-    assert isinstance(argument, fx.Node)
-    return argument
 
 
 def _slot(view: fx.Node) -> _Slot | None:

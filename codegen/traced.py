@@ -14,3 +14,9 @@ def call(
     given = fx.node.map_arg(node.args, lambda source: source.meta["val"])
     node.meta["val"] = target(*given, **node.kwargs)
     return node
+
+
+def as_node(argument: object) -> fx.Node:
+    """An argument that is a node."""
+    assert isinstance(argument, fx.Node)
+    return argument

@@ -25,6 +25,7 @@ from torch._ops import OpOverload
 from zerofx.attention import backward_scratch_numel, forward_scratch_numel, has_kernel, mask_scratch_numel
 from zerofx.node_facts import given, ints, tensor
 from zerofx.norms import square_sum_workspace_bytes
+from zerofx.products import scratch_bytes
 from zerofx.quantise import BLOCK, ENCODINGS, unpacked_numel
 from zerofx.scheduler.convolutions import convolution_backward_bytes, convolution_bytes
 from zerofx.scheduler.kernel_memory import measured_bytes
@@ -318,6 +319,8 @@ _RULES: dict[str, Rule] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "zerofx::attention": _own_attention,
     "zerofx::attention_backward": _own_attention_backward,
+    "zerofx::product": lambda node: scratch_bytes(given(node, 0)),
+    "zerofx::product_into": lambda node: scratch_bytes(given(node, 1)),
     "zerofx::softmax_chunk": _softmax_chunk,
     "zerofx::softmax_gradient": _softmax_gradient,
     "zerofx::quantise": _quantisation,

@@ -23,6 +23,9 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``settle``            hold until the host is done with the delayed update of a bucket, started in the step before
 ``part``              a view of some elements of a tensor that enters a region as it stands: one serves them all
 ``mm_into``           a matrix product written over a tensor: ``mm(..., out=)`` for compiled regions, and their kernel
+``product``           a matrix product in float32 on a CPU by other means than ATen's BLAS, plus a bias if there is one,
+                      where a compiled region has it so (``zerofx/products.py``)
+``product_into``      the same, written over a tensor
 ``quantise``          flat values as bytes to send, in few bits with a scale for each block, a row for each part
 ``dequantise``        the values of all parts of what was quantised, in order
 ``dequantise_sum``    the sum of the parts of what was quantised
@@ -51,6 +54,7 @@ from zerofx import quantise as _quantise
 from zerofx import softmax as _softmax
 from zerofx.attention import empty_results as _empty_results
 from zerofx.norms import square_sum as _square_sum
+from zerofx.products import empty_result as _empty_product
 
 NO_BUCKET = -1  # in the place of a bucket's index: a collective that is about all of them
 
@@ -67,6 +71,8 @@ _library.define("offload(Tensor value, str tier) -> Tensor")
 _library.define("reload(Tensor stored, str tier='device') -> Tensor")
 _library.define("copy_into(Tensor(a!) into, Tensor source) -> Tensor(a!)")
 _library.define("mm_into(Tensor(a!) into, Tensor a, Tensor b) -> ()")
+_library.define("product(Tensor left, Tensor right, Tensor? bias) -> Tensor")
+_library.define("product_into(Tensor(a!) into, Tensor left, Tensor right) -> ()")
 _library.define("empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor")
 _library.define("settle(int bucket) -> ()")
 _library.define("quantise(Tensor values, int num_parts, str encoding, int interleave=1) -> Tensor")
@@ -213,6 +219,9 @@ for _name, _reference in (
 for _name in ("attention", "attention_backward"):
     _library.impl(_name, _kernel_of("attention", _name), "CPU")
 
+for _name in ("product", "product_into"):
+    _library.impl(_name, _kernel_of("products", _name), "CPU")
+
 _library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
 _library.impl("part", _part, "CompositeExplicitAutograd")  # a view is the same on any device
 
@@ -231,6 +240,8 @@ for _name, _fake in (
     ("copy_into", _copy_into),
     ("empty_stored", _empty_stored),
     ("mm_into", _nothing),
+    ("product", _empty_product),
+    ("product_into", _nothing),
     ("quantise", _packed),
     ("dequantise", _unpacked),
     ("dequantise_sum", _unpacked_sum),
@@ -263,6 +274,8 @@ copy_into = torch.ops.zerofx.copy_into.default
 empty_stored = torch.ops.zerofx.empty_stored.default
 settle = torch.ops.zerofx.settle.default
 part = torch.ops.zerofx.part.default
+product = torch.ops.zerofx.product.default
+product_into = torch.ops.zerofx.product_into.default
 quantise = torch.ops.zerofx.quantise.default
 dequantise = torch.ops.zerofx.dequantise.default
 dequantise_sum = torch.ops.zerofx.dequantise_sum.default

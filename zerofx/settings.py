@@ -7,8 +7,8 @@
 ``ZEROFX_DISABLE``     comma-separated names of what to leave out: ``prefetch``, ``in_place`` (ranks of a host then copy
                        what they gather), ``simplify``, ``stamp`` (repeated layers are then captured one by one)
 ``ZEROFX_KERNELS``     ``auto`` (default), ``none``, or comma-separated names of zerofx's own kernels that a compiled
-                       step is to use: ``update``, ``loss``, ``wire``, ``norms`` on CUDA, ``attention`` on a
-                       CPU (see ``docs/kernels.md``)
+                       step is to use: ``update``, ``loss``, ``wire``, ``norms`` on CUDA, ``attention``,
+                       ``products`` on a CPU (see ``docs/kernels.md``)
 ``ZEROFX_VERIFY``      0 no checks, 1 checks after the last pass (default), 2 after every pass, and of repeated layers
                        that were stamped out against a whole capture
 ``ZEROFX_NVME_DIR``    folder for what plans put on nvme, or several with ``:`` between them, over which it is striped;

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from zerofx import ops
 from zerofx.codegen.cpu_rewrites import rewrite_for_cpu
 
 aten = torch.ops.aten
 SUM, MM, ADDMM = aten.sum.dim_IntList, aten.mm.default, aten.addmm.default
 
 
-def rewritten(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+def rewritten(function: Callable[..., Any], *inputs: Tensor, products: bool = False) -> fx.GraphModule:
     """The traced function after the rewrites, which has to give what it gave before."""
     traced = make_fx(function, tracing_mode="fake")(*inputs)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        rewrite_for_cpu(traced.graph)
+        rewrite_for_cpu(traced.graph, products=products)
     traced.graph.lint()
     traced.recompile()
     for one, other in zip(traced(*inputs), function(*inputs), strict=True):
@@ -109,3 +110,26 @@ def test_a_bias_is_added_where_loops_read_the_product() -> None:
 )
 def test_other_biases_stay_with_their_product(function: Callable[..., Any]) -> None:
     assert count(rewritten(function, *LINEAR), ADDMM) == 1
+
+
+def test_what_can_be_is_taken_from_aten_behind_all_other_rewrites() -> None:
+    """A layer's bias is added by the loop that reads it; a product with ones and a small one stay."""
+
+    def layer(x: Tensor, weight: Tensor, bias: Tensor, grad: Tensor, small: Tensor) -> tuple[Tensor, ...]:
+        forward = torch.relu(aten.addmm(bias, x, weight.t()))
+        return forward, *bias_gradient(grad, weight), aten.mm(grad.t(), x), aten.mm(small, small)
+
+    given = [torch.randn(*size) for size in ((256, 200), (180, 200), (180,), (256, 180), (70, 70))]
+    traced = rewritten(layer, *given, products=True)
+    found = [node for node in traced.graph.nodes if node.target is ops.product]
+    assert [node.args[2] for node in found] == [None] * 3
+    assert (count(traced, ADDMM), count(traced, MM), count(traced, SUM)) == (0, 2, 0)
+    untouched = rewritten(layer, *given)
+    assert (count(untouched, ops.product), count(untouched, MM)) == (0, 5)
+
+
+def test_a_bias_that_no_loop_reads_goes_with_its_product() -> None:
+    given = [torch.randn(*size) for size in ((180,), (256, 200), (200, 180))]
+    traced = rewritten(lambda bias, x, weight: (aten.addmm(bias, x, weight),), *given, products=True)
+    (found,) = (node for node in traced.graph.nodes if node.target is ops.product)
+    assert found.args[2] is not None and count(traced, ADDMM) == 0
