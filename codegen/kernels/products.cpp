@@ -85,36 +85,45 @@ void multiply_edge(const float* left, const float* right, int64_t depth, float* 
 }  // namespace
 
 // result[n, k] = sum over m of left[m, n] right[m, k]; strides of rows in elements. `scratch` begins with the packed
-// block of `right`; behind it each thread has a packed block of `left`.
+// block of `right`; behind it each thread has a packed block of its part of `left`.
 extern "C" void kernel(float* left, float* right, float* result, float* scratch, int64_t* sizes) {
   const int64_t depth = sizes[0], rows = sizes[1], columns = sizes[2];
   const int64_t left_stride = sizes[3], right_stride = sizes[4], stride = sizes[5];
-  const int num_threads = static_cast<int>(sizes[6]);
-  const int64_t deepest = std::min<int64_t>(DEPTH, depth), num_blocks = (rows + LEFT_COLUMNS - 1) / LEFT_COLUMNS;
-  for (int64_t column = 0; column < columns; column += RIGHT_COLUMNS)
-    for (int64_t first = 0; first < depth; first += DEPTH) {
-      const int64_t deep = std::min<int64_t>(DEPTH, depth - first);
-      const int64_t wide = std::min<int64_t>(RIGHT_COLUMNS, columns - column);
-      pack<PANEL>(right + first * right_stride + column, right_stride, deep, wide, scratch);
-#pragma omp parallel for num_threads(num_threads) schedule(static)
-      for (int64_t block = 0; block < num_blocks; ++block) {
+  const int64_t deepest = std::min<int64_t>(DEPTH, depth);
+#pragma omp parallel num_threads(static_cast<int>(sizes[6]))
+  {
 #ifdef _OPENMP
-        float* packed = scratch + deepest * (RIGHT_COLUMNS + omp_get_thread_num() * LEFT_COLUMNS);
+    const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
 #else
-        float* packed = scratch + deepest * RIGHT_COLUMNS;
+    const int64_t thread = 0, num_threads = 1;
 #endif
-        const int64_t row = block * LEFT_COLUMNS, high = std::min<int64_t>(LEFT_COLUMNS, rows - row);
-        pack<ROWS>(left + first * left_stride + row, left_stride, deep, high, packed);
+    float* packed = scratch + deepest * (RIGHT_COLUMNS + thread * LEFT_COLUMNS);
+    const int64_t num_panels = (rows + ROWS - 1) / ROWS;
+    const int64_t begin = num_panels * thread / num_threads * ROWS;
+    const int64_t end = std::min(rows, num_panels * (thread + 1) / num_threads * ROWS);
+    for (int64_t column = 0; column < columns; column += RIGHT_COLUMNS)
+      for (int64_t first = 0; first < depth; first += DEPTH) {
+        const int64_t deep = std::min<int64_t>(DEPTH, depth - first);
+        const int64_t wide = std::min<int64_t>(RIGHT_COLUMNS, columns - column);
+        const float* from = right + first * right_stride + column;
+#pragma omp for schedule(static)
         for (int64_t c = 0; c < wide; c += PANEL)
-          for (int64_t r = 0; r < high; r += ROWS) {
-            float* into = result + (row + r) * stride + column + c;
-            const float *one = packed + r * deep, *other = scratch + c * deep;
-            if (high - r >= ROWS && wide - c >= PANEL)
-              multiply(one, other, deep, into, stride, first > 0);
-            else
-              multiply_edge(one, other, deep, into, stride, first > 0, std::min<int64_t>(ROWS, high - r),
-                            std::min<int64_t>(PANEL, wide - c));
-          }
+          pack<PANEL>(from + c, right_stride, deep, std::min<int64_t>(PANEL, wide - c), scratch + c * deep);
+        for (int64_t row = begin; row < end; row += LEFT_COLUMNS) {
+          const int64_t high = std::min<int64_t>(LEFT_COLUMNS, end - row);
+          pack<ROWS>(left + first * left_stride + row, left_stride, deep, high, packed);
+          for (int64_t c = 0; c < wide; c += PANEL)
+            for (int64_t r = 0; r < high; r += ROWS) {
+              float* into = result + (row + r) * stride + column + c;
+              const float *one = packed + r * deep, *other = scratch + c * deep;
+              if (high - r >= ROWS && wide - c >= PANEL)
+                multiply(one, other, deep, into, stride, first > 0);
+              else
+                multiply_edge(one, other, deep, into, stride, first > 0, std::min<int64_t>(ROWS, high - r),
+                              std::min<int64_t>(PANEL, wide - c));
+            }
+        }
+#pragma omp barrier
       }
-    }
+  }
 }
