@@ -31,12 +31,20 @@ def unclipped(trained: Trained) -> Trained:
     return replace(trained, norms=[])
 
 
+def without_key_biases(trained: Trained) -> Trained:
+    """Softmax takes their gradients away: Adam divides what is left of them, which is rounding, by itself."""
+    thirds = {name: value.chunk(3) for name, value in trained.state.items() if name.endswith("attention.qkv.bias")}
+    kept = {name: torch.cat([query, value]) for name, (query, _key, value) in thirds.items()}
+    return replace(trained, state=trained.state | kept)
+
+
 @pytest.mark.parametrize("name", ["gpt", "stack", "tied", "param groups"])
 def test_one_process_clips_as_torch_does(name: str) -> None:
     case = CASES[name]
     expected = train_plain(case, 3, max_grad_norm=MOST)
     found = train_compiled(case, 3, 3, max_grad_norm=MOST)
-    assert min(expected.norms) > MOST and not differences(expected, found, ROUNDING)
+    assert min(expected.norms) > MOST
+    assert not differences(without_key_biases(expected), without_key_biases(found), ROUNDING)
 
 
 @pytest.mark.parametrize("name", ["stack", "mixed dtypes", "frozen"])
