@@ -16,6 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -134,24 +135,29 @@ class Helpers:
         if self._over.wait(self._patience_seconds):
             return
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)}
-        with subprocess.Popen(
-            self._command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # what fails there fails here again, and is reported
-        ) as process:
-            self._idle.add(process)
+        # A pipe to a process that has died breaks where it is written to, and once more where it is closed.
+        with (
+            suppress(BrokenPipeError),
+            subprocess.Popen(
+                self._command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # what fails there fails here again, and is reported
+            ) as process,
+        ):
+            with self._taking:
+                self._idle.add(process)
+                is_over = self._over.is_set()  # then nobody looks for idle processes any more
             try:
-                self._feed(process)
-            except BrokenPipeError:
-                return  # it has died
+                if not is_over:
+                    self._feed(process)
             finally:
                 process.kill()
 
     def _feed(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
         # A helper says that it is ready, and then that each task is done. One that has died says nothing.
-        while not self._over.is_set() and process.stdout.readline() and (found := self._next(process)) is not None:
+        while process.stdout.readline() and (found := self._next(process)) is not None:
             process.stdin.write(pickle.dumps(found[1]))
             process.stdin.flush()

@@ -76,6 +76,26 @@ def test_a_helper_takes_tasks_that_this_process_has_not_and_is_waited_for(tmp_pa
     assert done.exists()
 
 
+class SlowToSend:
+    """An input that takes a while to pickle, and arrives as 0."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[()]]:
+        time.sleep(1)
+        return int, ()
+
+
+def test_a_task_that_is_still_being_sent_is_waited_for(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    given = {"here": tasks(1)["0"], "there": Task(SOURCE, "step.py", "doubled", (SlowToSend(),), 1, NO_KERNELS)}
+    text = f"pickle.load(sys.stdin.buffer)\nopen({str(done)!r}, 'w').close()\nprint('done', flush=True)"
+    with Helpers(given, 1, program(text), patience_seconds=0) as helpers:
+        assert next(helpers.keys()) == "here"
+        deadline = time.monotonic() + 60
+        while helpers._tasks and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert done.exists()
+
+
 @pytest.mark.parametrize("text", ["sys.exit(1)", "pickle.load(sys.stdin.buffer); sys.exit(1)"])
 def test_a_helper_that_dies_holds_nobody_up(text: str) -> None:
     with Helpers(tasks(3), 1, program(text), patience_seconds=0) as helpers:
