@@ -242,6 +242,28 @@ def test_what_cannot_be_captured_names_its_line(cls: type[Regression], what: str
     assert re.search(rf"{re.escape(Path(__file__).name)}:{_line_to_blame(cls)}\b", str(caught.value)), caught.value
 
 
+class _Keywords(nn.Module):
+    """As models of transformers are called: the batch's entries by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return nn.functional.mse_loss(self.layer(x), x if y is None else y)
+
+
+def test_a_dict_given_by_position_is_told_how_it_is_given_by_name() -> None:
+    batch = {"x": torch.randn(ROWS, DIM), "y": torch.randn(ROWS, DIM)}
+    model = _Keywords()
+    with pytest.raises(CaptureError, match=r"step\(\*\*batch\) gives its entries by name"):
+        capture(model, Batch.of((batch,), {}))
+    with pytest.raises(CaptureError) as other:
+        capture(model, Batch.of((batch, batch), {}))
+    assert "by name" not in str(other.value)
+    capture(model, Batch.of((), batch))
+
+
 class _Sampled(Regression):
     def predict(self, x: Tensor) -> Tensor:
         found: Tensor = torch.distributions.Normal(x, torch.ones(DIM)).rsample()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import fx
 
+from zerofx.batch import Batch
 from zerofx.errors import CaptureError
 
 _TORCH_ROOT = f"{Path(torch.__file__).parent}/"
@@ -30,8 +32,8 @@ def user_line(stack: traceback.StackSummary) -> str | None:
     return None
 
 
-def explain(error: Exception) -> CaptureError:
-    """What to tell the user of an error that tracing raised."""
+def explain(error: Exception, batch: Batch) -> CaptureError:
+    """What to tell the user of an error that tracing a call with ``batch`` raised."""
     line = user_line(traceback.extract_tb(error.__traceback__)) or "(line not found)"
     kind = type(error).__name__
     if "DataDependent" in kind or "GuardOnDataDependent" in kind or "UserError" in kind:
@@ -47,9 +49,12 @@ def explain(error: Exception) -> CaptureError:
             "a library took another way because torch.compiler.is_compiling() is true while tracing, and left out "
             "what eager mode makes by itself, such as an attention mask: pass it in the batch."
         )
+    args, kwargs = batch.call
+    is_one_dict = len(args) == 1 and isinstance(args[0], Mapping) and not kwargs
+    by_name = " (the batch is one dict: step(**batch) gives its entries by name)" if is_one_dict else ""
     return CaptureError(
         f"the model could not be traced; {kind}: {error}\n  at {line}\n"
-        f"If the same call fails in eager mode, correct the call; if it does not, {advice}"
+        f"If the same call fails in eager mode, correct the call{by_name}; if it does not, {advice}"
     )
 
 

@@ -80,7 +80,7 @@ def capture(
             except ZeroFXError:
                 raise
             except Exception as error:
-                raise explain(error) from error
+                raise explain(error, batch) from error
     if lossy.counts:
         warn(
             f"expected a forward that changes no Python values of its modules from call to call, found that it changes "
