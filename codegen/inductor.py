@@ -24,14 +24,14 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from zerofx import ops, quantise
-from zerofx.attention import has_kernel
+from zerofx import ops
 from zerofx.codegen.beside import Beside
 from zerofx.codegen.cpu_rewrites import rewrite_for_cpu
 from zerofx.codegen.inductor_cpp import preparation, without_damaged_libraries
 from zerofx.codegen.kernels import attention, products
 from zerofx.codegen.kernels.table import ATTENTION, PRODUCTS
 from zerofx.codegen.record import memory_record
+from zerofx.codegen.region_decompositions import with_own
 from zerofx.codegen.traced import call
 from zerofx.errors import CompilerError
 from zerofx.node_facts import value
@@ -96,9 +96,8 @@ def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernel
         with mode:
             examples = list(map(_own_fake, inputs))
             plain = make_fx(lambda *args: function(list(args)), tracing_mode="real")(*examples)
-            launches = _ATTENTION_LAUNCHES if ATTENTION in kernels else {}
             with inductor_config.patch(_OPTIONS):
-                table = {**select_decomp_table(), **_DECOMPOSITIONS, **launches}
+                table = with_own(select_decomp_table(), attention=ATTENTION in kernels)
             traced = make_fx(_InPlannedStrides(plain).run, decomposition_table=table, tracing_mode="real")(*examples)
             rewrite_for_cpu(traced.graph, products=PRODUCTS in kernels)
             _keep_copies(traced.graph)
@@ -191,96 +190,6 @@ _OPTIONS = {
 }
 
 
-def _nll_loss_backward(
-    grad: torch.Tensor,
-    log_probabilities: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: torch.Tensor,
-) -> torch.Tensor:
-    """The gradient of the usual loss without a scatter, so that it is fused into the softmax's.
-
-    A scatter is a buffer of its own, as large as the logits. Values are those of torch's decomposition, to the bit.
-    """
-    if log_probabilities.dim() != 2 or weight is not None or reduction == 0:
-        general = select_decomp_table()[aten.nll_loss_backward.default]
-        found: torch.Tensor = general(grad, log_probabilities, target, weight, reduction, ignore_index, total_weight)
-        return found
-    scale = -(grad / total_weight) if reduction == 1 else -grad
-    classes = torch.arange(log_probabilities.shape[1], device=target.device)
-    picked = (classes == target.unsqueeze(1)) & (target != ignore_index).unsqueeze(1)
-    return torch.where(picked, scale, 0.0).to(log_probabilities.dtype)
-
-
-def _product_into(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """Inductor has no out= operators, but calls any operator that mutates an input and returns nothing."""
-    torch.ops.zerofx.mm_into(out, a, b)
-    return out
-
-
-def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float = 0.0, is_causal: bool = False,
-    *, attn_mask: torch.Tensor | None = None, scale: float | None = None,
-) -> Any:  # fmt: skip
-    if not has_kernel(query, key, value, attn_mask, dropout):
-        return NotImplemented
-    return torch.ops.zerofx.attention(query, key, value, attn_mask, is_causal, scale)
-
-
-def _attention_backward(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, result: torch.Tensor,
-    log_sums: torch.Tensor, dropout: float, is_causal: bool,
-    *, attn_mask: torch.Tensor | None = None, scale: float | None = None,
-) -> Any:  # fmt: skip
-    if not has_kernel(query, key, value, attn_mask, dropout):
-        return NotImplemented
-    given = (grad, query, key, value, result, log_sums, attn_mask)
-    return torch.ops.zerofx.attention_backward(*given, is_causal, scale)
-
-
-def _replication_pad_backward(grad: torch.Tensor, x: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
-    """The gradient of ``x`` that was padded with its edges: along each dimension an edge has the sum of its copies.
-
-    As loops, because a fake tensor does not say how ATen's kernel lays its result out. ``grad`` is like the padded one.
-    """
-    for place in range(0, len(padding), 2):
-        dim, size = x.dim() - 1 - place // 2, x.shape[x.dim() - 1 - place // 2]
-        before, after = padding[place : place + 2]
-        # What is cut off has no part in the result.
-        grad = aten.constant_pad_nd(grad, [*[0] * place, max(-before, 0), max(-after, 0)])
-        before, after = max(before, 0), max(after, 0)
-        if size == 1:
-            grad = grad.sum(dim, keepdim=True)
-        elif before or after:
-            first = grad.narrow(dim, 0, before + 1).sum(dim, keepdim=True)
-            last = grad.narrow(dim, before + size - 1, after + 1).sum(dim, keepdim=True)
-            grad = torch.cat([first, grad.narrow(dim, before + 1, size - 2), last], dim)
-    return grad
-
-
-def _bernoulli(chances: torch.Tensor, *, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Drawn by ATen: Inductor would compare uniform numbers, which are other draws."""
-    drawn: torch.Tensor = aten.bernoulli.Tensor(chances, chances, generator=generator)
-    return drawn
-
-
-_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    aten.bernoulli.default: _bernoulli,
-    aten.replication_pad1d_backward.default: _replication_pad_backward,
-    aten.replication_pad2d_backward.default: _replication_pad_backward,
-    aten.replication_pad3d_backward.default: _replication_pad_backward,
-    aten.nll_loss_backward.default: _nll_loss_backward,
-    aten.mm.out: _product_into,
-    ops.quantise: quantise.quantise_at_once,
-    ops.dequantise: quantise.dequantise_at_once,
-    ops.dequantise_sum: quantise.dequantise_sum_at_once,
-}
-_ATTENTION_LAUNCHES: dict[Any, Callable[..., Any]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
-}
 _ATTENTION = frozenset({ops.attention, ops.attention_backward})
 _PRODUCTS = frozenset({ops.product, ops.product_into})
 

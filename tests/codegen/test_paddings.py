@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zerofx
+from zerofx.codegen.region_decompositions import replication_pad_backward
 
 pytestmark = [
     pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
@@ -25,25 +26,21 @@ KERNELS = [
 
 @pytest.mark.parametrize("num_dims", [1, 2, 3])
 def test_it_is_atens_for_all_sizes_and_widths(num_dims: int) -> None:
-    from zerofx.codegen.inductor import _replication_pad_backward
-
     torch.manual_seed(0)
     for size, last_size in product((1, 2, 5), repeat=2):
         x = torch.randn([2, 3, *[size] * (num_dims - 1), last_size], dtype=torch.float64)
         for before, after, last_before in product((0, 1, 3), repeat=3):
             padding = [last_before, after, *[before, after] * (num_dims - 1)]
             grad = torch.randn_like(functional.pad(x, padding, mode="replicate"))
-            found = _replication_pad_backward(grad, x, padding)
+            found = replication_pad_backward(grad, x, padding)
             torch.testing.assert_close(found, KERNELS[num_dims - 1](grad, x, padding))
 
 
 def test_what_is_cut_off_has_no_gradient() -> None:
-    from zerofx.codegen.inductor import _replication_pad_backward
-
     x, padding = torch.randn(1, 2, 4, 5), [-1, 2, 1, -2]
     grad = torch.randn_like(functional.pad(x, padding, mode="replicate"))
     expected = torch.ops.aten.replication_pad2d_backward(grad, x, padding)
-    torch.testing.assert_close(_replication_pad_backward(grad, x, padding), expected)
+    torch.testing.assert_close(replication_pad_backward(grad, x, padding), expected)
 
 
 class Padded(nn.Module):
