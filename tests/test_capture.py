@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.models import CASES, DIM, ROWS, Case, Layer, Regression, batches, rows
 from tests.training import compare_function, differences, train_compiled, train_plain
@@ -262,6 +263,22 @@ def test_a_dict_given_by_position_is_told_how_it_is_given_by_name() -> None:
         capture(model, Batch.of((batch, batch), {}))
     assert "by name" not in str(other.value)
     capture(model, Batch.of((), batch))
+
+
+class _Checkpointed(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+
+    def predict(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.second, self.first(x), use_reentrant=True)
+        return found
+
+
+def test_reentrant_checkpoints_are_told_what_to_do() -> None:
+    with pytest.raises(CaptureError, match=r"use_reentrant=False, or not at all") as caught:
+        _capture(CASES["stack"], _Checkpointed())
+    assert "\n  at " not in str(caught.value)  # no line of the user's is on the stack
 
 
 class _Sampled(Regression):

@@ -34,12 +34,12 @@ def user_line(stack: traceback.StackSummary) -> str | None:
 
 def explain(error: Exception, batch: Batch) -> CaptureError:
     """What to tell the user of an error that tracing a call with ``batch`` raised."""
-    line = user_line(traceback.extract_tb(error.__traceback__)) or "(line not found)"
+    line = user_line(traceback.extract_tb(error.__traceback__))
     kind = type(error).__name__
     if "DataDependent" in kind or "GuardOnDataDependent" in kind or "UserError" in kind:
         return CaptureError(
             f"expected a forward whose path does not depend on values, found one that reads a tensor's value at\n"
-            f"  {line}\n"
+            f"  {line or '(line not found)'}\n"
             f"A step is one graph, planned before it runs: replace .item(), float(tensor), or an if on a tensor by "
             f"torch.where or a Python value, or take that part out of the training step.{_reader(error)}"
         )
@@ -49,11 +49,17 @@ def explain(error: Exception, batch: Batch) -> CaptureError:
             "a library took another way because torch.compiler.is_compiling() is true while tracing, and left out "
             "what eager mode makes by itself, such as an attention mask: pass it in the batch."
         )
+    elif "use_reentrant" in str(error):
+        advice = (
+            "checkpoint with use_reentrant=False, or not at all: what is worth computing again is decided with "
+            "recompute=."
+        )
     args, kwargs = batch.call
+    place = f"\n  at {line}" if line else ""
     is_one_dict = len(args) == 1 and isinstance(args[0], Mapping) and not kwargs
     by_name = " (the batch is one dict: step(**batch) gives its entries by name)" if is_one_dict else ""
     return CaptureError(
-        f"the model could not be traced; {kind}: {error}\n  at {line}\n"
+        f"the model could not be traced; {kind}: {error}{place}\n"
         f"If the same call fails in eager mode, correct the call{by_name}; if it does not, {advice}"
     )
 
