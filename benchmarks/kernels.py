@@ -46,6 +46,7 @@ from torch import Tensor
 from benchmarks.processes import device_name
 from zerofx import norms, ops, quantise
 from zerofx.peaks import CpuPeak
+from zerofx.products import has_kernel
 from zerofx.runtime.allocator import keep_freed_memory
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -255,7 +256,10 @@ def attention_group(samples: int, heads: int, tokens: int, dim: int, *, seen: st
 
 
 def products_group(rows: int, num_inputs: int, num_outputs: int, *, kind: str) -> Group:
-    """A layer's product (``kind`` "layer"), or that of its input's or weight's gradient, by ATen and as it is taken."""
+    """A layer's product (``kind`` "layer"), or that of its input's or weight's gradient, by ATen and as it is taken.
+
+    Where it is left to ATen, the second is what it is not taken for.
+    """
     each = 4 * (rows * num_inputs + rows * num_outputs + num_inputs * num_outputs)
     given = itertools.cycle(
         [
@@ -269,14 +273,15 @@ def products_group(rows: int, num_inputs: int, num_outputs: int, *, kind: str) -
         return {"layer": (x, weight.t()), "input": (grad, weight), "weight": (grad.t(), x)}[kind]
 
     into = torch.empty(num_outputs, num_inputs)
+    name = "taken" if has_kernel(*operands(), None) else "not taken"
     contenders: dict[str, Callable[[], object]] = {
         "torch": lambda: torch.mm(*operands()),
-        "taken": lambda: ops.product(*operands(), None),
+        name: lambda: ops.product(*operands(), None),
     }
     if kind == "weight":  # written into its place, as in a bucket
         contenders = {
             "torch": lambda: torch.mm(*operands(), out=into),
-            "taken": lambda: ops.product_into(into, *operands()),
+            name: lambda: ops.product_into(into, *operands()),
         }
     of = {"layer": "", "input": ", gradient of the input", "weight": ", gradient of the weight"}[kind]
     return Group(f"layer {rows}x{num_inputs}x{num_outputs}{of}", contenders)

@@ -14,6 +14,7 @@ DEPTH, LEFT_COLUMNS, RIGHT_COLUMNS = 512, 120, 512
 CONSTANTS = f"constexpr long DEPTH = {DEPTH}, LEFT_COLUMNS = {LEFT_COLUMNS}, RIGHT_COLUMNS = {RIGHT_COLUMNS};\n"
 _FEWEST = 8  # rows, columns and what is summed: with fewer, reading dominates
 _FEWEST_MULTIPLICATIONS = 1 << 23  # less is not worth what a call takes
+LONGEST = 8192  # longer sums over a right operand that lies row by row are slower in oneDNN than in MKL
 _SIZES_BYTES = 56  # what the kernel is told
 # The most of the left operand that a thread copies in oneDNN's loops for AVX-512: rows, and columns in whole vectors.
 _ONEDNN_ROWS, _ONEDNN_COLUMNS, _ONEDNN_WIDTH, _ONEDNN_REST_BYTES = 64, 1024, 16, 1024
@@ -33,7 +34,8 @@ def can_multiply() -> bool:
 
 def has_kernel(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether ``left @ right (+ bias)`` is taken: matrices of float32 on a CPU, of some size, that fill their memory
-    row by row; the right one may lie column by column, and, where it does not and there is no bias, the left one."""
+    row by row; the right one may lie column by column (it must for sums over more than ``LONGEST``), and, where it does
+    not and there is no bias, the left one."""
     sizes = (*left.shape, right.shape[1])
     return (
         all(one is None or (one.dtype == torch.float32 and one.device.type == "cpu") for one in (left, right, bias))
@@ -46,7 +48,7 @@ def has_kernel(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | Non
 def _is_for_onednn(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> bool:
     return (
         left.is_contiguous()
-        and (right.is_contiguous() or right.t().is_contiguous())
+        and (right.t().is_contiguous() or (right.is_contiguous() and right.shape[0] <= LONGEST))
         and (bias is None or (bias.shape == (right.shape[1],) and bias.is_contiguous()))
     )
 
