@@ -47,7 +47,7 @@ Spend = Callable[[Plan], Iterable[Plan]]
 
 
 class BudgetMissedError(MemoryBudgetError):
-    """No plan fits; ``least_bytes`` is the least peak on the device of all plans that were tried."""
+    """No plan fits; ``least_bytes`` is the least peak on the device that a plan has, whatever the budget."""
 
     def __init__(self, message: str, least_bytes: int) -> None:
         super().__init__(message, least_bytes)  # both, so that it can be pickled: rank 0's errors are raised everywhere
@@ -70,11 +70,11 @@ def fit(
         spend: the plans that a plan which fits leads to as far as what is left allows, the best last; None for none.
 
     Raises:
-        BudgetMissedError: none fits; says the least peak of all plans that were tried, and where it is.
+        BudgetMissedError: none fits; says the least peak that a plan has, and where it is.
     """
     budget = question.memory_budget
     assert budget is not None
-    lowest: list[tuple[int, Plan]] = []
+    lowest: list[_Search] = []
     ladder = (
         rungs(question.step, question.tile, classes=question.tile_classes) if not question.tiles else [[question.tiles]]
     )
@@ -93,12 +93,14 @@ def fit(
                     fitting.append(search.at(length)[1])
         if not fitting and searches:
             # What is computed again for few bytes at the end of an order can itself be the peak.
-            lowest.append(min((search.lowest() for search in searches), key=lambda one: one[0]))
-            fitting = [plan for num_bytes, plan in lowest if num_bytes <= budget]
+            lowest.append(min(searches, key=lambda search: search.lowest()[0]))
+            fitting = [plan for num_bytes, plan in map(_Search.lowest, lowest) if num_bytes <= budget]
         if fitting:
             predicted = [_predicted(plan, budget, evaluate, spend) for plan in fitting]
             return min(predicted, key=lambda plan: plan.step_seconds)
-    num_bytes, plan = min(lowest, key=lambda one: one[0])
+    num_bytes, plan = min(lowest, key=lambda search: search.lowest()[0]).least()
+    if num_bytes <= budget:
+        return _predicted(plan, budget, evaluate, spend)
     raise BudgetMissedError(_explain(question, evaluate(plan)), num_bytes)
 
 
@@ -150,7 +152,14 @@ class _Search:
         while gap := gap // 2:
             tried |= {n: self.at(n)[0] for n in (best - gap, best + gap) if 0 <= n <= last}
             best = min(tried, key=lambda n: (tried[n], n))
-        return min(self._tried.values(), key=lambda tried: tried[0])
+        return self.at(best)
+
+    def least(self) -> tuple[int, Plan]:
+        """The least peak, and its plan, that is found whatever the budget is: one that is asked for is met."""
+        num_bytes, plan = self.lowest()
+        while (length := self.shortest(num_bytes - 1)) is not None:
+            num_bytes, plan = self.at(length)
+        return num_bytes, plan
 
     def shortest(self, budget: int) -> int | None:
         """A length that fits where one move fewer does not, or None.

@@ -197,9 +197,10 @@ def named_slices(step: StepGraph, asked: Mapping[str, int]) -> Slices:
 def slice_rungs(step: StepGraph, missing_bytes: int) -> list[Slices]:
     """The ways to slice huge parameters, in the order in which they are turned to where no plan with whole ones fits.
 
-    On each rung no slice is larger than a part of the largest parameter. Rungs that cannot free what is missing, or
-    that have too many slices to search among, are left out. What is in a product whose values are larger than its
-    weight is left alone: tiles of rows serve it better.
+    On each rung no slice is larger than a part of the largest parameter. Rungs that cannot free what is missing are
+    left out, but for the last one where none can: a refusal then says the least that is possible. So are those that
+    have too many slices to search among. What is in a product whose values are larger than its weight is left alone:
+    tiles of rows serve it better.
 
     Args:
         step: the captured graph with whole parameters.
@@ -215,17 +216,15 @@ def slice_rungs(step: StepGraph, missing_bytes: int) -> list[Slices]:
             layers[unit_of(info.name, step.units)] += what.num_bytes
     largest = max((what.num_bytes for what in found), default=0)
     most = _HELD * max(layers.values(), default=0)
-    rungs = []
+    rungs: dict[Slices, bool] = {}  # whether it may free what is missing
     for number in _NUM_SLICES:
-        if missing_bytes > most * (1 - 1 / number):
-            continue
         whole, each = format_bytes(largest), format_bytes(largest // number)
         reason = f"no plan with whole parameters (up to {whole}) fits; a slice takes up to {each}"
         counts = {what: min(-(-what.num_bytes * number // largest), what.info.shape[0]) for what in found}
         rung = tuple(SliceDecision(w.info.name, n, w.num_bytes, reason) for w, n in counts.items() if n > 1)
-        if sum(decision.num_slices for decision in rung) <= _MOST_SLICES:
-            rungs.append(rung)
-    return [slices for slices in dict.fromkeys(rungs) if slices]
+        if rung and sum(decision.num_slices for decision in rung) <= _MOST_SLICES:
+            rungs[rung] = missing_bytes <= most * (1 - 1 / number)
+    return [rung for rung, is_enough in rungs.items() if is_enough] or list(rungs)[-1:]
 
 
 def find_sliceable(step: StepGraph, decision: SliceDecision) -> Sliceable:
