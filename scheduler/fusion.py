@@ -9,7 +9,7 @@ operand of the same size that dies there. Once a region is compiled, its real re
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from zerofx.scheduler.crossing import storage_size
 from zerofx.scheduler.liveness import MemoryEvent, RegionLike
 from zerofx.scheduler.storage import Storage, aliased_input, is_view, mutated_inputs, storage_source
-from zerofx.scheduler.workspace import compiled_workspace_bytes, is_left_to_aten
+from zerofx.scheduler.workspace import compiled_workspace_bytes
 
 # Operators that Inductor decomposes into loops over their elements, beside those that are tagged pointwise.
 _INLINED = frozenset({
@@ -37,8 +37,11 @@ _REDUCTIONS = frozenset({
 })  # fmt: skip
 
 
-def estimated_memory(region: RegionLike) -> tuple[MemoryEvent, ...]:
-    """What ``region`` takes and gives back on its way, its outputs included, as if it were compiled."""
+def estimated_memory(region: RegionLike, kernels_in_use: Collection[str]) -> tuple[MemoryEvent, ...]:
+    """What ``region`` takes and gives back on its way, its outputs included, as if it were compiled.
+
+    ``kernels_in_use``: those of zerofx's own, by name, which hold other memory than ATen's.
+    """
     order = [node for node in region.own if not is_view(node) and node.target is not operator.getitem]
     members = set(region.own)
     kept = _stored(order, members)
@@ -72,7 +75,7 @@ def estimated_memory(region: RegionLike) -> tuple[MemoryEvent, ...]:
                 live[storage] = size
                 if storage not in last and storage not in leaving:
                     free.append(storage)
-        scratch = sum(compiled_workspace_bytes(node) for node in kernel if is_left_to_aten(node))
+        scratch = sum(compiled_workspace_bytes(node, kernels_in_use) for node in kernel)
         events += [MemoryEvent(scratch), MemoryEvent(-scratch)] if scratch else []
         events += [MemoryEvent(-live.pop(storage)) for storage in free]
         events += [MemoryEvent(freed=given[storage]) for storage in dying.get(number, ()) if storage in given]

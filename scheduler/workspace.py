@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, fx
@@ -25,6 +25,7 @@ from torch._ops import OpOverload
 from zerofx.attention import backward_scratch_numel, forward_scratch_numel, has_kernel, mask_scratch_numel
 from zerofx.node_facts import given, ints, tensor
 from zerofx.norms import square_sum_workspace_bytes
+from zerofx.products import has_kernel as has_product
 from zerofx.products import scratch_bytes
 from zerofx.quantise import BLOCK, ENCODINGS, unpacked_numel
 from zerofx.scheduler.convolutions import convolution_backward_bytes, convolution_bytes
@@ -39,11 +40,14 @@ def workspace_bytes(node: fx.Node) -> int:
     return _known_bytes(node) or 0
 
 
-def compiled_workspace_bytes(node: fx.Node) -> int:
-    """``workspace_bytes`` in a compiled region, which has a kernel of zerofx's own for some of ATen's operators."""
-    rule = _COMPILED.get(node.target._schema.name) if isinstance(node.target, OpOverload) else None
-    found = None if rule is None else rule(node)
-    return workspace_bytes(node) if found is None else found
+def compiled_workspace_bytes(node: fx.Node, kernels: Collection[str]) -> int:
+    """``workspace_bytes`` in a compiled region, where Inductor generates code for most operators, and ``kernels`` of
+    zerofx's own (``codegen/kernels/table.py``) are in use for some of ATen's."""
+    kernel, rule = _COMPILED.get(node.target._schema.name if isinstance(node.target, OpOverload) else "", ("", None))
+    found = rule(node) if rule is not None and kernel in kernels else None
+    if found is None:
+        return workspace_bytes(node) if _is_left_to_aten(node) else 0
+    return found
 
 
 def is_unknown(node: fx.Node) -> bool:
@@ -98,7 +102,7 @@ def _not_known(_node: fx.Node) -> None:
     return None
 
 
-def is_left_to_aten(node: fx.Node) -> bool:
+def _is_left_to_aten(node: fx.Node) -> bool:
     """Whether Inductor calls ATen for an operator that has a workspace, rather than generate code of its own."""
     target = node.target
     return isinstance(target, OpOverload) and (target._schema.name in _LEFT_TO_ATEN or _rule(target) is _not_known)
@@ -135,6 +139,13 @@ def _product(node: fx.Node) -> int | None:
 def _is_matrix(value: Tensor) -> bool:
     (rows, columns), (down, across) = value.shape[-2:], value.stride()[-2:]
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
+
+
+def _compiled_product(node: fx.Node) -> int | None:
+    """By oneDNN, or by our kernel where the left operand is transposed, which alone writes into a place."""
+    *bias, left, right = (given(node, index) for index in range(len(node.args)))
+    is_taken = has_product(left, right, bias[0] if bias else None)
+    return scratch_bytes(left) if is_taken and not ("out" in node.kwargs and left.is_contiguous()) else None
 
 
 def _reduction(node: fx.Node) -> int:
@@ -329,9 +340,11 @@ _RULES: dict[str, Rule] = {
     "zerofx::square_sum": _square_sum,
 }
 
-_COMPILED: dict[str, Rule] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _compiled_attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _compiled_attention_backward,
+_COMPILED: dict[str, tuple[str, Rule]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": ("attention", _compiled_attention),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": ("attention", _compiled_attention_backward),
+    "aten::mm": ("products", _compiled_product),
+    "aten::addmm": ("products", _compiled_product),
 }
 
 # Pointwise operators whose booleans say which value to take, and are not converted.

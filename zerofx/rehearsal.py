@@ -46,7 +46,7 @@ class Rehearsal:
 
     @property
     def kernels(self) -> frozenset[str]:
-        """The Triton kernels that the step will use."""
+        """The kernels of zerofx's own that the step will use."""
         return kernels_in_use(self.settings.kernels, self.captured.device) if self.fused else frozenset()
 
     def carried_out(self, plan: Plan) -> StepGraph:
@@ -141,5 +141,5 @@ def _live_when_fused(
     compiled = [region for region in regions if not region.is_update or region.key in known]
     for region in compiled:
         if region.key not in known:
-            known[region.key] = estimated_memory(region)
+            known[region.key] = estimated_memory(region, kernels)
     return with_profiles(live, step, [(region, known[region.key]) for region in compiled])

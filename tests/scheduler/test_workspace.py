@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from zerofx import ops
+from zerofx.codegen.kernels.table import ATTENTION, PRODUCTS
 from zerofx.peaks import CpuPeak
+from zerofx.products import scratch_bytes
 from zerofx.scheduler.workspace import compiled_workspace_bytes, is_unknown, workspace_bytes
 
 aten = torch.ops.aten
@@ -293,18 +295,32 @@ def test_compiled_attention_holds_what_our_kernel_does(is_masked: bool) -> None:
     query, key, value, mask, is_causal, scale = our_attention(is_masked)
     forward = call(CASES["attention"][0], (query, key, value, 0.0, is_causal), attn_mask=mask)
     ours = call(ops.attention, (query, key, value, mask, is_causal, scale))
-    assert compiled_workspace_bytes(forward) == workspace_bytes(ours) != workspace_bytes(forward)
+    assert compiled_workspace_bytes(forward, {ATTENTION}) == workspace_bytes(ours) != workspace_bytes(forward)
     grad, *given, _, _, _ = our_attention_backward(is_masked)
     backward = call(CASES["attention backward"][0], (grad, *given, 0.0, is_causal), attn_mask=mask)
     ours = call(ops.attention_backward, (grad, *given, mask, is_causal, scale))
-    assert compiled_workspace_bytes(backward) == workspace_bytes(ours) != workspace_bytes(backward)
+    assert compiled_workspace_bytes(backward, {ATTENTION}) == workspace_bytes(ours) != workspace_bytes(backward)
+
+
+def test_compiled_products_hold_what_they_are_taken_by() -> None:
+    x, weight, grad, place = torch.empty(300, 260), torch.empty(400, 260), torch.empty(300, 400), torch.empty(400, 260)
+    layer = call(aten.addmm.default, (torch.empty(400), x, weight.t()))
+    of_input = call(aten.mm.default, (grad, weight))
+    of_weight = call(aten.mm.out, (grad.t(), x), out=place)
+    for node, left in ((layer, x), (of_input, grad), (of_weight, grad.t())):
+        assert compiled_workspace_bytes(node, {PRODUCTS}) == scratch_bytes(left) > 0
+        assert compiled_workspace_bytes(node, {ATTENTION}) == 0
+    into_place = call(aten.mm.out, (grad, weight), out=torch.empty(300, 260))
+    assert compiled_workspace_bytes(into_place, {PRODUCTS}) == 0
+    small = call(aten.mm.default, (torch.empty(8, 8), torch.empty(8, 8)))
+    assert compiled_workspace_bytes(small, {PRODUCTS}) == 0
 
 
 def test_compiled_attention_with_dropout_is_left_to_aten() -> None:
     query, key, value, _, is_causal = attention()
     node = call(CASES["attention"][0], (query, key, value, 0.0, is_causal))
     node.args = (*node.args[:3], 0.5, is_causal)
-    assert compiled_workspace_bytes(node) == workspace_bytes(node)
+    assert compiled_workspace_bytes(node, {ATTENTION}) == workspace_bytes(node)
 
 
 def call(target: Any, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:
