@@ -301,7 +301,7 @@ def test_rungs_slice_what_is_huge_as_finely_as_the_missing_bytes_ask() -> None:
         [("huge.weight", 16)],
     ]
     assert [rung[0].num_slices for rung in slice_rungs(step, 5 * size)] == [16]
-    assert slice_rungs(step, 7 * size) == []
+    assert slice_rungs(step, 7 * size) == slice_rungs(step, 5 * size)  # for what a refusal says is possible
 
 
 class Product(nn.Module):
