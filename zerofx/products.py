@@ -14,7 +14,7 @@ DEPTH, LEFT_COLUMNS, RIGHT_COLUMNS = 512, 120, 512
 CONSTANTS = f"constexpr long DEPTH = {DEPTH}, LEFT_COLUMNS = {LEFT_COLUMNS}, RIGHT_COLUMNS = {RIGHT_COLUMNS};\n"
 _FEWEST = 8  # rows, columns and what is summed: with fewer, reading dominates
 _FEWEST_MULTIPLICATIONS = 1 << 23  # less is not worth what a call takes
-LONGEST = 8192  # longer sums over a right operand that lies row by row are slower in oneDNN than in MKL
+LONGEST = 16_384  # longer sums over a right operand that lies row by row are mostly slower in oneDNN than in MKL
 _SIZES_BYTES = 56  # what the kernel is told
 # The most of the left operand that a thread copies in oneDNN's loops for AVX-512: rows, and columns in whole vectors.
 _ONEDNN_ROWS, _ONEDNN_COLUMNS, _ONEDNN_WIDTH, _ONEDNN_REST_BYTES = 64, 1024, 16, 1024
