@@ -150,10 +150,9 @@ def _take(graph: fx.Graph, node: fx.Node) -> None:
         return
     *rest, left, right = map(as_node, node.args)
     bias = rest[0] if node.target is _aten.addmm.default else None
-    if not has_kernel(value(left), value(right), None if bias is None else value(bias)):
+    values = (value(left), value(right), None if bias is None else value(bias))
+    if not has_kernel(*values, into=node.target is _INTO):
         return
-    if node.target is _INTO and value(left).is_contiguous():
-        return  # oneDNN's results are not written over others
     with graph.inserting_before(node):
         if node.target is _INTO:
             call(graph, ops.product_into, (*rest, left, right))

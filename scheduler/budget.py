@@ -94,7 +94,8 @@ def fit(
         if not fitting and searches:
             # What is computed again for few bytes at the end of an order can itself be the peak.
             lowest.append(min(searches, key=lambda search: search.lowest()[0]))
-            fitting = [plan for num_bytes, plan in map(_Search.lowest, lowest) if num_bytes <= budget]
+            num_bytes, plan = lowest[-1].lowest()
+            fitting = [plan] if num_bytes <= budget else []
         if fitting:
             predicted = [_predicted(plan, budget, evaluate, spend) for plan in fitting]
             return min(predicted, key=lambda plan: plan.step_seconds)

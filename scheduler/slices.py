@@ -197,10 +197,10 @@ def named_slices(step: StepGraph, asked: Mapping[str, int]) -> Slices:
 def slice_rungs(step: StepGraph, missing_bytes: int) -> list[Slices]:
     """The ways to slice huge parameters, in the order in which they are turned to where no plan with whole ones fits.
 
-    On each rung no slice is larger than a part of the largest parameter. Rungs that cannot free what is missing are
-    left out, but for the last one where none can: a refusal then says the least that is possible. So are those that
-    have too many slices to search among. What is in a product whose values are larger than its weight is left alone:
-    tiles of rows serve it better.
+    On each rung no slice is larger than a part of the largest parameter. Rungs that have too many slices to search
+    among are left out, and those that cannot free what is missing, but for the last one where none can: a refusal then
+    says the least that is possible. What is in a product whose values are larger than its weight is left alone: tiles
+    of rows serve it better.
 
     Args:
         step: the captured graph with whole parameters.

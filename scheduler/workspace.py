@@ -22,9 +22,11 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from zerofx.attention import KERNEL as ATTENTION
 from zerofx.attention import backward_scratch_numel, forward_scratch_numel, has_kernel, mask_scratch_numel
 from zerofx.node_facts import given, ints, tensor
 from zerofx.norms import square_sum_workspace_bytes
+from zerofx.products import KERNEL as PRODUCTS
 from zerofx.products import has_kernel as has_product
 from zerofx.products import scratch_bytes
 from zerofx.quantise import BLOCK, ENCODINGS, unpacked_numel
@@ -43,11 +45,13 @@ def workspace_bytes(node: fx.Node) -> int:
 def compiled_workspace_bytes(node: fx.Node, kernels: Collection[str]) -> int:
     """``workspace_bytes`` in a compiled region, where Inductor generates code for most operators, and ``kernels`` of
     zerofx's own (``codegen/kernels/table.py``) are in use for some of ATen's."""
-    kernel, rule = _COMPILED.get(node.target._schema.name if isinstance(node.target, OpOverload) else "", ("", None))
-    found = rule(node) if rule is not None and kernel in kernels else None
-    if found is None:
-        return workspace_bytes(node) if _is_left_to_aten(node) else 0
-    return found
+    name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
+    if name in _COMPILED:
+        kernel, rule = _COMPILED[name]
+        found = rule(node) if kernel in kernels else None
+        if found is not None:
+            return found
+    return workspace_bytes(node) if _is_left_to_aten(node) else 0
 
 
 def is_unknown(node: fx.Node) -> bool:
@@ -142,10 +146,10 @@ def _is_matrix(value: Tensor) -> bool:
 
 
 def _compiled_product(node: fx.Node) -> int | None:
-    """By oneDNN, or by our kernel where the left operand is transposed, which alone writes into a place."""
+    """Where it is taken from ATen."""
     *bias, left, right = (given(node, index) for index in range(len(node.args)))
-    is_taken = has_product(left, right, bias[0] if bias else None)
-    return scratch_bytes(left) if is_taken and not ("out" in node.kwargs and left.is_contiguous()) else None
+    is_taken = has_product(left, right, bias[0] if bias else None, into="out" in node.kwargs)
+    return scratch_bytes(left) if is_taken else None
 
 
 def _reduction(node: fx.Node) -> int:
@@ -341,10 +345,10 @@ _RULES: dict[str, Rule] = {
 }
 
 _COMPILED: dict[str, tuple[str, Rule]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": ("attention", _compiled_attention),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": ("attention", _compiled_attention_backward),
-    "aten::mm": ("products", _compiled_product),
-    "aten::addmm": ("products", _compiled_product),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (ATTENTION, _compiled_attention),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (ATTENTION, _compiled_attention_backward),
+    "aten::mm": (PRODUCTS, _compiled_product),
+    "aten::addmm": (PRODUCTS, _compiled_product),
 }
 
 # Pointwise operators whose booleans say which value to take, and are not converted.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+KERNEL = "attention"  # in ZEROFX_KERNELS
 QUERIES, KEYS, SPAN = 32, 256, 512
 CONSTANTS = f"constexpr long QUERIES = {QUERIES}, KEYS = {KEYS}, SPAN = {SPAN};\n"
 

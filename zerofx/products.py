@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+KERNEL = "products"  # in ZEROFX_KERNELS
 DEPTH, LEFT_COLUMNS, RIGHT_COLUMNS = 512, 120, 512
 CONSTANTS = f"constexpr long DEPTH = {DEPTH}, LEFT_COLUMNS = {LEFT_COLUMNS}, RIGHT_COLUMNS = {RIGHT_COLUMNS};\n"
 _FEWEST = 8  # rows, columns and what is summed: with fewer, reading dominates
@@ -32,14 +33,14 @@ def can_multiply() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
-def has_kernel(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def has_kernel(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, *, into: bool = False) -> bool:
     """Whether ``left @ right (+ bias)`` is taken: matrices of float32 on a CPU, of some size, that fill their memory
     row by row; the right one may lie column by column (it must for sums over more than ``LONGEST``), and, where it does
-    not and there is no bias, the left one."""
+    not and there is no bias, the left one. ``into``: whether it is written over a tensor, as oneDNN's are not."""
     sizes = (*left.shape, right.shape[1])
     return (
         all(one is None or (one.dtype == torch.float32 and one.device.type == "cpu") for one in (left, right, bias))
-        and (_is_for_onednn(left, right, bias) or (bias is None and _is_transposed(left, right)))
+        and ((not into and _is_for_onednn(left, right, bias)) or (bias is None and _is_transposed(left, right)))
         and min(sizes) >= _FEWEST
         and sizes[0] * sizes[1] * sizes[2] >= _FEWEST_MULTIPLICATIONS
     )

@@ -109,7 +109,7 @@ def simulate_step(
     *,
     fused: bool,
     estimates: Estimates | None,
-    kernels: frozenset[str] = frozenset(),
+    kernels: frozenset[str],
 ) -> Simulation:
     """The run of a step on paper as measured costs, if there are any, and compiled regions make it; see ``Rehearsal``.
 

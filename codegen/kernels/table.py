@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerofx import ops, products
+from zerofx import attention, ops, products
 from zerofx.errors import UsageError
 
 
@@ -33,8 +33,8 @@ class Kernel:
 UPDATE = "update"
 LOSS = "loss"
 WIRE = "wire"
-ATTENTION = "attention"
-PRODUCTS = "products"
+ATTENTION = attention.KERNEL
+PRODUCTS = products.KERNEL
 NORMS = "norms"
 
 KERNELS = (
