@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks import (
     compile_depth,
     host_update,
+    kernel_groups_cpu,
     kernels,
     largest_trainable,
     launch_cost,
@@ -26,6 +28,8 @@ from benchmarks import (
     peers_report,
     rounding,
 )
+from benchmarks import kernel_groups_cuda as cuda
+from benchmarks.kernel_groups import Group
 from benchmarks.memory_frontier import BASELINE, Contender, Result, rows, table
 from benchmarks.wire_count import WireCount
 from zerofx import norms
@@ -334,7 +338,7 @@ def test_a_size_is_tried_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 def test_kernels_are_compared_with_the_first_contender_and_a_copy() -> None:
-    group = kernels.Group("update", {}, num_bytes=4000)
+    group = Group("update", {}, num_bytes=4000)
     found = {"torch": kernels.Measured([4.0, 2.0, 3.0], 1 << 20), "kernel": kernels.Measured([1.5, 1.0, 9.0], 0)}
     first, second = kernels.rows(group, found, copy_bandwidth=2000.0)
     assert (first["ratio"], second["ratio"], second["min_ratio"]) == (1.0, 0.5, 0.5)
@@ -343,20 +347,24 @@ def test_kernels_are_compared_with_the_first_contender_and_a_copy() -> None:
 
 
 def test_contenders_compute_the_same() -> None:
-    by_aten = kernels.update_inputs(301, torch.device("cpu"))
+    by_aten = cuda.update_inputs(301, torch.device("cpu"))
     written_out = [tensor.clone() for tensor in by_aten]
-    hyper = (kernels.LR, kernels.BETA1, kernels.BETA2, kernels.DECAY, kernels.EPS)
+    hyper = (cuda.LR, cuda.BETA1, cuda.BETA2, cuda.DECAY, cuda.EPS)
     for _ in range(2):
-        kernels.adamw_written_out(*written_out)
-        kernels.adamw_region([*by_aten, hyper])
+        cuda.adamw_written_out(*written_out)
+        cuda.adamw_region([*by_aten, hyper])
         by_aten[1].copy_(written_out[1])
     torch.testing.assert_close(written_out, by_aten, rtol=1e-5, atol=1e-6)
     values = torch.randn(3 * norms.ROW).bfloat16()
-    torch.testing.assert_close(kernels.squares_written_out(values), norms.square_sum(values), rtol=2e-6, atol=0.0)
-    given = kernels.loss_inputs(17, 8, 50, torch.device("cpu"))
-    whole, tiled = kernels.loss_whole(*given), kernels.loss_by_classes(*given, 3)
+    torch.testing.assert_close(cuda.squares_written_out(values), norms.square_sum(values), rtol=2e-6, atol=0.0)
+    given = cuda.loss_inputs(17, 8, 50, torch.device("cpu"))
+    whole, tiled = cuda.loss_whole(*given), cuda.loss_by_classes(*given, 3)
     for one, other in zip(tiled, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=2**-6, atol=1e-3)
+    for seen, backward in itertools.product(("causal", "mask", "all"), (False, True)):
+        group = kernel_groups_cpu.attention_group(2, 2, 9, 8, seen=seen, backward=backward)
+        theirs, own = (run() for run in group.contenders.values())
+        torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_the_documentation_has_what_is_rounded_off() -> None:
