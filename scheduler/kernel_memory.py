@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from zerofx.peaks import CpuPeak
 from zerofx.scheduler.storage import tensors_in, tensors_of
+from zerofx.torch_private import without_modes
 
 LARGEST_CALL = 2**26  # bytes of inputs and outputs: some tenths of a second for what reads and writes them once
 MOST_STEPS = 2**28  # elements times the last dimension, which operators of linear algebra take: matrices of 640 x 640
@@ -123,7 +123,7 @@ def _measured(call: _Call) -> int | None:
         tried = call.smaller(2**power)
     else:
         return None
-    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             _run(tried)  # the first call may set things up that stay
             found = _run(tried)

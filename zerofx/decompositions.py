@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from zerofx.kernel_layouts import kernel_layouts
+from zerofx.torch_private import without_modes
 
 
 def decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
@@ -25,7 +25,7 @@ def decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
     aten = torch.ops.aten
 
     def scaled(x: torch.Tensor, mask: torch.Tensor, kept: float) -> torch.Tensor:
-        with _disable_current_modes():
+        with without_modes():
             factor = float(torch.ones((), dtype=x.dtype) / kept) if kept else 0.0
         return x * mask * factor
 

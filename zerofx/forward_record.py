@@ -18,7 +18,6 @@ from torch import fx, nn
 from torch.autograd.function import BackwardCFunction
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from zerofx.batch import Batch
 from zerofx.capture import fake_device, saves_by_hook, traceable
@@ -29,6 +28,7 @@ from zerofx.loss import LossFunction
 from zerofx.node_facts import Origin, Phase, Placeholder, Role
 from zerofx.record_lines import Line, graph_of, text_of
 from zerofx.stamp import NotRepeatedError, Number
+from zerofx.torch_private import TorchDispatchMode, without_modes
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _given(model: nn.Module, fakes: tuple[torch.Tensor, ...]) -> Iterator[tuple[
 
 def _literal_text(tensor: torch.Tensor) -> str:
     """A tensor that was written down in the forward, ``torch.tensor(0.5)``, by its values."""
-    with _disable_current_modes():
+    with without_modes():
         return f"{_text(tensor)} {tensor.tolist()}"
 
 

@@ -17,8 +17,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.proxy_tensor import decompose
+
+from zerofx.torch_private import suggest_memory_format
 
 aten = torch.ops.aten
 

@@ -1,7 +1,4 @@
-"""Matrix products in float32 on CPUs: oneDNN's, and ``products.cpp``, which Inductor's compiler builds once.
-
-oneDNN is called through the one operator of torch that gives it dense matrices as they are.
-"""
+"""Matrix products in float32 on CPUs: oneDNN's, and ``products.cpp``, which Inductor's compiler builds once."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zerofx.products import CONSTANTS, empty_result, scratch_numel
+from zerofx.torch_private import onednn_linear
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _ARGUMENTS = ("float*",) * 4 + ("int64_t*",)
@@ -42,8 +40,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
         ``[rows, columns]``.
     """
     if left.is_contiguous():
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
-        return found
+        return onednn_linear(left, right.t(), bias)
     result = empty_result(left, right, bias)
     product_into(result, left, right)
     return result

@@ -26,6 +26,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from zerofx.errors import UsageError
+from zerofx.torch_private import without_modes
 
 _aten = torch.ops.aten
 
@@ -278,7 +279,7 @@ def _as_at_the_start() -> Iterator[None]:
     """Nothing records what is done inside, and the default dtype is afterwards as it was before."""
     default = torch.get_default_dtype()
     try:
-        with torch.utils._python_dispatch._disable_current_modes():
+        with without_modes():
             yield
     finally:
         torch.set_default_dtype(default)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofx.deferred.recipe import (
     Cell,
@@ -21,6 +20,7 @@ from zerofx.deferred.recipe import (
     replay,
 )
 from zerofx.errors import UsageError
+from zerofx.torch_private import TorchDispatchMode
 
 _aten = torch.ops.aten
 _OWN = ("_value", "_is_param")  # attributes that make a deferred parameter one

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofx.errors import OptimizerError
 from zerofx.optimizers.recorder import OpRecord, Recorder, Ref
 from zerofx.optimizers.scalars import Expr, Guard, GuardTape, Operand, StateScalar, TrackedScalar, lost_scalar
 from zerofx.optimizers.shadow import TracedGroup, make_shadow, sample, step_function, tracked_group
+from zerofx.torch_private import TorchDispatchMode
 
 
 @dataclass(frozen=True)
