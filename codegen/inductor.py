@@ -7,7 +7,8 @@ plain contiguous tensors, and a gradient is written where it belongs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,9 +97,10 @@ def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernel
         with mode:
             examples = list(map(_own_fake, inputs))
             plain = make_fx(lambda *args: function(list(args)), tracing_mode="real")(*examples)
-            with inductor_config.patch(_OPTIONS):
+            with _options():
                 table = with_own(select_decomp_table(), attention=ATTENTION in kernels)
-            traced = make_fx(_InPlannedStrides(plain).run, decomposition_table=table, tracing_mode="real")(*examples)
+                laid_out = _InPlannedStrides(plain).run
+                traced = make_fx(laid_out, decomposition_table=table, tracing_mode="real")(*examples)
             rewrite_for_cpu(traced.graph, products=PRODUCTS in kernels)
             _keep_copies(traced.graph)
         beside = Beside("zerofx-kernels", _builds(traced.graph))
@@ -109,7 +111,7 @@ def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernel
         assert isinstance(outputs, list | tuple)
         output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
         examples = [node.meta["val"] for node in inner.graph.find_nodes(op="placeholder")]
-        with tracing(TracingContext(mode)), inductor_config.patch(_OPTIONS):
+        with tracing(TracingContext(mode)), _options():
             compiled: Any = compile_fx_inner(inner, examples)
     except Exception as error:
         raise _could_not_be_compiled(name, error) from error
@@ -180,14 +182,36 @@ class _KeepOrder(CustomSchedulerPass):
 
 # Strides are checked: what a kernel of ATen lays out otherwise than its fake tensor says would be misread without a
 # word. Where memory begins is ours to see to. Random numbers are ATen's, as in eager mode: those of Inductor need a
-# pass over graphs that a region does not go through.
+# pass over graphs that a region does not go through. A kernel's order of summation is not chosen by timing.
 _OPTIONS = {
     "size_asserts": True,
     "alignment_asserts": False,
     "nan_asserts": False,
     "fallback_random": True,
+    "deterministic": True,
     "_pre_fusion_custom_pass": _KeepOrder(),
 }
+
+
+@contextlib.contextmanager
+def _options() -> Iterator[None]:
+    """What regions are traced and compiled with.
+
+    torch is to be deterministic meanwhile: several threads of Inductor's loops add to one place in whatever order they
+    come. Sums by index are ATen's kernels then, as in eager mode, and have one order wherever it has.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False
+    try:
+        with inductor_config.patch(_OPTIONS):
+            yield
+    finally:
+        settings.fill_uninitialized_memory = fills
+        torch._C._set_deterministic_algorithms(enabled, warn_only=only_warns)
 
 
 _ATTENTION = frozenset({ops.attention, ops.attention_backward})

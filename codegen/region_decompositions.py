@@ -101,8 +101,19 @@ def _bernoulli(chances: torch.Tensor, *, generator: torch.Generator | None = Non
     return drawn
 
 
+def _embedding_gradient(
+    grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> torch.Tensor:
+    """By ATen: Inductor would mask and convert what is added in buffers of their own, and add it in any order."""
+    found: torch.Tensor = torch.ops.zerofx.embedding_gradient(
+        grad, indices, num_weights, padding_idx, scale_grad_by_freq
+    )
+    return found
+
+
 _OWN: Decompositions = {
     aten.bernoulli.default: _bernoulli,
+    aten.embedding_dense_backward.default: _embedding_gradient,
     aten.replication_pad1d_backward.default: replication_pad_backward,
     aten.replication_pad2d_backward.default: replication_pad_backward,
     aten.replication_pad3d_backward.default: replication_pad_backward,

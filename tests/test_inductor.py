@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from gpt import GPT
 from tests.distributed import run_ranks
@@ -18,6 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
 ]
 
+aten = torch.ops.aten
 STEPS = 5
 TOLERANCE = 1e-4
 
@@ -34,6 +38,31 @@ STACK_CASE = replace(CASES["stack"], optimizer=sgd)
 def test_one_process_trains_like_eager_mode_within_rounding() -> None:
     found = train_compiled(STACK_CASE, 3, STEPS, backend="inductor")
     assert differences(train_plain(STACK_CASE, STEPS), found, TOLERANCE) == []
+
+
+def test_sums_by_index_have_one_order_on_several_threads() -> None:
+    from zerofx.codegen.inductor import compile_region, fake_like
+
+    def summed(inputs: list[Any]) -> tuple[Tensor, ...]:
+        values, rows, columns = inputs
+        inputs.clear()
+        return (
+            aten.embedding_dense_backward.default(values, rows, 7, -1, False),
+            aten.scatter_add.default(values.new_zeros(4000, 64), 1, columns, values),
+        )
+
+    given = [torch.randn(4000, 64), torch.randint(7, (4000,)), torch.randint(3, (4000, 64))]
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        fakes = [fake_like(one.shape, one.stride(), one.dtype, "cpu") for one in given]
+        compiled = compile_region(summed, fakes, "summed")
+        expected = summed(list(given))
+        for _ in range(3):
+            assert all(map(torch.equal, compiled.call(list(given)), expected))
+    finally:
+        torch.set_num_threads(num_threads)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.slow

@@ -70,7 +70,10 @@ class Batch:
         )
 
     def described(self) -> dict[str, str]:
-        """Shapes, dtypes, devices and constants, by name: two batches described alike run the same step."""
+        """Shapes, dtypes, kinds of devices and constants, by name: two batches described alike run the same step.
+
+        Of a device only its kind: each rank has another. ``check_batch`` holds a batch to the one of its rank.
+        """
         found = {name: _describe(tensor) for name, tensor in zip(self.names, self.tensors, strict=True)}
         found |= {name: repr(value) for name, value in self.constants}
         return {name: found[name] for name in sorted(found)} | {"structure": ", ".join(self.structure)}
@@ -161,4 +164,4 @@ def _open(value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]
 
 def _describe(tensor: torch.Tensor) -> str:
     stride = "" if tensor.is_contiguous() else f" stride {list(tensor.stride())}"
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{stride} on {tensor.device}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{stride} on {tensor.device.type}"

@@ -41,7 +41,14 @@ from zerofx.layer_annotations import LAYER_KEY, LOSS_LAYER, annotated, layer_ann
 from zerofx.layers import find_units
 from zerofx.loss import LossFunction, LossModule
 from zerofx.node_facts import Origin, Phase, Placeholder, Role, origin, set_origin, set_placeholder
-from zerofx.normalise import lift_constants, own_storage, refuse_sparse, replace_tangent, sum_gradients
+from zerofx.normalise import (
+    lift_constants,
+    name_kinds_of_devices,
+    own_storage,
+    refuse_sparse,
+    replace_tangent,
+    sum_gradients,
+)
 
 
 def capture(
@@ -289,6 +296,7 @@ def _to_step_graph(
             case _:
                 raise unknown_input(graph, desc)
     lift_constants(traced, step)
+    name_kinds_of_devices(graph)
     _classify_outputs(step, first_name, batch, watcher, rebound)
     graph.eliminate_dead_code()
     graph.lint()

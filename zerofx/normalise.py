@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from zerofx.errors import CaptureError
 from zerofx.graph import StepGraph
@@ -75,6 +78,20 @@ def replace_tangent(graph: fx.Graph, node: fx.Node) -> None:
     set_origin(one, Origin(origin(first).layer, Phase.BACKWARD))
     node.replace_all_uses_with(one)
     graph.erase_node(node)
+
+
+def name_kinds_of_devices(graph: fx.Graph) -> None:
+    """Let operators make tensors on ``cuda``, the current one, where they were traced on ``cuda:1``.
+
+    A rank's graph is that of the others, a step runs with its own device as the current one, and a plan that was saved
+    on one device is for all of its kind.
+    """
+
+    def kind(arg: Any) -> Any:
+        return torch.device(arg.type) if isinstance(arg, torch.device) else arg
+
+    for node in graph.nodes:
+        node.args, node.kwargs = map_aggregate(node.args, kind), map_aggregate(node.kwargs, kind)
 
 
 def lift_constants(traced: fx.GraphModule, step: StepGraph) -> None:

@@ -26,6 +26,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``product``           a matrix product in float32 on a CPU by other means than ATen's BLAS, plus a bias if there is one,
                       where a compiled region has it so (``zerofx/products.py``)
 ``product_into``      the same, written over a tensor
+``embedding_gradient``  ATen's ``embedding_dense_backward``, for which Inductor has something else
 ``quantise``          flat values as bytes to send, in few bits with a scale for each block, a row for each part
 ``dequantise``        the values of all parts of what was quantised, in order
 ``dequantise_sum``    the sum of the parts of what was quantised
@@ -73,6 +74,10 @@ _library.define("copy_into(Tensor(a!) into, Tensor source) -> Tensor(a!)")
 _library.define("mm_into(Tensor(a!) into, Tensor a, Tensor b) -> ()")
 _library.define("product(Tensor left, Tensor right, Tensor? bias) -> Tensor")
 _library.define("product_into(Tensor(a!) into, Tensor left, Tensor right) -> ()")
+_library.define(
+    "embedding_gradient(Tensor grad, Tensor indices, int num_weights, int padding_idx, bool scale_grad_by_freq) "
+    "-> Tensor"
+)
 _library.define("empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor")
 _library.define("settle(int bucket) -> ()")
 _library.define("quantise(Tensor values, int num_parts, str encoding, int interleave=1) -> Tensor")
@@ -151,6 +156,17 @@ def _mm_into(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     torch.mm(a, b, out=into)
 
 
+def _embedding_gradient(grad: torch.Tensor, *args: Any) -> torch.Tensor:
+    found: torch.Tensor = torch.ops.aten.embedding_dense_backward(grad, *args)
+    return found
+
+
+def _empty_embedding_gradient(
+    grad: torch.Tensor, indices: torch.Tensor, num_weights: int, *_args: object
+) -> torch.Tensor:
+    return grad.new_empty(num_weights, grad.shape[-1])
+
+
 def _packed(values: torch.Tensor, num_parts: int, encoding: str, interleave: int = 1) -> torch.Tensor:
     return values.new_empty(
         num_parts * _quantise.packed_bytes(values.numel() // num_parts, encoding), dtype=torch.uint8
@@ -223,6 +239,7 @@ for _name in ("product", "product_into"):
     _library.impl(_name, _kernel_of("products", _name), "CPU")
 
 _library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
+_library.impl("embedding_gradient", _embedding_gradient, "CompositeExplicitAutograd")
 _library.impl("part", _part, "CompositeExplicitAutograd")  # a view is the same on any device
 
 for _name, _fake in (
@@ -240,6 +257,7 @@ for _name, _fake in (
     ("copy_into", _copy_into),
     ("empty_stored", _empty_stored),
     ("mm_into", _nothing),
+    ("embedding_gradient", _empty_embedding_gradient),
     ("product", _empty_product),
     ("product_into", _nothing),
     ("quantise", _packed),
