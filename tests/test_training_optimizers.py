@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -165,3 +166,23 @@ def test_a_fused_update_is_within_rounding_of_the_unfused_one(name: str) -> None
     expected = train_plain(of_case(False), STEPS)
     assert differences(expected, train_compiled(of_case(True), 3, STEPS), 1e-6) == []
     assert differences(expected, train_compiled(of_case(False), 3, STEPS)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_sgd_trains_where_torchs_fused_kernel_does_not(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 32).to(dtype)
+    model, batch = copy.deepcopy(plain), torch.randn(8, 64).to(dtype)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    step = zerofx.compile(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True), backend="eager",
+        loss_fn=lambda outputs, x: outputs.square().mean(),
+    )  # fmt: skip
+    for _ in range(3):
+        loss = plain(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(step(batch), loss)
+    for name, expected in plain.state_dict().items():
+        assert torch.equal(step.full_state_dict()[name], expected)

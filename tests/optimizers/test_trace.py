@@ -162,10 +162,10 @@ def test_has_fused_is_for_the_very_class() -> None:
     class Mine(torch.optim.AdamW):
         pass
 
-    assert has_fused(torch.optim.AdamW([param()]))
-    assert not has_fused(Mine([param()]))
-    assert not has_fused(torch.optim.RMSprop([param()]))
-    assert not has_fused(torch.optim.AdamW([param()]), "meta")
+    assert has_fused(torch.optim.AdamW([param()]), "cpu", torch.float32)
+    assert not has_fused(Mine([param()]), "cpu", torch.float32)
+    assert not has_fused(torch.optim.RMSprop([param()]), "cpu", torch.float32)
+    assert not has_fused(torch.optim.AdamW([param()]), "meta", torch.float32)
     assert not has_fused(torch.optim.SGD([param()]), "cpu", torch.bfloat16)
     assert has_fused(torch.optim.SGD([param()]), "cuda", torch.bfloat16)
     with pytest.raises(OptimizerError, match="Lion"):

@@ -21,7 +21,7 @@ _FUSED_CLASSES: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, t
 _FUSED_DEVICES: Final = ("cpu", "cuda", "mps", "xpu")
 
 
-def has_fused(optimizer: torch.optim.Optimizer, device_type: str = "cpu", dtype: torch.dtype = torch.float32) -> bool:
+def has_fused(optimizer: torch.optim.Optimizer, device_type: str, dtype: torch.dtype) -> bool:
     """Whether torch has one kernel, right for ``dtype``, for the update of this very class on this type of device."""
     if type(optimizer) is torch.optim.SGD and device_type == "cpu" and dtype.itemsize < 4:
         # Low-precision updates are skipped or read uninitialised memory there (pytorch issue 191763, up to torch 2.13).

@@ -87,7 +87,7 @@ def trace_update(
     refuse_by_name(optimizer, group)
     if not dtype.is_floating_point:
         raise OptimizerError(f"expected parameters of a real floating-point dtype, found {dtype}: leave them out")
-    if fused and not any(has_fused(optimizer, device) for device in ("cpu", "cuda")):
+    if fused and not any(has_fused(optimizer, device, dtype) for device in ("cpu", "cuda")):
         raise OptimizerError(
             f"expected an optimizer with a fused kernel, found {type(optimizer).__name__}: fused=False"
         )

@@ -161,7 +161,9 @@ class OptimizerBinding:
         asked = self.group(bucket).get("fused")
         if asked is None and not self._prefer_fused:
             return False
-        return asked is not False and has_fused(self.optimizer, self._device.type)
+        # Of states that live on the host, the update may run there.
+        places = {self._device.type, "cpu"}
+        return asked is not False and all(has_fused(self.optimizer, place, bucket.dtype) for place in places)
 
 
 def _scalar_values(state: BucketState) -> dict[str, float]:
