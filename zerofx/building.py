@@ -265,11 +265,15 @@ def _check_gradients(captured: StepGraph, layout: BucketLayout) -> None:
         )
 
 
-def machine_at_hand(device: torch.device, options: CompileOptions) -> Machine:
-    """The machine that the options give, or else the built-in row of the device, or the plain CPU's.
+def machine_at_hand(device: torch.device, options: CompileOptions, control: Control) -> Machine:
+    """The machine that the options give, or else the built-in row of the device, or the plain CPU's: rank 0's.
 
     Where ``options.wire`` asks where nodes end, a node has as many ranks as ``torchrun`` has started on it.
     """
+    return control.share("describe the machine", lambda: _machine_here(device, options))
+
+
+def _machine_here(device: torch.device, options: CompileOptions) -> Machine:
     if options.machine is not None:
         return options.machine
     found = _row_of(device)
@@ -282,7 +286,9 @@ def _row_of(device: torch.device) -> Machine:
         properties = torch.cuda.get_device_properties(device)
         found = machine_of_device(properties.name, properties.total_memory)
         if found is not None:
-            return found
+            # Its driver keeps a part of what a device has by its name.
+            num_bytes = min(found.device.memory_bytes, properties.total_memory)
+            return replace(found, device=replace(found.device, memory_bytes=num_bytes))
         warn(f"no machine row for {properties.name}: predicted times are an H100's; give machine=Machine.measure()")
         return Machine.named("h100-sxm")
     return Machine.named("cpu")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,7 @@ from zerofx.lowering import LoweredStep
 from zerofx.pipeline import Stage
 from zerofx.progress import watched
 from zerofx.runtime.arguments import StepArguments
+from zerofx.runtime.collectives import is_on_cpu
 from zerofx.runtime.control import WORK_SECONDS, Control
 from zerofx.runtime.executor import StepFunction, load_source
 from zerofx.scheduler.liveness import MemoryEvent, with_profiles
@@ -161,6 +162,10 @@ def _kernels(settings: Settings, device: torch.device, backend: str) -> frozense
     return kernels_in_use(settings.kernels, device) if backend == "inductor" else frozenset()
 
 
+def _is_for_cpu(inputs: Sequence[Any]) -> bool:
+    return all(is_on_cpu(one.device) for one in inputs if isinstance(one, torch.Tensor))
+
+
 @dataclass(frozen=True)
 class LoadedStep:
     """A step function, what its compiled regions take and free inside, by key, and the kernels of its updates."""
@@ -199,8 +204,10 @@ def load_step(
 
         # A region without inputs only makes constants.
         first = {region.key: region for region in reversed(regions) if not region.is_update and region.inputs}
-        mine, others = control.divide(sorted(first, key=lambda key: first[key].num_nodes, reverse=True))
         inputs = {key: region.inputs for key, region in first.items()}
+        longest_first = sorted(first, key=lambda key: first[key].num_nodes, reverse=True)
+        # Inductor keeps what it compiles for a GPU for that one only: other ranks' is none of this rank's.
+        mine, others = control.divide(longest_first) if all(map(_is_for_cpu, inputs.values())) else (longest_first, [])
 
         def compile_one(key: str) -> None:
             name = functions[key]

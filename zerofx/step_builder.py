@@ -94,7 +94,7 @@ class StepBuilder(LatestStep):
             )
             self._values = Values(model, options.weights, self._control)
             if options.plan is not None:
-                self._machine = machine_at_hand(device_of(model), options)
+                self._machine = machine_at_hand(device_of(model), options, self._control)
                 self.options = take_plan(options, self._machine, self._control)
         except BaseException:
             release(model, self._owner)
@@ -180,7 +180,8 @@ class StepBuilder(LatestStep):
             beside = preparation(next(self.model.parameters()).device.type).begun()
         with beside, self._unguarded(), collecting_recent_garbage_only():
             # A capture has the same device.
-            machine = self._machine or machine_at_hand(tracing_device(self.model, batch), self.options)
+            device = tracing_device(self.model, batch)
+            machine = self._machine or machine_at_hand(device, self.options, self._control)
             built = self._build_step(batch, machine)
         self._machine, compiled = machine, built.compiled
         if self.options.cuda_graphs is True and (obstacle := self._graph_obstacle(compiled)):

@@ -119,8 +119,6 @@ class _Tuner:
         self._training, self._options = training, options
         self._num_steps, self._num_candidates = num_steps, num_candidates
         self._settings = read_settings()
-        self._machine = machine_at_hand(training.device, options)
-        self._budget = budget_bytes(options.memory_budget, self._machine)
         self._candidates: list[Candidate] = []
         self._region_seconds: dict[str, list[float]] = {}
         self._regions: list[Region] = []
@@ -140,6 +138,8 @@ class _Tuner:
         control.close()
         # From here on a rank may wait for another's whole candidate, and for the end of that one's patience with it.
         control = self._control = Control(process_group(), self._settings.timeout_seconds + WORK_SECONDS, "tune")
+        self._machine = machine_at_hand(self._training.device, self._options, control)
+        self._budget = budget_bytes(self._options.memory_budget, self._machine)
         control.attempt("save the plan", lambda: self._check_folder(save))
         self._prepared = control.attempt("capture a step", self._capture, WORK_SECONDS)
         self._prepared.agree(control)

@@ -61,6 +61,12 @@ def _from_bytes(stored, IS_FLOAT: tl.constexpr):
 
 
 @triton.jit
+def _code_bytes(num_blocks, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """The bytes of the codes of some blocks, which may be 2 GiB and more."""
+    return tl.full([], BLOCK * BITS // 8, tl.int64) * num_blocks
+
+
+@triton.jit
 def quantise_kernel(
     values, packed, scales, num_blocks, blocks_of_part, blocks_of_slice, num_parts, row_bytes,
     BITS: tl.constexpr, IS_FLOAT: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
@@ -88,7 +94,7 @@ def quantise_kernel(
     else:
         tl.store(codes + lanes, _to_bytes(low, LARGEST, IS_FLOAT), mask=inside)
         tl.store(codes + half + lanes, _to_bytes(high, LARGEST, IS_FLOAT), mask=inside)
-    first_scale = (part * row_bytes + blocks_of_part * (BLOCK * BITS // 8)) // 4
+    first_scale = (part * row_bytes + _code_bytes(blocks_of_part, BLOCK, BITS)) // 4
     tl.store(scales + first_scale + place, scale, mask=stored < num_blocks)
 
 
@@ -103,7 +109,7 @@ def _blocks(
     lanes = tl.arange(0, half)[None, :]
     start = part * row_bytes
     codes = packed + start + place[:, None] * (BLOCK * BITS // 8)
-    at = (start + blocks_of_part * (BLOCK * BITS // 8)) // 4 + place
+    at = (start + _code_bytes(blocks_of_part, BLOCK, BITS)) // 4 + place
     scale = tl.load(scales + at, mask=place < blocks_of_part, other=0.0)[:, None]
     if BITS == 4:
         pair = tl.load(codes + lanes, mask=inside, other=0).to(tl.int32)

@@ -51,6 +51,7 @@ class CudaCapturer:
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:
@@ -89,6 +90,8 @@ class CudaCapturer:
     def give_up(self) -> None:
         graph, self._graph = self._graph, None
         if graph is not None:
+            # torch's allocator may go on asking a graph whose capture it was not told the end of.
+            self._failed.append(graph)
             with contextlib.suppress(RuntimeError):  # it raises what is being raised already
                 graph.capture_end()
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from zerofx.runtime.current_device import on_device
 from zerofx.runtime.spans import SpanLog
 from zerofx.scheduler.streams import TO_DEVICE, TO_HOST
 
@@ -129,7 +130,8 @@ class CudaCopies:
     """Copies between a CUDA device and pinned memory: a CUDA stream for each direction.
 
     A copy starts behind what the compute stream has been given when it is issued. A copy to the device whose source is
-    still to be read from a file is launched by a thread, once it has been.
+    still to be read from a file is launched by a thread, once it has been. Threads begin on device 0, where what they
+    do would make a context (some hundred MB) that no plan has: they say which device they are for.
     """
 
     def __init__(self, device: torch.device, log: SpanLog) -> None:
@@ -147,7 +149,7 @@ class CudaCopies:
         def launch() -> None:
             if after is not None:
                 after()
-            with torch.cuda.stream(self._streams[stream]):
+            with on_device(self._device), torch.cuda.stream(self._streams[stream]):
                 self._streams[stream].wait_event(reached)
                 begun = torch.cuda.Event(enable_timing=timed)
                 begun.record(self._streams[stream])
@@ -180,7 +182,8 @@ class _CudaCopy:
     def landed(self) -> None:
         if self._launched is not None:
             self._launched.result()
-        self._done.synchronize()
+        with on_device(self._device):
+            self._done.synchronize()
 
     def finish(self) -> None:
         if self._launched is not None:
