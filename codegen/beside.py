@@ -27,6 +27,8 @@ class Beside:
     def append(self, step: Step) -> None:
         """Do ``step`` too, behind what there is."""
         with self._changed:
+            if self._error is not None:
+                return
             self._steps.append(step)
         self.resume()
 

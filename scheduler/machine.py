@@ -111,7 +111,7 @@ class Efficiency:
         _check_positive(self)
         for name, value in dataclasses.asdict(self).items():
             if value > 1.0:
-                raise UsageError(f"Efficiency.{name} must be a fraction of the peak, at most 1.0, got {value}")
+                raise UsageError(f"Efficiency.{name} must be a fraction of the peak, at most 1.0, found {value}")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,15 @@ class Machine:
 
     @staticmethod
     def measure(device: torch.device | str | None = None, *, nvme_path: str | None = None) -> Machine:
-        """Measure the machine at hand in a few seconds; see `zerofx.scheduler.measure.measure_machine`."""
+        """Measure the machine at hand in some five seconds.
+
+        Args:
+            device: the current CUDA device if there is one, else the CPU with its current threads.
+            nvme_path: a folder to time reads and writes in; None for a drive's typical numbers.
+
+        Raises:
+            UsageError: the device is neither a CPU nor a CUDA GPU, or ``nvme_path`` is no folder.
+        """
         from zerofx.scheduler.measure import measure_machine
 
         return measure_machine(device, nvme_path=nvme_path)
@@ -275,7 +283,7 @@ def collective_latency(
 def _ranks_on_node(world_size: int, machine: Machine, asked: int | None) -> int:
     local = min(world_size, machine.ranks_per_node) if asked is None else asked
     if not 1 <= local <= world_size:
-        raise UsageError(f"ranks_on_node must be between 1 and world_size={world_size}, got {local}")
+        raise UsageError(f"ranks_on_node must be between 1 and world_size={world_size}, found {local}")
     return local
 
 
@@ -292,7 +300,7 @@ def copy_seconds(num_bytes: int, source: Tier, destination: Tier, machine: Machi
     bytes pass through the host, one hop after the other. Raises UsageError for nvme on a machine without drives.
     """
     if num_bytes < 0:
-        raise UsageError(f"num_bytes must not be negative, got {num_bytes}")
+        raise UsageError(f"num_bytes must not be negative, found {num_bytes}")
     share = machine.ranks_per_node
     host_traffic = machine.host.memory_bandwidth * machine.efficiency.memory / share
     match source, destination:
@@ -317,9 +325,9 @@ def copy_seconds(num_bytes: int, source: Tier, destination: Tier, machine: Machi
 
 def _check_collective(kind: str, num_bytes: int, world_size: int) -> None:
     if kind not in typing.get_args(CollectiveKind):
-        raise UsageError(f"collective must be one of {', '.join(typing.get_args(CollectiveKind))}, got {kind!r}")
+        raise UsageError(f"collective must be one of {', '.join(typing.get_args(CollectiveKind))}, found {kind!r}")
     if num_bytes < 0 or world_size < 1:
-        raise UsageError(f"{kind}: need num_bytes >= 0 and world_size >= 1, got {num_bytes} and {world_size}")
+        raise UsageError(f"{kind}: need num_bytes >= 0 and world_size >= 1, found {num_bytes} and {world_size}")
 
 
 def _check_positive(facts: Any) -> None:
@@ -329,7 +337,7 @@ def _check_positive(facts: Any) -> None:
         if isinstance(value, (int, float)) and not (
             math.isfinite(value) and (value > 0 or (value == 0 and "latency" in field.name))
         ):
-            raise UsageError(f"{type(facts).__name__}.{field.name} must be positive and finite, got {value}")
+            raise UsageError(f"{type(facts).__name__}.{field.name} must be positive and finite, found {value}")
 
 
 def _read(kind: Any, data: object, where: str) -> object:
@@ -338,7 +346,7 @@ def _read(kind: Any, data: object, where: str) -> object:
         return None if data is None else _read(next(a for a in kind.__args__ if a is not types.NoneType), data, where)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if not isinstance(data, Mapping):
-            raise UsageError(f"{where}: expected an object with the fields of {kind.__name__}, got {data!r}")
+            raise UsageError(f"{where}: expected an object with the fields of {kind.__name__}, found {data!r}")
         hints = typing.get_type_hints(kind)
         if unknown := sorted(set(data) - set(hints)):
             raise UsageError(f"{where}: unknown field {unknown[0]!r}; fields are {', '.join(hints)}")
@@ -350,4 +358,4 @@ def _read(kind: Any, data: object, where: str) -> object:
         return float(data)
     if kind is not float and isinstance(data, kind) and not isinstance(data, bool):
         return data
-    raise UsageError(f"{where}: expected {kind.__name__}, got {data!r}")
+    raise UsageError(f"{where}: expected {kind.__name__}, found {data!r}")

@@ -19,7 +19,6 @@ from zerofx.errors import UsageError
 from zerofx.scheduler.machine import Device, Efficiency, Host, Link, Machine, Nvme, Peaks
 
 _GIB = 2**30
-_TIB = 2**40
 _GBIT = 1e9 / 8  # bytes per second in one Gbit/s
 _TERA = 1e12
 

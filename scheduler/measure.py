@@ -35,17 +35,23 @@ _LEAST_LATENCY = 1e-7  # seconds; a fit through two noisy points may come out ne
 
 
 def measure_machine(device: torch.device | str | None = None, *, nvme_path: str | None = None) -> Machine:
-    """Measure `device` (default: the current CUDA device if there is one, else the CPU with its current threads).
+    """Measure a device, its host and the links to other ranks: up to about five seconds, and at most 200 MB on a CPU or
+    4 GB of a GPU's memory.
 
     With an initialised process group of more than one rank every rank must call this: all measure at the same time,
     so that what they share (cores, memory bandwidth) is shared as in training, links are measured by passing messages
-    round a ring, and every rank returns rank 0's numbers. `nvme_path`: a folder to time reads and writes in.
-    Takes up to about five seconds and at most 200 MB on a CPU (4 GB of device memory on a GPU). Raises UsageError
-    for a device that is neither.
+    round a ring, and every rank returns rank 0's numbers.
+
+    Args:
+        device: the current CUDA device if there is one, else the CPU with its current threads.
+        nvme_path: a folder to time reads and writes in; None for a drive's typical numbers.
+
+    Raises:
+        UsageError: the device is neither a CPU nor a CUDA GPU, or ``nvme_path`` is no folder.
     """
     where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if where.type not in ("cpu", "cuda"):
-        raise UsageError(f"can measure cpu and cuda devices, got {where}: describe it with Machine.from_json instead")
+        raise UsageError(f"can measure cpu and cuda devices, found {where}: describe it with Machine.from_json instead")
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     # torchrun says how many ranks share the node; without it they are taken to be all on one.
     ranks_on_node = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
@@ -223,7 +229,7 @@ def _measure_files(folder: Path, ranks: int) -> Nvme:
     All `ranks` of the node do this at once, so their rates add up to the node's.
     """
     if not folder.is_dir():
-        raise UsageError(f"nvme_path must be an existing folder, got {str(folder)!r}")
+        raise UsageError(f"nvme_path must be an existing folder, found {str(folder)!r}")
     handle, name = tempfile.mkstemp(dir=folder, prefix="zerofx-measure-")
     os.close(handle)
     # Anonymous maps are page-aligned, which direct I/O asks for.

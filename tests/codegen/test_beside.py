@@ -58,6 +58,8 @@ def test_after_a_step_that_fails_none_is_done() -> None:
     beside = Beside("test", [fail, lambda: done.append(1)])
     beside.resume()
     assert isinstance(beside.wait(), ValueError)
+    beside.append(lambda: done.append(2))
+    assert isinstance(beside.wait(), ValueError)
     beside.resume()
     beside.wait()
     assert done == []

@@ -112,12 +112,12 @@ def test_rows_by_driver_name(driver_name: str, num_bytes: int, expected: str | N
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("device.memory_bytes", 1.5, "machine.device.memory_bytes: expected int, got 1.5"),
+        ("device.memory_bytes", 1.5, "machine.device.memory_bytes: expected int, found 1.5"),
         ("device.peak", 3, "machine.device.peak: expected an object with the fields of Peaks"),
         ("device.peak.fp8", "fast", "machine.device.peak.fp8: expected float"),
         ("intra_node.bandwidth", -1.0, "Link.bandwidth must be positive"),
         ("efficiency.matmul", 1.5, "Efficiency.matmul must be a fraction"),
-        ("ranks_per_node", True, "machine.ranks_per_node: expected int, got True"),
+        ("ranks_per_node", True, "machine.ranks_per_node: expected int, found True"),
         ("host.color", 1, "machine.host: unknown field 'color'"),
         ("name", "", "Machine.name must not be empty"),
     ],

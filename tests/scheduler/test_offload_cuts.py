@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.scheduler.offload_cuts import best_cuts, cuts, place
 from zerofx.errors import MemoryBudgetError, UsageError
 from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.placement import best_cuts, cuts, place
 
 STATES = frozenset({"master", "momentum", "variance", "update", "cast"})
 V100 = Machine.named("v100-32")
