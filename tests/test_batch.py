@@ -110,8 +110,52 @@ def test_batches_that_the_model_would_treat_alike_are_described_alike() -> None:
         described(X, True),
         described(X, 1.0),
         described(None, X),
+        described(X, structure=1),
+        described(X, structure=2),
+        described(X, batch=[None]),
+        described((None,), batch=X),
     ]
     assert len(set(different)) == len(different)
+
+
+def test_no_two_leaves_have_one_name() -> None:
+    batch = Batch.of(([X],), {"batch": [X], "batch[0][0]": X, "x": X, "two words": X})
+    assert batch.names == ("batch[0][0]", "**['batch'][0]", "**['batch[0][0]']", "x", "**['two words']")
+    assert Batch.of((), {"batch": [X]}).names == ("batch[0]",)
+
+
+@pytest.mark.parametrize("keyword", ["mode", "structure", "training mode", "batch structure"])
+def test_a_keyword_is_part_of_what_a_step_is_for_whatever_it_is_called(keyword: str) -> None:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, **chosen: str) -> Tensor:
+            y: Tensor = self.linear(x)
+            return y.sum() if chosen[keyword] == "sum" else y.square().sum()
+
+    model = Chooses()
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.0), backend="eager")
+    expected = {word: model(X, **{keyword: word}).detach() for word in ("sum", "squares")}
+    assert torch.equal(step(X, **{keyword: "sum"}), expected["sum"])
+    with pytest.warns(zerofx.ZeroFXWarning, match="'squares' \\(was 'sum'\\)"):
+        assert torch.equal(step(X, **{keyword: "squares"}), expected["squares"])
+
+
+def test_a_keyword_called_batch_is_not_taken_for_what_is_passed_by_position() -> None:
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, batch: list[Tensor]) -> Tensor:
+            loss: Tensor = self.linear(x - 2 * batch[0]).sum()
+            return loss
+
+    model = Adds()
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.0), backend="eager")
+    assert torch.equal(step(X, batch=[X + 1]), model(X, [X + 1]).detach())
 
 
 class Reads(nn.Module):

@@ -24,7 +24,8 @@ class Batch:
 
     Tuples, lists, dicts, other mutable mappings (``BatchEncoding``), dataclasses and whatever is registered with
     torch's pytree are looked into. ``names`` reads like Python on the call ``step(*batch, **keywords)``:
-    ``batch[0]["ids"]`` for what was passed by position, ``labels`` for a keyword.
+    ``batch[0]["ids"]`` for what was passed by position, ``labels`` for a keyword. No two names are equal: a keyword
+    that could be taken for something else is called ``**['batch']``.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -72,11 +73,12 @@ class Batch:
     def described(self) -> dict[str, str]:
         """Shapes, dtypes, kinds of devices and constants, by name: two batches described alike run the same step.
 
-        Of a device only its kind: each rank has another. ``check_batch`` holds a batch to the one of its rank.
+        Of a device only its kind: each rank has another. ``check_batch`` holds a batch to the one of its rank. What is
+        no leaf's stands under a name of two words, which no leaf has.
         """
         found = {name: _describe(tensor) for name, tensor in zip(self.names, self.tensors, strict=True)}
         found |= {name: repr(value) for name, value in self.constants}
-        return {name: found[name] for name in sorted(found)} | {"structure": ", ".join(self.structure)}
+        return {name: found[name] for name in sorted(found)} | {"batch structure": ", ".join(self.structure)}
 
     def size(self) -> int:
         """The number of samples: the leading size of the first tensor that has a dimension.
@@ -121,7 +123,9 @@ def micro_batch(tensor: torch.Tensor, part: int, num_parts: int) -> torch.Tensor
 def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for i, value in enumerate(args):
         yield f"batch[{i}]", value
-    yield from kwargs.items()
+    for keyword, value in kwargs.items():
+        is_plain = keyword.isidentifier() and not (keyword == "batch" and args)
+        yield keyword if is_plain else f"**[{keyword!r}]", value
 
 
 def _map(name: str, value: Any, visit: Callable[[str, Any], Any], structure: list[str]) -> Any:

@@ -125,7 +125,7 @@ class StepBuilder(LatestStep):
 
     def _step_for(self, batch: Batch, purpose: str) -> tuple[CompiledStep, Advance, Callable[[], None]]:
         """The step for a batch, built if need be, with its scalars, and what waits until all ranks agree to run it."""
-        described = batch.described() | {"mode": self._modes.mode()}
+        described = batch.described() | {"training mode": self._modes.mode()}
         signature = "\n".join(f"{name}: {text}" for name, text in described.items())
         advance = self._advance()
         variant = self._binding.variant if self._binding is not None else "not traced yet"
