@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict
-from collections.abc import Mapping
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BatchEncoding
+from torch.utils import _pytree as pytree
+from transformers import BatchEncoding, DynamicCache
+from transformers.integrations.executorch import register_dynamic_cache_export_support
+from transformers.modeling_outputs import BaseModelOutput
 
 import zerofx
 from zerofx.batch import Batch, micro_batch
@@ -29,6 +32,27 @@ class Data:
 
 class Own(dict[str, Any]):
     """A dict of the user's own class."""
+
+
+class Flagged:
+    """A tensor, and beside it something that pytree has as context."""
+
+    def __init__(self, x: Tensor, flag: Any) -> None:
+        self.x, self.flag = x, flag
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered_with_pytree() -> Iterator[None]:
+    register_dynamic_cache_export_support()
+    pytree.register_pytree_node(
+        Flagged,
+        lambda one: ([one.x], one.flag),
+        lambda children, flag: Flagged(next(iter(children)), flag),
+        flatten_with_keys_fn=lambda one: ([(pytree.GetAttrKey("x"), one.x)], one.flag),
+    )
+    yield
+    for kind in (Flagged, DynamicCache):
+        pytree._deregister_pytree_node(kind)
 
 
 def doubled(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -114,6 +138,12 @@ def test_batches_that_the_model_would_treat_alike_are_described_alike() -> None:
         described(X, structure=2),
         described(X, batch=[None]),
         described((None,), batch=X),
+        described(a=[], b=()),
+        described(b=[], a=()),
+        described({"a": X, "b": X}),
+        described({"b": X, "a": X}),
+        described(UserDict(a=X, b=X)),
+        described(UserDict(b=X, a=X)),
     ]
     assert len(set(different)) == len(different)
 
@@ -156,6 +186,93 @@ def test_a_keyword_called_batch_is_not_taken_for_what_is_passed_by_position() ->
     model = Adds()
     step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.0), backend="eager")
     assert torch.equal(step(X, batch=[X + 1]), model(X, [X + 1]).detach())
+
+
+class Plain:
+    """Prints with its address."""
+
+
+class Printed:
+    """Prints with what is in it."""
+
+    def __init__(self, what: int) -> None:
+        self.what = what
+
+    def __repr__(self) -> str:
+        return f"Printed({self.what})"
+
+
+def test_what_is_static_in_a_container_is_part_of_what_a_step_is_for() -> None:
+    class Signed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 1)
+
+        def forward(self, given: Flagged) -> Tensor:
+            y: Tensor = self.linear(given.x).sum()
+            return y if given.flag else -y
+
+    model = Signed()
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.0), backend="eager")
+    expected = [model(Flagged(X, flag)).detach() for flag in (True, False)]
+    assert torch.equal(step(Flagged(X, True)), expected[0])
+    with pytest.warns(zerofx.ZeroFXWarning, match=r"Flagged of 1, False \(was .*Flagged of 1, True\)"):
+        assert torch.equal(step(Flagged(X, False)), expected[1])
+
+
+def test_static_parts_are_described_by_what_is_in_them() -> None:
+    def described(static: Any) -> str:
+        return Batch.of((Flagged(X, static),), {}).signature()
+
+    for kind in (
+        lambda n: n,
+        lambda n: f"{n} at 0x7f",
+        lambda n: [n, None, {"scale": float(n)}],
+        lambda n: {f"{n}", "b", "c"},
+        lambda n: (torch.float32, torch.add, Data)[:n],
+        lambda n: Printed(n),
+        lambda n: Data(None, n),  # type: ignore[arg-type]
+        lambda n: (found, doubled)[n - 1],
+    ):
+        assert described(kind(1)) == described(kind(1)) != described(kind(2))
+    assert described(None) != described(["None"]) != described([None])
+    assert described({"a", "b", "c"}) == described({"c", "b", "a"})
+
+
+@pytest.mark.parametrize(
+    ("static", "match"),
+    [
+        (Plain(), r"found <.*Plain object at 0x.* in the pytree context of batch\[0\]: .*__repr__"),
+        ([1, {"scale": X}], "found a Tensor, of which a part is printed, .*make it a child"),
+        (lambda x: x, "found <function"),
+    ],
+    ids=["no text", "tensor", "lambda"],
+)
+def test_what_is_static_and_has_no_text_is_refused(static: Any, match: str) -> None:
+    with pytest.raises(zerofx.UsageError, match=match):
+        Batch.of((Flagged(X, static),), {})
+
+
+def test_containers_of_libraries_are_described_alike_where_they_are_alike() -> None:
+    def cache(num_layers: int) -> DynamicCache:
+        made = DynamicCache()
+        for layer in range(num_layers):
+            made.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), layer)
+        return made
+
+    for kind in (
+        lambda n: cache(n),
+        lambda n: BaseModelOutput(last_hidden_state=torch.zeros(n)),
+        lambda n: BatchEncoding({"x": torch.zeros(n)}),
+        lambda n: defaultdict(lambda: n, x=torch.zeros(n)),
+        lambda n: OrderedDict({Plain: torch.zeros(n)}),
+        lambda n: torch.zeros(1, n).max(0),
+    ):
+        one, again, other = (Batch.of((kind(n),), {}) for n in (1, 1, 2))
+        assert one.tensors and " at 0x" not in one.signature()
+        assert one.signature() == again.signature() != other.signature()
+        (rebuilt,), _ = doubled(one)
+        assert type(rebuilt) is type(kind(1))
 
 
 class Reads(nn.Module):

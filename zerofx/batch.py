@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,9 @@ from zerofx.errors import UsageError
 
 # What may stand in a batch beside tensors: values that are equal when they print alike.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype, torch.device, torch.Size)
+# Whose static part is the order of their keys. What a defaultdict makes for others often has no text.
+_BY_KEY = (dict, OrderedDict, defaultdict)
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -23,15 +29,16 @@ class Batch:
     """A batch taken apart: its tensors in order, and what is needed to call the model with it again.
 
     Tuples, lists, dicts, other mutable mappings (``BatchEncoding``), dataclasses and whatever is registered with
-    torch's pytree are looked into. ``names`` reads like Python on the call ``step(*batch, **keywords)``:
-    ``batch[0]["ids"]`` for what was passed by position, ``labels`` for a keyword. No two names are equal: a keyword
-    that could be taken for something else is called ``**['batch']``.
+    torch's pytree are looked into; what such a class has beside its children (pytree's context) is constant, too.
+    ``names`` reads like Python on the call ``step(*batch, **keywords)``: ``batch[0]["ids"]`` for what was passed by
+    position, ``labels`` for a keyword. No two names are equal: a keyword that could be taken for something else is
+    called ``**['batch']``.
     """
 
     tensors: tuple[torch.Tensor, ...]
     names: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]  # name and value of every leaf that is no tensor
-    structure: tuple[str, ...]  # the containers, in the order in which they are opened
+    structure: tuple[str, ...]  # what is passed, and the containers with what is static in them
     call: tuple[tuple[Any, ...], dict[str, Any]]
 
     @staticmethod
@@ -39,11 +46,12 @@ class Batch:
         """Take ``step(*args, **kwargs)`` apart.
 
         Raises:
-            UsageError: a leaf is neither a tensor nor a plain value; names it.
+            UsageError: a leaf is neither a tensor nor a plain value, or what is static in a container cannot be
+                compared; names it.
         """
         tensors: list[tuple[str, torch.Tensor]] = []
         constants: list[tuple[str, Any]] = []
-        structure = [f"{len(args)} by position", *sorted(kwargs)]
+        structure: list[str] = []
 
         def visit(name: str, leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
@@ -66,7 +74,7 @@ class Batch:
             tensors=tuple(tensor for _, tensor in tensors),
             names=tuple(name for name, _ in tensors),
             constants=tuple(constants),
-            structure=tuple(structure),
+            structure=(f"{len(args)} by position", *sorted(kwargs), *sorted(structure)),
             call=(args, dict(kwargs)),
         )
 
@@ -130,19 +138,22 @@ def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[s
 
 def _map(name: str, value: Any, visit: Callable[[str, Any], Any], structure: list[str]) -> Any:
     """``value`` with every leaf replaced by ``visit(name, leaf)``; its containers are appended to ``structure``."""
-    opened = None if isinstance(value, (torch.Tensor, *_PLAIN)) else _open(value)
+    opened = None if isinstance(value, (torch.Tensor, *_PLAIN)) else _open(name, value)
     if opened is None:
         return visit(name, value)
-    children, rebuild = opened
-    structure.append(f"{type(value).__name__} {len(children)}")
+    children, rebuild, static = opened
+    structure.append(f"{name}: {type(value).__name__} of {len(children)}{static and f', {static}'}")
     return rebuild([_map(name + suffix, child, visit, structure) for suffix, child in children])
 
 
-def _open(value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]] | None:
-    """A container's children, each with how it is reached, and what builds the like from other children."""
+def _open(name: str, value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any], str] | None:
+    """A container's children, each with how it is reached, what builds the like from other children, and a text for
+    what is static in it beside its class."""
     paths, spec = pytree.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
     if not (len(paths) == 1 and paths[0][0] == ()):
-        return [(pytree.keystr(path), child) for path, child in paths], lambda items: pytree.tree_unflatten(items, spec)
+        children = [(pytree.keystr(path), child) for path, child in paths]
+        static = _suffixes(children) if type(value) in _BY_KEY else _context_text(name, value, spec.context)
+        return children, lambda items: pytree.tree_unflatten(items, spec), static
     if isinstance(value, MutableMapping):
         keys = list(value)
 
@@ -152,7 +163,8 @@ def _open(value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]
                 made[key] = item
             return made
 
-        return [(f"[{key!r}]", value[key]) for key in keys], like_mapping
+        children = [(f"[{key!r}]", value[key]) for key in keys]
+        return children, like_mapping, _suffixes(children)
     if is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in fields(value) if hasattr(value, field.name)]
 
@@ -162,8 +174,52 @@ def _open(value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]
                 object.__setattr__(made, field_name, item)  # also where the class is frozen
             return made
 
-        return [(f".{field_name}", getattr(value, field_name)) for field_name in names], like_dataclass
+        return [(f".{field_name}", getattr(value, field_name)) for field_name in names], like_dataclass, ""
     return None
+
+
+def _suffixes(children: list[tuple[str, Any]]) -> str:
+    return "".join(suffix for suffix, _ in children)
+
+
+def _context_text(name: str, value: Any, context: Any) -> str:
+    """What pytree has of ``value`` beside its children, as a text that is equal on all ranks for what is alike."""
+    try:
+        return "" if context is None else _text(context)
+    except ValueError as error:
+        raise UsageError(
+            f"expected what a {type(value).__name__} has beside its children to print alike where it is alike, found "
+            f"{error} in the pytree context of {name}: make it a child where it is a tensor, or else give its class a "
+            f"__repr__ with what is in it"
+        ) from None
+
+
+def _text(static: Any) -> str:
+    """A text that another process has, too.
+
+    Raises:
+        ValueError: there is none; says of what.
+    """
+    if isinstance(static, _PLAIN):
+        return repr(static)
+    if isinstance(static, torch.Tensor | np.ndarray):
+        raise ValueError(f"a {type(static).__name__}, of which a part is printed,")
+    if isinstance(static, type) or (
+        isinstance(static, FunctionType | BuiltinFunctionType) and "<" not in static.__qualname__
+    ):
+        return f"{static.__module__}.{static.__qualname__}"
+    if isinstance(static, Mapping):
+        inside = [f"{_text(key)}: {_text(value)}" for key, value in static.items()]
+    elif isinstance(static, list | tuple):
+        inside = [_text(one) for one in static]
+    elif isinstance(static, set | frozenset):
+        inside = sorted(_text(one) for one in static)
+    else:
+        text = repr(static)
+        if _ADDRESS.search(text):
+            raise ValueError(text)
+        return text
+    return f"{type(static).__name__}({', '.join(inside)})"
 
 
 def _describe(tensor: torch.Tensor) -> str:
