@@ -17,13 +17,13 @@ TEXT = "what was made, ü\n" * 1000
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    cache, key = DiskCache(tmp_path / "new" / "folder"), key_of("kind", ["a part"])
+    cache, key = DiskCache(tmp_path / "new" / "folder"), key_of("plan", ["a part"])
     assert cache.read(key) is None
     cache.write(key, TEXT)
     assert cache.read(key) == TEXT
     assert DiskCache(tmp_path / "new" / "folder").read(key) == TEXT
-    assert cache.read(key_of("other", ["a part"])) is None
-    assert cache.read(key_of("kind", ["another part"])) is None
+    assert cache.read(key_of("step", ["a part"])) is None
+    assert cache.read(key_of("plan", ["another part"])) is None
     assert [path.name for path in cache.folder.iterdir()] == [key] if cache.folder else False
 
 
@@ -33,20 +33,20 @@ def test_without_a_folder_nothing_is_kept() -> None:
 
 
 def test_parts_are_told_apart() -> None:
-    assert key_of("kind", ["ab", "c"]) != key_of("kind", ["a", "bc"])
+    assert key_of("plan", ["ab", "c"]) != key_of("plan", ["a", "bc"])
 
 
 def test_other_versions_have_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {key_of("kind", [])}
+    keys = {key_of("plan", [])}
     for module, name in ((torch, "__version__"), (torch.version, "git_version"), (torch.version, "cuda")):
         with monkeypatch.context() as changed:
             changed.setattr(module, name, "another")
-            keys.add(key_of("kind", []))
+            keys.add(key_of("plan", []))
     with monkeypatch.context() as changed:
         changed.setattr("zerofx.disk_cache._hash_of_sources", lambda folder: "another")
-        keys.add(key_of("kind", []))
+        keys.add(key_of("plan", []))
     assert len(keys) == 5
-    assert key_of("kind", []) in keys
+    assert key_of("plan", []) in keys
 
 
 def test_a_change_of_any_source_is_another_hash(tmp_path: Path) -> None:
@@ -91,17 +91,51 @@ def test_what_is_damaged_counts_as_absent_and_is_written_anew(tmp_path: Path, da
 
 
 def test_what_was_not_read_for_longest_goes_first(tmp_path: Path) -> None:
-    one = DiskCache(tmp_path)
-    one.write("size", TEXT)
-    size = (tmp_path / "size").stat().st_size
-    (tmp_path / "size").unlink()
-    cache = DiskCache(tmp_path, most_bytes=3 * size)
-    for number, name in enumerate(("first", "second", "third")):
-        cache.write(name, TEXT)
-        os.utime(tmp_path / name, (number, number))
-    assert cache.read("first") == TEXT  # which makes it the latest
-    cache.write("fourth", TEXT)
-    assert {path.name for path in tmp_path.iterdir()} == {"first", "third", "fourth"}
+    cache = DiskCache(tmp_path, most_bytes=3 * _entry_bytes(tmp_path))
+    first, second, third, fourth = (key_of("plan", [str(number)]) for number in range(4))
+    for number, key in enumerate((first, second, third)):
+        cache.write(key, TEXT)
+        os.utime(tmp_path / key, (number, number))
+    assert cache.read(first) == TEXT  # which makes it the latest
+    cache.write(fourth, TEXT)
+    assert {path.name for path in tmp_path.iterdir()} == {first, third, fourth}
+
+
+def _entry_bytes(folder: Path) -> int:
+    key = key_of("plan", ["size"])
+    DiskCache(folder).write(key, TEXT)
+    size = (folder / key).stat().st_size
+    (folder / key).unlink()
+    return size
+
+
+def test_other_files_in_the_folder_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, most_bytes=_entry_bytes(tmp_path))
+    others = [tmp_path / name for name in ("checkpoint.pt", "sha256-" + 64 * "a", "plan-b", "download.part")]
+    for path in others:
+        path.write_bytes(b"mine" * 10_000)
+    folders = [tmp_path / "folder", tmp_path / ("plan-" + 64 * "c")]
+    for path in folders:
+        path.mkdir()
+    left_over = tmp_path / "zerofx-left_over.part"
+    left_over.write_bytes(b"part")
+    for path in (*others, *folders, left_over):
+        os.utime(path, (0, 0))
+    first, second = key_of("plan", ["first"]), key_of("step", ["second"])
+    cache.write(first, TEXT)
+    assert cache.read(first) == TEXT and not left_over.exists()
+    cache.write(second, TEXT)
+    assert {path.name for path in tmp_path.iterdir()} == {second, *(path.name for path in (*others, *folders))}
+
+
+def test_what_cannot_be_marked_as_read_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> None:
+        raise PermissionError(path)
+
+    cache, key = DiskCache(tmp_path), key_of("plan", [])
+    cache.write(key, TEXT)
+    monkeypatch.setattr(os, "utime", refused)  # as in a folder that root has written and another user reads
+    assert cache.read(key) == TEXT
 
 
 def test_a_folder_that_cannot_be_written_to_is_a_warning(tmp_path: Path) -> None:
@@ -113,10 +147,11 @@ def test_a_folder_that_cannot_be_written_to_is_a_warning(tmp_path: Path) -> None
 
 def _write_and_read(folder: Path, number: int) -> int:
     cache, others = DiskCache(folder, most_bytes=1000), 0
+    shared = key_of("step", ["shared"])
     for turn in range(100):
-        cache.write("shared", TEXT)
-        cache.write(f"{number} {turn}", TEXT)
-        others += cache.read("shared") not in (None, TEXT)
+        cache.write(shared, TEXT)
+        cache.write(key_of("plan", [f"{number} {turn}"]), TEXT)
+        others += cache.read(shared) not in (None, TEXT)
     return others
 
 

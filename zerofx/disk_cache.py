@@ -1,15 +1,19 @@
 """Texts kept on disk from one run to the next: what took long to make and follows from a key.
 
 An entry is data, never code. It carries its own hash, so that what is truncated, damaged or of another kind counts as
-absent and is written anew. Files are replaced as a whole: any number of processes may read and write one folder.
+absent and is written anew. Files are replaced as a whole: any number of processes may read and write one folder. Other
+files in it are left alone: what goes for want of room is called like an entry.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
+import re
+import stat
 import sys
 import tempfile
 import time
@@ -17,14 +21,17 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 
 from zerofx.errors import warn
 
 _MOST_BYTES = 256 << 20  # in one folder; beyond that what was not read for longest goes
-_PART, _DAY_SECONDS = ".part", 86_400
+_PREFIX, _PART, _DAY_SECONDS = "zerofx-", ".part", 86_400
 _HASH_BYTES = hashlib.sha256().digest_size
+Kind = Literal["capture", "plan", "step", "vectors", "headers"]
+_OURS = re.compile(rf"(?:{'|'.join(get_args(Kind))})-[0-9a-f]{{64}}|{_PREFIX}.*\{_PART}")
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,8 @@ class DiskCache:
             packed = data[_HASH_BYTES:]
             if _hash(key, packed) != data[:_HASH_BYTES]:
                 return None
-            os.utime(path)
+            with contextlib.suppress(OSError):  # another user's folder is read, too
+                os.utime(path)
             return zlib.decompress(packed).decode()
         except (OSError, zlib.error, UnicodeDecodeError):
             return None
@@ -56,7 +64,7 @@ class DiskCache:
         path, packed = self._path(self.folder, key), zlib.compress(text.encode(), 1)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(suffix=_PART, dir=self.folder)
+            descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_PART, dir=self.folder)
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(_hash(key, packed) + packed)
@@ -77,9 +85,13 @@ class DiskCache:
     def _bound(self, folder: Path) -> None:
         found = []
         for path in folder.iterdir():
+            if not _OURS.fullmatch(path.name):
+                continue
             try:
-                about = path.stat()
+                about = path.lstat()
             except FileNotFoundError:  # another process was first
+                continue
+            if not stat.S_ISREG(about.st_mode):
                 continue
             if path.suffix == _PART and time.time() - about.st_mtime < _DAY_SECONDS:
                 continue  # which a process is about to put in its place
@@ -95,7 +107,7 @@ class DiskCache:
 NOT_KEPT = DiskCache(None)
 
 
-def key_of(kind: str, parts: Sequence[str]) -> str:
+def key_of(kind: Kind, parts: Sequence[str]) -> str:
     """The key of what follows from ``parts`` in these versions of zerofx, torch and Python."""
     text = json.dumps([kind, *versions(), *parts])
     return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()}"
