@@ -70,13 +70,17 @@ class _Like:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call but for values: ``leaves`` are its arguments, flat, a ``_Like`` for each tensor."""
+    """A call but for values: ``leaves`` are its arguments, flat, a ``_Like`` for each tensor.
+
+    ``kernels`` is what ATen chooses between kernels by: threads, whether there is oneDNN, and whether they have to be
+    deterministic.
+    """
 
     target: OpOverload
     leaves: tuple[Any, ...]
     structure: pytree.TreeSpec
     made: tuple[_Like, ...]
-    num_threads: int
+    kernels: tuple[int, bool, bool]
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +110,8 @@ def measured_bytes(node: fx.Node) -> int | None:
     call = _Call(
         target,
         tuple(_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
-        structure, made, torch.get_num_threads(),
+        structure, made,
+        (torch.get_num_threads(), bool(torch.backends.mkldnn.enabled), torch.are_deterministic_algorithms_enabled()),
     )  # fmt: skip
     try:
         return _measured(call)

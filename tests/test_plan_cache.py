@@ -111,6 +111,19 @@ def test_a_plan_is_not_taken_for_a_step_with_other_kernels(searches: Searches, m
     assert [searches.run()[0] for _ in range(2)] == [1, 0]
 
 
+def test_a_plan_is_not_taken_where_operators_have_other_libraries(
+    searches: Searches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEROFX_KERNELS", "none")
+    assert searches.run()[0] == 1
+    with monkeypatch.context() as changed:
+        changed.setattr(torch.backends.mkldnn, "enabled", False)
+        assert [searches.run()[0] for _ in range(2)] == [1, 0]
+    assert searches.run()[0] == 0
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    assert [searches.run()[0] for _ in range(2)] == [1, 0]
+
+
 def test_the_number_of_micro_batches_is_chosen_from_what_was_kept(searches: Searches, tmp_path: Path) -> None:
     first = searches.run(accumulate="auto", stage=0, memory_budget=36_000)
     again = searches.run(accumulate="auto", stage=0, memory_budget=36_000)

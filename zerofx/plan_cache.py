@@ -9,6 +9,7 @@ from dataclasses import fields
 import torch
 
 from zerofx.buckets import BucketLayout
+from zerofx.capture import tracing_settings
 from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.disk_cache import DiskCache, key_of
 from zerofx.graph import StepGraph
@@ -67,6 +68,7 @@ def kept_plan(
         repr(sorted(captured.units)), repr((captured.mutation_names, captured.gradient_names, captured.slices)),
         repr((captured.num_micro_batches, on_cpu)), repr(sorted((found or {}).items())),
         repr(layout), repr(machine), repr(memory_budget), repr(sorted(settings.disable)),
+        *tracing_settings(),  # which library has an operator's kernel, and in vectors of which width
         f"{torch.get_num_threads()} threads",  # each takes memory of its own
         repr(sorted(kernels_in_use(settings.kernels, captured.device))),
         *(f"{one.name}: {getattr(options, one.name)!r}" for one in fields(options) if one.name not in _ELSEWHERE),

@@ -51,6 +51,18 @@ def test_large_calls_are_made_on_smaller_tensors(
     kernel_memory._measured.cache_clear()
 
 
+def test_what_is_found_holds_for_the_library_that_has_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, filters, pair = torch.empty(4, 16, 32, 32), torch.empty(16, 16, 3, 3), [1, 1]
+    node = call(aten.convolution.default, (images, filters, None, pair, pair, pair, True, [0, 0], 1))
+    with_onednn = measured_bytes(node)
+    with monkeypatch.context() as changed:
+        changed.setattr(torch.backends.mkldnn, "enabled", False)
+        without = measured_bytes(node)
+        kernel_memory._measured.cache_clear()
+        assert measured_bytes(node) == without != with_onednn
+    assert measured_bytes(node) == with_onednn
+
+
 def test_large_calls_whose_outputs_do_not_follow_their_inputs_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_memory, "LARGEST_CALL", 2**16)
     images = torch.empty(16, 4, 256, 256)
