@@ -166,6 +166,35 @@ def test_another_mode_is_another_step() -> None:
     assert "bernoulli" not in step.source
 
 
+def test_autocast_and_the_default_dtype_are_part_of_what_a_step_is_for() -> None:
+    class Scaled(Tiny):
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+            return self.outputs(ids).square().mean() * torch.full((), 1 / 3)
+
+    model = Scaled()
+    step = compile_eager(model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+    def autocast() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return step(ids())
+
+    def other_default() -> torch.Tensor:
+        torch.set_default_dtype(torch.float64)
+        try:
+            return step(ids())
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(ids()).detach()
+    assert torch.equal(autocast(), expected)
+    with pytest.warns(ZeroFXWarning, match=r"autocast to: none \(was torch.bfloat16 on cpu\)"):
+        assert torch.equal(step(ids()), model(ids()).detach())
+    with pytest.warns(ZeroFXWarning, match=r"default dtype: torch.float64 \(was torch.float32\)"):
+        other_default()
+    assert torch.equal(autocast(), expected)
+
+
 def test_a_parameter_that_is_frozen_or_replaced_is_named() -> None:
     pair = Pair()
     pair.train()

@@ -143,6 +143,14 @@ def tracing_settings() -> tuple[str, ...]:
     )
 
 
+def dtype_settings() -> dict[str, str]:
+    """What programs change of those from call to call, under names of two words each."""
+    autocast = [
+        f"{torch.get_autocast_dtype(kind)} on {kind}" for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+    ]
+    return {"default dtype": str(torch.get_default_dtype()), "autocast to": ", ".join(autocast) or "none"}
+
+
 def saves_by_hook() -> bool:
     """Whether what backward needs is saved through hooks, as ``torch.utils.checkpoint`` does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -14,7 +14,7 @@ from torch import nn
 from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout
 from zerofx.building import describe_request, machine_at_hand
-from zerofx.capture import tracing_device
+from zerofx.capture import dtype_settings, tracing_device
 from zerofx.checks import device_of
 from zerofx.compiler import CompiledStep
 from zerofx.deferred import becoming_real
@@ -125,14 +125,14 @@ class StepBuilder(LatestStep):
 
     def _step_for(self, batch: Batch, purpose: str) -> tuple[CompiledStep, Advance, Callable[[], None]]:
         """The step for a batch, built if need be, with its scalars, and what waits until all ranks agree to run it."""
-        described = batch.described() | {"training mode": self._modes.mode()}
+        described = batch.described() | {"training mode": self._modes.mode()} | dtype_settings()
         signature = "\n".join(f"{name}: {text}" for name, text in described.items())
         advance = self._advance()
         variant = self._binding.variant if self._binding is not None else "not traced yet"
         agreed = self._control.start(
             purpose,
             f"{signature}\noptimizer update: {variant}",
-            "batch shapes, modes and optimizer options",
+            "batch shapes, modes, autocast and optimizer options",
             "Give every rank batches of the same shapes, for example by padding, and the same optimizer options.",
         )
         compiled = self._steps.get((signature, variant))
