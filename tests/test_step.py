@@ -195,6 +195,59 @@ def test_autocast_and_the_default_dtype_are_part_of_what_a_step_is_for() -> None
     assert torch.equal(autocast(), expected)
 
 
+class Numbered(Tiny):
+    """Reads a number of its own; counts its calls, and notes the length of the last batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha: Any = 1.0
+        self.length = 0
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        self.length = ids.shape[1]
+        return super().forward(ids, labels) * self.alpha
+
+
+def test_a_number_that_is_changed_on_a_module_is_named_once() -> None:
+    model = Numbered()
+    step = compile_eager(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    first = step(ids(), labels=ids(1))
+    with pytest.warns(ZeroFXWarning, match="a batch of another shape"):
+        step(ids(length=5), labels=ids(1, length=5))
+    step(ids(), labels=ids(1))  # forward's own note of the length is no change
+    model.alpha = 2.0
+    with pytest.warns(ZeroFXWarning, match="found alpha from 1.0 to 2.0 in step 4, computed with") as seen:
+        assert torch.equal(step(ids(), labels=ids(1)), first)
+    assert seen[0].filename == __file__
+    step(ids(), labels=ids(1))
+    step.close()
+    step = compile_eager(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    assert torch.equal(step(ids(), labels=ids(1)), 2 * first)
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), None, True, float("nan")], ids=["tensor", "none", "bool", "nan"])
+def test_whatever_takes_the_place_of_a_number_is_named(value: Any) -> None:
+    model = Numbered()
+    dropout = nn.Dropout(0.0)
+    model.layers[1] = nn.Sequential(nn.Linear(4, 4), dropout)
+    model.alpha = 3.0
+    step = compile_eager(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    step(ids(), labels=ids(1))
+    model.alpha, dropout.p = value, 0.5
+    with pytest.warns(ZeroFXWarning, match=r"alpha from 3.0 to .*layers.1.1.p from 0.0 to 0.5"):
+        step(ids(), labels=ids(1))
+    step(ids(), labels=ids(1))
+
+
+def test_numbers_of_a_loss_function_that_is_a_module_are_watched() -> None:
+    model, loss_fn = nn.Linear(3, 3), nn.CrossEntropyLoss()
+    step = compile_eager(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_fn=loss_fn)
+    step(torch.ones(2, 3))
+    loss_fn.label_smoothing = 0.5
+    with pytest.warns(ZeroFXWarning, match=r"loss_fn.label_smoothing from 0.0 to 0.5"):
+        step(torch.ones(2, 3))
+
+
 def test_a_parameter_that_is_frozen_or_replaced_is_named() -> None:
     pair = Pair()
     pair.train()

@@ -180,6 +180,12 @@ class Step(StepBuilder):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # private, and all they ask
         self._losses.add(self.num_steps, loss)
         self._report_losses()
+        if changes := self._numbers.changes():
+            warn(
+                f"expected the Python values that modules had while a step was captured, found {names(changes)} in "
+                f"step {self.num_steps}, computed with what they were: pass what changes as a tensor in the batch, "
+                f"keep it in a buffer, or call step.close() and compile again"
+            )
 
     def _finish_updates(self, compiled: CompiledStep) -> None:
         """Behind a step with delayed updates: leave them to the host, or finish them while that is warming up."""

@@ -22,7 +22,7 @@ from zerofx.errors import RankMismatchError, UsageError, warn
 from zerofx.garbage import collecting_recent_garbage_only
 from zerofx.given_plan import take_plan
 from zerofx.graph_obstacles import machine_obstacle, step_obstacle
-from zerofx.guards import LossWatch, ModeWatch, ParameterWatch, claim, guard_model, release
+from zerofx.guards import LossWatch, ModeWatch, NumberWatch, ParameterWatch, claim, guard_model, release
 from zerofx.latest import LatestStep
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
@@ -65,6 +65,9 @@ class StepBuilder(LatestStep):
         self._guards: list[Any] = []
         self._watch: ParameterWatch | None = None
         self._modes = ModeWatch(model)
+        self._numbers = NumberWatch(
+            {"": model} | ({"loss_fn": options.loss_fn} if isinstance(options.loss_fn, nn.Module) else {})
+        )
         self._losses = LossWatch()
         self._loaded: Path | None = None
         self._failure = ""
@@ -139,7 +142,8 @@ class StepBuilder(LatestStep):
         if compiled is None:
             agreed()
             agreed = _nothing
-            compiled = self._build(batch, signature, described)
+            with self._numbers.capturing():
+                compiled = self._build(batch, signature, described)
             advance = advance or self._advance()
             assert self._binding is not None
             self._shapes[signature] = described
