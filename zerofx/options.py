@@ -137,6 +137,11 @@ def check_options(
     if weights is not None and not isinstance(weights, str | Path):
         raise UsageError(f"expected weights to be the path of a file or folder, found {type(weights).__name__}")
     found = Machine.named(machine) if isinstance(machine, str) else machine
+    # Containers are copied: what their owner does with them later changes no options.
+    if isinstance(keep_gathered, Mapping):
+        keep_gathered = dict(keep_gathered)
+    elif not isinstance(keep_gathered, str):
+        keep_gathered = tuple(keep_gathered)
     policy = PolicyOptions(prefetch, keep_gathered)
     given = Path(plan) if isinstance(plan, str) else plan
     return CompileOptions(
@@ -152,7 +157,7 @@ def check_options(
         recompute,
         dict(offload) if isinstance(offload, Mapping) else offload,
         accumulate,
-        tile,
+        dict(tile) if isinstance(tile, Mapping) else tile,
         limit,
         None if weights is None else Path(weights),
         delayed_update,
