@@ -111,6 +111,10 @@ def test_a_plan_is_not_taken_for_a_step_with_other_kernels(searches: Searches, m
     assert [searches.run()[0] for _ in range(2)] == [1, 0]
 
 
+def test_how_kernels_are_launched_is_no_other_question(searches: Searches) -> None:
+    assert [searches.run(cuda_graphs=asked)[0] for asked in (False, "auto")] == [1, 0]
+
+
 def test_a_plan_is_not_taken_where_operators_have_other_libraries(
     searches: Searches, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -39,24 +39,6 @@ from zerofx.scheduler.slices import Slices
 from zerofx.settings import Settings
 from zerofx.slicing import choose_slices, slices_asked, slices_of
 
-# Options that every rank must have alike; others are rank 0's business, or cannot be compared.
-_SHARED = frozenset(
-    {
-        "stage",
-        "precision",
-        "backend",
-        "max_shapes",
-        "memory_budget",
-        "host_budget",
-        "recompute",
-        "offload",
-        "accumulate",
-        "tile",
-        "delayed_update",
-        "wire",
-        "max_grad_norm",
-    }
-)
 # Plans to try until compiled regions are within the budget too, and how many of them are made for all of it.
 _FIT_ROUNDS, _FULL_ROUNDS = 8, 4
 
@@ -298,7 +280,7 @@ def describe_request(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions, settings: Settings
 ) -> str:
     """What must be the same on every rank, a line each."""
-    lines = [f"{field.name}: {getattr(options, field.name)}" for field in fields(options) if field.name in _SHARED]
+    lines = options.texts("ranks")
     plan = options.plan
     lines.append(f"plan: {plan.decisions_hash() if isinstance(plan, Plan) else 'from a file' if plan else None}")
     lines.append(f"ZEROFX_DISABLE: {','.join(sorted(settings.disable))}")

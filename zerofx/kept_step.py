@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,15 +28,11 @@ from zerofx.graph_json import decoded, decoded_constant, encoded, encoded_consta
 from zerofx.node_facts import Placeholder, Role
 from zerofx.optimizers.shadow import structural_flags
 from zerofx.options import CompileOptions
-from zerofx.plan_cache import mapping_text
 from zerofx.runtime.arguments import StepArguments
 from zerofx.scheduler.liveness import MemoryEvent
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.settings import Settings
-
-# What a step does not depend on, or depends on through the captured graph, or what `step_key` writes in another way.
-_ELSEWHERE = frozenset({"loss_fn", "machine", "plan", "max_shapes", "weights", "cuda_graphs", "policy", "tile"})
 
 
 @dataclass(frozen=True)
@@ -142,14 +138,13 @@ def step_key(
     # Which update that makes is compared once it is traced; here it keeps steps of several optimizers apart.
     flags = [structural_flags(group) for group in optimizer.param_groups]
     update = f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {flags}"
-    plan, policy = options.plan, options.policy
+    plan = options.plan
     assert plan is None or isinstance(plan, Plan), "a file has been read"
     parts = (
         capture_key, update, repr(groups), repr(earlier),
         repr(sorted(batch.described().items())), repr(machine), str(num_ranks), str(device),
         f"{torch.get_num_threads()} threads",  # each takes memory of its own
-        *(f"{one.name}: {getattr(options, one.name)!r}" for one in fields(options) if one.name not in _ELSEWHERE),
-        mapping_text(options.tile), str(policy.prefetch), mapping_text(policy.keep),
+        *options.texts("step"),
         plan.to_json() if plan is not None else "no plan", repr(sorted(settings.disable)), str(settings.verify),
         repr(sorted(kernels_in_use(settings.kernels, device))),
     )  # fmt: skip

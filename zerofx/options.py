@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -30,29 +30,50 @@ GRADIENTS = "gradients"  # what can be offloaded by name
 Tiling = Literal["auto", "none"] | Mapping[str, int]
 
 
+# What options are compared for: between ranks before anything else, and with those of a kept plan or a kept step.
+Purpose = Literal["ranks", "plan", "step"]
+_LEFT_OUT = "left out of"
+
+
+def _left_out_of(*purposes: Purpose) -> dict[str, tuple[Purpose, ...]]:
+    return {_LEFT_OUT: purposes}
+
+
 @dataclass(frozen=True)
 class CompileOptions:
-    """All options of one compiled step. ``plan`` is one that was given, or the file that it is in."""
+    """All options of one compiled step. ``plan`` is one that was given, or the file that it is in.
+
+    An option is compared for every ``Purpose`` but those that it says it is left out of: because nothing follows from
+    it there, or because what follows from it is compared.
+    """
 
     stage: int
-    loss_fn: LossFunction | None
+    loss_fn: LossFunction | None = field(metadata=_left_out_of("ranks", "plan", "step"))  # the captured graph has it
     precision: Precision | None
     backend: Backend
-    machine: Machine | None
-    plan: Plan | Path | None
-    policy: PolicyOptions
-    max_shapes: int
+    machine: Machine | None = field(metadata=_left_out_of("ranks", "plan", "step"))  # None for the one at hand
+    plan: Plan | Path | None = field(metadata=_left_out_of("ranks", "plan", "step"))  # by its decisions
+    policy: PolicyOptions = field(metadata=_left_out_of("ranks"))  # rank 0 makes the plan
+    max_shapes: int = field(metadata=_left_out_of("plan", "step"))
     memory_budget: int | float | None = None
     recompute: Recompute = "auto"
     offload: Offload = "auto"
-    accumulate: Accumulate = 1
+    accumulate: Accumulate = field(default=1, metadata=_left_out_of("plan"))  # its graph has as many micro-batches
     tile: Tiling = "auto"
     host_budget: int | float | None = None
-    weights: Path | None = None
+    weights: Path | None = field(default=None, metadata=_left_out_of("ranks", "plan", "step"))
     delayed_update: int | None = None
     wire: Wire = "exact"
-    cuda_graphs: CudaGraphs = False
+    cuda_graphs: CudaGraphs = field(default=False, metadata=_left_out_of("ranks", "plan", "step"))
     max_grad_norm: float | None = None
+
+    def texts(self, purpose: Purpose) -> list[str]:
+        """The options that are compared for ``purpose``, a line each."""
+        return [
+            f"{one.name}: {_text(getattr(self, one.name))}"
+            for one in fields(self)
+            if purpose not in one.metadata.get(_LEFT_OUT, ())
+        ]
 
     @property
     def block(self) -> int:
@@ -62,6 +83,15 @@ class CompileOptions:
     @property
     def compute_dtype(self) -> torch.dtype | None:
         return torch.bfloat16 if self.precision == "bf16" else None
+
+
+def _text(given: object) -> str:
+    """A text that does not depend on the order of names; that of a mapping counts."""
+    if isinstance(given, PolicyOptions):
+        return ", ".join(f"{one.name} {_text(getattr(given, one.name))}" for one in fields(given))
+    if isinstance(given, Mapping):
+        return repr(list(given.items()))
+    return repr(sorted(given)) if isinstance(given, Collection) and not isinstance(given, str) else str(given)
 
 
 def check_options(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -22,9 +21,6 @@ from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.settings import Settings
 from zerofx.stamp import canonical
-
-# What a plan does not depend on, or depends on through the graph, the layout or the budget in bytes.
-_ELSEWHERE = frozenset({"loss_fn", "machine", "plan", "max_shapes", "weights", "policy", "tile", "accumulate"})
 
 
 def kept_plan(
@@ -62,7 +58,6 @@ def kept_plan(
     searched = memory_budget is not None or options.recompute == "full" or options.wire != "exact"
     if cache.folder is None or not searched:
         return search()
-    policy = options.policy
     parts = (
         captured.text(), canonical(captured.graph), str(captured.device), repr(captured.parameters),
         repr(sorted(captured.units)), repr((captured.mutation_names, captured.gradient_names, captured.slices)),
@@ -71,8 +66,7 @@ def kept_plan(
         *tracing_settings(),  # which library has an operator's kernel, and in vectors of which width
         f"{torch.get_num_threads()} threads",  # each takes memory of its own
         repr(sorted(kernels_in_use(settings.kernels, captured.device))),
-        *(f"{one.name}: {getattr(options, one.name)!r}" for one in fields(options) if one.name not in _ELSEWHERE),
-        mapping_text(options.tile), str(policy.prefetch), mapping_text(policy.keep),
+        *options.texts("plan"),
         *(f"{index}: {_program_text(program)}" for index, program in sorted(programs.items())),
     )  # fmt: skip
     key = key_of("plan", parts)
@@ -92,13 +86,6 @@ def _answer(search: Callable[[], Plan]) -> str:
         return json.dumps({"plan": search().to_json()})
     except BudgetMissedError as refusal:
         return json.dumps({"refusal": str(refusal), "least_bytes": refusal.least_bytes})
-
-
-def mapping_text(given: Collection[str] | Mapping[str, object]) -> str:
-    """A text that does not depend on the order of a set; that of a mapping counts."""
-    if isinstance(given, str):
-        return given
-    return repr(list(given.items()) if isinstance(given, Mapping) else sorted(given))
 
 
 def _program_text(program: UpdateProgram) -> str:
