@@ -134,6 +134,14 @@ def node_cost(
     return NodeCost(flops, read, written, seconds, dtype)
 
 
+def matmul_seconds_at_peak(node: fx.Node, machine: Machine) -> float:
+    """Seconds of a matmul, a convolution or attention at the machine's peak for its inputs' type; 0 for all else."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or _matmul_packet(node.target) is None:
+        return 0.0
+    dtype = _input_dtype(node)
+    return 0.0 if dtype is None else node_flops(node) / machine.peak_flops(dtype)
+
+
 def node_flops(node: fx.Node) -> int:
     """Floating-point operations of one node; a multiply and an add count as two. 0 for views and copies."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_view(node):

@@ -159,7 +159,11 @@ class Machine:
         return measure_machine(device, nvme_path=nvme_path)
 
     def matmul_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """Achievable FLOP/s of a large matmul on `dtype` inputs; `tf32` says float32 matmuls may use TF32.
+        """Achievable FLOP/s of a large matmul on `dtype` inputs; `tf32` says float32 matmuls may use TF32."""
+        return self.peak_flops(dtype, tf32=tf32) * self.efficiency.matmul
+
+    def peak_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
+        """FLOP/s of matmuls on `dtype` inputs in the device's row: a datasheet's, or measured. `tf32` as there.
 
         A type without units of its own runs at the rate of the next wider one: fp8 as float16, others as float32.
         """
@@ -175,7 +179,7 @@ class Machine:
             rate = peak.fp8 or peak.float16
         else:
             rate = peak.tf32 if tf32 and dtype is torch.float32 else None
-        return (rate or peak.float32) * self.efficiency.matmul
+        return rate or peak.float32
 
     def vector_flops(self, dtype: torch.dtype) -> float:
         """Achievable FLOP/s outside matmuls: the float32 rate for all types (half for float64); no tensor cores."""

@@ -39,6 +39,7 @@ from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.report.units import format_bytes, format_seconds, on_tiers
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.scheduler.accumulate import choose_micro_batches
+from zerofx.scheduler.costs import matmul_seconds_at_peak
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.slices import Slices
@@ -71,13 +72,15 @@ class PlannedStep:
 
     @property
     def flops_utilisation(self) -> float:
-        """Model FLOPs per second of step over the device's achievable peak for the largest dtype used (MFU)."""
-        prediction = self.plan.prediction
-        assert prediction is not None
-        dtype = torch.bfloat16 if self.plan.precision == "bf16" else torch.float32
-        peak = self.machine.device.peak
-        rate = peak.bfloat16 if dtype is torch.bfloat16 and peak.bfloat16 else peak.float32
-        return prediction.flops / prediction.step_seconds / rate if prediction.step_seconds else 0.0
+        """The part of a step's seconds that its matrix products, convolutions and attention would take at the device's
+        peak FLOP/s, each at that for the dtype of its inputs.
+
+        What is computed again counts again, so that this is MFU only where nothing is (else HFU); causal attention
+        counts as full.
+        """
+        seconds = self.plan.step_seconds
+        busy = sum(matmul_seconds_at_peak(node, self.machine) for node in self.lowered.graph.calls())
+        return busy / seconds if seconds else 0.0
 
     @property
     def num_distinct_regions(self) -> int:

@@ -1,0 +1,46 @@
+"""What a planned step says of itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerofx
+
+SIZE, TOKENS = 4096, 8192
+H100 = zerofx.Machine.named("h100-sxm")
+
+
+class Mixed(nn.Module):
+    """Linear layers, each in a dtype of its own."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, bias=False, dtype=dtype) for dtype in dtypes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.to(next(layer.parameters()).dtype))
+        return x.float().square().mean()
+
+
+def _planned(*dtypes: torch.dtype) -> zerofx.PlannedStep:
+    with torch.device("meta"):
+        model, x = Mixed(*dtypes), torch.empty(TOKENS, SIZE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return zerofx.plan(model, optimizer, (x,), machine=H100, backend="eager")
+
+
+@pytest.mark.parametrize("num_float32", range(5))
+def test_each_product_is_measured_against_the_peak_of_its_own_dtype(num_float32: int) -> None:
+    dtypes = [torch.float32] * num_float32 + [torch.bfloat16] * (4 - num_float32)
+    planned = _planned(*dtypes)
+    peak = H100.device.peak
+    assert peak.bfloat16 is not None
+    seconds = [2 * TOKENS * SIZE**2 / (peak.float32 if dtype is torch.float32 else peak.bfloat16) for dtype in dtypes]
+    # Forward, and the gradients of input and weight; the first input needs none.
+    busy = 3 * sum(seconds) - seconds[0]
+    assert planned.flops_utilisation == pytest.approx(busy / planned.plan.step_seconds)
+    assert 0.3 < planned.flops_utilisation <= H100.efficiency.matmul
+    assert f"{100 * planned.flops_utilisation:.1f} % of peak FLOP/s" in str(planned)
