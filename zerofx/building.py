@@ -28,7 +28,7 @@ from zerofx.progress import watched
 from zerofx.rehearsal import Estimates
 from zerofx.runtime.collectives import is_on_cpu
 from zerofx.runtime.control import WORK_SECONDS, Control, check_equal
-from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters, held_states
+from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.runtime.state import TrainingState
 from zerofx.scheduler.accumulate import choose_micro_batches
 from zerofx.scheduler.budget import BudgetMissedError
@@ -108,8 +108,7 @@ def prepare(
         made = layout_of(cut.first, groups, num_ranks, options.block)
         check_bucket_names(options.policy.keep, [bucket.name for bucket in made.buckets])
         bound = OptimizerBinding(optimizer, made, captured.device, prefer_fused=options.backend == "inductor")
-        held = held_states(optimizer, made, dict(model.named_parameters()))
-        return Prepared(cut, made, bound, bound.programs(None, held), sliced)
+        return Prepared(cut, made, bound, bound.programs(None, bound.held(dict(model.named_parameters()))), sliced)
 
     return sliced(slices_asked(captured, options))
 

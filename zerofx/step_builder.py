@@ -255,7 +255,7 @@ class StepBuilder(LatestStep):
             state.take_over(weights, plan)
         self._layout, self._binding, self._state, self._device = layout, binding, state, device
         self._runtime = Runtime(layout, transport, device, self._tiers)
-        self._optimizer_state = OptimizerState(self.optimizer, state, self._control)
+        self._optimizer_state = OptimizerState(binding, state, self._control)
         self._owner.keep()
         self._watch_parameters()
         # Whose plan moves memory off the device is after the resident set, which only shrinks with what is given back.

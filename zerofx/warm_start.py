@@ -27,7 +27,7 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.progress import watched
 from zerofx.runtime.control import WORK_SECONDS, Control
-from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters, held_states
+from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.runtime.state import TrainingState
 from zerofx.scheduler.machine import Machine
 from zerofx.settings import Settings
@@ -144,7 +144,7 @@ def _find(request: Request, earlier: Earlier | None, *, talk: bool) -> tuple[Mic
     else:
         fused = request.options.backend == "inductor"
         binding = OptimizerBinding(optimizer, layout, kept.program.device, prefer_fused=fused)
-        programs = binding.programs(None, held_states(optimizer, layout, dict(model.named_parameters())))
+        programs = binding.programs(None, binding.held(dict(model.named_parameters())))
     # The update follows from code that is no part of zerofx, and from states that the optimizer holds.
     return captures, _Found(kept, binding, programs) if binding.variant == kept.variant else None
 

@@ -9,7 +9,24 @@ import torch
 
 from tests.optimizers.cases import CASES, FUSED_CASES, CountingAdam, Lion, compare
 from zerofx.errors import OptimizerError
-from zerofx.optimizers import has_fused, run_program, trace_update
+from zerofx.optimizers import has_fused, run_program, scalar_state_names, trace_update
+
+
+class Eager(torch.optim.Optimizer):
+    """Makes its states when it is built."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"sum": torch.full_like(p, 0.5), "step": torch.tensor(0.0)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["step"] += 1
+            state["sum"].addcmul_(p.grad, p.grad)
+            p.addcdiv_(p.grad, state["sum"].sqrt(), value=-self.param_groups[0]["lr"] / state["step"].item())
 
 
 def param() -> torch.nn.Parameter:
@@ -140,22 +157,22 @@ def test_initial_values() -> None:
 
 
 def test_state_made_by_the_constructor() -> None:
-    class Eager(torch.optim.Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {"lr": 0.1})
-            for p in self.param_groups[0]["params"]:
-                self.state[p] = {"sum": torch.full_like(p, 0.5), "step": torch.tensor(0.0)}
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
-            for p in self.param_groups[0]["params"]:
-                state = self.state[p]
-                state["step"] += 1
-                state["sum"].addcmul_(p.grad, p.grad)
-                p.addcdiv_(p.grad, state["sum"].sqrt(), value=-self.param_groups[0]["lr"] / state["step"].item())
-
     runner = compare(Eager)
     assert runner.num_traces == 1 and runner.present == {"sum", "step"}
+
+
+def test_states_of_0_dim_parameters_are_told_apart_by_what_the_update_makes() -> None:
+    temperature = torch.nn.Parameter(torch.tensor(1.0))
+    adam = torch.optim.Adam([temperature])
+    temperature.grad = torch.tensor(2.0)
+    adam.step()
+    assert scalar_state_names(adam, adam.param_groups[0], dtype=torch.float32) == {"step"}
+    eager = Eager([temperature, param()])
+    assert [spec.name for spec in trace_update(eager, eager.param_groups[0]).states] == ["sum"]
+    assert scalar_state_names(eager, eager.param_groups[0], dtype=torch.float32) == {"step"}
+    alone = Eager([temperature])
+    with pytest.raises(OptimizerError, match="KeyError"):
+        trace_update(alone, alone.param_groups[0])
 
 
 def test_has_fused_is_for_the_very_class() -> None:

@@ -3,7 +3,7 @@
 from zerofx.optimizers.program import HostFunction, ScalarStateSpec, StateSpec, UpdateProgram, run_program
 from zerofx.optimizers.shadow import copy_optimizer
 from zerofx.optimizers.support import has_fused
-from zerofx.optimizers.update import check_supported, trace_update
+from zerofx.optimizers.update import check_supported, scalar_state_names, trace_update
 
 __all__ = [
     "HostFunction",
@@ -14,5 +14,6 @@ __all__ = [
     "copy_optimizer",
     "has_fused",
     "run_program",
+    "scalar_state_names",
     "trace_update",
 ]

@@ -113,6 +113,24 @@ def trace_update(
     return _checked(request, _program(request, first, layout, nothing, first_step_only=True), nothing)
 
 
+def scalar_state_names(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, dtype: torch.dtype, fused: bool = False
+) -> frozenset[str]:
+    """The states of which all parameters that are updated together have one value; of others each has its own.
+
+    The traced update says which, since a 0-dim parameter's states are all alike; of states that its present options do
+    not make, or of an optimizer that cannot be traced, what ``group``'s parameters of more dimensions hold. Arguments
+    are those of ``trace_update``.
+    """
+    held = _scalars_by_shape(optimizer, group)
+    try:
+        _, layout = _first_step(_Request(optimizer, group, dtype, fused))
+    except OptimizerError:  # what traces the update to run it says what is in the way
+        layout = _Layout({}, {})
+    unknown = held.keys() - layout.flat.keys()
+    return frozenset(layout.scalars) | frozenset(name for name in unknown if held[name])
+
+
 def check_supported(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose update cannot run on flat shards.
 
@@ -143,14 +161,36 @@ def _first_step(request: _Request) -> tuple[Trace | None, _Layout]:
     return first, _Layout({s.name: s for s in built.states}, scalars)
 
 
+def _scalars_by_shape(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, bool]:
+    """Whether a state of the group's parameters is a scalar, for each of which a number or a shape tells.
+
+    A tensor among the states of a 0-dim parameter has shape [] either way, and tells nothing.
+    """
+    found: dict[str, bool] = {}
+    for param in group.get("params", ()):
+        for name, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor) and param.dim():
+                found[name] = value.dim() == 0
+            elif value is not None and not isinstance(value, torch.Tensor):
+                found[name] = True
+    return found
+
+
 def _layout_of_existing_state(request: _Request) -> _Layout | None:
-    """The layout of states that the optimizer's constructor made; None if there are none, or not of one value each."""
+    """The layout of states that the optimizer's constructor made.
+
+    None if there are none, one has not one value for all elements, or all are of 0-dim parameters, which do not show
+    what has their shape.
+    """
     params = request.group.get("params", ())
     state, param = next(((s, p) for p in params if (s := request.optimizer.state.get(p))), ({}, None))
+    is_scalar = _scalars_by_shape(request.optimizer, request.group)
     flat: dict[str, StateSpec] = {}
     scalars: dict[str, ScalarStateSpec] = {}
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() == 0:
+        if name not in is_scalar:
+            return None
+        if isinstance(value, torch.Tensor) and is_scalar[name] and value.dim() == 0:
             scalars[name] = ScalarStateSpec(name, value.dtype, value.item())
         elif isinstance(value, torch.Tensor) and param is not None and value.shape == param.shape:
             if not bool((value == value.flatten()[0]).all()):

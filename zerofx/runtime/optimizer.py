@@ -20,7 +20,7 @@ from zerofx.buckets import Bucket, BucketLayout
 from zerofx.checks import check_owner
 from zerofx.errors import OptimizerError, UsageError
 from zerofx.graph import ParameterInfo
-from zerofx.optimizers import HostFunction, UpdateProgram, has_fused, trace_update
+from zerofx.optimizers import HostFunction, UpdateProgram, has_fused, scalar_state_names, trace_update
 from zerofx.optimizers.shadow import structural_flags
 from zerofx.runtime.control import Control
 from zerofx.runtime.state import BucketState, TrainingState
@@ -95,7 +95,7 @@ class OptimizerBinding:
     ) -> dict[int, UpdateProgram]:
         """The update of each trained bucket, for the options and states that hold now.
 
-        ``held``: before there is a ``state``, what the optimizer holds itself (``held_states``).
+        ``held``: before there is a ``state``, what the optimizer holds itself, as the method ``held`` gives it.
         """
         traced: dict[Any, UpdateProgram] = {}
         for bucket in self._layout.buckets:
@@ -127,6 +127,27 @@ class OptimizerBinding:
         digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
         self._variant = f"{type(self.optimizer).__name__}({'; '.join(flags)}), traced as {digest}"
         return dict(self._programs)
+
+    def held(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, HeldState]:
+        """The states that the optimizer holds per parameter, by bucket; ``parameters`` by name. Changes nothing.
+
+        Raises:
+            OptimizerError: parameters of one bucket have states that cannot be updated together.
+        """
+        found: dict[int, HeldState] = {}
+        known: dict[Any, frozenset[str]] = {}
+        for bucket in self._layout.buckets:
+            entries = [self.optimizer.state.get(parameters[slot.source], {}) for slot in bucket.slots]
+            if not bucket.trainable or not any(entries):
+                continue
+            key = (bucket.group, bucket.dtype)
+            if key not in known:
+                known[key] = scalar_state_names(
+                    self.optimizer, self.group(bucket), dtype=bucket.dtype, fused=self._fused(bucket)
+                )
+            shapes = [tuple(parameters[slot.source].shape) for slot in bucket.slots]
+            found[bucket.index] = _held_by_bucket(bucket, entries, shapes, known[key])
+        return found
 
     def advance(self, state: TrainingState) -> Advance | None:
         """This step's scalars and what they leave behind; None when an update must be traced anew. Changes nothing.
@@ -173,8 +194,10 @@ def _scalar_values(state: BucketState) -> dict[str, float]:
 class OptimizerState:
     """Keeps ``optimizer.state_dict()`` and ``load_state_dict()`` truthful through torch's own hooks."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, state: TrainingState, control: Control) -> None:
+    def __init__(self, binding: OptimizerBinding, state: TrainingState, control: Control) -> None:
+        optimizer = binding.optimizer
         self._optimizer = optimizer
+        self._binding = binding
         self._state = state
         self._control = control
         self._handles = [
@@ -228,7 +251,7 @@ class OptimizerState:
         # What is under way for the states that go must not reach those that come.
         self._state.settle()
         try:
-            held = held_states(self._optimizer, self._state.layout, self._state.parameters)
+            held = self._binding.held(self._state.parameters)
         finally:
             self._optimizer.state.clear()
         for index, states in held.items():
@@ -258,25 +281,11 @@ class HeldState:
         return frozenset(self.scalars) | frozenset(self.flat)
 
 
-def held_states(
-    optimizer: torch.optim.Optimizer, layout: BucketLayout, parameters: Mapping[str, torch.Tensor]
-) -> dict[int, HeldState]:
-    """The states that an optimizer holds per parameter, by bucket. Changes nothing.
-
-    Raises:
-        OptimizerError: parameters of one bucket have states that cannot be updated together.
-    """
-    found: dict[int, HeldState] = {}
-    for bucket in layout.buckets:
-        entries = [optimizer.state.get(parameters[slot.source], {}) for slot in bucket.slots]
-        if bucket.trainable and any(entries):
-            shapes = [tuple(parameters[slot.source].shape) for slot in bucket.slots]
-            found[bucket.index] = _held_by_bucket(bucket, entries, shapes)
-    return found
-
-
-def _held_by_bucket(bucket: Bucket, entries: list[Mapping[str, Any]], shapes: list[tuple[int, ...]]) -> HeldState:
-    """``shapes`` are those of the model's parameters, of which the bucket may hold slices."""
+def _held_by_bucket(
+    bucket: Bucket, entries: list[Mapping[str, Any]], shapes: list[tuple[int, ...]], scalars: frozenset[str]
+) -> HeldState:
+    """``shapes`` are those of the model's parameters, of which the bucket may hold slices; ``scalars`` are states that
+    the parameters share."""
     held = HeldState({}, {})
     for name in dict.fromkeys(name for entry in entries for name in entry):
         values = [entry.get(name) for entry in entries]
@@ -289,7 +298,8 @@ def _held_by_bucket(bucket: Bucket, entries: list[Mapping[str, Any]], shapes: li
                 f"expected state {name!r} for every parameter of {bucket.name}, found none for {without}: parameters "
                 f"that are updated together must have been trained together; load a state of this very model"
             )
-        if all(_is_scalar(value, shape) for value, shape in zip(values, shapes, strict=True)):
+        if name in scalars:
+            _check_shapes(bucket, name, values, None)
             if len({float(value) for value in there}) > 1:
                 raise OptimizerError(
                     f"expected one value of {name!r} for all parameters of {bucket.name}, found "
@@ -297,25 +307,27 @@ def _held_by_bucket(bucket: Bucket, entries: list[Mapping[str, Any]], shapes: li
                 )
             held.scalars[name] = values[0]
             continue
-        for slot, value, shape in zip(bucket.slots, values, shapes, strict=True):
-            if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
-                found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-                raise OptimizerError(
-                    f"expected state {name!r} of {slot.source} to have its shape {list(shape)}, found {found}: load "
-                    f"a state of this very model"
-                )
+        _check_shapes(bucket, name, values, shapes)
         held.flat[name] = [value for value in values if isinstance(value, torch.Tensor)]
     return held
+
+
+def _check_shapes(bucket: Bucket, name: str, values: list[Any], shapes: list[tuple[int, ...]] | None) -> None:
+    """Refuse a state whose values have not these shapes; without ``shapes`` it is a number, of which each has one."""
+    for index, (slot, value) in enumerate(zip(bucket.slots, values, strict=True)):
+        expected = shapes[index] if shapes is not None else ()
+        if tuple(value.shape) != expected if isinstance(value, torch.Tensor) else shapes is not None:
+            found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise OptimizerError(
+                f"expected state {name!r} of {slot.source} to have shape {list(expected)}, found {found}: load a state "
+                f"of this very model"
+            )
 
 
 def _text(program: UpdateProgram) -> str:
     """What ``program.key`` says, as text that is the same in every process."""
     parts = (program.optimizer, program.dtype, program.fused, program.first_step_only, sorted(program.state_before))
     return "\n".join(map(str, (*parts, program.states, program.scalar_states, program.host_source, program.graph)))
-
-
-def _is_scalar(value: Any, shape: tuple[int, ...]) -> bool:
-    return not isinstance(value, torch.Tensor) or (value.dim() == 0 and shape != ())
 
 
 def _refuse_step(*_: Any) -> None:
