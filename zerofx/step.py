@@ -302,12 +302,16 @@ class Step(StepBuilder):
             }
 
     def abandon(self) -> None:
-        """Let go of a model that has not been taken over yet; on this rank alone. Does nothing afterwards."""
-        if self._state is None:
+        """Let go of a model that has not been taken over yet; on this rank alone. Does nothing afterwards.
+
+        Ranks that wait for this one, to build the step with it, fail.
+        """
+        if self._state is None and not self._closed:
             self._closed = True
             if self._tiers is not None:
                 self._tiers.close()
             release(self.model, self._owner)
+            self._control.leave()
 
     def close(self) -> None:
         """Give the model its whole parameters and the optimizer its states back, and let go of both. Collective.

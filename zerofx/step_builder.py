@@ -87,8 +87,10 @@ class StepBuilder(LatestStep):
         self._measured: tuple[CompiledStep, Measurement] | None = None
         self._group = process_group()
         self._owner = claim(model, self)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(release, model, self._owner)
             self._control = Control(self._group, self.settings.timeout_seconds)
+            undo.callback(self._control.leave)
             self._control.agree(
                 "call zerofx.compile",
                 describe_request(model, optimizer, options, self.settings),
@@ -99,9 +101,7 @@ class StepBuilder(LatestStep):
             if options.plan is not None:
                 self._machine = machine_at_hand(device_of(model), options, self._control)
                 self.options = take_plan(options, self._machine, self._control)
-        except BaseException:
-            release(model, self._owner)
-            raise
+            undo.pop_all()
 
     def _check_open(self, purpose: str) -> None:
         if self._closed:

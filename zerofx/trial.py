@@ -6,7 +6,7 @@ import copy
 import gc
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,12 +83,13 @@ def run_trial(training: Training, plan: Plan, options: CompileOptions, num_steps
     Raises:
         UsageError: the model cannot be copied, or the batch is none.
     """
-    with kept_randomness(training.device):
+    with kept_randomness(training.device), ExitStack() as undo:
         copied, own = training.copied(options)
         args, keywords = copied.args, copied.keywords
         try:
             # Without a budget: what the peak is, is to be found out.
             step = Step(copied.model, copied.optimizer, replace(own, plan=plan, memory_budget=None))
+            undo.callback(step.abandon)  # a step that has run cannot be: all ranks close it together, if they can
             step.prepare(*args, **keywords)
         except UsageError:
             raise

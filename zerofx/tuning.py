@@ -9,6 +9,7 @@ rank, and all ranks return the same result.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -127,17 +128,21 @@ class _Tuner:
 
     def run(self, save: Path | None) -> TuneResult:
         """Plan, run, correct, plan anew; the same on every rank."""
-        control = Control(process_group(), self._settings.timeout_seconds, "call zerofx.tune")
-        control.agree(
-            "call zerofx.tune",
-            describe_request(self._training.model, self._training.optimizer, self._options, self._settings)
-            + f"\nnum_steps: {self._num_steps}\nnum_candidates: {self._num_candidates}",
-            "model, optimizer and options",
-            "Tune the same on every rank.",
-        )
-        control.close()
+        with closing(Control(process_group(), self._settings.timeout_seconds, "call zerofx.tune")) as control:
+            control.agree(
+                "call zerofx.tune",
+                describe_request(self._training.model, self._training.optimizer, self._options, self._settings)
+                + f"\nnum_steps: {self._num_steps}\nnum_candidates: {self._num_candidates}",
+                "model, optimizer and options",
+                "Tune the same on every rank.",
+            )
         # From here on a rank may wait for another's whole candidate, and for the end of that one's patience with it.
-        control = self._control = Control(process_group(), self._settings.timeout_seconds + WORK_SECONDS, "tune")
+        patience = self._settings.timeout_seconds + WORK_SECONDS
+        with closing(Control(process_group(), patience, "tune")) as self._control:
+            return self._tune(save)
+
+    def _tune(self, save: Path | None) -> TuneResult:
+        control = self._control
         self._machine = machine_at_hand(self._training.device, self._options, control)
         self._budget = budget_bytes(self._options.memory_budget, self._machine)
         control.attempt("save the plan", lambda: self._check_folder(save))
@@ -159,9 +164,7 @@ class _Tuner:
                 bar.total += 1
                 self._measure(better, bar)
                 costs = self._correct(planner)
-        result = self._conclude(costs, save)
-        control.close()
-        return result
+        return self._conclude(costs, save)
 
     # ------------------------------------------------------------------------------------------------ planning
 

@@ -51,6 +51,7 @@ class Control:
         self._timeout = timedelta(seconds=timeout_seconds)
         self._group: dist.ProcessGroup | None = None
         self._num_meetings = 0
+        self._begun: dist.Work | None = None
         if self.num_ranks > 1:
             assert group is not None
             self._group = self._connect(group, purpose)
@@ -92,11 +93,12 @@ class Control:
         mine = torch.tensor(list(header), dtype=torch.uint8)
         seen = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         try:
-            work = dist.all_gather(seen, mine, group=group, async_op=True)
+            work = self._begun = dist.all_gather(seen, mine, group=group, async_op=True)
         except RuntimeError as error:
             raise self._absence(purpose, error, self._timeout) from error
 
         def finish() -> None:
+            self._begun = None
             try:
                 assert work is not None
                 work.wait()
@@ -210,6 +212,20 @@ class Control:
         group, self._group = self._group, None
         if group is not None:
             destroy([group])
+
+    def leave(self) -> None:
+        """Destroy the group on this rank alone: ranks that wait for it there fail at once.
+
+        Others may be about to hear, in a meeting that this rank has begun, that it goes, and why. If they do not come
+        to it within a second, the group stays: to destroy it would be to wait for them.
+        """
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            with contextlib.suppress(RuntimeError):
+                begun.wait(timedelta(seconds=_GRACE_SECONDS))
+            if not begun.is_completed():
+                return
+        self.close()
 
     def ranks_of_host(self, purpose: str) -> list[int]:
         """The ranks on this rank's host, itself among them, in order."""
