@@ -126,6 +126,25 @@ def test_a_state_that_does_not_fit_is_refused_and_the_states_are_kept() -> None:
     eager_step(other, optimizer, ids(), labels=ids(1))
 
 
+@pytest.mark.parametrize("make", [adamw, momentum])
+def test_a_state_from_before_the_first_step_has_the_optimizer_begin_anew(make: OptimizerOf) -> None:
+    pair = Pair(make)
+    start = [copy.deepcopy(optimizer.state_dict()) for optimizer in pair.optimizers]
+    pair.train(3)
+    for optimizer, state in zip(pair.optimizers, start, strict=True):
+        optimizer.load_state_dict(state)
+    pair.train(3)
+    assert pair.same()
+    of_head = [i for i, (name, _) in enumerate(pair.plain.named_parameters()) if name.startswith("head")]
+    for optimizer in pair.optimizers:
+        state = copy.deepcopy(optimizer.state_dict())
+        for index in of_head:
+            del state["state"][index]
+        optimizer.load_state_dict(state)
+    pair.train(3)
+    assert pair.same()
+
+
 def test_param_groups_that_are_added_later_are_refused() -> None:
     pair = Pair()
     pair.train()

@@ -206,7 +206,8 @@ class OptimizerState:
             optimizer.register_load_state_dict_post_hook(lambda _: self._absorb()),
             optimizer.register_step_pre_hook(_refuse_step),
         ]
-        self._absorb()
+        if optimizer.state:
+            self._absorb()
 
     def give_back(self) -> None:
         """Leave every parameter's whole states in the optimizer, and let go of it."""
@@ -245,15 +246,16 @@ class OptimizerState:
         self._optimizer.state.clear()
 
     def _absorb(self) -> None:
-        """Take over the states that the optimizer holds per parameter, if any."""
-        if not self._optimizer.state:
-            return
+        """Take over the states that the optimizer holds per parameter; parameters without any begin anew."""
         # What is under way for the states that go must not reach those that come.
         self._state.settle()
         try:
             held = self._binding.held(self._state.parameters)
         finally:
             self._optimizer.state.clear()
+        for index, mine in enumerate(self._state.buckets):
+            if index not in held:
+                mine.forget()
         for index, states in held.items():
             bucket, mine = self._state.layout.buckets[index], self._state.buckets[index]
             for name, value in states.scalars.items():

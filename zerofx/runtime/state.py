@@ -43,6 +43,12 @@ class BucketState:
     present: frozenset[str] = frozenset()
     delayed: dict[str, Stored] = field(default_factory=dict)
 
+    def forget(self) -> None:
+        """Let go of the optimizer's states, which then begin as they did before the first step."""
+        self.flat.clear()
+        self.scalars.clear()
+        self.present = frozenset()
+
     @property
     def low(self) -> torch.Tensor | Stored:
         """What the model computes with, in the compute dtype: this rank's slice, or the whole bucket at stage 0."""
