@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from tests.models import CASES, DIM, ROWS, Case, Layer, Regression, batches, rows
 from tests.training import compare_function, differences, train_compiled, train_plain
 from zerofx.batch import Batch
 from zerofx.capture import capture
+from zerofx.decompositions import decompositions
 from zerofx.errors import CaptureError
 from zerofx.graph import StepGraph
 from zerofx.node_facts import Origin, Phase, Role, placeholder
@@ -378,6 +380,18 @@ def _functions() -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
 @pytest.mark.parametrize("name", [name for name, _ in _functions()])
 def test_operators_that_tracing_takes_apart_give_the_bits_of_eager_mode(name: str) -> None:
     assert compare_function(dict(_functions())[name]) == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_zeros_that_forward_mode_derivatives_begin_with_have_memory(device: str) -> None:
+    def begun(x: Tensor) -> Tensor:
+        return x + torch.ops.aten._efficientzerotensor([2, 3], dtype=torch.float64)
+
+    traced = make_fx(begun, decomposition_table=decompositions(torch.device(device)), tracing_mode="fake")
+    x = torch.randn(2, 3)
+    graph: Any = traced(x)
+    assert {target_name(node) for node in graph.graph.nodes if node.op == "call_function"} >= {"aten.zeros.default"}
+    assert torch.equal(graph(x), x.double())
 
 
 class _Recurrent(Regression):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -56,6 +57,24 @@ def test_a_loss_that_depends_on_frozen_parameters_alone_is_refused() -> None:
     model.linear.requires_grad_(False)
     model.unused = nn.Linear(DIM, DIM)
     refused_step(model, (torch.randn(2, DIM),), CaptureError, "depends on a trainable parameter")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_a_product_of_several_dtypes_is_refused_with_its_layer(dtype: torch.dtype) -> None:
+    model, kind = Returns(lambda y: y.sum()), str(dtype).removeprefix("torch.")
+    refused_step(model, (torch.ones(2, DIM, dtype=dtype),), CaptureError, rf"one dtype, found .*{kind}\[.* in linear:")
+
+
+def test_an_error_while_tracing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    refused_step(Returns(lambda y: y.sum()), (torch.ones(2, DIM + 1),), CaptureError, "same reduction dim")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("budget", [0, -1.0, float("nan"), True, "much"])
+def test_a_budget_that_is_none_is_refused(budget: Any) -> None:
+    model = tiny()
+    with untouched(model), pytest.raises(UsageError, match="expected "):
+        compile_eager(model, adamw(model), memory_budget=budget)
 
 
 @pytest.mark.parametrize("stage", [-1, 4, True, "3", 3.0, None, torch.tensor(3)])

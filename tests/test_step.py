@@ -248,6 +248,27 @@ def test_numbers_of_a_loss_function_that_is_a_module_are_watched() -> None:
         step(torch.ones(2, 3))
 
 
+def test_a_parameter_that_is_given_a_hook_is_named() -> None:
+    pair = Pair()
+    pair.train()
+    handle = pair.model.head.bias.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(UsageError, match=r"without hooks of their own, found one on head\.bias"):
+        pair.step(ids(), labels=ids(1))
+    handle.remove()
+    pair.train()
+
+
+def test_the_first_step_runs_without_gradients_and_not_in_inference_mode() -> None:
+    pair = Pair()
+    with torch.inference_mode(), pytest.raises(UsageError, match=r"outside of torch\.inference_mode\(\)"):
+        pair.step(ids(), labels=ids(1))
+    plain, optimizer = tiny(), adamw(pair.model)
+    step = zerofx.compile(plain, adamw(plain), backend="eager")
+    with torch.no_grad():
+        loss = step(ids(), labels=ids(1))
+    assert torch.equal(loss, eager_step(pair.model, optimizer, ids(), labels=ids(1)))
+
+
 def test_a_parameter_that_is_frozen_or_replaced_is_named() -> None:
     pair = Pair()
     pair.train()

@@ -45,10 +45,12 @@ from zerofx.normalise import (
     lift_constants,
     name_kinds_of_devices,
     own_storage,
+    refuse_mixed_products,
     refuse_sparse,
     replace_tangent,
     sum_gradients,
 )
+from zerofx.torch_private import without_log_of_fakes
 
 
 def capture(
@@ -111,7 +113,13 @@ def traceable(
     Gives the module that makes the loss, the fake tensors of the batch to call it with, their device, and their mode.
     """
     mode, device = fake_mode(), tracing_device(model, batch)
-    with _fake_state(model, mode, compute_dtype, device, strides), layer_annotations(model), _compiling():
+    with (
+        torch.enable_grad(),
+        without_log_of_fakes(),
+        _fake_state(model, mode, compute_dtype, device, strides),
+        layer_annotations(model),
+        _compiling(),
+    ):
         fakes = tuple(_fake(mode, t, t.stride(), cast_of(t, compute_dtype), device) for t in batch.tensors)
         loss_scope = partial(annotated, LOSS_LAYER)
         yield LossModule(model, batch, loss_fn, num_micro_batches, loss_scope), fakes, device, mode
@@ -353,6 +361,7 @@ def _classify_outputs(
             "model's: check that forward uses them and that nothing detaches the loss"
         )
     refuse_sparse(step.graph)
+    refuse_mixed_products(step.graph)
     loss = own_storage(step.graph, loss)
     step.set_outputs(loss, mutations, {name: sum_gradients(step.graph, nodes) for name, nodes in arrived.items()})
     step.output.meta.pop("desc")

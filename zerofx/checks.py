@@ -74,6 +74,20 @@ def _check_module(path: str, module: nn.Module) -> None:
         )
 
 
+def check_hooks(name: str, tensor: torch.Tensor) -> None:
+    """Check that a parameter has no hooks on its gradient.
+
+    Raises:
+        UsageError: it has.
+    """
+    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+        raise UsageError(
+            f"expected parameters without hooks of their own, found one on {name}: its gradient is summed over ranks "
+            f"and used within the step, where no hook runs; remove it, and change the gradient in the model "
+            f"(an autograd function around the parameter) or with max_grad_norm"
+        )
+
+
 def _check_tensor(name: str, tensor: torch.Tensor, *, on_meta: bool) -> None:
     if nn.parameter.is_lazy(tensor):
         raise UsageError(
@@ -86,12 +100,7 @@ def _check_tensor(name: str, tensor: torch.Tensor, *, on_meta: bool) -> None:
             f"expected plain tensors for parameters and buffers, found that {name} is a {type(tensor.data).__name__}: "
             f"give zerofx {hint}"
         )
-    if getattr(tensor, "_backward_hooks", None) or getattr(tensor, "_post_accumulate_grad_hooks", None):
-        raise UsageError(
-            f"expected parameters without hooks of their own, found one on {name}: its gradient is summed over ranks "
-            f"and used within the step, where no hook runs; remove it, and change the gradient in the model "
-            f"(an autograd function around the parameter) or with max_grad_norm"
-        )
+    check_hooks(name, tensor)
     if tensor.is_meta and not on_meta:
         raise UsageError(
             f"expected a model whose parameters have values, found {name} on the meta device: give them values "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,14 @@ def decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
     """Operators that tracing puts in the place of what eager mode runs on ``device``, as what gives the same bits.
 
     A GPU's dropout is ``native_dropout``. On a CPU eager mode multiplies by a mask of 0 and 1 / (1 - p), which it
-    divides in the tensor's own dtype. What kernels lay out otherwise than their fakes is laid out as they do. A CPU's
-    batch norm takes no statistics in float32 beside a weight in a lower dtype.
+    divides in the tensor's own dtype. Zeros without memory, with which forward-mode derivatives begin, get some:
+    compiled regions write over what is read no more. What kernels lay out otherwise than their fakes is laid out as
+    they do. A CPU's batch norm takes no statistics in float32 beside a weight in a lower dtype.
     """
-    layouts = kernel_layouts(device)
+    aten = torch.ops.aten
+    layouts = kernel_layouts(device) | {aten._efficientzerotensor.default: _zeros}
     if device.type != "cpu":
         return layouts
-    aten = torch.ops.aten
 
     def scaled(x: torch.Tensor, mask: torch.Tensor, kept: float) -> torch.Tensor:
         with without_modes():
@@ -57,6 +58,10 @@ def decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
             aten.bernoulli.p: bernoulli,
         }
     )
+
+
+def _zeros(size: Sequence[int], **options: Any) -> torch.Tensor:
+    return torch.zeros(size, **options)
 
 
 def _batch_norms_of_two_dtypes(layouts: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:

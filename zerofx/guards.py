@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.checks import check_hooks
 from zerofx.errors import ShardedParametersError, UsageError
 
 _MARK = "_zerofx_owner"
@@ -109,7 +110,7 @@ def guard_model(model: nn.Module, is_open: Callable[[], bool]) -> list[Any]:
 
 
 class ParameterWatch:
-    """Notices parameters that were replaced, moved, frozen or unfrozen behind the step's back."""
+    """Notices parameters that were replaced, moved, frozen, unfrozen or given hooks behind the step's back."""
 
     def __init__(self, model: nn.Module) -> None:
         self._entries = [
@@ -139,6 +140,7 @@ class ParameterWatch:
                     f"expected the parameters that compile found to be trained, and no others, found that {name} was "
                     f"{before} and is {now}: call step.close(), then compile again"
                 )
+            check_hooks(name, tensor)
 
 
 class ModeWatch:

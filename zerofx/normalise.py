@@ -20,7 +20,9 @@ from zerofx.node_facts import (
     set_origin,
     set_placeholder,
     set_value,
+    value,
 )
+from zerofx.node_text import type_text
 from zerofx.scheduler.storage import aliased_input
 
 
@@ -35,6 +37,20 @@ def refuse_sparse(graph: fx.Graph) -> None:
                 f"expected dense gradients, found an embedding with sparse=True in "
                 f"{origin(node).layer or 'the model'}: call it with sparse=False; gradients are reduced as flat buffers"
             )
+
+
+def refuse_mixed_products(graph: fx.Graph) -> None:
+    """Raise a ``CaptureError`` for a matrix product of several dtypes, which fake tensors have a result for."""
+    aten = torch.ops.aten
+    for node in graph.nodes:
+        if node.target in (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default):
+            kinds = [type_text(one.meta.get("val")) for one in node.all_input_nodes]
+            if len({value(one).dtype for one in node.all_input_nodes}) > 1:
+                raise CaptureError(
+                    f"expected the factors of a matrix product to have one dtype, found {', '.join(kinds)} in "
+                    f"{origin(node).layer or 'the model'}: convert the batch (x.float()), or what the layer is given, "
+                    f"to the dtype of its weight"
+                )
 
 
 def own_storage(graph: fx.Graph, loss: fx.Node) -> fx.Node:

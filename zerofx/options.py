@@ -312,7 +312,7 @@ def _check_delayed(delayed_update: int | None, offload: Offload) -> None:
 
 def _check_budget(name: str, asked: int | float | str | None, whole: str) -> int | float | None:
     budget = parse_bytes(asked) if isinstance(asked, str) else asked
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or budget <= 0):
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
         raise UsageError(
             f"expected {name} as '24GiB', a number of bytes, or a fraction of {whole} up to 1.0, found {budget!r}"
         )

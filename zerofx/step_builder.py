@@ -169,6 +169,11 @@ class StepBuilder(LatestStep):
             self._state.new_states(self._state.layout.buckets[index], program, self._device)
 
     def _build(self, batch: Batch, signature: str, described: Mapping[str, str]) -> CompiledStep:
+        if torch.is_inference_mode_enabled():
+            raise UsageError(
+                "expected the first step of a batch shape outside of torch.inference_mode(), found it inside, where "
+                "nothing that is made can be trained: leave it first"
+            )
         if signature not in self._shapes:
             self._announce_shape(described)
         if self._loaded is not None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
+
 import torch
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -9,6 +13,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 without_modes = _disable_current_modes
 """A context in which no dispatch mode sees what is called: it computes, on real tensors."""
+
+
+@contextlib.contextmanager
+def without_log_of_fakes() -> Iterator[None]:
+    """What an operator has against its arguments is in the error that it raises: torch logs it too, with all stacks."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
