@@ -8,6 +8,8 @@ A call on more than ``LARGEST_CALL`` bytes, or of more steps than ``MOST_STEPS``
 large dimension is divided by the same number, and what is found grows with the bytes of inputs and outputs. That is
 taken for true only where the outputs are smaller by as much.
 
+There can be one profiler at a time: while another runs, nothing is found of calls that have not been made before.
+
 Not covered, and so ``None``: operators that are not ATen's (their kernels may do anything), calls that fail on values
 that are made up, and large ones whose outputs do not follow their inputs' sizes. Where an operator's memory depends on
 values (``linalg_matrix_exp``: on the norm), what is found is that for large, well-conditioned matrices, or for values
@@ -29,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from zerofx.peaks import CpuPeak
 from zerofx.scheduler.storage import tensors_in, tensors_of
-from zerofx.torch_private import without_modes
+from zerofx.torch_private import is_profiling, without_modes
 
 LARGEST_CALL = 2**26  # bytes of inputs and outputs: some tenths of a second for what reads and writes them once
 MOST_STEPS = 2**28  # elements times the last dimension, which operators of linear algebra take: matrices of 640 x 640
@@ -100,7 +102,7 @@ class _Call:
 
 
 def measured_bytes(node: fx.Node) -> int | None:
-    """Bytes that an operator on CPU tensors takes and gives back inside; None where that cannot be found."""
+    """Bytes that an operator on CPU tensors takes and gives back inside; None where it cannot be found, or not yet."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return None
@@ -117,10 +119,18 @@ def measured_bytes(node: fx.Node) -> int | None:
         return _measured(call)
     except TypeError:  # an argument that cannot be hashed: sizes that are symbols
         return None
+    except _NotYetError:
+        return None
+
+
+class _NotYetError(Exception):
+    """What a call takes cannot be found at the moment: an exception, since it is not to be remembered."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _measured(call: _Call) -> int | None:
+    if is_profiling():
+        raise _NotYetError
     tried = call
     for power in range(1, 24):
         if tried.num_bytes <= LARGEST_CALL and tried.num_steps <= MOST_STEPS:

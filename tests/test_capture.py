@@ -385,7 +385,8 @@ def test_operators_that_tracing_takes_apart_give_the_bits_of_eager_mode(name: st
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_zeros_that_forward_mode_derivatives_begin_with_have_memory(device: str) -> None:
     def begun(x: Tensor) -> Tensor:
-        return x + torch.ops.aten._efficientzerotensor([2, 3], dtype=torch.float64)
+        zeros: Tensor = torch.ops.aten._efficientzerotensor([2, 3], dtype=torch.float64)
+        return x + zeros
 
     traced = make_fx(begun, decomposition_table=decompositions(torch.device(device)), tracing_mode="fake")
     x = torch.randn(2, 3)

@@ -6,32 +6,37 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+
+from zerofx.errors import UsageError
+from zerofx.torch_private import is_profiling
 
 
 class CpuPeak:
     """``num_bytes``: the most that was allocated inside the block on CPU, counted from its begin.
 
+    There can be one profiler at a time: while another runs this raises ``UsageError``; none may start inside.
     Python's collector rests meanwhile: garbage that it frees, of an earlier block, would be counted as memory returned.
     """
 
     num_bytes = 0
 
     def __enter__(self) -> CpuPeak:
+        refuse_profilers([is_profiling()])
         self._collects = gc.isenabled()
         gc.disable()
         self._profiler = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
         )
         with _quiet():
-            self._profiler.start()
+            self._profiler.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         with _quiet():
-            self._profiler.stop()
+            self._profiler.__exit__(None, None, None)
         if self._collects:
             gc.enable()
         inner = self._profiler.profiler
@@ -60,6 +65,22 @@ class CudaPeak:
 
     def __exit__(self, *_: object) -> None:
         self.num_bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+def refuse_profilers(profiling: Sequence[bool]) -> None:
+    """Refuse to measure memory on CPUs where a profiler runs: whether one does, by rank.
+
+    Raises:
+        UsageError: one does.
+    """
+    if any(profiling):
+        ranks = ", ".join(str(rank) for rank, runs in enumerate(profiling) if runs)
+        where = f" on rank {ranks}" if len(profiling) > 1 else ""
+        raise UsageError(
+            f"expected no profiler to run, since memory on a CPU is measured by torch's, which can run once at a time, "
+            f"found one that runs or warms up{where}: measure before it starts or after it has ended; in it, call "
+            f"step(batch)"
+        )
 
 
 @contextlib.contextmanager

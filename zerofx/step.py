@@ -18,6 +18,7 @@ from zerofx.compiler import CompiledStep, load_step, read_edited
 from zerofx.deferred import is_deferred
 from zerofx.errors import RankMismatchError, UsageError, ZeroFXError, warn
 from zerofx.guards import ParameterWatch, release
+from zerofx.peaks import refuse_profilers
 from zerofx.report.summary import summary
 from zerofx.runtime.allocator import return_freed_memory
 from zerofx.runtime.arguments import batch_tensors, state_tensors
@@ -26,6 +27,7 @@ from zerofx.runtime.graphed import Launches
 from zerofx.runtime.measure import Measurement, Meter, persistent_bytes
 from zerofx.runtime.optimizer import Advance
 from zerofx.step_builder import StepBuilder
+from zerofx.torch_private import is_profiling
 
 
 class Step(StepBuilder):
@@ -91,10 +93,13 @@ class Step(StepBuilder):
         ``print(step)`` shows the outcome beside the predictions.
 
         Raises:
-            UsageError: ``num_steps`` is less than one.
+            UsageError: ``num_steps`` is less than one, or, on CPU, a profiler runs on some rank; nothing has run then.
         """
         if num_steps < 1:
             raise UsageError(f"expected to measure at least one step, found num_steps={num_steps}")
+        self._check_open("measure a step")
+        if self._device.type == "cpu":
+            refuse_profilers(self._control.gather(is_profiling(), "measure a step"))
         self.prepare(*args, **kwargs)
         meter = self._meter = Meter(self._device, num_steps)
         try:

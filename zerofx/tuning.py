@@ -31,6 +31,7 @@ from zerofx.loss import LossFunction
 from zerofx.lowering import lower
 from zerofx.micro_batches import MicroBatches
 from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, Wire, check_options
+from zerofx.peaks import refuse_profilers
 from zerofx.plan_choice import budget_bytes
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
@@ -42,6 +43,7 @@ from zerofx.scheduler.links import Transfer
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.measured import MeasuredCosts
 from zerofx.settings import read_settings
+from zerofx.torch_private import is_profiling
 from zerofx.trial import Training, Trial, free_copies, run_trial, slowest
 from zerofx.tune_result import Candidate, TuneResult, candidate_table
 
@@ -91,6 +93,7 @@ def tune(
     Raises:
         MemoryBudgetError: no plan fits, as predicted or as measured; says what became of each.
         PlanError: every candidate failed; says how.
+        UsageError: on CPU, a profiler runs on some rank.
         ZeroFXError: as ``zerofx.compile`` would.
     """
     options = check_options(
@@ -145,6 +148,8 @@ class _Tuner:
         control = self._control
         self._machine = machine_at_hand(self._training.device, self._options, control)
         self._budget = budget_bytes(self._options.memory_budget, self._machine)
+        if self._training.device.type == "cpu":
+            refuse_profilers(control.gather(is_profiling(), "measure steps"))
         control.attempt("save the plan", lambda: self._check_folder(save))
         self._prepared = control.attempt("capture a step", self._capture, WORK_SECONDS)
         self._prepared.agree(control)

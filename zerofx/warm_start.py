@@ -31,6 +31,7 @@ from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.runtime.state import TrainingState
 from zerofx.scheduler.machine import Machine
 from zerofx.settings import Settings
+from zerofx.torch_private import is_profiling
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def _keep(
 ) -> None:
     """Write the step for the next run."""
     key = _key(request, captures, earlier)
-    if key is None:
+    if key is None or is_profiling():  # what some operators take is not known then
         return
     plan = compiled.plan
     kept = KeptStep(
