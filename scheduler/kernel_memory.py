@@ -8,7 +8,8 @@ A call on more than ``LARGEST_CALL`` bytes, or of more steps than ``MOST_STEPS``
 large dimension is divided by the same number, and what is found grows with the bytes of inputs and outputs. That is
 taken for true only where the outputs are smaller by as much.
 
-There can be one profiler at a time: while another runs, nothing is found of calls that have not been made before.
+While a profiler of the user's runs, beside which there can be no other, and where memory for a call is short, nothing
+is found of calls that have not been made before; that is not remembered.
 
 Not covered, and so ``None``: operators that are not ATen's (their kernels may do anything), calls that fail on values
 that are made up, and large ones whose outputs do not follow their inputs' sizes. Where an operator's memory depends on
@@ -18,9 +19,10 @@ between 0 and 1.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,6 +129,10 @@ class _NotYetError(Exception):
     """What a call takes cannot be found at the moment: an exception, since it is not to be remembered."""
 
 
+class _ValuesError(Exception):
+    """There are no such values, or the operator does not take them: it will not another time."""
+
+
 @functools.lru_cache(maxsize=4096)
 def _measured(call: _Call) -> int | None:
     if is_profiling():
@@ -142,19 +148,27 @@ def _measured(call: _Call) -> int | None:
         try:
             _run(tried)  # the first call may set things up that stay
             found = _run(tried)
-        except (RuntimeError, ValueError, IndexError, TypeError):
+        except _ValuesError:
             return None
+        except (MemoryError, RuntimeError) as error:  # no memory, or the profiler's own
+            raise _NotYetError from error
     if found is None or tried is call:
         return found
     return math.ceil(found * (call.num_bytes / tried.num_bytes))
 
 
 def _run(call: _Call) -> int | None:
-    """Bytes beyond the outputs at the worst moment; None where the outputs are not those that are expected."""
-    given = [_values(leaf, call.target) if isinstance(leaf, _Like) else leaf for leaf in call.leaves]
+    """Bytes beyond the outputs at the worst moment; None where the outputs are not those that are expected.
+
+    Raises:
+        _ValuesError: the call fails on values that are made up.
+        MemoryError, RuntimeError: it fails for a reason that may pass.
+    """
+    with _refusing_values():
+        given = [_values(leaf, call.target) if isinstance(leaf, _Like) else leaf for leaf in call.leaves]
     args, kwargs = pytree.tree_unflatten(given, call.structure)
     run: Callable[..., Any] = call.target
-    with CpuPeak() as peak:
+    with CpuPeak() as peak, _refusing_values():
         made = run(*args, **kwargs)
     outputs = list(tensors_in(made))
     if [tuple(one.shape) for one in outputs] != [one.shape for one in call.made]:
@@ -162,6 +176,18 @@ def _run(call: _Call) -> int | None:
     before = {_memory(one) for one in given if isinstance(one, Tensor)}
     sizes = {_memory(one): one.untyped_storage().nbytes() for one in outputs if _memory(one) not in before}
     return max(0, peak.num_bytes - sum(sizes.values()))
+
+
+@contextlib.contextmanager
+def _refusing_values() -> Iterator[None]:
+    """What fails inside does so because of values that are made up, unless memory is short."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        # torch's allocator on CPU raises a plain RuntimeError (torch 2.13).
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+            raise
+        raise _ValuesError from error
 
 
 def _memory(tensor: Tensor) -> int:

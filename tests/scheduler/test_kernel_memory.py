@@ -9,6 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from tests.scheduler.test_workspace import call, rand
+from zerofx.peaks import CpuPeak
 from zerofx.scheduler import kernel_memory
 from zerofx.scheduler.kernel_memory import measured_bytes
 
@@ -72,6 +73,52 @@ def test_large_calls_whose_outputs_do_not_follow_their_inputs_are_not_known(monk
 
 def test_calls_that_give_other_sizes_for_values_made_up_are_not_known() -> None:
     assert measured_bytes(call(aten.nonzero.default, (torch.zeros(4),))) is None
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("none"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+@pytest.mark.parametrize("place", ["_values", "_memory"])
+def test_a_call_without_memory_is_made_another_time(
+    error: Exception, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = call(aten.kthvalue.default, (torch.empty(40, 41), 3))
+    kernel_memory._measured.cache_clear()
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_memory, place, fail)
+        assert measured_bytes(node) is None
+    assert measured_bytes(node) == 40 * 41 * 12
+
+
+def test_a_profiler_that_fails_does_not_make_an_operator_one_that_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = call(aten.kthvalue.default, (torch.empty(40, 43), 3))
+
+    def fail(_: CpuPeak) -> CpuPeak:
+        raise RuntimeError("cannot start")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuPeak, "__enter__", fail)
+        assert measured_bytes(node) is None
+    assert measured_bytes(node) == 40 * 43 * 12
+
+
+def test_a_call_that_refuses_values_made_up_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = call(aten.kthvalue.default, (torch.empty(40, 47), 3))
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("not positive-definite")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_memory, "_values", fail)
+        assert measured_bytes(node) is None
+    assert measured_bytes(node) is None
+    kernel_memory._measured.cache_clear()
 
 
 def test_it_can_be_asked_among_fake_tensors() -> None:
