@@ -63,7 +63,8 @@ def compile(
             rank 0's values on every rank. It need not have values: one that was built inside ``zerofx.empty_init()``,
             or on ``meta``, gets them then, a parameter at a time.
         optimizer: an elementwise ``torch.optim`` optimizer over the model's parameters. Its ``param_groups`` are read
-            at every step.
+            at every step. Its states are in slices: ``state_dict()`` and ``load_state_dict()`` have them whole, and
+            ``optimizer.state`` is empty.
         stage: 0 replicate, 1 shard optimizer states, 2 and gradients, 3 and parameters (ZeRO, 1910.02054).
         loss_fn: ``loss_fn(outputs, *batch)`` for a model that does not return its loss; the model is called with as
             many leading batch arguments as its forward takes.
