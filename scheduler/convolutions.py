@@ -17,8 +17,22 @@ from zerofx.node_facts import given, ints
 from zerofx.scheduler.storage import storage_bytes, tensors_of
 
 
-def convolution_bytes(node: fx.Node) -> int | None:
-    """Of ``aten.convolution``; None where there is no rule."""
+def compiled_convolution_bytes(node: fx.Node) -> int | None:
+    """Of either operator in a compiled region, at least: Inductor may copy channels-last images, channel by channel.
+
+    Whether it does is known once the region is compiled. None where there is no rule.
+    """
+    is_backward = node.target is torch.ops.aten.convolution_backward.default
+    rule = convolution_backward_bytes if is_backward else convolution_bytes
+    images, found = given(node, 1 if is_backward else 0), rule(node)
+    if found is None or not _channels_last(images):
+        return found
+    copied = rule(node, copied=True)
+    return found if copied is None else min(found, storage_bytes(images) + copied)
+
+
+def convolution_bytes(node: fx.Node, *, copied: bool = False) -> int | None:
+    """Of ``aten.convolution``; None where there is no rule. ``copied``: with its images channel by channel."""
     if node.args[6] or _is_grouped(given(node, 1), node.args[8]):
         return None
     images, filters, result = given(node, 0), given(node, 1), tensors_of(node)[0]
@@ -26,7 +40,7 @@ def convolution_bytes(node: fx.Node) -> int | None:
     assert isinstance(groups, int)
     if not _by_onednn(node, images, filters, groups, node.args[3], node.args[5]):
         return _columns(images, filters, result)
-    if _channels_last(images):
+    if _channels_last(images) and not copied:
         return (
             storage_bytes(filters) if _is_depthwise(filters, groups) else _filters_last(filters, groups, inputs=False)
         )
@@ -39,9 +53,9 @@ def convolution_bytes(node: fx.Node) -> int | None:
     return max(inside + _blocked_filters(filters, groups, flat) + outside, copies) - storage_bytes(result)
 
 
-def convolution_backward_bytes(node: fx.Node) -> int | None:
+def convolution_backward_bytes(node: fx.Node, *, copied: bool = False) -> int | None:
     """The gradient of the images, then that of the filters, each between copies in oneDNN's layout; None where there is
-    no rule."""
+    no rule. ``copied``: with its images channel by channel."""
     if node.args[7] or _is_grouped(given(node, 2), node.args[9]) or (node.args[9] != 1 and given(node, 1).dim() != 4):
         return None
     grad, images, filters = given(node, 0), given(node, 1), given(node, 2)
@@ -52,10 +66,10 @@ def convolution_backward_bytes(node: fx.Node) -> int | None:
     )
     if not _by_onednn(node, images, filters, groups, node.args[4], node.args[6]):
         return _columns(images, filters, grad)
-    if _channels_last(images):
+    if _channels_last(images) and not copied:
         is_wide = images.shape[1] >= _block() or all(size == 1 for size in filters.shape[2:])
-        copied = _filters_last(filters, groups, inputs=True) if mask[0] and not _is_depthwise(filters, groups) else 0
-        return max(copied - of_filters, _filters_last(filters, groups, inputs=is_wide) + of_filters if mask[1] else 0)
+        inner = _filters_last(filters, groups, inputs=True) if mask[0] and not _is_depthwise(filters, groups) else 0
+        return max(inner - of_filters, _filters_last(filters, groups, inputs=is_wide) + of_filters if mask[1] else 0)
     peaks = [of_images + of_filters]
     if mask[0]:
         inside = _blocked(images)

@@ -30,7 +30,11 @@ from zerofx.products import KERNEL as PRODUCTS
 from zerofx.products import has_kernel as has_product
 from zerofx.products import scratch_bytes
 from zerofx.quantise import BLOCK, ENCODINGS, unpacked_numel
-from zerofx.scheduler.convolutions import convolution_backward_bytes, convolution_bytes
+from zerofx.scheduler.convolutions import (
+    compiled_convolution_bytes,
+    convolution_backward_bytes,
+    convolution_bytes,
+)
 from zerofx.scheduler.kernel_memory import measured_bytes
 from zerofx.scheduler.storage import mutated_inputs, storage_bytes, tensors_of
 
@@ -48,7 +52,7 @@ def compiled_workspace_bytes(node: fx.Node, kernels: Collection[str]) -> int:
     name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
     if name in _COMPILED:
         kernel, rule = _COMPILED[name]
-        found = rule(node) if kernel in kernels else None
+        found = rule(node) if kernel is None or kernel in kernels else None
         if found is not None:
             return found
     return workspace_bytes(node) if _is_left_to_aten(node) else 0
@@ -344,11 +348,14 @@ _RULES: dict[str, Rule] = {
     "zerofx::square_sum": _square_sum,
 }
 
-_COMPILED: dict[str, tuple[str, Rule]] = {
+# By which of zerofx's kernels, if it is one's.
+_COMPILED: dict[str, tuple[str | None, Rule]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": (ATTENTION, _compiled_attention),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (ATTENTION, _compiled_attention_backward),
     "aten::mm": (PRODUCTS, _compiled_product),
     "aten::addmm": (PRODUCTS, _compiled_product),
+    "aten::convolution": (None, compiled_convolution_bytes),
+    "aten::convolution_backward": (None, compiled_convolution_bytes),
 }
 
 # Pointwise operators whose booleans say which value to take, and are not converted.

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import zerofx
 from gpt import GPT
 from tests.distributed import run_ranks
 from tests.models import CASES, Case, sgd, tokens
@@ -98,3 +99,31 @@ def _compare() -> dict[str, list[str]]:
 def test_two_ranks_train_within_rounding_of_distributed_data_parallel_and_the_same_under_every_plan() -> None:
     for rank, wrong in enumerate(run_ranks(_compare, 2, timeout=1800.0)):
         assert wrong == {}, f"rank {rank}"
+
+
+class _Patches(nn.Module):
+    """Depthwise convolutions of images that a norm has permuted, as in a ConvNeXt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.depthwise = nn.Conv2d(3, 48, 4, stride=4), nn.Conv2d(48, 48, 7, padding=3, groups=48)
+        self.norm, self.norm_2 = nn.LayerNorm(48), nn.LayerNorm(48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(self.patches(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        found: Tensor = self.norm_2(self.depthwise(normed).permute(0, 2, 3, 1)).square().mean()
+        return found
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_compiled_step_is_enough_for_a_budget() -> None:
+    x, budget = torch.randn(8, 3, 64, 64), None
+    for _ in range(2):
+        model = _Patches()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        step = zerofx.compile(model, optimizer, memory_budget=budget, example_batch=(x,))
+        peak = step.plan.peak_bytes["device"]
+        assert step.measure(x).peak_bytes["device"] == pytest.approx(peak, rel=0.01)
+        assert peak <= (budget or peak)
+        budget = peak
+        step.close()

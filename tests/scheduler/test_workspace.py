@@ -302,6 +302,18 @@ def test_compiled_attention_holds_what_our_kernel_does(is_masked: bool) -> None:
     assert compiled_workspace_bytes(backward, {ATTENTION}) == workspace_bytes(ours) != workspace_bytes(backward)
 
 
+def test_a_compiled_convolution_holds_no_more_than_with_its_images_copied() -> None:
+    images, filters = torch.randn(8, 48, 16, 16), torch.randn(48, 1, 7, 7)
+    rest = ([48], [1, 1], [3, 3], [1, 1], False, [0, 0], 48, [True, True, True])
+    plain, last = (
+        call(aten.convolution_backward.default, (torch.ones_like(images), one, filters, *rest))
+        for one in (images, images.to(memory_format=torch.channels_last))
+    )
+    copied = workspace_bytes(plain) + images.nbytes
+    assert compiled_workspace_bytes(last, ()) == copied < workspace_bytes(last)
+    assert compiled_workspace_bytes(plain, ()) == workspace_bytes(plain)
+
+
 def test_compiled_products_hold_what_they_are_taken_by() -> None:
     x, weight, grad, place = torch.empty(300, 260), torch.empty(400, 260), torch.empty(300, 400), torch.empty(400, 260)
     layer = call(aten.addmm.default, (torch.empty(400), x, weight.t()))
