@@ -144,10 +144,12 @@ class _Record:
         if target is None:
             return torch.as_strided(*args)
         keywords = {keyword.arg: self._evaluate(keyword.value) for keyword in call.keywords if keyword.arg}
-        if "out" in keywords:
-            return None  # written where the caller has memory for it
+        is_written = keywords.pop("out", None) is not None  # where the caller has memory for it
         node = _node(target, *_ordered(target, args, keywords))
         scratch = workspace_bytes(node)
+        if is_written:
+            self._events += [MemoryEvent(scratch), MemoryEvent(-scratch)] if scratch else []
+            return None
         if scratch:
             outputs = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(node.meta["val"]))
             self._events += [MemoryEvent(outputs + scratch), MemoryEvent(-outputs - scratch)]

@@ -3,7 +3,8 @@
 oneDNN copies images, filters and results into its own blocked layout; ATen unfolds images. The rules were found by
 comparing the allocations that ``torch.profiler`` records with the bytes of the outputs (torch 2.13, x86 with AVX2 or
 AVX-512), and are held to that by ``tests/scheduler/test_workspace.py``. Transposed convolutions, groups of several
-channels, and groups in other than two dimensions have none, and are measured (``scheduler/kernel_memory.py``).
+channels, and groups in other than two dimensions have none, nor has half precision: they are measured
+(``scheduler/kernel_memory.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def compiled_convolution_bytes(node: fx.Node) -> int | None:
 
 def convolution_bytes(node: fx.Node, *, copied: bool = False) -> int | None:
     """Of ``aten.convolution``; None where there is no rule. ``copied``: with its images channel by channel."""
-    if node.args[6] or _is_grouped(given(node, 1), node.args[8]):
+    if node.args[6] or _is_grouped(given(node, 1), node.args[8]) or is_half(given(node, 0)):
         return None
     images, filters, result = given(node, 0), given(node, 1), tensors_of(node)[0]
     groups = node.args[8]
@@ -48,8 +49,7 @@ def convolution_bytes(node: fx.Node, *, copied: bool = False) -> int | None:
     flat = groups == 1 and images.shape[1] < _block() and not is_pointwise
     inside = 0 if flat else _blocked(images)
     outside = _blocked(result)
-    # Half precision is computed channels-last, which is copied twice on its way back.
-    copies = outside + storage_bytes(result) * (2 if images.dtype != torch.float32 else 1)
+    copies = outside + storage_bytes(result)
     return max(inside + _blocked_filters(filters, groups, flat) + outside, copies) - storage_bytes(result)
 
 
@@ -57,6 +57,8 @@ def convolution_backward_bytes(node: fx.Node, *, copied: bool = False) -> int | 
     """The gradient of the images, then that of the filters, each between copies in oneDNN's layout; None where there is
     no rule. ``copied``: with its images channel by channel."""
     if node.args[7] or _is_grouped(given(node, 2), node.args[9]) or (node.args[9] != 1 and given(node, 1).dim() != 4):
+        return None
+    if is_half(given(node, 1)):
         return None
     grad, images, filters = given(node, 0), given(node, 1), given(node, 2)
     groups, mask = node.args[9], node.args[10]
@@ -85,12 +87,15 @@ def convolution_backward_bytes(node: fx.Node, *, copied: bool = False) -> int | 
     return max(peaks) - of_images - of_filters
 
 
+def is_half(value: Tensor) -> bool:
+    """Whether oneDNN packs it, if its kernels for half precision take it: how is the processor's."""
+    return value.dtype in (torch.bfloat16, torch.float16)
+
+
 def _by_onednn(node: fx.Node, images: Tensor, filters: Tensor, groups: int, stride: object, dilation: object) -> bool:
     """Whether ATen hands a convolution to oneDNN (``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp)."""
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         return False
-    if images.dtype != torch.float32:
-        return True
     is_pointwise = all(size == 1 for size in filters.shape[2:])
     plain = all(step == 1 for step in (*ints(stride), *ints(dilation)))
     worth_threads = not plain or images.shape[0] >= 16 or not is_pointwise or torch.get_num_threads() > 1

@@ -109,12 +109,18 @@ def measured_bytes(node: fx.Node) -> int | None:
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    leaves, structure = pytree.tree_flatten((list(args), dict(kwargs)))
-    made = tuple(_like(one) for one in tensors_of(node))
+    return measured_call_bytes(target, list(args), dict(kwargs), tensors_of(node))
+
+
+def measured_call_bytes(
+    target: OpOverload, args: list[Any], kwargs: dict[str, Any], made: tuple[Tensor, ...]
+) -> int | None:
+    """``measured_bytes`` of a call of one of ATen's operators on fake tensors that gives tensors like ``made``."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
     call = _Call(
         target,
         tuple(_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
-        structure, made,
+        structure, tuple(map(_like, made)),
         (torch.get_num_threads(), bool(torch.backends.mkldnn.enabled), torch.are_deterministic_algorithms_enabled()),
     )  # fmt: skip
     try:

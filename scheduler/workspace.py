@@ -7,9 +7,9 @@ that it converts; or else what its kernel is seen to take when it is called (``s
 found by comparing the allocations that ``torch.profiler`` records inside one operator with the bytes of its outputs
 (torch 2.13), and are held to that, as is the list of what holds nothing, by ``tests/scheduler/test_workspace.py``.
 
-Not covered: oneDNN's scratchpads of some KiB, the packing of half-precision matrix products on CPU (about one operand),
-and CUDA, where cuBLAS and cuDNN keep workspaces of their own. ``is_unknown`` says of which operators on CPU nothing is
-known: those that are not ATen's, and those that cannot be called on values that are made up.
+Not covered: oneDNN's scratchpads of some KiB, and CUDA, where cuBLAS and cuDNN keep workspaces of their own.
+``is_unknown`` says of which operators on CPU nothing is known: those that are not ATen's, and those that cannot be
+called on values that are made up.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from zerofx.scheduler.convolutions import (
     compiled_convolution_bytes,
     convolution_backward_bytes,
     convolution_bytes,
+    is_half,
 )
-from zerofx.scheduler.kernel_memory import measured_bytes
+from zerofx.scheduler.kernel_memory import measured_bytes, measured_call_bytes
 from zerofx.scheduler.storage import mutated_inputs, storage_bytes, tensors_of
 
 Rule = Callable[[fx.Node], int | None]
@@ -113,7 +114,9 @@ def _not_known(_node: fx.Node) -> None:
 def _is_left_to_aten(node: fx.Node) -> bool:
     """Whether Inductor calls ATen for an operator that has a workspace, rather than generate code of its own."""
     target = node.target
-    return isinstance(target, OpOverload) and (target._schema.name in _LEFT_TO_ATEN or _rule(target) is _not_known)
+    if not isinstance(target, OpOverload):
+        return False
+    return target._schema.name in _LEFT_TO_ATEN or _rule(target) in (_not_known, _product)
 
 
 def _converted(node: fx.Node) -> int | None:
@@ -139,9 +142,18 @@ def _converted(node: fx.Node) -> int | None:
 
 
 def _product(node: fx.Node) -> int | None:
-    """Matrix products copy what a BLAS cannot read: a matrix neither of whose dimensions is dense."""
+    """Matrix products copy what a BLAS cannot read: a matrix neither of whose dimensions is dense. In half precision
+    oneDNN packs operands too."""
     matrices = [value for source in node.all_input_nodes for value in tensors_of(source) if value.dim() >= 2]
-    return 0 if all(_is_matrix(value) for value in matrices) else None
+    return 0 if all(_is_matrix(value) and not is_half(value) for value in matrices) else None
+
+
+def _product_into(node: fx.Node) -> int:
+    """What ATen's product takes that is written over the first argument."""
+    into, left, right = (given(node, index) for index in range(3))
+    if not is_half(left):
+        return 0
+    return measured_call_bytes(torch.ops.aten.mm.out, [left, right], {"out": into}, (into,)) or 0
 
 
 def _is_matrix(value: Tensor) -> bool:
@@ -338,6 +350,7 @@ _RULES: dict[str, Rule] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "zerofx::attention": _own_attention,
     "zerofx::attention_backward": _own_attention_backward,
+    "zerofx::mm_into": _product_into,
     "zerofx::product": lambda node: scratch_bytes(given(node, 0)),
     "zerofx::product_into": lambda node: scratch_bytes(given(node, 1)),
     "zerofx::softmax_chunk": _softmax_chunk,

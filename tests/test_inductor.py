@@ -115,6 +115,16 @@ class _Patches(nn.Module):
         return found
 
 
+def test_a_step_in_half_precision_holds_what_is_planned() -> None:
+    model = nn.Conv2d(32, 64, 3, padding=1)
+    step = zerofx.compile(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), precision="bf16",
+        loss_fn=lambda outputs, x: outputs.square().mean(),
+    )  # fmt: skip
+    found = step.measure(torch.randn(8, 32, 32, 32), num_steps=2)
+    assert found.peak_bytes["device"] == pytest.approx(step.plan.peak_bytes["device"], rel=0.01)
+
+
 @pytest.mark.slow
 def test_the_peak_of_a_compiled_step_is_enough_for_a_budget() -> None:
     x, budget = torch.randn(8, 3, 64, 64), None

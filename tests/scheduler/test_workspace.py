@@ -47,6 +47,10 @@ def our_attention_backward(is_masked: bool) -> tuple[Any, ...]:
     return torch.ones_like(results[0]), query, key, value, *results, *how
 
 
+def half(*args: Any) -> tuple[Any, ...]:
+    return tuple(one.bfloat16() if isinstance(one, Tensor) else one for one in args)
+
+
 def convolution(batch: int, channels: int, size: int, outputs: int, kernel: int, stride: int) -> tuple[Any, ...]:
     geometry = ([stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
     return rand(batch, channels, size, size), rand(outputs, channels, kernel, kernel), None, *geometry
@@ -128,6 +132,17 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "our attention under a mask": (ops.attention, lambda: our_attention(True)),
     "our attention backward": (ops.attention_backward, lambda: our_attention_backward(False)),
     "our attention backward under a mask": (ops.attention_backward, lambda: our_attention_backward(True)),
+    "product in half precision": (aten.mm.default, lambda: half(rand(512, 128), rand(256, 128).t())),
+    "layer in half precision": (aten.addmm.default, lambda: half(rand(256), rand(512, 128), rand(256, 128).t())),
+    "product written in half precision": (
+        torch.ops.zerofx.mm_into.default,
+        lambda: half(rand(256, 128), rand(512, 256).t(), rand(512, 128)),
+    ),
+    "convolution in half precision": (aten.convolution.default, lambda: half(*convolution(2, 20, 16, 24, 3, 1))),
+    "convolution backward in half precision": (
+        aten.convolution_backward.default,
+        lambda: half(*convolution_backward(2, 16, 16, 32, 3, 1)),
+    ),
     "convolution": (aten.convolution.default, lambda: convolution(16, 16, 12, 32, 3, 1)),
     "convolution of odd channels": (aten.convolution.default, lambda: convolution(2, 20, 16, 24, 3, 1)),
     "convolution of RGB": (aten.convolution.default, lambda: convolution(2, 3, 32, 16, 3, 1)),
