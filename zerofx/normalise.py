@@ -22,7 +22,7 @@ from zerofx.node_facts import (
     set_value,
     value,
 )
-from zerofx.node_text import type_text
+from zerofx.node_text import type_name
 from zerofx.scheduler.storage import aliased_input
 
 
@@ -42,15 +42,14 @@ def refuse_sparse(graph: fx.Graph) -> None:
 def refuse_mixed_products(graph: fx.Graph) -> None:
     """Raise a ``CaptureError`` for a matrix product of several dtypes, which fake tensors have a result for."""
     aten = torch.ops.aten
+    products = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
     for node in graph.nodes:
-        if node.target in (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default):
-            kinds = [type_text(one.meta.get("val")) for one in node.all_input_nodes]
-            if len({value(one).dtype for one in node.all_input_nodes}) > 1:
-                raise CaptureError(
-                    f"expected the factors of a matrix product to have one dtype, found {', '.join(kinds)} in "
-                    f"{origin(node).layer or 'the model'}: convert the batch (x.float()), or what the layer is given, "
-                    f"to the dtype of its weight"
-                )
+        if node.target in products and len({value(one).dtype for one in node.all_input_nodes}) > 1:
+            raise CaptureError(
+                f"expected the factors of a matrix product to have one dtype, found "
+                f"{', '.join(map(type_name, node.all_input_nodes))} in {origin(node).layer or 'the model'}: convert the "
+                f"batch (x.float()), or what the layer is given, to the dtype of its weight"
+            )
 
 
 def own_storage(graph: fx.Graph, loss: fx.Node) -> fx.Node:
