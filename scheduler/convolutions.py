@@ -94,7 +94,7 @@ def is_half(value: Tensor) -> bool:
 
 def _by_onednn(node: fx.Node, images: Tensor, filters: Tensor, groups: int, stride: object, dilation: object) -> bool:
     """Whether ATen hands a convolution to oneDNN (``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp)."""
-    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled or images.dtype != torch.float32:
         return False
     is_pointwise = all(size == 1 for size in filters.shape[2:])
     plain = all(step == 1 for step in (*ints(stride), *ints(dilation)))

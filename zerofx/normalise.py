@@ -47,8 +47,8 @@ def refuse_mixed_products(graph: fx.Graph) -> None:
         if node.target in products and len({value(one).dtype for one in node.all_input_nodes}) > 1:
             raise CaptureError(
                 f"expected the factors of a matrix product to have one dtype, found "
-                f"{', '.join(map(type_name, node.all_input_nodes))} in {origin(node).layer or 'the model'}: convert the "
-                f"batch (x.float()), or what the layer is given, to the dtype of its weight"
+                f"{', '.join(map(type_name, node.all_input_nodes))} in {origin(node).layer or 'the model'}: convert "
+                f"the batch (x.float()), or what the layer is given, to the dtype of its weight"
             )
 
 

@@ -47,8 +47,12 @@ def our_attention_backward(is_masked: bool) -> tuple[Any, ...]:
     return torch.ones_like(results[0]), query, key, value, *results, *how
 
 
+def of(dtype: torch.dtype, *args: Any) -> tuple[Any, ...]:
+    return tuple(one.to(dtype) if isinstance(one, Tensor) else one for one in args)
+
+
 def half(*args: Any) -> tuple[Any, ...]:
-    return tuple(one.bfloat16() if isinstance(one, Tensor) else one for one in args)
+    return of(torch.bfloat16, *args)
 
 
 def convolution(batch: int, channels: int, size: int, outputs: int, kernel: int, stride: int) -> tuple[Any, ...]:
@@ -132,6 +136,11 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "our attention under a mask": (ops.attention, lambda: our_attention(True)),
     "our attention backward": (ops.attention_backward, lambda: our_attention_backward(False)),
     "our attention backward under a mask": (ops.attention_backward, lambda: our_attention_backward(True)),
+    "convolution in float64": (aten.convolution.default, lambda: of(torch.float64, *convolution(2, 20, 16, 24, 3, 1))),
+    "convolution backward in float64": (
+        aten.convolution_backward.default,
+        lambda: of(torch.float64, *convolution_backward(16, 16, 12, 32, 3, 2)),
+    ),
     "product in half precision": (aten.mm.default, lambda: half(rand(512, 128), rand(256, 128).t())),
     "layer in half precision": (aten.addmm.default, lambda: half(rand(256), rand(512, 128), rand(256, 128).t())),
     "product written in half precision": (
