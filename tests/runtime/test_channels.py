@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
+import signal
 import subprocess
 import sys
 import weakref
@@ -15,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import run_ranks
+from tests.distributed import PATIENCE_SECONDS, run_ranks
 from zerofx.runtime import channels
 from zerofx.runtime.channels import GlooChannel, MemoryChannel, open_channels, read_memory
 from zerofx.runtime.copies import Workers
-from zerofx.runtime.groups import close_connections
+from zerofx.runtime.lines import Calls
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
 SIZES = (0, 1, 3, 1000, 300_001)
@@ -31,9 +33,13 @@ def _own_group() -> dist.ProcessGroup:
     return group
 
 
+def _opened(group: dist.ProcessGroup) -> dict[int, channels.Channel]:
+    return open_channels(group, Workers("messages"), PATIENCE_SECONDS)
+
+
 def _exchanged() -> tuple[list[type], bool]:
     """What kinds the channels are, and whether messages under way in all directions at once arrive as sent."""
-    rank, opened = dist.get_rank(), open_channels(_own_group(), Workers("messages"))
+    rank, opened = dist.get_rank(), _opened(_own_group())
     received, messages = [], []
     for tag, size in enumerate(SIZES):
         for peer, channel in opened.items():
@@ -50,24 +56,28 @@ def _refused(pid: int, address: int, into: torch.Tensor) -> None:
     raise PermissionError(1, "Operation not permitted")
 
 
-def _in_three_ways() -> list[tuple[list[type], bool]]:
-    """As ranks of one host; where rank 1 may not read; on hosts of their own, where rank 0 cannot tell which."""
+def _in_four_ways() -> list[tuple[list[type], bool]]:
+    """As ranks of one host; where rank 1 may not read; or cannot call; on hosts of their own, rank 0's unknown."""
     plain = _exchanged()
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank() == 1:
             patched.setattr(channels, "read_memory", _refused)
         refused = _exchanged()
     with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            patched.setattr(Calls, "call", lambda *_, **__: None)
+        silent = _exchanged()
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(channels, "_machine", dist.get_rank)
-        return [plain, refused, _exchanged()]
+        return [plain, refused, silent, _exchanged()]
 
 
 @linux
 def test_pairs_of_ranks_read_each_others_memory_where_both_may_and_send_through_gloo_elsewhere() -> None:
-    ways = zip(*run_ranks(_in_three_ways, 3), strict=True)
+    ways = zip(*run_ranks(_in_four_ways, 3), strict=True)
     expected = [
         [[MemoryChannel, MemoryChannel], [MemoryChannel, MemoryChannel], [MemoryChannel, MemoryChannel]],
-        [[GlooChannel, MemoryChannel], [GlooChannel, GlooChannel], [MemoryChannel, GlooChannel]],
+        *[[[GlooChannel, MemoryChannel], [GlooChannel, GlooChannel], [MemoryChannel, GlooChannel]]] * 2,
         [[GlooChannel, GlooChannel], [GlooChannel, GlooChannel], [GlooChannel, GlooChannel]],
     ]
     for ranks, kinds in zip(ways, expected, strict=True):
@@ -92,27 +102,64 @@ def test_reading_where_nothing_is_is_an_error() -> None:
 def _one_lets_go() -> str:
     """What comes of messages to and from a rank that has closed its connections."""
     group = _own_group()
-    (channel,) = open_channels(group, Workers("messages")).values()
+    (channel,) = _opened(group).values()
     if dist.get_rank() == 1:
-        close_connections(group)
+        channel.close()
         return ""
-    try:
-        for message in (channel.receive(torch.empty(10), 1), channel.send(torch.ones(10), 2)):
-            message.wait()
-    except RuntimeError as error:
-        return type(error).__name__
-    return "arrived"
+    with pytest.raises(RuntimeError) as receiving:
+        channel.receive(torch.empty(10), 1).wait()
+    with pytest.raises(RuntimeError) as sending:
+        channel.send(torch.ones(10), 2).wait()
+    return f"{receiving.value}; {sending.value}"
 
 
 @linux
 def test_a_message_fails_where_the_other_rank_lets_go() -> None:
-    assert run_ranks(_one_lets_go, 2) == ["RuntimeError", ""]
+    found, _ = run_ranks(_one_lets_go, 2)
+    assert re.fullmatch("(the connection to rank 1 is gone: [^;]+(; )?){2}", found)
+
+
+def _one_dies() -> str:
+    (channel,) = _opened(_own_group()).values()
+    if dist.get_rank() == 1:
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    message = channel.receive(torch.empty(10), 1)
+    dist.barrier()
+    try:
+        message.wait()
+    except RuntimeError as error:
+        raise LookupError(str(error)) from None
+    return "arrived"
+
+
+@linux
+def test_a_message_fails_where_the_other_rank_is_killed() -> None:
+    with pytest.raises(LookupError, match="the connection to rank 1 is gone: it was closed"):
+        run_ranks(_one_dies, 2)
+
+
+def _one_is_late() -> str:
+    (channel,) = open_channels(_own_group(), Workers("messages"), 1).values()
+    try:
+        if dist.get_rank() == 0:
+            channel.receive(torch.empty(10), 1).wait()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return ""
+
+
+@linux
+def test_a_rank_that_does_not_come_is_not_waited_for_without_end() -> None:
+    assert run_ranks(_one_is_late, 2) == ["rank 1 did not come in time", ""]
 
 
 def _added() -> list[bool]:
     """Whether what is received is the sum of both, in whole pieces and not: apart, and over one of them."""
     rank = dist.get_rank()
-    (channel,) = open_channels(_own_group(), Workers("messages")).values()
+    (channel,) = _opened(_own_group()).values()
     assert isinstance(channel, MemoryChannel)
     found = []
     for tag, (size, dtype) in enumerate(itertools.product((1, 1000, 32_768, 300_001), (torch.float32, torch.bfloat16))):
@@ -133,19 +180,15 @@ def test_what_is_received_can_be_added_to_on_its_way() -> None:
 
 
 class _Told:
-    """Words that say where `source` is, without another rank."""
+    """A line that says where `source` is, without another rank."""
 
     def __init__(self, source: torch.Tensor) -> None:
         self.source = source
 
-    def send(self, tensor: torch.Tensor, tag: int) -> Any:
-        return self
+    def next(self, tag: int) -> tuple[int, int]:
+        return self.source.data_ptr(), self.source.nbytes
 
-    def receive(self, tensor: torch.Tensor, tag: int) -> Any:
-        tensor.copy_(torch.tensor([self.source.data_ptr(), self.source.nbytes]))
-        return self
-
-    def wait(self) -> None:
+    def tell_read(self) -> None:
         pass
 
 
@@ -166,9 +209,9 @@ class _Keeper:
 @linux
 def test_a_buffer_is_let_go_of_once_it_has_been_read_into() -> None:
     source, into, readers = torch.arange(4.0), torch.zeros(4), _Keeper()
-    words: Any = _Told(source)
+    line: Any = _Told(source)
     workers: Any = readers
-    message = MemoryChannel(words, os.getpid(), workers).receive(into, 1)
+    message = MemoryChannel(line, line, os.getpid(), workers).receive(into, 1)
     message.wait()
     assert torch.equal(into, source)
     held = weakref.ref(into)

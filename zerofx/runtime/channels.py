@@ -1,18 +1,18 @@
 """How a message goes from one rank to another on CPUs: through gloo, or read out of the other rank's memory.
 
 Ranks of one host need no network between them. The sender says where its bytes are, the receiver reads them there
-(``process_vm_readv``: one copy, no buffer in between) and says that it has; both words are messages of a few bytes on
-gloo, so that a rank that fails or ends is noticed as with any message. MPI's libraries do the same among the ranks of
-a host ("cross-memory attach"). Linux permits it to processes of one user unless it is told otherwise (containers of
-their own, ``kernel.yama.ptrace_scope``); between which ranks it works is tried when the channels are opened.
+(``process_vm_readv``: one copy, no buffer in between) and says that it has; both words go over a line of their own
+(``lines.py``). MPI's libraries do the same among the ranks of a host ("cross-memory attach"). Linux permits it to
+processes of one user unless it is told otherwise (containers of their own, ``kernel.yama.ptrace_scope``); between which
+ranks it works is tried when the channels are opened.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
-import secrets
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx.runtime.copies import Workers
+from zerofx.runtime.lines import Announcing, AnnouncingEnd, Calls, Reading
 
 # What is read at a time where it is added to: it fits into a core's cache with what is added, and is as much as torch
 # adds on one thread (at::internal::GRAIN_SIZE). The thread that reads is not to have others of its own.
@@ -44,6 +45,9 @@ class Channel(Protocol):
     def receive(self, tensor: torch.Tensor, tag: int) -> Message:
         """Receive into a contiguous tensor of the size that is sent."""
 
+    def close(self) -> None:
+        """Have the other rank fail where it waits for this one, or comes to."""
+
 
 class GlooChannel:
     """Messages through gloo's connections."""
@@ -57,16 +61,18 @@ class GlooChannel:
     def receive(self, tensor: torch.Tensor, tag: int) -> Message:
         return _work(dist.irecv(tensor, group=self._group, group_src=self._peer, tag=tag))
 
+    def close(self) -> None:
+        """Its connections are the group's, and are closed with those."""
+
 
 class MemoryChannel:
     """Messages that the receiver reads out of the memory of process ``pid``, on a thread of ``readers``."""
 
-    def __init__(self, words: GlooChannel, pid: int, readers: Workers) -> None:
-        self._words, self._pid, self._readers = words, pid, readers
+    def __init__(self, there: Announcing, here: Reading, pid: int, readers: Workers) -> None:
+        self._there, self._here, self._pid, self._readers = there, here, pid, readers
 
     def send(self, tensor: torch.Tensor, tag: int) -> Message:
-        where = torch.tensor([tensor.data_ptr(), tensor.nbytes])
-        return _Sent(self._words.send(where, 2 * tag), self._words.receive(torch.empty(1), 2 * tag + 1), where, tensor)
+        return _Sent(self._there, self._there.announce(tag, tensor.data_ptr(), tensor.nbytes), tensor)
 
     def receive(self, tensor: torch.Tensor, tag: int) -> Message:
         return self._receive(tensor, None, None, tag)
@@ -80,13 +86,9 @@ class MemoryChannel:
         return self._receive(total, own, spare, tag)
 
     def _receive(self, tensor: torch.Tensor, own: torch.Tensor | None, spare: torch.Tensor | None, tag: int) -> Message:
-        where = torch.zeros(2, dtype=torch.int64)
-        told = self._words.receive(where, 2 * tag)
-
         def read() -> None:
             nonlocal tensor, own, spare
-            told.wait()
-            address, num_bytes = where.tolist()
+            address, num_bytes = self._here.next(tag)
             assert num_bytes == tensor.nbytes, f"{num_bytes} bytes are sent where {tensor.nbytes} are expected"
             try:
                 if own is None:
@@ -97,20 +99,23 @@ class MemoryChannel:
                 raise RuntimeError(f"process {self._pid} of another rank cannot be read any more: {error}") from error
             # A thread's job outlives the moment at which it is known to be done, and the buffers may be freed then.
             del tensor, own, spare
-            self._words.send(torch.empty(1), 2 * tag + 1).wait()
+            self._here.tell_read()
 
         return _Received(self._readers, read)
 
+    def close(self) -> None:
+        self._there.close()
+        self._here.close()
+
 
 class _Sent:
-    """A message that has been announced: it, and where it is told, stay until the receiver has said that it has it."""
+    """A message that has been announced: it stays until the receiver has said that it has it."""
 
-    def __init__(self, told: Message, read: Message, *kept: torch.Tensor) -> None:
-        self._told, self._read, self._kept = told, read, kept
+    def __init__(self, line: Announcing, number: int, tensor: torch.Tensor) -> None:
+        self._line, self._number, self._kept = line, number, tensor
 
     def wait(self) -> None:
-        self._told.wait()
-        self._read.wait()
+        self._line.await_read(self._number)
 
 
 class _Received:
@@ -160,23 +165,37 @@ def _read_added(pid: int, address: int, total: torch.Tensor, own: torch.Tensor, 
         address += piece.nbytes
 
 
-def open_channels(group: dist.ProcessGroup, readers: Workers) -> dict[int, Channel]:
-    """This rank's channels to all others, by rank in ``group``. All its ranks call it, and agree for each pair."""
+def open_channels(group: dist.ProcessGroup, readers: Workers, patience_seconds: float) -> dict[int, Channel]:
+    """This rank's channels to all others, by rank in ``group``. All its ranks call it, and agree for each pair.
+
+    ``patience_seconds`` is how long a rank of this host is waited for; for others it is the group's own timeout.
+    """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    word = torch.tensor([secrets.randbits(62)])
-    here = torch.tensor([os.getpid(), word.data_ptr(), int(word), _machine()])
-    ranks = [torch.empty_like(here) for _ in range(num_ranks)]
-    dist.all_gather(ranks, here, group=group)
-    reads = torch.tensor([peer != rank and _can_read(found.tolist(), _machine()) for peer, found in enumerate(ranks)])
-    every = [torch.empty_like(reads) for _ in range(num_ranks)]
-    dist.all_gather(every, reads, group=group)  # which also keeps ``word`` until all have tried
-    channels: dict[int, Channel] = {}
-    for peer in range(num_ranks):
-        words = GlooChannel(group, peer)
-        both = bool(every[rank][peer] and every[peer][rank])
-        channels[peer] = MemoryChannel(words, int(ranks[peer][0]), readers) if both else words
-    del channels[rank]
+    peers = [peer for peer in range(num_ranks) if peer != rank]
+    with contextlib.closing(Calls(rank, patience_seconds)) as calls:
+        word = torch.tensor([calls.word])
+        here = torch.tensor([os.getpid(), word.data_ptr(), calls.word, _machine(), calls.name])
+        told = [one.tolist() for one in _from_all(group, here)]
+        there: dict[int, AnnouncingEnd] = {}
+        for peer in peers:
+            if _can_read(told[peer][:4], _machine()):
+                line = calls.call(peer, name=told[peer][4], word=told[peer][2])
+                if line is not None:
+                    there[peer] = line
+        reads = torch.tensor([peer in there for peer in range(num_ranks)])
+        every = _from_all(group, reads)  # which also keeps ``word`` until all have tried
+        both = [peer for peer in peers if every[rank][peer] and every[peer][rank]]
+        lines = calls.take(both)
+    channels: dict[int, Channel] = {peer: GlooChannel(group, peer) for peer in peers}
+    for peer in both:
+        channels[peer] = MemoryChannel(there[peer], lines[peer], told[peer][0], readers)
     return channels
+
+
+def _from_all(group: dist.ProcessGroup, here: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, here, group=group)
+    return found
 
 
 def _can_read(told: Sequence[int], machine: int) -> bool:

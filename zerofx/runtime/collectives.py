@@ -28,7 +28,7 @@ def make_transport(
         return None
     if device.type == "cuda":
         return Nccl(group, device, log)
-    return PointToPoint(gloo_over(group, timedelta(seconds=_PATIENCE_SECONDS)), log)
+    return PointToPoint(gloo_over(group, timedelta(seconds=_PATIENCE_SECONDS)), log, _PATIENCE_SECONDS)
 
 
 def is_on_cpu(device: torch.device) -> bool:

@@ -3,8 +3,8 @@
 That is faster than gloo's own all-gather and reduce-scatter, takes no hidden buffers, and lets the sum be taken in rank
 order: results depend neither on timing nor on how parameters are divided into buckets.
 
-The gloo group is the step's own: a rank whose step fails closes its connections there, so that the others fail too
-rather than wait for it, and the user's process group stays as it is.
+The gloo group is the step's own: a rank whose step fails closes its connections there, and its lines to other ranks of
+its host, so that the others fail too rather than wait for it, and the user's process group stays as it is.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from zerofx.scheduler.streams import COLLECTIVE
 
 
 class PointToPoint(Transport):
-    """Messages between all pairs of ranks of a gloo group that nobody else uses. ``log`` notes how long they take."""
+    """Messages between all pairs of ranks of a gloo group that nobody else uses.
 
-    def __init__(self, group: dist.ProcessGroup, log: SpanLog) -> None:
+    ``log`` notes how long they take; ``patience_seconds`` is the group's timeout.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, log: SpanLog, patience_seconds: float) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.sent_to = Counter()
         self._group = group
         self._peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         self._next_tag = 0
         self._readers = Workers("messages")
-        self._channels = open_channels(group, self._readers)
+        self._channels = open_channels(group, self._readers, patience_seconds)
         self._shared = share_memory(group, all(isinstance(one, MemoryChannel) for one in self._channels.values()))
         self._log = log
         self._watch: _Watch | None = None
@@ -127,11 +130,13 @@ class PointToPoint(Transport):
                 self.sent_to.update(dict.fromkeys(self._peers, tensor.nbytes))
 
     def abort(self) -> None:
+        self._hang_up()
         close_connections(self._group)
 
     def close(self) -> None:
         self._stop_watching()
         self._readers.close()
+        self._hang_up()
         destroy([self._group])
 
     def _gathered(self, full: torch.Tensor, shard: torch.Tensor, members: list[int]) -> Pending[torch.Tensor]:
@@ -174,6 +179,10 @@ class PointToPoint(Transport):
                 works.pop().wait()
 
         return arrived
+
+    def _hang_up(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
 
     def _stop_watching(self) -> None:
         if self._watch is not None:
