@@ -156,13 +156,16 @@ def test_a_rank_that_does_not_come_is_not_waited_for_without_end() -> None:
     assert run_ranks(_one_is_late, 2) == ["rank 1 did not come in time", ""]
 
 
-def _added() -> list[bool]:
+def _added(num_threads: int) -> list[bool]:
     """Whether what is received is the sum of both, in whole pieces and not: apart, and over one of them."""
     rank = dist.get_rank()
+    torch.set_num_threads(num_threads)
     (channel,) = _opened(_own_group()).values()
     assert isinstance(channel, MemoryChannel)
     found = []
-    for tag, (size, dtype) in enumerate(itertools.product((1, 1000, 32_768, 300_001), (torch.float32, torch.bfloat16))):
+    for tag, (size, dtype) in enumerate(
+        itertools.product((1, 1000, 32_768, 300_001, 1_048_577), (torch.float32, torch.bfloat16))
+    ):
         sent = [torch.randn(size, generator=torch.Generator().manual_seed(one)).to(dtype) for one in range(2)]
         own, into = sent[rank].clone(), torch.empty(size, dtype=dtype)
         for message in [channel.receive_added(into, own, None, tag), channel.send(sent[rank], tag)]:
@@ -175,8 +178,9 @@ def _added() -> list[bool]:
 
 
 @linux
-def test_what_is_received_can_be_added_to_on_its_way() -> None:
-    assert all(all(found) for found in run_ranks(_added, 2))
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_what_is_received_can_be_added_to_on_its_way(num_threads: int) -> None:
+    assert all(all(found) for found in run_ranks(_added, 2, num_threads))
 
 
 class _Told:

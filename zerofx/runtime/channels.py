@@ -24,9 +24,10 @@ import torch.distributed as dist
 from zerofx.runtime.copies import Workers
 from zerofx.runtime.lines import Announcing, AnnouncingEnd, Calls, Reading
 
-# What is read at a time where it is added to: it fits into a core's cache with what is added, and is as much as torch
-# adds on one thread (at::internal::GRAIN_SIZE). The thread that reads is not to have others of its own.
-_PIECE_NUMEL = 32_768
+# What is read at a time where it is added to: in pieces of 32,768 it took a quarter to two thirds longer.
+_PIECE_NUMEL = 524_288
+# As much as torch adds on one thread (at::internal::GRAIN_SIZE): the one that reads is not to have others of its own.
+_ALONE_NUMEL = 32_768
 
 
 class Message(Protocol):
@@ -80,8 +81,8 @@ class MemoryChannel:
     def receive_added(self, total: torch.Tensor, own: torch.Tensor, spare: torch.Tensor | None, tag: int) -> Message:
         """Receive into a flat tensor the sum of what is sent and ``own``, which has to stay as it is until then.
 
-        Each piece is added while it is in the processor's cache. Where ``total`` is ``own`` itself, ``spare`` is as
-        large and holds what arrives.
+        It is added piece by piece, while a piece is in the processor's cache. Where ``total`` is ``own`` itself,
+        ``spare`` is as large and holds what arrives.
         """
         return self._receive(total, own, spare, tag)
 
@@ -158,7 +159,8 @@ def _process_vm_readv() -> Callable[..., int]:
 
 
 def _read_added(pid: int, address: int, total: torch.Tensor, own: torch.Tensor, spare: torch.Tensor | None) -> None:
-    for piece, mine in zip(total.split(_PIECE_NUMEL), own.split(_PIECE_NUMEL), strict=True):
+    size = _PIECE_NUMEL if torch.get_num_threads() == 1 else _ALONE_NUMEL
+    for piece, mine in zip(total.split(size), own.split(size), strict=True):
         arrived = piece if spare is None else spare[: piece.numel()]
         read_memory(pid, address, arrived)
         torch.add(arrived, mine, out=piece)
