@@ -19,6 +19,8 @@ _TORCH_ROOT = f"{Path(torch.__file__).parent}/"
 _READERS = {
     "nn/modules/transformer.py": "torch compares the mask with a causal one where it is not told: pass is_causal=True "
     "or False (tgt_is_causal and memory_is_causal to nn.Transformer and its decoder)",
+    "nn/modules/batchnorm.py": "torch counts batches for the mean of all of them, which momentum=None asks for: give "
+    "the norm a momentum",
     "distributions/": "torch checks what a distribution is given: build it with validate_args=False",
 }
 
