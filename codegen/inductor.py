@@ -1,4 +1,5 @@
-"""Compile a region's Python function through Inductor. Beside ``inductor_cpp.py`` the only file that touches Inductor.
+"""Compile a region's Python function through Inductor. Beside ``inductor_cpp.py`` and
+``inductor_passes.py`` the only file that touches Inductor.
 
 The region is traced from the emitted source itself, so that an edited file compiles as it reads. Views of its inputs
 (parameters in a gathered bucket, slots of a gradient buffer) are taken outside the compiled code: Inductor then sees
@@ -17,10 +18,7 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.dependencies import WeakDep
-from torch._inductor.scheduler import BaseSchedulerNode
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -29,6 +27,7 @@ from zerofx import ops
 from zerofx.codegen.beside import Beside
 from zerofx.codegen.cpu_rewrites import rewrite_for_cpu
 from zerofx.codegen.inductor_cpp import preparation, without_damaged_libraries
+from zerofx.codegen.inductor_passes import KeepOrder, Overwrite
 from zerofx.codegen.kernels import attention, products
 from zerofx.codegen.kernels.table import ATTENTION, PRODUCTS
 from zerofx.codegen.record import memory_record
@@ -161,25 +160,6 @@ def _with_strides(found: Any, planned: Any) -> Any:
     return found.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 
 
-class _KeepOrder(CustomSchedulerPass):
-    """What reads a buffer after an operator has written into it (dropout's mask, max pooling's gradient) stays behind.
-
-    Where Inductor of torch 2.13 fits the loops of two kernels to each other, it takes their reads from the loops anew
-    and forgets which writes they follow, unless they have a dependency that no loop shows
-    (https://github.com/pytorch/pytorch/issues/185509). The one given here repeats what the scheduler knows already.
-    """
-
-    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-        for node in [one for each in nodes for one in each.get_nodes()]:
-            read = {dep.name for dep in node.read_writes.reads}
-            for name in sorted(read & set(node.mutation_renames.values())):
-                node.add_fake_dep(WeakDep(name, mutating_buf=node.get_name(), is_fake=True))
-        return nodes
-
-    def uuid(self) -> str:
-        return "zerofx: reads follow the writes before them"
-
-
 # Strides are checked: what a kernel of ATen lays out otherwise than its fake tensor says would be misread without a
 # word. Where memory begins is ours to see to. Random numbers are ATen's, as in eager mode: those of Inductor need a
 # pass over graphs that a region does not go through. A kernel's order of summation is not chosen by timing.
@@ -189,7 +169,8 @@ _OPTIONS = {
     "nan_asserts": False,
     "fallback_random": True,
     "deterministic": True,
-    "_pre_fusion_custom_pass": _KeepOrder(),
+    "_pre_fusion_custom_pass": KeepOrder(),
+    "_post_fusion_custom_pass": Overwrite(),
 }
 
 

@@ -2,8 +2,8 @@
 
 Inductor inlines pointwise operators and normalisations into their readers: such a value takes memory only where an
 operator with a kernel of its own (a matrix product, attention), or another region, reads it; and it is written over an
-operand of the same size that dies there. Once a region is compiled, its real record takes the estimate's place
-(``scheduler.liveness.with_profiles``), and a plan that was made too tight by it is made again.
+operand of the same size that dies there (``scheduler/overwriting.py``). Once a region is compiled, its real record
+takes the estimate's place (``scheduler.liveness.with_profiles``), and a plan that it makes too tight is made again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 
 from zerofx.scheduler.crossing import storage_size
 from zerofx.scheduler.liveness import MemoryEvent, RegionLike
+from zerofx.scheduler.overwriting import overwriting_order, overwritten
 from zerofx.scheduler.storage import Storage, aliased_input, is_view, mutated_inputs, storage_source
 from zerofx.scheduler.workspace import compiled_workspace_bytes
 
@@ -27,6 +28,12 @@ _INLINED = frozenset({
     "aten::native_layer_norm_backward", "aten::nll_loss_backward", "aten::zeros", "aten::zeros_like",
     "aten::select_backward", "aten::slice_backward", "aten::stack", "aten::_fused_rms_norm", "aten::embedding",
     "aten::native_dropout", "aten::native_dropout_backward", "aten::threshold_backward",
+})  # fmt: skip
+
+
+_OF_ROWS = frozenset({
+    "aten::_log_softmax", "aten::_log_softmax_backward_data", "aten::_softmax", "aten::_softmax_backward_data",
+    "aten::native_layer_norm", "aten::native_layer_norm_backward", "aten::_fused_rms_norm",
 })  # fmt: skip
 
 
@@ -62,11 +69,11 @@ def estimated_memory(region: RegionLike, kernels_in_use: Collection[str]) -> tup
     events: list[MemoryEvent] = []
     for number, kernel in enumerate(kernels):
         free = [s for s in dying.get(number, ()) if s in live and s not in leaving]
+        kernel, over = _overwriting(kernel, free, reads, behind)
         for node in kernel:
             for storage in (s for s in _outputs(node) if s in kept):
                 size = storage_size(storage)
-                over = _written_over(node, kernel, reads, behind)
-                taken = next((s for s in free if s in over and live[s] == size), None)
+                taken = next((s for s in free if s in over[node] and live[s] == size), None)
                 if taken is None:
                     events.append(MemoryEvent(size))
                 else:
@@ -103,18 +110,31 @@ def _extent(node: fx.Node, reads: Mapping[fx.Node, set[Storage]]) -> int:
     return max(map(storage_size, storages), default=0)
 
 
-def _written_over(
-    node: fx.Node,
-    kernel: Sequence[fx.Node],
+def _overwriting(
+    kernel: list[fx.Node],
+    dying: Sequence[Storage],
     reads: Mapping[fx.Node, set[Storage]],
     behind: Mapping[fx.Node, set[fx.Node]],
-) -> set[Storage]:
-    """The storages that Inductor would write the result of ``node`` over, if they die there: those it reads, and that
-    nothing else in its kernel reads but what it needs. Not for a normalisation's gradients, which are several loops."""
-    if not _is_inlined(node) or "layer_norm_backward" in str(node.target):
-        return set()
-    others = [other for other in kernel if other is not node and other not in behind[node]]
-    return {storage for storage in reads[node] if not any(storage in reads[other] for other in others)}
+) -> tuple[list[fx.Node], dict[fx.Node, set[Storage]]]:
+    """The order of a kernel's loops, and which storages, of those that die there, each is written over if it fits.
+
+    Without reductions that is what ``codegen/inductor_passes.py`` has Inductor do, else what it does by itself: a loop
+    overwrites what it reads, and nothing else in its kernel but what it needs.
+    """
+    if all(_is_inlined(node) and not _has_rows(node) for node in kernel):
+        sizes = {node: {storage_size(storage) for storage in _outputs(node)} for node in kernel}
+        fitting = {s for s in dying if all(storage_size(s) in sizes[node] for node in kernel if s in reads[node])}
+        ends = {node: reads[node] & fitting for node in kernel}
+        order = overwriting_order(kernel, ends, behind)
+        last = overwritten(order, ends)
+        return order, {node: last.get(node, set()) for node in kernel}
+    over: dict[fx.Node, set[Storage]] = {}
+    for node in kernel:
+        others = [other for other in kernel if other is not node and other not in behind[node]]
+        # A normalisation's gradients are several loops.
+        alone = _is_inlined(node) and "layer_norm_backward" not in str(node.target)
+        over[node] = {s for s in reads[node] if not any(s in reads[other] for other in others)} if alone else set()
+    return kernel, over
 
 
 def _together(
@@ -224,6 +244,11 @@ def _is_inlined(node: fx.Node) -> bool:
     if not isinstance(target, OpOverload) or mutated_inputs(node):
         return False
     return torch.Tag.pointwise in target.tags or target._schema.name in _INLINED
+
+
+def _has_rows(node: fx.Node) -> bool:
+    """Whether it is one of the operators that Inductor inlines which reduce on their way."""
+    return isinstance(node.target, OpOverload) and node.target._schema.name in _OF_ROWS
 
 
 def _is_reduction(node: fx.Node) -> bool:

@@ -22,7 +22,7 @@ from zerofx.graph import StepGraph
 from zerofx.node_facts import DEVICE, placeholder, tier_of
 from zerofx.scheduler.blocks import size_class
 from zerofx.scheduler.machine import TIERS
-from zerofx.scheduler.storage import Storage, aliased_input, storage_bytes, storage_source, tensors_of
+from zerofx.scheduler.storage import Storage, aliased_input, is_view, storage_bytes, storage_source, tensors_of
 from zerofx.scheduler.streams import passes_through_host, runs_on_host
 from zerofx.scheduler.workspace import workspace_bytes
 
@@ -169,7 +169,10 @@ class MemoryEvent:
 def with_profiles(
     live: Liveness, step: StepGraph, regions: Sequence[tuple[RegionLike, Sequence[MemoryEvent]]]
 ) -> Liveness:
-    """``live`` with what compiled regions hold inside them in the place of their nodes' own temporaries."""
+    """``live`` with what compiled regions hold inside them in the place of their nodes' own temporaries.
+
+    The most that a region holds is said of the last of its nodes that computes.
+    """
     during = dict(live.during)
     before = {second: live.after[first] for first, second in itertools.pairwise(step.calls())}
     for region, events in regions:
@@ -185,7 +188,8 @@ def with_profiles(
             peak = max(peak, current)
         for node in region.own:
             during[node] = min(live.after[node], peak)
-        during[region.own[-1]] = max(peak, live.after[region.own[-1]])
+        last = next((node for node in reversed(region.own) if not is_view(node)), region.own[-1])
+        during[last] = max(peak, live.after[last])
     return replace(live, during=during)
 
 

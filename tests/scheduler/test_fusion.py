@@ -103,12 +103,12 @@ class GatedLayers(nn.Module):
         return x.sum()
 
 
-def test_a_gradient_that_two_loops_of_a_kernel_read_is_not_written_over() -> None:
+def test_a_gradient_that_two_loops_of_a_kernel_read_is_written_over_by_one_of_them() -> None:
     step = prepare(GatedLayers(), features(), num_ranks=1).run().step
     regions = [r for r in cut(step) if isinstance(r, Region) and r.unit == "layers.0"]
     backward = next(region for region in regions if region.origin.phase is Phase.BACKWARD)
     taken = [event.num_bytes for event in estimated_memory(backward, ()) if event.num_bytes > 0]
-    assert taken.count(2 * 12 * 4) == 3  # of the product, and for each factor
+    assert taken.count(2 * 12 * 4) == 2  # of the product, and for one of the factors
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
+from zerofx.codegen.regions import Event
 from zerofx.node_facts import origin
 from zerofx.node_text import target_name
 from zerofx.report.memory import Category, peak_memory
@@ -48,7 +49,7 @@ def summary(step: Step, compiled: CompiledStep | None, measured: Measurement | N
         _predictions(plan, measured),
         *_not_predicted(compiled),
         "",
-        f"On the device at the peak, in {_place(compiled)}:",
+        f"On the device at the peak, in {_place(compiled, step.options.backend)}:",
         _shares(peak_memory(compiled.graph, compiled.simulation.live)),
         "",
         bucket_table(plan),
@@ -126,13 +127,18 @@ def _beside(measured: int, predicted: int) -> str:
     return f"{format_bytes(measured)} ({(measured - predicted) / max(predicted, 1):+.1%})"
 
 
-def _place(compiled: CompiledStep) -> str:
-    """Where the peak is: the operator, its layer, and its phase."""
+def _place(compiled: CompiledStep, backend: str) -> str:
+    """Where the peak is: the operator, its layer, and its phase; of a compiled region, which is one kernel after the
+    other, the region's function."""
     node = compiled.simulation.live.peak_node
     if node is None:
         return "an empty step"
-    where = origin(node)
-    return f"{target_name(node)} of {where.layer or 'the model'} ({where.phase})"
+    what, layer, phase = target_name(node), origin(node).layer, origin(node).phase
+    for instruction in compiled.instructions:
+        if backend == "inductor" and not isinstance(instruction, Event) and node in instruction.own:
+            what = compiled.emitted.functions[instruction.key]
+            layer, phase = instruction.unit or instruction.origin.layer, instruction.origin.phase
+    return f"{what} of {layer or 'the model'} ({phase})"
 
 
 def _shares(held: Mapping[Category, int]) -> str:

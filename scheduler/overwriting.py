@@ -1,0 +1,43 @@
+"""Which loops of a kernel are written over what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TypeVar
+
+Loop = TypeVar("Loop")
+Value = TypeVar("Value")
+
+
+def overwriting_order(
+    loops: Sequence[Loop], ends: Mapping[Loop, AbstractSet[Value]], needs: Mapping[Loop, AbstractSet[Loop]]
+) -> list[Loop]:
+    """An order of the loops of one kernel in which many are the last to read a value, which they can be written over.
+
+    From the last on, the loop comes that reads the fewest values which no later one reads, but one at least. Where that
+    is no better than the order as it is, that stays.
+
+    Args:
+        ends: the values of the size of its result that a loop reads, and that nothing reads behind the kernel.
+        needs: the loops whose results a loop needs, directly or not; others than the kernel's may be among them.
+    """
+    rest, found, claimed = list(loops), list[Loop](), set[Value]()
+    while rest:
+        free = [one for one in rest if not any(one in needs[other] for other in rest)]
+        numbers = {one: len(ends[one] - claimed) for one in free}
+        taken = min(reversed(free), key=lambda one: (not numbers[one], numbers[one]))
+        rest.remove(taken)
+        found.insert(0, taken)
+        claimed |= ends[taken]
+    return found if len(overwritten(found, ends)) > len(overwritten(loops, ends)) else list(loops)
+
+
+def overwritten(order: Sequence[Loop], ends: Mapping[Loop, AbstractSet[Value]]) -> dict[Loop, set[Value]]:
+    """The values that each loop, in this order, is the last to read, for the loops that have some."""
+    found, later = dict[Loop, set[Value]](), set[Value]()
+    for loop in reversed(order):
+        if last := ends[loop] - later:
+            found[loop] = set(last)
+        later |= ends[loop]
+    return found
