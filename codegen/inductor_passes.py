@@ -32,8 +32,8 @@ class KeepOrder(CustomSchedulerPass):
 class Overwrite(CustomSchedulerPass):
     """Loops of one kernel write their results over the values that they are the last to read.
 
-        h = f(gate, up)                    |   dgate = p(dh, gate, up)    # memory of its own
-        dup = g(dh, gate)                  |   h = f(gate, up)            # over up
+        h = f(gate, up)                    |   h = f(gate, up)            # memory of its own
+        dup = g(dh, gate)                  |   dgate = p(dh, gate, up)    # over up
         dgate = p(dh, gate, up)            |   dup = g(dh, gate)          # over dh
 
     Inductor does so for a loop whose result needs those of all other loops that read the value: it takes loops that
