@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch._inductor.codegen.wrapper import can_match_buffer_size
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.dependencies import WeakDep
+from torch._inductor.ir import Layout, MutationLayoutSHOULDREMOVE
 from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode, SchedulerBuffer
 
 from zerofx.scheduler.overwriting import overwriting_order, overwritten
@@ -61,7 +62,9 @@ def _overwrite(kernel: FusedSchedulerNode) -> None:
     readers: dict[str, set[str]] = {}
     for value, buffer in kernel.scheduler.name_to_buf.items():
         users = {user.node.get_name() for user in buffer.users}
-        if value not in made and users and users <= loops.keys() and all(_fits(loops[one], buffer) for one in users):
+        if value in made or not users or not users <= loops.keys() or not _has_memory(buffer):
+            continue
+        if all(_fits(loops[one], buffer) for one in users):
             readers[value] = users
             for one in users:
                 ends[one].add(value)
@@ -74,4 +77,11 @@ def _overwrite(kernel: FusedSchedulerNode) -> None:
 
 def _fits(loop: BaseSchedulerNode, read: SchedulerBuffer) -> bool:
     """Whether a result of ``loop`` takes the memory of what it reads."""
-    return any(can_match_buffer_size(read.node, result.node) for result in loop.get_outputs())
+    results = (result.node for result in loop.get_outputs() if _has_memory(result))
+    return any(can_match_buffer_size(read.node, result) for result in results)
+
+
+def _has_memory(buffer: SchedulerBuffer) -> bool:
+    """Whether it is no other buffer that was written into, and no tuple."""
+    layout = buffer.node.get_output_spec()
+    return isinstance(layout, Layout) and not isinstance(layout, MutationLayoutSHOULDREMOVE)
