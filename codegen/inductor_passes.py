@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
+import torch
 from torch._inductor.codegen.wrapper import can_match_buffer_size
 from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.ir import Layout, MutationLayoutSHOULDREMOVE
 from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode, SchedulerBuffer
+from torch._ops import OpOverload
 
 from zerofx.scheduler.overwriting import overwriting_order, overwritten
 
 
 class KeepOrder(CustomSchedulerPass):
-    """What reads a buffer after an operator has written into it (dropout's mask, max pooling's gradient) stays behind.
+    """What reads a buffer after an operator has written into it (dropout's mask, max pooling's gradient) stays behind,
+    and operators that draw random numbers stay in their order.
 
     Where Inductor of torch 2.13 fits the loops of two kernels to each other, it takes their reads from the loops anew
     and forgets which writes they follow, unless they have a dependency that no loop shows
     (https://github.com/pytorch/pytorch/issues/185509). The one given here repeats what the scheduler knows already.
+    Of draws it knows nothing: one comes before another where that holds less memory.
     """
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        drawn: BaseSchedulerNode | None = None
         for node in [one for each in nodes for one in each.get_nodes()]:
             read = {dep.name for dep in node.read_writes.reads}
             for name in sorted(read & set(node.mutation_renames.values())):
-                node.add_fake_dep(WeakDep(name, mutating_buf=node.get_name(), is_fake=True))
+                _keep_behind(node, name)
+            if _draws(node):
+                if drawn is not None:
+                    _keep_behind(node, drawn.get_outputs()[0].get_name())
+                drawn = node
         return nodes
 
     def uuid(self) -> str:
-        return "zerofx: reads follow the writes before them"
+        return "zerofx: reads follow the writes before them, and draws one another"
+
+
+def _keep_behind(node: BaseSchedulerNode, buffer: str) -> None:
+    node.add_fake_dep(WeakDep(buffer, mutating_buf=node.get_name(), is_fake=True))
+
+
+def _draws(node: BaseSchedulerNode) -> bool:
+    operator = getattr(node.node, "op_overload", None)
+    return isinstance(operator, OpOverload) and torch.Tag.nondeterministic_seeded in operator.tags
 
 
 class Overwrite(CustomSchedulerPass):

@@ -95,9 +95,21 @@ def replication_pad_backward(grad: torch.Tensor, x: torch.Tensor, padding: Seque
     return grad
 
 
-def _bernoulli(chances: torch.Tensor, *, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Drawn by ATen: Inductor would compare uniform numbers, which are other draws."""
-    drawn: torch.Tensor = aten.bernoulli.Tensor(chances, chances, generator=generator)
+def _bernoulli(chances: torch.Tensor, *, generator: torch.Generator | None = None) -> Any:
+    return NotImplemented if generator is not None else _drawn(chances, chances, 0.0)
+
+
+def _bernoulli_of(x: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Any:
+    return NotImplemented if generator is not None else _drawn(x, None, p)
+
+
+def _drawn(x: torch.Tensor, chances: torch.Tensor | None, p: float) -> torch.Tensor:
+    """Draws of the shape of ``x``: by ATen, row by row whatever its strides, and also where nobody reads them.
+
+    Inductor compares uniform numbers, or draws over a copy in any layout, and leaves out what is not read: other draws.
+    """
+    drawn = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    torch.ops.zerofx.bernoulli_into(drawn, chances, p)
     return drawn
 
 
@@ -113,6 +125,7 @@ def _embedding_gradient(
 
 _OWN: Decompositions = {
     aten.bernoulli.default: _bernoulli,
+    aten.bernoulli.p: _bernoulli_of,
     aten.embedding_dense_backward.default: _embedding_gradient,
     aten.replication_pad1d_backward.default: replication_pad_backward,
     aten.replication_pad2d_backward.default: replication_pad_backward,

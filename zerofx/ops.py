@@ -26,6 +26,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``product``           a matrix product in float32 on a CPU by other means than ATen's BLAS, plus a bias if there is one,
                       where a compiled region has it so (``zerofx/products.py``)
 ``product_into``      the same, written over a tensor
+``bernoulli_into``    ATen's ``bernoulli_``, which a compiled region runs whether or not the draws are read
 ``embedding_gradient``  ATen's ``embedding_dense_backward``, for which Inductor has something else
 ``quantise``          flat values as bytes to send, in few bits with a scale for each block, a row for each part
 ``dequantise``        the values of all parts of what was quantised, in order
@@ -74,6 +75,9 @@ _library.define("copy_into(Tensor(a!) into, Tensor source) -> Tensor(a!)")
 _library.define("mm_into(Tensor(a!) into, Tensor a, Tensor b) -> ()")
 _library.define("product(Tensor left, Tensor right, Tensor? bias) -> Tensor")
 _library.define("product_into(Tensor(a!) into, Tensor left, Tensor right) -> ()")
+_library.define(
+    "bernoulli_into(Tensor(a!) into, Tensor? chances, float p) -> ()", tags=(torch.Tag.nondeterministic_seeded,)
+)
 _library.define(
     "embedding_gradient(Tensor grad, Tensor indices, int num_weights, int padding_idx, bool scale_grad_by_freq) "
     "-> Tensor"
@@ -154,6 +158,10 @@ def _part(whole: torch.Tensor, size: list[int], stride: list[int], offset: int) 
 
 def _mm_into(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     torch.mm(a, b, out=into)
+
+
+def _bernoulli_into(into: torch.Tensor, chances: torch.Tensor | None, p: float) -> None:
+    into.bernoulli_(p if chances is None else chances)
 
 
 def _embedding_gradient(grad: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -239,6 +247,7 @@ for _name in ("product", "product_into"):
     _library.impl(_name, _kernel_of("products", _name), "CPU")
 
 _library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
+_library.impl("bernoulli_into", _bernoulli_into, "CompositeExplicitAutograd")
 _library.impl("embedding_gradient", _embedding_gradient, "CompositeExplicitAutograd")
 _library.impl("part", _part, "CompositeExplicitAutograd")  # a view is the same on any device
 
@@ -256,6 +265,7 @@ for _name, _fake in (
     ("reload", _copied),
     ("copy_into", _copy_into),
     ("empty_stored", _empty_stored),
+    ("bernoulli_into", _nothing),
     ("mm_into", _nothing),
     ("embedding_gradient", _empty_embedding_gradient),
     ("product", _empty_product),

@@ -86,6 +86,19 @@ def _accumulated(inputs: list[Any]) -> tuple[Tensor, ...]:
     return aten.mm.default(doubled, weight), aten.mm.default(more, weight)
 
 
+def _in_turn(inputs: list[Any]) -> tuple[Tensor, ...]:
+    """Draws of several kinds, of which some are not read, and the last is read first."""
+    x, weight = inputs
+    inputs.clear()
+    aten.bernoulli.p(x, 0.5)
+    first = aten.bernoulli.p(aten.t.default(x), 0.3)
+    noise = aten.randn.default([DIM, DIM], device=torch.device("cpu"))
+    chosen = aten.bernoulli.default(aten.t.default(aten.sigmoid.default(x)))
+    last = aten.bernoulli.p(aten.mul.Tensor(x, 2.0), 0.5)
+    product = aten.mm.default(aten.mul.Tensor(weight, last), weight)
+    return product, aten.mm.default(aten.add.Tensor(chosen, noise), weight), aten.mul.Tensor(first, x)
+
+
 def _most_held(function: Region, given: list[Tensor]) -> int:
     """Compile a region, check it against eager mode, and return the most bytes that it holds beside its inputs."""
     from zerofx.codegen.inductor import compile_region, fake_like
@@ -121,6 +134,11 @@ def test_a_value_that_leaves_the_region_is_not_written_over() -> None:
 def test_what_operators_write_into_is_read_as_they_leave_it(function: Region) -> None:
     torch.manual_seed(0)
     assert _most_held(function, [torch.randn(DIM, DIM), torch.randn(DIM, DIM)]) >= 3 * DIM * DIM * 4
+
+
+def test_draws_are_those_of_eager_mode_whatever_is_read_and_when() -> None:
+    torch.manual_seed(0)
+    assert _most_held(_in_turn, [torch.randn(DIM, DIM), torch.randn(DIM, DIM)])
 
 
 def test_loops_beside_a_sum_give_what_they_should() -> None:
