@@ -4,9 +4,9 @@ The call is made on the CPU at hand with values that are made up, once for each 
 and other arguments, and the profiler's record of its allocations is read. Nothing that a caller can see changes: the
 tensors are the call's own, and random generators are put back.
 
-A call on more than ``LARGEST_CALL`` bytes, or of more steps than ``MOST_STEPS``, is made on smaller tensors: every
-large dimension is divided by the same number, and what is found grows with the bytes of inputs and outputs. That is
-taken for true only where the outputs are smaller by as much.
+A call on more than ``LARGEST_CALL`` bytes, or of more steps than ``MOST_STEPS``, is made on smaller tensors, unless it
+is to be made whole: every large dimension is divided by the same number, and what is found grows with the bytes of
+inputs and outputs. That is taken for true only where the outputs are smaller by as much.
 
 While a profiler of the user's runs, beside which there can be no other, and where memory for a call is short, nothing
 is found of calls that have not been made before; that is not remembered.
@@ -23,6 +23,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,8 +38,10 @@ from zerofx.torch_private import is_profiling, without_modes
 
 LARGEST_CALL = 2**26  # bytes of inputs and outputs: some tenths of a second for what reads and writes them once
 MOST_STEPS = 2**28  # elements times the last dimension, which operators of linear algebra take: matrices of 640 x 640
+_PRODUCTS_A_STEP = 16  # of a convolution, which takes less time for one: some tenths of a second for all of them
 _SMALLEST_DIM = 128  # what a dimension is not made smaller than
-_CUBIC = ("linalg_", "_linalg_", "cholesky_", "lu_", "cdist", "_cdist", "_euclidean_dist", "_trilinear", "convolution")
+_CUBIC = ("linalg_", "_linalg_", "cholesky_", "lu_", "cdist", "_cdist", "_euclidean_dist", "_trilinear")
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 @dataclass(frozen=True)
@@ -93,27 +96,38 @@ class _Call:
 
     @property
     def num_steps(self) -> int:
+        if self.target in _CONVOLUTIONS:
+            is_backward = self.target is torch.ops.aten.convolution_backward.default
+            result, filters = (self.leaves[0], self.leaves[2]) if is_backward else (self.made[0], self.leaves[1])
+            return int(math.prod(result.shape) * math.prod(filters.shape[1:])) // _PRODUCTS_A_STEP
         if not _is_cubic(self.target):
             return 0
         sized = [one for one in (*self.leaves, *self.made) if isinstance(one, _Like) and one.shape]
         return max((math.prod(one.shape) * one.shape[-1] for one in sized), default=0)
+
+    @property
+    def is_small(self) -> bool:
+        return self.num_bytes <= LARGEST_CALL and self.num_steps <= MOST_STEPS
 
     def smaller(self, by: int) -> _Call:
         leaves = tuple(leaf.smaller(by) if isinstance(leaf, _Like) else leaf for leaf in self.leaves)
         return replace(self, leaves=leaves, made=tuple(one.smaller(by) for one in self.made))
 
 
-def measured_bytes(node: fx.Node) -> int | None:
-    """Bytes that an operator on CPU tensors takes and gives back inside; None where it cannot be found, or not yet."""
+def measured_bytes(node: fx.Node, *, whole: bool = False) -> int | None:
+    """Bytes that an operator on CPU tensors takes and gives back inside; None where it cannot be found, or not yet.
+
+    ``whole``: nor where the call would have to be made on smaller tensors.
+    """
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    return measured_call_bytes(target, list(args), dict(kwargs), tensors_of(node))
+    return measured_call_bytes(target, list(args), dict(kwargs), tensors_of(node), whole=whole)
 
 
 def measured_call_bytes(
-    target: OpOverload, args: list[Any], kwargs: dict[str, Any], made: tuple[Tensor, ...]
+    target: OpOverload, args: list[Any], kwargs: dict[str, Any], made: tuple[Tensor, ...], *, whole: bool = False
 ) -> int | None:
     """``measured_bytes`` of a call of one of ATen's operators on fake tensors that gives tensors like ``made``."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -123,6 +137,8 @@ def measured_call_bytes(
         structure, tuple(map(_like, made)),
         (torch.get_num_threads(), bool(torch.backends.mkldnn.enabled), torch.are_deterministic_algorithms_enabled()),
     )  # fmt: skip
+    if whole and not call.is_small:
+        return None
     try:
         return _measured(call)
     except TypeError:  # an argument that cannot be hashed: sizes that are symbols
@@ -145,26 +161,30 @@ def _measured(call: _Call) -> int | None:
         raise _NotYetError
     tried = call
     for power in range(1, 24):
-        if tried.num_bytes <= LARGEST_CALL and tried.num_steps <= MOST_STEPS:
+        if tried.is_small:
             break
         tried = call.smaller(2**power)
     else:
         return None
     with without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            _run(tried)  # the first call may set things up that stay
-            found = _run(tried)
+            _run(tried, contextlib.nullcontext())  # the first call may set things up that stay
+            peak = CpuPeak()
+            made = _run(tried, peak)
         except _ValuesError:
             return None
         except (MemoryError, RuntimeError) as error:  # no memory, or the profiler's own
             raise _NotYetError from error
-    if found is None or tried is call:
+    if made is None:
+        return None
+    found = max(0, peak.num_bytes - made)
+    if tried is call:
         return found
     return math.ceil(found * (call.num_bytes / tried.num_bytes))
 
 
-def _run(call: _Call) -> int | None:
-    """Bytes beyond the outputs at the worst moment; None where the outputs are not those that are expected.
+def _run(call: _Call, inside: AbstractContextManager[object]) -> int | None:
+    """Make a call ``inside`` of something; bytes of the outputs' memory, None where they are not those expected.
 
     Raises:
         _ValuesError: the call fails on values that are made up.
@@ -174,14 +194,13 @@ def _run(call: _Call) -> int | None:
         given = [_values(leaf, call.target) if isinstance(leaf, _Like) else leaf for leaf in call.leaves]
     args, kwargs = pytree.tree_unflatten(given, call.structure)
     run: Callable[..., Any] = call.target
-    with CpuPeak() as peak, _refusing_values():
+    with inside, _refusing_values():
         made = run(*args, **kwargs)
     outputs = list(tensors_in(made))
     if [tuple(one.shape) for one in outputs] != [one.shape for one in call.made]:
         return None
     before = {_memory(one) for one in given if isinstance(one, Tensor)}
-    sizes = {_memory(one): one.untyped_storage().nbytes() for one in outputs if _memory(one) not in before}
-    return max(0, peak.num_bytes - sum(sizes.values()))
+    return sum({_memory(one): one.untyped_storage().nbytes() for one in outputs if _memory(one) not in before}.values())
 
 
 @contextlib.contextmanager

@@ -30,12 +30,7 @@ from zerofx.products import KERNEL as PRODUCTS
 from zerofx.products import has_kernel as has_product
 from zerofx.products import scratch_bytes
 from zerofx.quantise import BLOCK, ENCODINGS, unpacked_numel
-from zerofx.scheduler.convolutions import (
-    compiled_convolution_bytes,
-    convolution_backward_bytes,
-    convolution_bytes,
-    is_half,
-)
+from zerofx.scheduler.convolutions import compiled_convolution_bytes, convolution_bytes
 from zerofx.scheduler.kernel_memory import measured_bytes, measured_call_bytes
 from zerofx.scheduler.storage import mutated_inputs, storage_bytes, tensors_of
 
@@ -51,7 +46,7 @@ def compiled_workspace_bytes(node: fx.Node, kernels: Collection[str]) -> int:
     """``workspace_bytes`` in a compiled region, where Inductor generates code for most operators, and ``kernels`` of
     zerofx's own (``codegen/kernels/table.py``) are in use for some of ATen's."""
     name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
-    if name in _COMPILED:
+    if name in _COMPILED and _is_on_cpu(node):
         kernel, rule = _COMPILED[name]
         found = rule(node) if kernel is None or kernel in kernels else None
         if found is not None:
@@ -145,15 +140,20 @@ def _product(node: fx.Node) -> int | None:
     """Matrix products copy what a BLAS cannot read: a matrix neither of whose dimensions is dense. In half precision
     oneDNN packs operands too."""
     matrices = [value for source in node.all_input_nodes for value in tensors_of(source) if value.dim() >= 2]
-    return 0 if all(_is_matrix(value) and not is_half(value) for value in matrices) else None
+    return 0 if all(_is_matrix(value) and not _is_half(value) for value in matrices) else None
 
 
 def _product_into(node: fx.Node) -> int:
     """What ATen's product takes that is written over the first argument."""
     into, left, right = (given(node, index) for index in range(3))
-    if not is_half(left):
+    if not _is_half(left):
         return 0
     return measured_call_bytes(torch.ops.aten.mm.out, [left, right], {"out": into}, (into,)) or 0
+
+
+def _is_half(value: Tensor) -> bool:
+    """Whether oneDNN packs it, if its kernels for half precision take it: how is the processor's."""
+    return value.dtype in (torch.bfloat16, torch.float16)
 
 
 def _is_matrix(value: Tensor) -> bool:
@@ -330,7 +330,7 @@ _RULES: dict[str, Rule] = {
     "aten::addmm": _product,
     "aten::baddbmm": _product,
     "aten::convolution": convolution_bytes,
-    "aten::convolution_backward": convolution_backward_bytes,
+    "aten::convolution_backward": convolution_bytes,
     "aten::native_batch_norm_backward": _batch_norm_backward,
     "aten::native_dropout": _dropout,
     "aten::_softmax": _softmax,
