@@ -67,7 +67,8 @@ def compile(
             ``optimizer.state`` is empty.
         stage: 0 replicate, 1 shard optimizer states, 2 and gradients, 3 and parameters (ZeRO, 1910.02054).
         loss_fn: ``loss_fn(outputs, *batch)`` for a model that does not return its loss; the model is called with as
-            many leading batch arguments as its forward takes.
+            many leading batch arguments as its forward takes. Where it can do without some of these, what is for the
+            loss alone is passed by name: ``step(images, labels=labels)``.
         example_batch: a batch (tuple, or dict of keywords) to capture and plan with now; otherwise the first call does.
         memory_budget: the most bytes on the device at any moment of the step: ``"24GiB"``, a number of bytes, or a
             fraction of the device; None for no limit. A budget that no plan meets is refused before the first step.

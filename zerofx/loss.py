@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zerofx.batch import Batch
-from zerofx.errors import CaptureError
+from zerofx.errors import CaptureError, UsageError
 
 LossFunction = Callable[..., Any]
 
@@ -148,15 +148,29 @@ def split_batch(
     """The part of a batch that ``model.forward`` accepts: leading positional arguments, and keywords it names.
 
     With a ``loss_fn`` the batch also holds what only the loss needs, such as targets.
+
+    Raises:
+        UsageError: how many positional arguments are the model's cannot be told: behind those that it needs it takes
+            others, such as a mask, in whose place targets would train something else without a word.
     """
     parameters = list(inspect.signature(model.forward).parameters.values())
     kinds = [p.kind for p in parameters]
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    num_args = len(args) if inspect.Parameter.VAR_POSITIONAL in kinds else sum(kind in positional for kind in kinds)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_any = inspect.Parameter.VAR_POSITIONAL in kinds
+    most = len(args) if takes_any else min(len(args), len(positional))
+    needed = max(1, sum(p.default is p.empty and p.name not in kwargs for p in positional))
+    if len(args) > needed and most > needed:
+        further = [p.name for p in positional[needed:most]] or ["what *args takes"]
+        raise UsageError(
+            f"expected to know which arguments of step() are for the loss alone, found {len(args)} by position and a "
+            f"{type(model).__name__}.forward that needs {needed} and also takes {', '.join(further)}: pass by name "
+            f"what loss_fn alone is to get, step(inputs, targets=targets), under one that forward does not have; and "
+            f"what forward is to get besides under the one that it has there"
+        )
     if inspect.Parameter.VAR_KEYWORD in kinds:
-        return tuple(args[:num_args]), dict(kwargs)
-    names = {p.name for p in parameters[min(num_args, len(args)) :]}
-    return tuple(args[:num_args]), {name: leaf for name, leaf in kwargs.items() if name in names}
+        return tuple(args[:most]), dict(kwargs)
+    names = {p.name for p in parameters[most:]}
+    return tuple(args[:most]), {name: leaf for name, leaf in kwargs.items() if name in names}
 
 
 def _candidate(outputs: Any) -> Any:
