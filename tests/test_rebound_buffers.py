@@ -117,3 +117,68 @@ class _Undetached(_Rebinding):
 def test_a_buffer_that_gets_what_it_cannot_hold_is_refused(kind: type[_Rebinding], found: str) -> None:
     with pytest.raises(CaptureError, match=rf"{found}.* in the place of a, .*shape \[8\]"):
         _capture(kind())
+
+
+class _Scaled(nn.Module):
+    """Scales by a mean over all that it has seen, kept in a buffer that may be another module's too."""
+
+    mean: Tensor
+
+    def __init__(self, mean: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("mean", mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.add_(x.detach().mean(0))
+        y: Tensor = self.linear(x) * self.mean.clone()
+        return y
+
+
+class _Sharing(Regression):
+    """Modules that share a buffer, which each of them changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mean = torch.ones(DIM)
+        self.layers = nn.Sequential(*(_Scaled(mean) for _ in range(4)))
+
+    def predict(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+
+class _Reading(_Sharing):
+    """Reads what modules share, and has a name of its own for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", self.layers[0].get_buffer("mean"))
+
+    def predict(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer.get_submodule("linear")(x) * layer.get_buffer("mean")
+        return x * self.get_buffer("scale")
+
+
+class _Parting(_Sharing):
+    """Puts another tensor in one of the places of a buffer that modules share."""
+
+    def predict(self, x: Tensor) -> Tensor:
+        last = self.layers[-1]
+        assert isinstance(last, _Scaled)
+        last.mean = last.mean * 2
+        return super().predict(x)
+
+
+@pytest.mark.parametrize("model", [_Sharing, _Reading])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_modules_may_share_a_buffer(model: type[nn.Module], num_micro_batches: int) -> None:
+    case = Case(model, rows)
+    found = train_compiled(case, 3, 3, accumulate=num_micro_batches)
+    assert differences(train_plain(case, 3, num_micro_batches), found) == []
+
+
+def test_a_buffer_that_modules_share_stays_one() -> None:
+    with pytest.raises(CaptureError, match=r"layers.3.mean, which is layers.0.mean, layers.1.mean, layers.2.mean too"):
+        _capture(_Parting())

@@ -290,7 +290,7 @@ def _to_step_graph(
 ) -> StepGraph:
     graph = traced.graph
     step = StepGraph(graph=graph, device=device, parameters=parameters, units=frozenset(find_units(model)))
-    first_name = {alias: info.name for info in parameters for alias in info.aliases}
+    first_name = {alias: info.name for info in parameters for alias in info.aliases} | _buffer_names(model)
     _set_origins(graph)
     merged: dict[str, fx.Node] = {}
     for node in list(graph.find_nodes(op="placeholder")):
@@ -298,15 +298,14 @@ def _to_step_graph(
         match desc:
             case TangentAOTInput():
                 replace_tangent(graph, node)
-            case ParamAOTInput(target=target):
+            case ParamAOTInput(target=target) | BufferAOTInput(target=target):
                 name = first_name[_inner_name(target)]
+                role = Role.PARAMETER if isinstance(desc, ParamAOTInput) else Role.BUFFER
                 if name in merged:
                     node.replace_all_uses_with(merged[name])
                     graph.erase_node(node)
                 else:
-                    merged[name] = _rename(node, Role.PARAMETER, name)
-            case BufferAOTInput(target=target):
-                _rename(node, Role.BUFFER, _inner_name(target))
+                    merged[name] = _rename(node, role, name)
             case PlainAOTInput(idx=index):
                 _rename(node, Role.INPUT, batch.names[index])
             case _:
@@ -338,7 +337,7 @@ def _classify_outputs(
             case PlainAOTOutput(idx=index):  # behind what in-place calls make of a buffer
                 mutations[rebound[index - 1]] = node
             case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
-                mutations[_inner_name(target)] = node
+                mutations[first_name[_inner_name(target)]] = node
             case InputMutationAOTOutput(mutated_input=changed):
                 lines = "\n  ".join(list(dict.fromkeys(watcher.lines))[:5]) or "(line not found)"
                 raise CaptureError(
@@ -365,6 +364,12 @@ def _classify_outputs(
     loss = own_storage(step.graph, loss)
     step.set_outputs(loss, mutations, {name: sum_gradients(step.graph, nodes) for name, nodes in arrived.items()})
     step.output.meta.pop("desc")
+
+
+def _buffer_names(model: nn.Module) -> dict[str, str]:
+    """Of each buffer by each of its names: the one that ``named_buffers`` has, where modules share a tensor."""
+    first = {buffer: name for name, buffer in model.named_buffers()}
+    return {name: first[buffer] for name, buffer in model.named_buffers(remove_duplicate=False)}
 
 
 def _set_origins(graph: fx.Graph) -> None:

@@ -69,10 +69,10 @@ class LossModule(nn.Module):
         self._has_run = False
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        held, numbers = dict(self.model.named_buffers()), _numbers(self.model)
+        held, numbers = _buffers(self.model), _numbers(self.model)
         with _tensors_kept(self.model):
             loss = self._loss(*self._batch.rebuild(tensors))
-            now = dict(self.model.named_buffers())
+            now = _buffers(self.model)
         if self._has_run:
             self.counts = tuple(sorted(name for name, _ in _numbers(self.model).items() - numbers.items()))
         self._has_run = True
@@ -111,6 +111,11 @@ def _tensors_kept(model: nn.Module) -> Iterator[None]:
             table.update({name: one for name, one in entries.items() if isinstance(one, torch.Tensor)})
 
 
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers by all of their names."""
+    return dict(model.named_buffers(remove_duplicate=False))
+
+
 def _numbers(model: nn.Module) -> dict[str, int | float]:
     """The Python numbers that modules have as attributes."""
     return {
@@ -137,6 +142,12 @@ def _rebound(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tenso
                 f"expected a forward that leaves each buffer its shape and dtype, and no gradient, found that it puts "
                 f"{what}{' with a gradient' if tensor is not None and tensor.requires_grad else ''} in the place of "
                 f"{name}, {_describe(buffer)}: detach() what a buffer is to hold, and give it its full size at first"
+            )
+        others = [other for other in before if other != name and before[other] is buffer]
+        if others:
+            raise CaptureError(
+                f"expected a forward that leaves buffers that share a tensor as they are, found that it puts another "
+                f"in the place of {name}, which is {', '.join(others)} too: change it in place, or give each its own"
             )
         found[name] = tensor
     return found
