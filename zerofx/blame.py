@@ -83,5 +83,5 @@ def unknown_input(graph: fx.Graph, described: object) -> CaptureError:
         return CaptureError(f"the model has an input of a kind that cannot be captured: {described}")
     return CaptureError(
         f"expected a forward of operators that only give results, found {', '.join(sorted(effects))}, which also "
-        f"raises errors, prints or the like: call forms without it (torch.linalg.solve_ex, cholesky_ex, inv_ex)"
+        f"raises errors, prints or the like: leave it out of the training step"
     )

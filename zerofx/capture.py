@@ -42,6 +42,7 @@ from zerofx.layers import find_units
 from zerofx.loss import LossFunction, LossModule
 from zerofx.node_facts import Origin, Phase, Placeholder, Role, origin, set_origin, set_placeholder
 from zerofx.normalise import (
+    check_results,
     lift_constants,
     name_kinds_of_devices,
     own_storage,
@@ -291,6 +292,7 @@ def _to_step_graph(
     graph = traced.graph
     step = StepGraph(graph=graph, device=device, parameters=parameters, units=frozenset(find_units(model)))
     first_name = {alias: info.name for info in parameters for alias in info.aliases} | _buffer_names(model)
+    check_results(graph)
     _set_origins(graph)
     merged: dict[str, fx.Node] = {}
     for node in list(graph.find_nodes(op="placeholder")):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from zerofx import ops
 from zerofx.errors import CaptureError
 from zerofx.graph import StepGraph
 from zerofx.node_facts import (
@@ -50,6 +52,46 @@ def refuse_mixed_products(graph: fx.Graph) -> None:
                 f"{', '.join(map(type_name, node.all_input_nodes))} in {origin(node).layer or 'the model'}: convert "
                 f"the batch (x.float()), or what the layer is given, to the dtype of its weight"
             )
+
+
+def check_results(graph: fx.Graph) -> None:
+    """Let what reads a result of linear algebra read it behind the check that raises an error where there is none.
+
+        inverse, info = linalg_inv_ex(a)                             inverse, info = linalg_inv_ex(a)
+        token = with_effects(token, _linalg_check_errors, info)  ->  checked = zerofx.checked(inverse, info)
+        y = inverse @ x                                              y = checked @ x
+
+    Torch orders checks by tokens, since nothing reads what they give. Other operators with tokens stay as they are.
+    """
+    output = graph.output_node()
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
+        token, target, *about = node.args
+        assert isinstance(token, fx.Node)
+        if target is not torch.ops.aten._linalg_check_errors.default or not _check_result(graph, *about, **node.kwargs):
+            continue
+        for following in list(node.users):
+            following.replace_all_uses_with(token)
+            graph.erase_node(following)
+        graph.erase_node(node)
+        if token.op == "placeholder" and set(token.users) == {output}:
+            output.args = ([None if one is token else one for one in output.args[0]],)  # type: ignore[union-attr]
+            graph.erase_node(token)
+
+
+def _check_result(graph: fx.Graph, info: fx.Node, name: str, *, is_matrix: bool = True) -> bool:
+    """Put a result of the operator that gave ``info`` behind a check; False if none is read."""
+    made = info.args[0] if info.target is operator.getitem else None
+    results = [one for one in made.users if one is not info and one.users] if isinstance(made, fx.Node) else []
+    if not results:
+        return False
+    result = min(results, key=lambda one: one.args[1])  # type: ignore[arg-type,return-value]  # its place
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    last = max(result, info, key=order.__getitem__)
+    with graph.inserting_after(last):
+        checked = graph.call_function(ops.checked, (result, info, name, is_matrix))
+    checked.meta = dict(result.meta)
+    result.replace_all_uses_with(checked, lambda reader: reader is not checked and order[reader] > order[last])
+    return True
 
 
 def own_storage(graph: fx.Graph, loss: fx.Node) -> fx.Node:

@@ -27,6 +27,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
                       where a compiled region has it so (``zerofx/products.py``)
 ``product_into``      the same, written over a tensor
 ``bernoulli_into``    ATen's ``bernoulli_``, which a compiled region runs whether or not the draws are read
+``checked``           a copy of what linear algebra gave, once its own report says that it succeeded
 ``embedding_gradient``  ATen's ``embedding_dense_backward``, for which Inductor has something else
 ``quantise``          flat values as bytes to send, in few bits with a scale for each block, a row for each part
 ``dequantise``        the values of all parts of what was quantised, in order
@@ -77,6 +78,9 @@ _library.define("product(Tensor left, Tensor right, Tensor? bias) -> Tensor")
 _library.define("product_into(Tensor(a!) into, Tensor left, Tensor right) -> ()")
 _library.define(
     "bernoulli_into(Tensor(a!) into, Tensor? chances, float p) -> ()", tags=(torch.Tag.nondeterministic_seeded,)
+)
+_library.define(
+    "checked(Tensor value, Tensor info, str name, bool is_matrix) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,)
 )
 _library.define(
     "embedding_gradient(Tensor grad, Tensor indices, int num_weights, int padding_idx, bool scale_grad_by_freq) "
@@ -140,6 +144,10 @@ def _empty_gradients(bucket: int, numel: int, *, dtype: torch.dtype, device: tor
     return torch.empty(numel, dtype=dtype, device=device)
 
 
+def _copy_of(value: torch.Tensor, *_args: object) -> torch.Tensor:
+    return value.clone()
+
+
 def _copied(value: torch.Tensor, tier: str = "device") -> torch.Tensor:
     return value.new_empty_strided(value.shape, value.stride())
 
@@ -162,6 +170,11 @@ def _mm_into(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 def _bernoulli_into(into: torch.Tensor, chances: torch.Tensor | None, p: float) -> None:
     into.bernoulli_(p if chances is None else chances)
+
+
+def _checked(value: torch.Tensor, info: torch.Tensor, name: str, is_matrix: bool) -> torch.Tensor:
+    torch.ops.aten._linalg_check_errors(info, name, is_matrix=is_matrix)
+    return value.clone()
 
 
 def _embedding_gradient(grad: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -248,6 +261,7 @@ for _name in ("product", "product_into"):
 
 _library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
 _library.impl("bernoulli_into", _bernoulli_into, "CompositeExplicitAutograd")
+_library.impl("checked", _checked, "CompositeExplicitAutograd")
 _library.impl("embedding_gradient", _embedding_gradient, "CompositeExplicitAutograd")
 _library.impl("part", _part, "CompositeExplicitAutograd")  # a view is the same on any device
 
@@ -266,6 +280,7 @@ for _name, _fake in (
     ("copy_into", _copy_into),
     ("empty_stored", _empty_stored),
     ("bernoulli_into", _nothing),
+    ("checked", _copy_of),
     ("mm_into", _nothing),
     ("embedding_gradient", _empty_embedding_gradient),
     ("product", _empty_product),
@@ -302,6 +317,7 @@ copy_into = torch.ops.zerofx.copy_into.default
 empty_stored = torch.ops.zerofx.empty_stored.default
 settle = torch.ops.zerofx.settle.default
 part = torch.ops.zerofx.part.default
+checked = torch.ops.zerofx.checked.default
 product = torch.ops.zerofx.product.default
 product_into = torch.ops.zerofx.product_into.default
 quantise = torch.ops.zerofx.quantise.default
