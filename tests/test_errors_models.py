@@ -102,6 +102,8 @@ def test_models_that_are_compiled_already_are_refused() -> None:
     model = tiny()
     model.layers[1].compile()
     refused_model(model, r"Sequential at layers.1 on which .compile\(\) was called")
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        refused_model(torch.jit.script(tiny()), "before torch.jit.script or trace")
 
 
 def test_a_model_without_parameters_to_train_is_refused() -> None:

@@ -65,6 +65,10 @@ def _check_module(path: str, module: nn.Module) -> None:
             f"expected a plain module, found {kind}{where} on which .compile() was called: build the model without it; "
             f"backend='inductor' compiles the whole step"
         )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UsageError(
+            f"expected a module in Python, found {kind}{where}: give zerofx the model before torch.jit.script or trace"
+        )
     if type(module).__module__.startswith("torch.distributed.fsdp"):
         raise UsageError(f"expected a plain module, found {kind}{where}: give zerofx the module without FSDP")
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:

@@ -52,7 +52,7 @@ def claim(model: nn.Module, step: object) -> Owner:
             what = f"that its part {path} was" if path else "one that was"
             raise UsageError(
                 f"expected a model that no step trains yet, found {what} compiled before: use that step, or call its "
-                f"close() first, which gives the model its parameters back"
+                f"close() first, which gives the model its parameters back; without that step, build the model anew"
             )
     owner = Owner(step)
     setattr(model, _MARK, owner)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import zerofx
 from tests.optimizers.cases import CASES, Lion
 from zerofx.errors import OptimizerError
 from zerofx.optimizers import check_supported, trace_update
@@ -127,6 +128,9 @@ def test_counters_outside_the_state_are_refused() -> None:
 
     with pytest.raises(OptimizerError, match="attribute 'count'"):
         check_supported(Counter([matrix()]))
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(OptimizerError, match="where .* was expected; use"):  # no line: none of the optimizer's runs
+        zerofx.compile(model, Counter(model.parameters()))
 
 
 def test_a_branch_that_tracing_cannot_see_is_found_by_checking() -> None:

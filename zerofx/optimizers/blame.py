@@ -7,13 +7,13 @@ from types import FrameType
 
 
 def optimizer_frame() -> FrameType | None:
-    """The innermost running frame of the optimizer's code."""
+    """The innermost running frame of the optimizer's code; None if it has returned."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         outside = not module.startswith(("torch.", "zerofx.optimizers", "contextlib")) and module != "torch"
         if outside or module.startswith("torch.optim."):
-            return frame
+            return None if module.split(".")[0] == "zerofx" else frame
         frame = frame.f_back
     return None
 
