@@ -141,7 +141,8 @@ def _rebound(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tenso
             raise CaptureError(
                 f"expected a forward that leaves each buffer its shape and dtype, and no gradient, found that it puts "
                 f"{what}{' with a gradient' if tensor is not None and tensor.requires_grad else ''} in the place of "
-                f"{name}, {_describe(buffer)}: detach() what a buffer is to hold, and give it its full size at first"
+                f"{name}, {_describe(buffer)}: detach() what a buffer is to hold, and give it its full size at first, "
+                f"as a call of the model before zerofx.compile may do"
             )
         others = [other for other in before if other != name and before[other] is buffer]
         if others:

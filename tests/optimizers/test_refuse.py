@@ -129,7 +129,7 @@ def test_counters_outside_the_state_are_refused() -> None:
     with pytest.raises(OptimizerError, match="attribute 'count'"):
         check_supported(Counter([matrix()]))
     model = torch.nn.Linear(4, 4)
-    with pytest.raises(OptimizerError, match="where .* was expected; use"):  # no line: none of the optimizer's runs
+    with pytest.raises(OptimizerError, match=r"where .* was expected; use"):  # no line: none of the optimizer's runs
         zerofx.compile(model, Counter(model.parameters()))
 
 
