@@ -116,7 +116,7 @@ def _with_layer(predict: Regression) -> Regression:
         (_Item, "reads a tensor's value"),
         (_Float, "reads a tensor's value"),
         (_If, "reads a tensor's value"),
-        (_NonZero, "reads a tensor's value|could not be traced"),
+        (_NonZero, "shapes do not depend on values, found aten.nonzero"),
         (_InPlace, "in-place change"),
         (_Assigned, "in-place change"),
         (_InFunction, "in-place change"),

@@ -86,7 +86,10 @@ def trace_update(
     """
     refuse_by_name(optimizer, group)
     if not dtype.is_floating_point:
-        raise OptimizerError(f"expected parameters of a real floating-point dtype, found {dtype}: leave them out")
+        raise OptimizerError(
+            f"expected parameters of a real floating-point dtype, found {dtype}: let the parameter be what "
+            f"torch.view_as_real makes of it, and read it through torch.view_as_complex"
+        )
     if fused and not any(has_fused(optimizer, device, dtype) for device in ("cpu", "cuda")):
         raise OptimizerError(
             f"expected an optimizer with a fused kernel, found {type(optimizer).__name__}: fused=False"
