@@ -4,9 +4,9 @@ The call is made on the CPU at hand with values that are made up, once for each 
 and other arguments, and the profiler's record of its allocations is read. Nothing that a caller can see changes: the
 tensors are the call's own, and random generators are put back.
 
-A call on more than ``LARGEST_CALL`` bytes, or of more steps than ``MOST_STEPS``, is made on smaller tensors, unless it
-is to be made whole: every large dimension is divided by the same number, and what is found grows with the bytes of
-inputs and outputs. That is taken for true only where the outputs are smaller by as much.
+A call on more than ``LARGEST_CALL`` bytes, or of more steps than ``MOST_STEPS``, is made on smaller tensors: every
+large dimension is divided by the same number, and what is found grows with the bytes of inputs and outputs. That is
+taken for true only where the outputs are smaller by as much.
 
 While a profiler of the user's runs, beside which there can be no other, and where memory for a call is short, nothing
 is found of calls that have not been made before; that is not remembered.
@@ -38,7 +38,7 @@ from zerofx.torch_private import is_profiling, without_modes
 
 LARGEST_CALL = 2**26  # bytes of inputs and outputs: some tenths of a second for what reads and writes them once
 MOST_STEPS = 2**28  # elements times the last dimension, which operators of linear algebra take: matrices of 640 x 640
-_PRODUCTS_A_STEP = 16  # of a convolution, which takes less time for one: some tenths of a second for all of them
+_PRODUCTS_A_STEP = 8  # of a convolution, which takes less time for one
 _SMALLEST_DIM = 128  # what a dimension is not made smaller than
 _CUBIC = ("linalg_", "_linalg_", "cholesky_", "lu_", "cdist", "_cdist", "_euclidean_dist", "_trilinear")
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
@@ -114,22 +114,22 @@ class _Call:
         return replace(self, leaves=leaves, made=tuple(one.smaller(by) for one in self.made))
 
 
-def measured_bytes(node: fx.Node, *, whole: bool = False) -> int | None:
-    """Bytes that an operator on CPU tensors takes and gives back inside; None where it cannot be found, or not yet.
-
-    ``whole``: nor where the call would have to be made on smaller tensors.
-    """
+def measured_bytes(node: fx.Node) -> int | None:
+    """Bytes that an operator on CPU tensors takes and gives back inside; None where it cannot be found, or not yet."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    return measured_call_bytes(target, list(args), dict(kwargs), tensors_of(node), whole=whole)
+    return measured_call_bytes(target, list(args), dict(kwargs), tensors_of(node))
 
 
 def measured_call_bytes(
     target: OpOverload, args: list[Any], kwargs: dict[str, Any], made: tuple[Tensor, ...], *, whole: bool = False
 ) -> int | None:
-    """``measured_bytes`` of a call of one of ATen's operators on fake tensors that gives tensors like ``made``."""
+    """``measured_bytes`` of a call of one of ATen's operators on fake tensors that gives tensors like ``made``.
+
+    ``whole``: None where the call would have to be made on smaller tensors.
+    """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     call = _Call(
         target,
