@@ -44,10 +44,13 @@ _REDUCTIONS = frozenset({
 })  # fmt: skip
 
 
-def estimated_memory(region: RegionLike, kernels_in_use: Collection[str]) -> tuple[MemoryEvent, ...]:
+def estimated_memory(
+    region: RegionLike, kernels_in_use: Collection[str], *, on_cpu: bool = True
+) -> tuple[MemoryEvent, ...]:
     """What ``region`` takes and gives back on its way, its outputs included, as if it were compiled.
 
-    ``kernels_in_use``: those of zerofx's own, by name, which hold other memory than ATen's.
+    ``kernels_in_use``: those of zerofx's own, by name, which hold other memory than ATen's. ``on_cpu``: whether the
+    step will run on a CPU, whose kernels keep workspaces, wherever it was captured.
     """
     order = [node for node in region.own if not is_view(node) and node.target is not operator.getitem]
     members = set(region.own)
@@ -82,7 +85,7 @@ def estimated_memory(region: RegionLike, kernels_in_use: Collection[str]) -> tup
                 live[storage] = size
                 if storage not in last and storage not in leaving:
                     free.append(storage)
-        scratch = sum(compiled_workspace_bytes(node, kernels_in_use) for node in kernel)
+        scratch = sum(compiled_workspace_bytes(node, kernels_in_use) for node in kernel) if on_cpu else 0
         events += [MemoryEvent(scratch), MemoryEvent(-scratch)] if scratch else []
         events += [MemoryEvent(-live.pop(storage)) for storage in free]
         events += [MemoryEvent(freed=given[storage]) for storage in dying.get(number, ()) if storage in given]

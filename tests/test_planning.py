@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zerofx
+from zerofx.options import Backend
+from zerofx.scheduler import kernel_memory
 
 SIZE, TOKENS = 4096, 8192
 H100 = zerofx.Machine.named("h100-sxm")
@@ -44,3 +48,32 @@ def test_each_product_is_measured_against_the_peak_of_its_own_dtype(num_float32:
     assert planned.flops_utilisation == pytest.approx(busy / planned.plan.step_seconds)
     assert 0.3 < planned.flops_utilisation <= H100.efficiency.matmul
     assert f"{100 * planned.flops_utilisation:.1f} % of peak FLOP/s" in str(planned)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_what_this_cpus_kernels_hold_is_no_part_of_a_plan_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, backend: Backend
+) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 64, 7), nn.ReLU(), nn.Conv2d(64, 8, 3), nn.Flatten())
+        images = torch.empty(8, 3, 64, 64)
+
+    def planned(machine: zerofx.Machine) -> zerofx.PlannedStep:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return zerofx.plan(
+            model, optimizer, (images,), machine=machine, backend=backend, loss_fn=lambda y, x: y.square().mean()
+        )
+
+    calls = []
+    measured = kernel_memory._measured
+
+    def noted(call: Any) -> int | None:
+        calls.append(call)
+        return measured(call)
+
+    monkeypatch.setattr(kernel_memory, "_measured", noted)
+    on_gpu = planned(H100)
+    assert not calls
+    on_cpu = planned(zerofx.Machine.measure("cpu"))
+    assert calls
+    assert on_gpu.plan.peak_bytes["device"] < on_cpu.plan.peak_bytes["device"]

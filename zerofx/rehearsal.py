@@ -73,7 +73,7 @@ class Rehearsal:
         run_quietly(begun, plan, self.layout, self.programs, self.settings, done=done)
         live = liveness(begun, self.on_cpu)
         if self.fused:
-            live = _live_when_fused(live, begun, cut(begun), self.estimates, self.kernels)
+            live = _live_when_fused(live, begun, cut(begun), self.estimates, self.kernels, on_cpu=self.on_cpu)
         return live.peak_bytes
 
     def host_block_bytes(self, plan: Plan) -> int:
@@ -119,7 +119,8 @@ def simulate_step(
     simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu, measured=measured)
     if fused:
         known = {} if estimates is None else estimates
-        simulation = replace(simulation, live=_live_when_fused(simulation.live, step, instructions, known, kernels))
+        live = _live_when_fused(simulation.live, step, instructions, known, kernels, on_cpu=on_cpu)
+        simulation = replace(simulation, live=live)
     return simulation
 
 
@@ -129,6 +130,8 @@ def _live_when_fused(
     instructions: tuple[Instruction, ...],
     known: Estimates,
     kernels: frozenset[str],
+    *,
+    on_cpu: bool,
 ) -> Liveness:
     """``live`` as it will be with compiled regions, by an estimate; updates run on torch's kernels, or on one of ours,
     which holds nothing.
@@ -141,5 +144,5 @@ def _live_when_fused(
     compiled = [region for region in regions if not region.is_update or region.key in known]
     for region in compiled:
         if region.key not in known:
-            known[region.key] = estimated_memory(region, kernels)
+            known[region.key] = estimated_memory(region, kernels, on_cpu=on_cpu)
     return with_profiles(live, step, [(region, known[region.key]) for region in compiled])
