@@ -32,10 +32,11 @@ FAMILIES = {
     "llama": ["llama", "llama masked"],
     "gpt2": ["gpt2", "gpt2 dropout"],
     "bert": ["bert", "bert dropout"],
+    "qwen3 next": ["qwen3 next"],
     "t5": ["t5"],
     "vit": ["vit"],
 }
-SLOW = {"torch layers", "image layers", "bert", "t5", "vit"}
+SLOW = {"torch layers", "image layers", "bert", "qwen3 next", "t5", "vit"}
 INTERFACES = ["arguments", "returns dict", "returns tuple", "returns list", "returns dataclass", "loss function"]
 
 

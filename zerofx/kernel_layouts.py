@@ -5,9 +5,6 @@ step would fail where it takes it. Tracing puts a copy behind the operator that 
 
     before   t = mse_loss_backward(g, predictions.transpose(1, 2), y)    a fake like the predictions, a kernel in order
     after    c = clone(t, memory_format=contiguous)                      what reads t reads c
-
-Not handled: elementwise operators of two tensors in different orders of dimensions, one of them broadcast, whose fakes
-are torch's references (``div`` with a rounding mode, ``floor_divide``, ``copysign``, ``xlogy``).
 """
 
 from __future__ import annotations
@@ -19,16 +16,46 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import decompose
 
-from zerofx.torch_private import suggest_memory_format
+from zerofx.torch_private import elementwise_order, suggest_memory_format
 
 aten = torch.ops.aten
 
-# of a loss with respect to its input: zeros in the order of the dimensions, on every device
+# in the order of the dimensions, on every device
 _ORDERED = (
     aten.mse_loss_backward.default,
     aten.smooth_l1_loss_backward.default,
     aten.huber_loss_backward.default,
+    aten.pow.Scalar,
 )
+
+# as the gradient, of which the kernel makes a copy in order if it is not
+_COPIED = (aten._log_softmax_backward_data.default, aten.native_layer_norm_backward.default)
+
+# elementwise, of these arguments in this order, on every device; their fakes come of other operators' orders
+_OPERANDS = {
+    aten.softplus_backward.default: (0, 1),
+    aten.elu_backward.default: (0, 5),
+    aten.hardswish_backward.default: (0, 1),
+    aten.hardsigmoid_backward.default: (0, 1),
+    aten.hardtanh_backward.default: (0, 1),
+    aten.logit_backward.default: (0, 1),
+    aten.threshold_backward.default: (1, 0),
+    aten.leaky_relu_backward.default: (1, 0),
+    aten.rrelu_with_noise_backward.default: (2, 0),
+    aten.binary_cross_entropy.default: (0,),
+    aten.binary_cross_entropy_backward.default: (1,),
+    aten.div.Tensor_mode: (0, 1),
+    aten.floor_divide.default: (0, 1),
+    aten.copysign.Tensor: (0, 1),
+    aten.heaviside.default: (0, 1),
+    aten.logaddexp.default: (0, 1),
+    aten.logaddexp2.default: (0, 1),
+    aten.logical_and.default: (0, 1),
+    aten.logical_or.default: (0, 1),
+    aten.logical_xor.default: (0, 1),
+    aten.special_xlog1py.default: (0, 1),
+    aten.xlogy.Tensor: (0, 1),
+}
 
 # on a CPU, in the memory format which this argument suggests
 _FORMAT_OF = {
@@ -55,7 +82,11 @@ def kernel_layouts(device: torch.device) -> dict[Any, Callable[..., Any]]:
     if device.type == "cpu":
         formats |= {operator: partial(_suggested_by, place) for operator, place in _FORMAT_OF.items()}
         formats[aten.roll.default] = _rolled
-    return {operator: _laid_out(operator, format_of) for operator, format_of in formats.items()}
+    return (
+        {operator: _laid_out(operator, format_of) for operator, format_of in formats.items()}
+        | {operator: _with_copy(operator) for operator in _COPIED}
+        | {operator: _in_order_of(operator, operands) for operator, operands in _OPERANDS.items()}
+    )
 
 
 def _contiguous(*args: Any) -> torch.memory_format:
@@ -82,5 +113,29 @@ def _laid_out(operator: Any, format_of: Callable[..., torch.memory_format]) -> C
             if not first.is_contiguous(memory_format=layout):
                 first = first.clone(memory_format=layout)
         return (first, *others) if isinstance(results, tuple) else first
+
+    return decomposed
+
+
+def _with_copy(operator: Any) -> Callable[..., Any]:
+    def decomposed(gradient: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
+        with decompose({}):
+            return operator(gradient.contiguous(), *others, **kwargs)
+
+    return decomposed
+
+
+def _in_order_of(operator: Any, operands: Sequence[int]) -> Callable[..., torch.Tensor]:
+    def decomposed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with decompose({}):
+            result: torch.Tensor = operator(*args, **kwargs)
+        tensors = [args[place] for place in operands if isinstance(args[place], torch.Tensor)]
+        if not result.dim() or not tensors:
+            return result
+        order = elementwise_order(*torch.broadcast_tensors(*tensors))
+        inner = result.permute(order)
+        if inner.is_contiguous():
+            return result
+        return inner.clone(memory_format=torch.contiguous_format).permute(sorted(order, key=order.__getitem__))
 
     return decomposed

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 
 import torch
+from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch.autograd import profiler as _autograd_profiler
 from torch.profiler.profiler import PROFILER_STEP_NAME
@@ -16,6 +17,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 without_modes = _disable_current_modes
 """A context in which no dispatch mode sees what is called: it computes, on real tensors."""
+
+
+def elementwise_order(*operands: torch.Tensor) -> list[int]:
+    """The dimensions of what an elementwise kernel makes of operands of one shape, the outermost in memory first."""
+    order: list[int] = compute_elementwise_output_logical_to_physical_perm(*operands)[0]
+    return order
 
 
 @contextlib.contextmanager

@@ -27,6 +27,19 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
+def qwen3_next() -> nn.Module:
+    """A layer of linear attention, whose decay is a softplus, and one of attention; four experts, of which two work."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=16, linear_num_key_heads=2,
+        linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=8, shared_expert_intermediate_size=8, layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    return Qwen3NextForCausalLM(config)
+
+
 def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
