@@ -1,6 +1,9 @@
 """Remove nodes that only autograd needed, before a plan names any.
 
     a = detach(x); b = t(w); c = t(b); d = mm(a, c)      ->      d = mm(x, w)
+    y = where(m, v, x); z = copy(x, y)                   ->      z = where(m, v, x)
+
+The second is what tracing makes of ``x.copy_(...)``, where nothing else reads ``y``.
 
 Does not handle: anything that computes. Arithmetic is left exactly as it was captured.
 """
@@ -11,13 +14,15 @@ import torch
 from torch import fx
 
 from zerofx.graph import StepGraph
+from zerofx.node_facts import tensor
+from zerofx.scheduler.storage import aliased_input
 
 _aten = torch.ops.aten
 _IDENTITIES = frozenset({_aten.detach.default, _aten.alias.default})
 
 
 def simplify(step: StepGraph) -> None:
-    """Drop ``detach`` and ``alias``, pairs of transposes, and chains of reshapes; in place."""
+    """Drop ``detach`` and ``alias``, pairs of transposes, chains of reshapes, and copies of what is new; in place."""
     for node in list(step.calls()):
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
@@ -30,4 +35,14 @@ def simplify(step: StepGraph) -> None:
             node.replace_all_uses_with(inner)
         elif node.target is _aten.view.default and source.target is _aten.view.default:
             node.update_arg(0, source.args[0])
+        elif node.target is _aten.copy.default and isinstance(made := node.args[1], fx.Node) and _is_like(made, node):
+            node.replace_all_uses_with(made)
     step.graph.eliminate_dead_code()
+
+
+def _is_like(made: fx.Node, copy: fx.Node) -> bool:
+    """Whether a copy is of something that an operator has made for it alone, and in its dtype and strides."""
+    if made.op != "call_function" or aliased_input(made) is not None or len(made.users) > 1:
+        return False
+    one, other = tensor(made), tensor(copy)
+    return (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())

@@ -64,7 +64,7 @@ def _known_bytes(node: fx.Node) -> int | None:
     if not isinstance(target, OpOverload):
         return 0
     rule = _rule(target)
-    if rule is _nothing or not _is_on_cpu(node):
+    if rule is _nothing or (rule is not _masked_sum and not _is_on_cpu(node)):
         return 0
     found = rule(node)
     return measured_bytes(node) if found is None else found
@@ -314,6 +314,12 @@ def _number(node: fx.Node, index: int) -> float:
     return found
 
 
+def _masked_sum(node: fx.Node) -> int:
+    """All rows, where the mask names all, and their places until they are taken; on any device."""
+    values, mask, result = given(node, 0), given(node, 1), tensors_of(node)[0]
+    return values.numel() * values.itemsize + max(0, 8 * mask.dim() * mask.numel() - result.nbytes)
+
+
 def _batch_norm(node: fx.Node) -> int:
     """Sums of each channel."""
     return 3 * given(node, 0).shape[1] * 4
@@ -350,6 +356,7 @@ _RULES: dict[str, Rule] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "zerofx::attention": _own_attention,
     "zerofx::attention_backward": _own_attention_backward,
+    "zerofx::masked_sum": _masked_sum,
     "zerofx::mm_into": _product_into,
     "zerofx::product": lambda node: scratch_bytes(given(node, 0)),
     "zerofx::product_into": lambda node: scratch_bytes(given(node, 1)),
@@ -400,5 +407,6 @@ _LEFT_TO_ATEN = frozenset(
         "aten::convolution_backward",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+        "zerofx::masked_sum",
     }
 )

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import re
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -30,10 +29,9 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from zerofx.batch import Batch as Batch
-from zerofx.blame import explain, unknown_input, user_line
+from zerofx.blame import explain, unknown_input
 from zerofx.decompositions import decompositions
 from zerofx.errors import CaptureError, ZeroFXError, warn
 from zerofx.graph import ParameterInfo, StepGraph, Strides, cast_of, parameter_infos
@@ -51,7 +49,9 @@ from zerofx.normalise import (
     replace_tangent,
     sum_gradients,
 )
+from zerofx.randomness import drawing_with_torch
 from zerofx.torch_private import without_log_of_fakes
+from zerofx.watched_calls import CallWatcher
 
 
 def capture(
@@ -81,7 +81,7 @@ def capture(
         CaptureError: the model cannot be one graph; the message names the source line.
     """
     parameters = parameter_infos(model, compute_dtype, strides)
-    watcher = _CallWatcher()
+    watcher = CallWatcher()
     with traceable(model, batch, loss_fn, compute_dtype, num_micro_batches, strides) as (lossy, fakes, device, _):
         watcher.inputs = fakes
         with watcher, contextlib.ExitStack() as inner:
@@ -120,6 +120,7 @@ def traceable(
         _fake_state(model, mode, compute_dtype, device, strides),
         layer_annotations(model),
         _compiling(),
+        drawing_with_torch(),
     ):
         fakes = tuple(_fake(mode, t, t.stride(), cast_of(t, compute_dtype), device) for t in batch.tensors)
         loss_scope = partial(annotated, LOSS_LAYER)
@@ -163,57 +164,6 @@ def dtype_settings() -> dict[str, str]:
 def saves_by_hook() -> bool:
     """Whether what backward needs is saved through hooks, as ``torch.utils.checkpoint`` does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-_IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
-# Calls that torch's Python dispatcher takes apart into kernels that eager mode does not run.
-_TAKEN_APART = frozenset({"interpolate", "upsample", "gru", "gru_cell", "lstm", "lstm_cell", "rnn_tanh", "rnn_relu"})
-
-
-class _CallWatcher(TorchFunctionMode):
-    """Remembers the source lines of in-place calls, and keeps calls whole that eager mode runs whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs: tuple[torch.Tensor, ...] = ()
-        self.lines: list[str] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
-            raise CaptureError(
-                f"expected a forward whose operations can be traced, found tensor.data assigned at\n  "
-                f"{user_line(traceback.extract_stack()) or '(line not found)'}\nWrite tensor.copy_(...) instead."
-            )
-        in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
-        in_place = in_place or bool(kwargs and (kwargs.get("inplace") or kwargs.get("out") is not None))
-        rescales = bool(kwargs and kwargs.get("max_norm") is not None)  # an embedding its weight, row by row
-        if (in_place or rescales) and args and isinstance(args[0], torch.Tensor):
-            line = user_line(traceback.extract_stack())
-            if line:
-                self.lines.append(f"{line} ({name}{' with max_norm' if rescales else ''})")
-        if name == "bernoulli" and isinstance(args[0], torch.Tensor):
-            # Its result is dense whatever its input is, unlike that of bernoulli_, which tracing turns into the same.
-            args = (args[0].contiguous(), *args[1:])
-        with contextlib.ExitStack() as stack:
-            if name in _TAKEN_APART:
-                stack.enter_context(torch._C._DisablePythonDispatcher())
-            if name == "lstm":
-                stack.enter_context(_without_onednn())
-            return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _without_onednn() -> Iterator[None]:
-    """ATen's own steps for an LSTM: oneDNN's keeps what its backward needs only with autograd on, as in no step."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 def tracing_device(model: nn.Module, batch: Batch) -> torch.device:
@@ -286,7 +236,7 @@ def _to_step_graph(
     batch: Batch,
     parameters: tuple[ParameterInfo, ...],
     device: torch.device,
-    watcher: _CallWatcher,
+    watcher: CallWatcher,
     rebound: tuple[str, ...],
 ) -> StepGraph:
     graph = traced.graph
@@ -324,7 +274,7 @@ def _classify_outputs(
     step: StepGraph,
     first_name: Mapping[str, str],
     batch: Batch,
-    watcher: _CallWatcher,
+    watcher: CallWatcher,
     rebound: tuple[str, ...],
 ) -> None:
     loss: fx.Node | None = None

@@ -28,6 +28,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``product_into``      the same, written over a tensor
 ``bernoulli_into``    ATen's ``bernoulli_``, which a compiled region runs whether or not the draws are read
 ``checked``           a copy of what linear algebra gave, once its own report says that it succeeded
+``masked_sum``        the sum, to a size, of the rows of a tensor that a mask names
 ``embedding_gradient``  ATen's ``embedding_dense_backward``, for which Inductor has something else
 ``quantise``          flat values as bytes to send, in few bits with a scale for each block, a row for each part
 ``dequantise``        the values of all parts of what was quantised, in order
@@ -86,6 +87,7 @@ _library.define(
     "embedding_gradient(Tensor grad, Tensor indices, int num_weights, int padding_idx, bool scale_grad_by_freq) "
     "-> Tensor"
 )
+_library.define("masked_sum(Tensor values, Tensor mask, int[] size) -> Tensor")
 _library.define("empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor")
 _library.define("settle(int bucket) -> ()")
 _library.define("quantise(Tensor values, int num_parts, str encoding, int interleave=1) -> Tensor")
@@ -177,6 +179,14 @@ def _checked(value: torch.Tensor, info: torch.Tensor, name: str, is_matrix: bool
     return value.clone()
 
 
+def _masked_sum(values: torch.Tensor, mask: torch.Tensor, size: list[int]) -> torch.Tensor:
+    return values[mask].sum_to_size(size)
+
+
+def _empty_sum(values: torch.Tensor, mask: torch.Tensor, size: list[int]) -> torch.Tensor:
+    return values.new_empty(size)
+
+
 def _embedding_gradient(grad: torch.Tensor, *args: Any) -> torch.Tensor:
     found: torch.Tensor = torch.ops.aten.embedding_dense_backward(grad, *args)
     return found
@@ -262,6 +272,7 @@ for _name in ("product", "product_into"):
 _library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
 _library.impl("bernoulli_into", _bernoulli_into, "CompositeExplicitAutograd")
 _library.impl("checked", _checked, "CompositeExplicitAutograd")
+_library.impl("masked_sum", _masked_sum, "CompositeExplicitAutograd")
 _library.impl("embedding_gradient", _embedding_gradient, "CompositeExplicitAutograd")
 _library.impl("part", _part, "CompositeExplicitAutograd")  # a view is the same on any device
 
@@ -282,6 +293,7 @@ for _name, _fake in (
     ("bernoulli_into", _nothing),
     ("checked", _copy_of),
     ("mm_into", _nothing),
+    ("masked_sum", _empty_sum),
     ("embedding_gradient", _empty_embedding_gradient),
     ("product", _empty_product),
     ("product_into", _nothing),
@@ -318,6 +330,7 @@ empty_stored = torch.ops.zerofx.empty_stored.default
 settle = torch.ops.zerofx.settle.default
 part = torch.ops.zerofx.part.default
 checked = torch.ops.zerofx.checked.default
+masked_sum = torch.ops.zerofx.masked_sum.default
 product = torch.ops.zerofx.product.default
 product_into = torch.ops.zerofx.product_into.default
 quantise = torch.ops.zerofx.quantise.default

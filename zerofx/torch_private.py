@@ -36,6 +36,21 @@ def without_log_of_fakes() -> Iterator[None]:
         log.disabled = before
 
 
+without_python_dispatcher = torch._C._DisablePythonDispatcher
+"""A context in which calls go to the kernels that eager mode runs: Python's dispatcher takes some of them apart."""
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """ATen's own steps for an LSTM: oneDNN's keeps what its backward needs only with autograd on, as in no step."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 def is_profiling() -> bool:
     """Whether one of torch's profilers records in this process, or its schedule has it warm up to.
 

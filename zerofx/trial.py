@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -18,6 +16,7 @@ from zerofx.codegen.regions import Region, regions_of
 from zerofx.errors import UsageError, ZeroFXError
 from zerofx.optimizers import copy_optimizer
 from zerofx.options import CompileOptions
+from zerofx.randomness import kept_randomness
 from zerofx.runtime.measure import Measurement
 from zerofx.scheduler.links import Transfer
 from zerofx.scheduler.plan import Plan
@@ -141,18 +140,6 @@ def _transfers(stream: str, of_ranks: Sequence[tuple[Transfer, ...]]) -> tuple[T
     if stream != COLLECTIVE:
         return tuple(transfer for made in of_ranks for transfer in made)
     return tuple(min(together, key=lambda one: one.seconds) for together in zip(*of_ranks, strict=True))
-
-
-@contextmanager
-def kept_randomness(device: torch.device) -> Iterator[None]:
-    """Leave the random generators of torch, numpy and Python as they were, bit for bit."""
-    plain, array = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(plain)
-        np.random.set_state(array)
 
 
 def _described(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -59,3 +60,33 @@ def test_a_chain_of_reshapes_becomes_one() -> None:
     (view,) = calls(step, aten.view.default)
     assert view.all_input_nodes[0].op == "placeholder"
     assert view.args[1] == [ROWS * DIM]
+
+
+class _Copying(nn.Module):
+    """Copies what is new, what it reads again, what is there already, and what is in another dtype or order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(ROWS, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        new, again, there, wide, turned = (x * number for number in range(5))
+        new.copy_(x * self.weight)
+        read = self.weight.exp()
+        again.copy_(read)
+        there.copy_(self.weight)
+        wide.copy_(self.weight.double() * 2)
+        turned.copy_(self.weight.t().contiguous().t())
+        return (new + again + read + there + wide + turned).sum()
+
+
+def _copied(step: StepGraph) -> Counter[object]:
+    return Counter(node.all_input_nodes[1].target for node in calls(step, aten.copy.default))
+
+
+def test_a_copy_of_what_is_made_for_it_alone_is_that() -> None:
+    step = _captured(_Copying(), *features())
+    before = _copied(step)
+    simplify(step)
+    after = _copied(step)
+    assert (before.total(), before - after) == (5, {aten.mul.Tensor: 1})

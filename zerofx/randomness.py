@@ -1,0 +1,54 @@
+"""Random generators: left as they were, and those that a captured forward may draw from."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from zerofx.errors import CaptureError
+
+
+@contextlib.contextmanager
+def kept_randomness(device: torch.device) -> Iterator[None]:
+    """Leave the random generators of torch, numpy and Python as they were, bit for bit."""
+    with _kept(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
+@contextlib.contextmanager
+def drawing_with_torch() -> Iterator[None]:
+    """Of what runs meanwhile, torch alone may draw at random: the rest would be drawn once, for all steps.
+
+    Raises:
+        CaptureError: the generator of Python or of numpy has been drawn from; both are then as they were.
+    """
+    with _kept():
+        before = _states()
+        yield
+        drawn = [name for name, state in _states().items() if state != before[name]]
+        if drawn:
+            raise CaptureError(
+                f"expected a forward that draws at random with torch alone, found that it draws with "
+                f"{' and '.join(drawn)}: a step is captured once, and what is drawn then would be in all steps. Draw "
+                f"with torch (and torch.where in the place of an if), or where the batch is made, as a tensor of it; "
+                f"or turn off what draws (layers skipped at random, masks of SpecAugment)"
+            )
+
+
+@contextlib.contextmanager
+def _kept() -> Iterator[None]:
+    plain, array = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(plain)
+        np.random.set_state(array)
+
+
+def _states() -> dict[str, bytes]:
+    return {"Python's random": pickle.dumps(random.getstate()), "numpy.random": pickle.dumps(np.random.get_state())}
