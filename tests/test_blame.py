@@ -169,12 +169,6 @@ def test_reentrant_checkpoints_are_told_what_to_do() -> None:
     assert "\n  at " not in str(caught.value)  # no line of the user's is on the stack
 
 
-class _Sampled(Regression):
-    def predict(self, x: Tensor) -> Tensor:
-        found: Tensor = torch.distributions.Normal(x, torch.ones(DIM), validate_args=True).rsample()
-        return found
-
-
 class _Decoded(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +192,6 @@ class _Averaged(Regression):
 @pytest.mark.parametrize(
     ("cls", "advice"),
     [
-        (_Sampled, "validate_args=False"),
         (_Decoded, r"is_causal=True or False"),
         (_Averaged, r"give the norm a momentum"),
     ],
@@ -206,6 +199,21 @@ class _Averaged(Regression):
 def test_where_torch_itself_reads_values_it_says_what_keeps_it_from_that(cls: type[Regression], advice: str) -> None:
     with pytest.raises(CaptureError, match=f"reads a tensor's value[\\s\\S]*{advice}"):
         _capture(_with_layer(cls()))
+
+
+class _LeftOut(Regression):
+    layerdrop = 0.1
+
+    def predict(self, x: Tensor) -> Tensor:
+        if torch.rand([]) < self.layerdrop:  # the line to blame
+            return x
+        return -x
+
+
+def test_layers_that_are_left_out_at_random_are_told_how_to_stay() -> None:
+    with pytest.raises(CaptureError, match=r"set the probability of that \(layerdrop\) to 0") as caught:
+        _capture(_with_layer(_LeftOut()))
+    assert f":{_line_to_blame(_LeftOut)}:" in str(caught.value)
 
 
 class _Masked(Regression):

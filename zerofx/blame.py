@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from zerofx.batch import Batch
 from zerofx.errors import CaptureError
 
 _TORCH_ROOT = f"{Path(torch.__file__).parent}/"
+_CALLER = str(Path(__file__).with_name("loss.py"))
 
 
 # Where torch itself reads values, and what keeps it from doing so.
@@ -21,17 +23,31 @@ _READERS = {
     "or False (tgt_is_causal and memory_is_causal to nn.Transformer and its decoder)",
     "nn/modules/batchnorm.py": "torch counts batches for the mean of all of them, which momentum=None asks for: give "
     "the norm a momentum",
-    "distributions/": "torch checks what a distribution is given: build it with validate_args=False",
 }
 
 
 def user_line(stack: traceback.StackSummary) -> str | None:
     """The innermost line that is neither torch's nor zerofx's."""
+    frame = next(_user_frames(stack), None)
+    return f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else None
+
+
+def user_lines(stack: traceback.StackSummary) -> list[str]:
+    """Such lines within the model and its loss, the innermost first.
+
+    Of their files' names they have what is the same wherever those are installed.
+    """
+    called = max((i for i, frame in enumerate(stack) if frame.filename == _CALLER), default=-1)
+    frames = _user_frames(traceback.StackSummary.from_list(stack[called + 1 :]))
+    found = [("/".join(Path(frame.filename).parts[-2:]), frame) for frame in frames]
+    return [f"{file}:{frame.lineno}: {frame.line}" for file, frame in found]
+
+
+def _user_frames(stack: traceback.StackSummary) -> Iterator[traceback.FrameSummary]:
     here = f"{Path(__file__).parent}/"
     for frame in reversed(stack):
         if not frame.filename.startswith((_TORCH_ROOT, here, "<")) and "/contextlib.py" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return None
+            yield frame
 
 
 def explain(error: Exception, batch: Batch) -> CaptureError:
@@ -43,7 +59,7 @@ def explain(error: Exception, batch: Batch) -> CaptureError:
             f"expected a forward whose path does not depend on values, found one that reads a tensor's value at\n"
             f"  {line or '(line not found)'}\n"
             f"A step is one graph, planned before it runs: replace .item(), float(tensor), or an if on a tensor by "
-            f"torch.where or a Python value, or take that part out of the training step.{_reader(error)}"
+            f"torch.where or a Python value, or take that part out of the training step.{_reader(error, line)}"
         )
     if "DynamicOutputShape" in kind:
         return CaptureError(
@@ -73,8 +89,10 @@ def explain(error: Exception, batch: Batch) -> CaptureError:
     )
 
 
-def _reader(error: Exception) -> str:
-    """What to add where it is torch's own Python code that reads a value."""
+def _reader(error: Exception, line: str | None) -> str:
+    """What to add where it is torch's own Python code that reads a value, or a layer is left out at random."""
+    if re.search("layer_?drop|skip_the_layer", line or "", re.IGNORECASE):
+        return "\nHere layers are left out at random: set the probability of that (layerdrop) to 0."
     files = {frame.filename.removeprefix(_TORCH_ROOT) for frame in traceback.extract_tb(error.__traceback__)}
     found = [advice for place, advice in _READERS.items() if any(file.startswith(place) for file in files)]
     return f"\nHere {found[0]}." if found else ""

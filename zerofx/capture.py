@@ -40,6 +40,7 @@ from zerofx.layers import find_units
 from zerofx.loss import LossFunction, LossModule
 from zerofx.node_facts import Origin, Phase, Placeholder, Role, origin, set_origin, set_placeholder
 from zerofx.normalise import (
+    assert_values,
     check_results,
     lift_constants,
     name_kinds_of_devices,
@@ -97,7 +98,7 @@ def capture(
             f"{', '.join(lossy.counts)}: the step has what they were while it was captured; register what is to change "
             f"as a buffer"
         )
-    return _to_step_graph(joint.graph_module, model, batch, parameters, device, watcher, lossy.rebound)
+    return _to_step_graph(joint.graph_module, model, batch, parameters, device, watcher, lossy)
 
 
 @contextlib.contextmanager
@@ -237,7 +238,7 @@ def _to_step_graph(
     parameters: tuple[ParameterInfo, ...],
     device: torch.device,
     watcher: CallWatcher,
-    rebound: tuple[str, ...],
+    lossy: LossModule,
 ) -> StepGraph:
     graph = traced.graph
     step = StepGraph(graph=graph, device=device, parameters=parameters, units=frozenset(find_units(model)))
@@ -249,7 +250,9 @@ def _to_step_graph(
         desc = node.meta["desc"]
         match desc:
             case TangentAOTInput():
-                replace_tangent(graph, node)
+                one = replace_tangent(graph, node)
+                if one is not None:
+                    assert_values(graph, one, zip(_checks(graph, lossy), lossy.checked, strict=True))
             case ParamAOTInput(target=target) | BufferAOTInput(target=target):
                 name = first_name[_inner_name(target)]
                 role = Role.PARAMETER if isinstance(desc, ParamAOTInput) else Role.BUFFER
@@ -264,10 +267,18 @@ def _to_step_graph(
                 raise unknown_input(graph, desc)
     lift_constants(traced, step)
     name_kinds_of_devices(graph)
-    _classify_outputs(step, first_name, batch, watcher, rebound)
+    _classify_outputs(step, first_name, batch, watcher, lossy)
     graph.eliminate_dead_code()
     graph.lint()
     return step
+
+
+def _checks(graph: fx.Graph, lossy: LossModule) -> list[fx.Node]:
+    """What the forward checks of values: the last of what it returns."""
+    output = graph.output_node()
+    outputs: Any = output.args[0]
+    returned = [one for one, desc in zip(outputs, output.meta["desc"], strict=True) if isinstance(desc, PlainAOTOutput)]
+    return returned[1 + len(lossy.rebound) :]
 
 
 def _classify_outputs(
@@ -275,7 +286,7 @@ def _classify_outputs(
     first_name: Mapping[str, str],
     batch: Batch,
     watcher: CallWatcher,
-    rebound: tuple[str, ...],
+    lossy: LossModule,
 ) -> None:
     loss: fx.Node | None = None
     mutations: dict[str, fx.Node] = {}
@@ -286,8 +297,10 @@ def _classify_outputs(
         match desc:
             case PlainAOTOutput(idx=0):
                 loss = node
-            case PlainAOTOutput(idx=index):  # behind what in-place calls make of a buffer
-                mutations[rebound[index - 1]] = node
+            case PlainAOTOutput(idx=index) if index <= len(
+                lossy.rebound
+            ):  # behind what in-place calls make of a buffer
+                mutations[lossy.rebound[index - 1]] = node
             case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
                 mutations[first_name[_inner_name(target)]] = node
             case InputMutationAOTOutput(mutated_input=changed):

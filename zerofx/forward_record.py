@@ -37,8 +37,8 @@ class ForwardRecord:
 
     The calls among ``lines`` are operators, and the methods the nodes of autograd's graph, which stand behind all
     operators. Values are texts. ``asked`` are the functions of torch that Python called, a line each: which of them
-    are composed of others is up to the one who traces; behind them, the buffers that get other tensors. ``foreign``
-    names an operator or a backward that is not torch's, if there is one.
+    are composed of others is up to the one who traces; behind them, the buffers that get other tensors, and what is
+    checked of values. ``foreign`` names an operator or a backward that is not torch's, if there is one.
     """
 
     lines: tuple[Line, ...]
@@ -82,7 +82,7 @@ def record_forward(
         with mode, recorder, asked:
             made = lossy(*fakes)
         lines = recorder.finished(made if isinstance(made, tuple) else (made,))
-        return ForwardRecord(lines, "\n".join((*asked.names, *lossy.rebound)), recorder.foreign)
+        return ForwardRecord(lines, "\n".join((*asked.names, *lossy.rebound, *lossy.checked)), recorder.foreign)
 
 
 class _Asked(TorchFunctionMode):

@@ -14,6 +14,7 @@ from torch import nn
 
 from zerofx.batch import Batch
 from zerofx.errors import CaptureError, UsageError
+from zerofx.watched_calls import Checks
 
 LossFunction = Callable[..., Any]
 
@@ -46,7 +47,8 @@ class LossModule(nn.Module):
 
     ``loss_scope`` opens a context that ``loss_fn`` runs in. Where the forward puts other tensors in the places of its
     buffers (``self.mean = 0.9 * self.mean + ...``), those come behind the loss, in the order of their names in
-    ``rebound``. ``counts`` has the names of the numbers that a forward changes again when it runs again.
+    ``rebound``; and behind them what it checks of values, as booleans, in the order of their texts in ``checked``.
+    ``counts`` has the names of the numbers that a forward changes again when it runs again.
     """
 
     def __init__(
@@ -65,12 +67,13 @@ class LossModule(nn.Module):
         self._num_micro_batches = num_micro_batches
         self._loss_scope = loss_scope
         self.rebound: tuple[str, ...] = ()
+        self.checked: tuple[str, ...] = ()
         self.counts: tuple[str, ...] = ()
         self._has_run = False
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         held, numbers = _buffers(self.model), _numbers(self.model)
-        with _tensors_kept(self.model):
+        with _tensors_kept(self.model), Checks() as checks:
             loss = self._loss(*self._batch.rebuild(tensors))
             now = _buffers(self.model)
         if self._has_run:
@@ -78,9 +81,10 @@ class LossModule(nn.Module):
         self._has_run = True
         loss = loss if self._num_micro_batches == 1 else loss / self._num_micro_batches
         rebound = _rebound(held, now)
-        self.rebound = tuple(rebound)
+        self.rebound, self.checked = tuple(rebound), tuple(text for _, text in checks.noted)
         # A copy each: what is put in a buffer's place may be another buffer, or a view.
-        return (loss, *(tensor.clone() for tensor in rebound.values())) if rebound else loss
+        others = *(tensor.clone() for tensor in rebound.values()), *(holds.all() for holds, _ in checks.noted)
+        return (loss, *others) if others else loss
 
     def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         if not self._loss_fn:

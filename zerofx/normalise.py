@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -94,6 +95,22 @@ def _check_result(graph: fx.Graph, info: fx.Node, name: str, *, is_matrix: bool 
     return True
 
 
+def assert_values(graph: fx.Graph, tangent: fx.Node, checks: Iterable[tuple[fx.Node, str]]) -> None:
+    """Let backward begin behind what the forward checks of values: where a check fails, a step ends before its updates.
+
+    holds = all(condition)                               holds = all(condition)
+    one = full([], 1.0)                            ->    one = asserted(full([], 1.0), holds, "...")
+    gradient = mul(one, x)                               gradient = mul(one, x)
+    """
+    readers = set(tangent.users)
+    for holds, text in checks:
+        with graph.inserting_after(tangent):
+            asserted = graph.call_function(ops.asserted, (tangent, holds, text))
+        set_value(asserted, value(tangent))
+        tangent.replace_all_uses_with(asserted, readers.__contains__)
+        tangent = set_origin(asserted, origin(tangent))
+
+
 def own_storage(graph: fx.Graph, loss: fx.Node) -> fx.Node:
     """The loss, or a copy of it where it is a view: the step hands it out, and would hold or change what it shows."""
     aten = torch.ops.aten
@@ -120,11 +137,11 @@ def sum_gradients(graph: fx.Graph, gradients: list[fx.Node]) -> fx.Node:
     return total
 
 
-def replace_tangent(graph: fx.Graph, node: fx.Node) -> None:
-    """d(loss)/d(loss) = 1, made where backward begins so that forward holds nothing for it."""
+def replace_tangent(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """d(loss)/d(loss) = 1, made where backward begins: forward holds nothing for it. None where nothing reads it."""
     if not node.users:
         graph.erase_node(node)
-        return
+        return None
     first = min(node.users, key={n: i for i, n in enumerate(graph.nodes)}.__getitem__)
     fake = node.meta["val"]
     with graph.inserting_before(first):
@@ -135,6 +152,7 @@ def replace_tangent(graph: fx.Graph, node: fx.Node) -> None:
     set_origin(one, Origin(origin(first).layer, Phase.BACKWARD))
     node.replace_all_uses_with(one)
     graph.erase_node(node)
+    return one
 
 
 def name_kinds_of_devices(graph: fx.Graph) -> None:

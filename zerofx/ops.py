@@ -28,6 +28,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``product_into``      the same, written over a tensor
 ``bernoulli_into``    ATen's ``bernoulli_``, which a compiled region runs whether or not the draws are read
 ``checked``           a copy of what linear algebra gave, once its own report says that it succeeded
+``asserted``          a copy of a tensor, once it is seen that what a forward checks holds
 ``masked_sum``        the sum, to a size, of the rows of a tensor that a mask names
 ``embedding_gradient``  ATen's ``embedding_dense_backward``, for which Inductor has something else
 ``quantise``          flat values as bytes to send, in few bits with a scale for each block, a row for each part
@@ -83,6 +84,7 @@ _library.define(
 _library.define(
     "checked(Tensor value, Tensor info, str name, bool is_matrix) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,)
 )
+_library.define("asserted(Tensor value, Tensor holds, str text) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
 _library.define(
     "embedding_gradient(Tensor grad, Tensor indices, int num_weights, int padding_idx, bool scale_grad_by_freq) "
     "-> Tensor"
@@ -179,6 +181,12 @@ def _checked(value: torch.Tensor, info: torch.Tensor, name: str, is_matrix: bool
     return value.clone()
 
 
+def _asserted(value: torch.Tensor, holds: torch.Tensor, text: str) -> torch.Tensor:
+    if not holds:
+        raise RuntimeError(text)
+    return value.clone()
+
+
 def _masked_sum(values: torch.Tensor, mask: torch.Tensor, size: list[int]) -> torch.Tensor:
     return values[mask].sum_to_size(size)
 
@@ -272,6 +280,7 @@ for _name in ("product", "product_into"):
 _library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
 _library.impl("bernoulli_into", _bernoulli_into, "CompositeExplicitAutograd")
 _library.impl("checked", _checked, "CompositeExplicitAutograd")
+_library.impl("asserted", _asserted, "CompositeExplicitAutograd")
 _library.impl("masked_sum", _masked_sum, "CompositeExplicitAutograd")
 _library.impl("embedding_gradient", _embedding_gradient, "CompositeExplicitAutograd")
 _library.impl("part", _part, "CompositeExplicitAutograd")  # a view is the same on any device
@@ -292,6 +301,7 @@ for _name, _fake in (
     ("empty_stored", _empty_stored),
     ("bernoulli_into", _nothing),
     ("checked", _copy_of),
+    ("asserted", _copy_of),
     ("mm_into", _nothing),
     ("masked_sum", _empty_sum),
     ("embedding_gradient", _empty_embedding_gradient),
@@ -330,6 +340,7 @@ empty_stored = torch.ops.zerofx.empty_stored.default
 settle = torch.ops.zerofx.settle.default
 part = torch.ops.zerofx.part.default
 checked = torch.ops.zerofx.checked.default
+asserted = torch.ops.zerofx.asserted.default
 masked_sum = torch.ops.zerofx.masked_sum.default
 product = torch.ops.zerofx.product.default
 product_into = torch.ops.zerofx.product_into.default

@@ -11,13 +11,46 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from zerofx import ops
-from zerofx.blame import user_line
+from zerofx.blame import user_line, user_lines
 from zerofx.errors import CaptureError
 from zerofx.torch_private import without_onednn, without_python_dispatcher
 
 _IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 # Calls that torch's Python dispatcher takes apart into kernels that eager mode does not run.
 _TAKEN_APART = frozenset({"interpolate", "upsample", "gru", "gru_cell", "lstm", "lstm_cell", "rnn_tanh", "rnn_relu"})
+
+
+class Checks(TorchFunctionMode):
+    """Takes note of what a forward checks of tensors' values, which nobody knows while it is traced.
+
+    ``torch._check_tensor_all`` asks ``cond._is_all_true().item()``, and is told that all are true.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[torch.Tensor, str]] = []
+        self._asked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity: an answer, and what it is about
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, first = getattr(func, "__name__", ""), args[0] if args else None
+        if not isinstance(first, torch.Tensor):
+            return func(*args, **(kwargs or {}))
+        if name in ("_assert", "_assert_async"):
+            return self._note(first, *args[1:], *(kwargs or {}).values())
+        if name == "item" and id(first) in self._asked:
+            self._note(self._asked[id(first)][1])
+            return True
+        found = func(*args, **(kwargs or {}))
+        if name == "_is_all_true":
+            self._asked[id(found)] = found, first
+        return found
+
+    def _note(self, condition: torch.Tensor, *messages: object) -> None:
+        lines = user_lines(traceback.extract_stack())[:2]
+        said = f"{messages[0]}\n" if messages else ""
+        self.noted.append((condition, f"{said}expected to hold for the values of this step:\n  " + "\n  ".join(lines)))
 
 
 class CallWatcher(TorchFunctionMode):
