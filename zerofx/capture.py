@@ -84,7 +84,6 @@ def capture(
     parameters = parameter_infos(model, compute_dtype, strides)
     watcher = CallWatcher()
     with traceable(model, batch, loss_fn, compute_dtype, num_micro_batches, strides) as (lossy, fakes, device, _):
-        watcher.inputs = fakes
         with watcher, contextlib.ExitStack() as inner:
             try:
                 joint = aot_export_joint_with_descriptors(inner, lossy, fakes, decompositions=decompositions(device))
@@ -297,9 +296,8 @@ def _classify_outputs(
         match desc:
             case PlainAOTOutput(idx=0):
                 loss = node
-            case PlainAOTOutput(idx=index) if index <= len(
-                lossy.rebound
-            ):  # behind what in-place calls make of a buffer
+            # Behind what in-place calls make of a buffer; others are checks, which are part of the graph by now.
+            case PlainAOTOutput(idx=index) if index <= len(lossy.rebound):
                 mutations[lossy.rebound[index - 1]] = node
             case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
                 mutations[first_name[_inner_name(target)]] = node

@@ -58,7 +58,6 @@ class CallWatcher(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inputs: tuple[torch.Tensor, ...] = ()
         self.lines: list[str] = []
 
     def __torch_function__(
