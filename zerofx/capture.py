@@ -83,14 +83,17 @@ def capture(
     """
     parameters = parameter_infos(model, compute_dtype, strides)
     watcher = CallWatcher()
-    with traceable(model, batch, loss_fn, compute_dtype, num_micro_batches, strides) as (lossy, fakes, device, _):
-        with watcher, contextlib.ExitStack() as inner:
-            try:
-                joint = aot_export_joint_with_descriptors(inner, lossy, fakes, decompositions=decompositions(device))
-            except ZeroFXError:
-                raise
-            except Exception as error:
-                raise explain(error, batch) from error
+    with (
+        traceable(model, batch, loss_fn, compute_dtype, num_micro_batches, strides) as (lossy, fakes, device, _),
+        watcher,
+        contextlib.ExitStack() as inner,
+    ):
+        try:
+            joint = aot_export_joint_with_descriptors(inner, lossy, fakes, decompositions=decompositions(device))
+        except ZeroFXError:
+            raise
+        except Exception as error:
+            raise explain(error, batch) from error
     if lossy.counts:
         warn(
             f"expected a forward that changes no Python values of its modules from call to call, found that it changes "
