@@ -83,7 +83,7 @@ class LossModule(nn.Module):
         rebound = _rebound(held, now)
         self.rebound, self.checked = tuple(rebound), tuple(text for _, text in checks.noted)
         # A copy each: what is put in a buffer's place may be another buffer, or a view.
-        others = *(tensor.clone() for tensor in rebound.values()), *(holds.all() for holds, _ in checks.noted)
+        others = *(tensor.clone() for tensor in rebound.values()), *(holds for holds, _ in checks.noted)
         return (loss, *others) if others else loss
 
     def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -48,9 +48,11 @@ class Checks(TorchFunctionMode):
         return found
 
     def _note(self, condition: torch.Tensor, *messages: object) -> None:
-        lines = user_lines(traceback.extract_stack())[:2]
         said = f"{messages[0]}\n" if messages else ""
-        self.noted.append((condition, f"{said}expected to hold for the values of this step:\n  " + "\n  ".join(lines)))
+        lines = "\n  ".join(user_lines(traceback.extract_stack())[:2])
+        text = f"{said}expected to hold for the values of this step:\n  {lines}"
+        # Reduced here, so that nothing of the condition's size is held until the forward ends.
+        self.noted.append((condition.all(), text))
 
 
 class CallWatcher(TorchFunctionMode):
