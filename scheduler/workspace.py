@@ -64,7 +64,7 @@ def _known_bytes(node: fx.Node) -> int | None:
     if not isinstance(target, OpOverload):
         return 0
     rule = _rule(target)
-    if rule is _nothing or (rule is not _masked_sum and not _is_on_cpu(node)):
+    if rule is _nothing or not _is_on_cpu(node):
         return 0
     found = rule(node)
     return measured_bytes(node) if found is None else found
@@ -315,7 +315,7 @@ def _number(node: fx.Node, index: int) -> float:
 
 
 def _masked_sum(node: fx.Node) -> int:
-    """All rows, where the mask names all, and their places until they are taken; on any device."""
+    """All rows, where the mask names all, and their places until they are taken."""
     values, mask, result = given(node, 0), given(node, 1), tensors_of(node)[0]
     return values.numel() * values.itemsize + max(0, 8 * mask.dim() * mask.numel() - result.nbytes)
 
