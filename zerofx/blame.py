@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -38,12 +38,11 @@ def user_lines(stack: traceback.StackSummary) -> list[str]:
     Of their files' names they have what is the same wherever those are installed.
     """
     called = max((i for i, frame in enumerate(stack) if frame.filename == _CALLER), default=-1)
-    frames = _user_frames(traceback.StackSummary.from_list(stack[called + 1 :]))
-    found = [("/".join(Path(frame.filename).parts[-2:]), frame) for frame in frames]
+    found = [("/".join(Path(frame.filename).parts[-2:]), frame) for frame in _user_frames(stack[called + 1 :])]
     return [f"{file}:{frame.lineno}: {frame.line}" for file, frame in found]
 
 
-def _user_frames(stack: traceback.StackSummary) -> Iterator[traceback.FrameSummary]:
+def _user_frames(stack: Sequence[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:
     here = f"{Path(__file__).parent}/"
     for frame in reversed(stack):
         if not frame.filename.startswith((_TORCH_ROOT, here, "<")) and "/contextlib.py" not in frame.filename:
