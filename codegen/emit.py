@@ -5,16 +5,16 @@ a call on the runtime. Every line says what is live on the device behind it, on 
 from. A name is deleted with its last use, which frees its memory: what the comments say is what happens.
 
 Regions take their inputs in a list that they empty, so that a value whose last reader is a region dies inside it.
-The same file runs on ATen kernels as it stands, or with its region functions compiled.
+The same file runs on ATen kernels as it stands, or with its region functions compiled. What is made here is the file as
+data; ``step_file.py`` writes its text.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,21 +23,30 @@ from torch import fx
 from zerofx import ops
 from zerofx.codegen.kernels.table import launches_of
 from zerofx.codegen.regions import Event, Instruction, Region, is_free_view
+from zerofx.codegen.step_file import ITEM, RESERVED, RUNTIME, Call, RegionCall, RegionText, StepFile, region_text
 from zerofx.graph import StepGraph
+from zerofx.graph_json import Name
 from zerofx.node_facts import Role, delayed_bucket, origin, placeholder, value
 from zerofx.report.units import format_bytes, on_tiers
 from zerofx.scheduler.liveness import Liveness
 from zerofx.scheduler.streams import runs_on_host, stream_of
 
-_WIDTH = 100
-
 
 @dataclass(frozen=True)
 class EmittedStep:
-    """The source of a step, and the names of its region functions by region key."""
+    """The source of a step, the names of its region functions by region key, and the file as data.
+
+    An edited ``source`` is not what ``file`` says.
+    """
 
     source: str
     functions: dict[str, str]
+    file: StepFile = field(repr=False)
+
+    @staticmethod
+    def of(file: StepFile, host_functions: Iterable[str]) -> EmittedStep:
+        """The step that ``file`` is, with ``host_functions``: see ``StepFile.text``."""
+        return EmittedStep(file.text(host_functions), file.functions, file)
 
 
 def emit(
@@ -59,38 +68,50 @@ def emit(
         kernels: those of zerofx's own that the step uses: the file says which operators are launches of them.
     """
     functions, definitions = _name_regions(instructions)
+    names = _local_names(step, functions.values())
     state = [n for n in step.placeholders() if placeholder(n).role is not Role.INPUT]
-    inputs = list(step.placeholders(Role.INPUT))
-    body = _step_body(step, instructions, live, functions, state, inputs)
-    parts = [_comment(header), "import torch", "", "aten = torch.ops.aten", ""]
-    for text in dict.fromkeys(host_functions):
-        parts += ["", text.rstrip(), ""]
-    for region_key, region in definitions.items():
-        parts += ["", region_source(functions[region_key], region, kernels), ""]
-    parts += ["", *body, ""]
-    return EmittedStep("\n".join(parts), functions)
-
-
-def _comment(text: str) -> str:
-    return "\n".join(f"# {line}".rstrip() for line in text.splitlines())
+    returned: Any = step.output.args[0]
+    file = StepFile(
+        header,
+        {key: _region(functions[key], region, kernels) for key, region in definitions.items()},
+        _taken(state, names),
+        _taken(step.placeholders(Role.INPUT), names),
+        tuple(_body(step, instructions, live, functions, names)),
+        tuple(names[node] for node in returned),
+    )
+    return EmittedStep.of(file, host_functions)
 
 
 def _name_regions(instructions: Sequence[Instruction]) -> tuple[dict[str, str], dict[str, Region]]:
     """A readable name for each distinct region, made from its layer and phase, and the first region of each."""
     names: dict[str, str] = {}
     first: dict[str, Region] = {}
-    taken: set[str] = set()
+    taken = set(RESERVED)
     for region in instructions:
         if not isinstance(region, Region) or region.key in names:
             continue
-        words = [word for word in re.split(r"\W+", region.unit or region.origin.layer) if word and not word.isdigit()]
-        stem = "_".join([*words[:2], str(region.origin.phase)]) or "region"
+        words = [word for word in re.split(r"\W+", region.unit or region.origin.layer) if word.isidentifier()]
+        stem = "_".join([*words[:2], str(region.origin.phase)])
         number, name = 1, stem
         while name in taken:
             number, name = number + 1, f"{stem}_{number + 1}"
         taken.add(name)
         names[region.key], first[region.key] = name, region
     return names, first
+
+
+def _local_names(step: StepGraph, functions: Iterable[str]) -> dict[fx.Node, str]:
+    """What the values of the step are called in its source: as their nodes are, unless something else is."""
+    used = {node.name for node in step.graph.nodes}
+    taken = {*RESERVED, *functions}
+    names: dict[fx.Node, str] = {}
+    for node in step.graph.nodes:
+        name = node.name
+        while name in taken or (name is not node.name and name in used):
+            name += "_"
+        names[node] = name
+        taken.add(name)
+    return names
 
 
 @dataclass(frozen=True)
@@ -104,28 +125,27 @@ class _Statement:
 
 def region_source(name: str, region: Region, kernels: frozenset[str] = frozenset()) -> str:
     """The function that does what ``region`` does, with launches of ``kernels`` where there are some."""
+    return region_text(_region(name, region, kernels))
+
+
+def _region(name: str, region: Region, kernels: frozenset[str]) -> RegionText:
     launches = launches_of(kernels)
     statements = _statements(region)
     local = {node: f"x{i}" for i, node in enumerate(region.inputs)}
-    lines = [f"def {name}(inputs):"]
-    if region.inputs:
-        lines += _wrapped(f"    {_tuple(local.values())} = inputs")
-    lines.append("    inputs.clear()")
+    calls = []
     dying = _dying(region, statements)
     counts: dict[str, int] = {}
     for index, statement in enumerate(statements):
-        call = _call(statement.node, local, launches)
+        node = statement.node
+        args, keywords = _arguments(node, local)
         for target in statement.targets:
             if target is not None:
                 local[target] = _fresh(target, counts)
-        left = ", ".join(local[t] if t is not None else "_" for t in statement.targets)
-        if statement.unpacks and len(statement.targets) == 1:
-            left += ","
+        targets = tuple(local[t] if t is not None else "_" for t in statement.targets)
         dead = [local[n] for n in dying.get(index, ())] + (["_"] if None in statement.targets else [])
-        text = (f"{left} = " if left else "") + call + (f"; del {', '.join(dead)}" if dead else "")
-        lines.append(f"    {text}  # {_type(value(statement.node))}" if left else f"    {text}")
-    lines += _wrapped(f"    return {_tuple(local[node] for node in region.outputs)}")
-    return "\n".join(lines)
+        note = _type(value(node)) if targets else ""
+        calls.append(Call(_function(node, launches), args, keywords, targets, statement.unpacks, tuple(dead), note))
+    return RegionText(name, len(region.inputs), tuple(calls), tuple(local[node] for node in region.outputs))
 
 
 def _statements(region: Region) -> list[_Statement]:
@@ -161,55 +181,43 @@ def _dying(region: Region, statements: Sequence[_Statement]) -> dict[int, list[f
     return dying
 
 
-def _step_body(
+def _taken(nodes: Iterable[fx.Node], names: Mapping[fx.Node, str]) -> tuple[tuple[str, str, str], ...]:
+    return tuple((names[n], n.name, f"{_type(value(n))} {placeholder(n).role}") for n in nodes if n.users)
+
+
+def _body(
     step: StepGraph,
     instructions: Sequence[Instruction],
     live: Liveness,
     functions: Mapping[str, str],
-    state: Sequence[fx.Node],
-    inputs: Sequence[fx.Node],
-) -> list[str]:
-    names = {node: node.name for node in step.graph.nodes}
-    lines = ["def step(runtime, state, batch):"]
-    for owners, container in ((state, "state"), (inputs, "batch")):
-        lines += [
-            f"    {node.name} = {container}[{node.name!r}]  # {_type(value(node))} {placeholder(node).role}"
-            for node in owners
-            if node.users
-        ]
+    names: Mapping[fx.Node, str],
+) -> Iterator[Call | RegionCall | str]:
     last = _last_instruction(step, instructions)
     place = ""
     for index, instruction in enumerate(instructions):
         node = instruction.node if isinstance(instruction, Event) else instruction.nodes[-1]
-        here = (
-            f"{origin(node).phase} {step.cut_piece_of(node) or step.unit_of(node) or origin(node).layer or '(model)'}"
-        )
+        layer = step.cut_piece_of(node) or step.unit_of(node) or origin(node).layer or "(model)"
+        here = f"{origin(node).phase} {layer}"
         if here != place:
             place = here
-            lines += ["", f"    # {here}"]
-        dead = [names[n] for n in last.get(index, ())]
-        note = f"# live {_live(live, node)} | {stream_of(node)}"
+            yield here
+        dead = tuple(names[n] for n in last.get(index, ()))
+        note = f"live {_live(live, node)} | {stream_of(node)}"
         if isinstance(instruction, Event):
-            text = _event(node, names, dead)
+            yield _event(node, names, dead, note)
         else:
-            left = f"{_tuple(names[n] for n in instruction.outputs)} = " if instruction.outputs else ""
-            # The list is made first so that a name can go before the call that reads its value last.
-            given = f"x = [{', '.join(names[n] for n in instruction.inputs)}]"
-            text = given + (f"; del {', '.join(dead)}" if dead else "")
-            lines += _wrapped(f"    {text}")
-            function = functions[instruction.key]
-            text = left + _region_call(function, node)
-        lines += _wrapped(f"    {text}  {note}")
-    lines += ["", f"    return {', '.join(names[node] for node in step.output.all_input_nodes)}"]
-    return lines
+            yield RegionCall(
+                functions[instruction.key], tuple(names[n] for n in instruction.inputs),
+                tuple(names[n] for n in instruction.outputs), dead, *_host(node), note,
+            )  # fmt: skip
 
 
-def _region_call(function: str, node: fx.Node) -> str:
-    """The call of a region that ends in ``node``."""
+def _host(node: fx.Node) -> tuple[str, int | None]:
+    """How the runtime runs the region that ends in ``node``."""
     if not runs_on_host(node):
-        return f"{function}(x)"
+        return "", None
     bucket = delayed_bucket(node)
-    return f"runtime.host({function}, x)" if bucket is None else f"runtime.host_later({function}, x, {bucket})"
+    return ("host", None) if bucket is None else ("host_later", bucket)
 
 
 def _live(live: Liveness, node: fx.Node) -> str:
@@ -236,51 +244,38 @@ def _last_instruction(step: StepGraph, instructions: Sequence[Instruction]) -> d
     return found
 
 
-def _event(node: fx.Node, names: Mapping[fx.Node, str], dead: Sequence[str]) -> str:
-    args = [_literal(arg, names) for arg in node.args]
-    left = "" if value(node) is None else f"{names[node]} = "
+def _event(node: fx.Node, names: Mapping[fx.Node, str], dead: tuple[str, ...], note: str) -> Call:
     if node.target is ops.release:
-        return f"del {', '.join(dead)}  # release"
-    if node.target is ops.hyperparameters:
+        return Call("", dead=dead, note=f"release  # {note}")
+    args, _ = _arguments(node, names)
+    if node.target is ops.hyperparameters or node.target is ops.empty_gradients:
         args = args[:1]
-    if node.target is ops.empty_gradients:
-        args = args[:1]
-    if node.kwargs.get("in_place"):
-        args.append("in_place=True")
-    op = node.target.__name__.partition(".")[0] if callable(node.target) else str(node.target)
-    text = f"{left}runtime.{op}({', '.join(args)})"
-    return text + (f"; del {', '.join(dead)}" if dead else "")
+    in_place = (("in_place", True),) if node.kwargs.get("in_place") else ()
+    assert callable(node.target)
+    function = RUNTIME + node.target.__name__.partition(".")[0]
+    targets = () if value(node) is None else (names[node],)
+    return Call(function, args, in_place, targets, dead=dead, note=note)
 
 
-def _call(node: fx.Node, local: Mapping[fx.Node, str], launches: Mapping[Any, Any]) -> str:
-    args = [_literal(arg, local) for arg in node.args]
+def _function(node: fx.Node, launches: Mapping[Any, Any]) -> str:
     if node.target is operator.getitem:
-        return f"{args[0]}[{args[1]}]"
-    args += [f"{key}={_literal(arg, local)}" for key, arg in node.kwargs.items()]
-    if isinstance(node.target, torch._ops.OpOverload):
-        name = str(launches.get(node.target, node.target))
-        name = name if name.startswith("aten.") else f"torch.ops.{name}"
-    else:
-        name = f"torch.{node.target.__name__}" if callable(node.target) else str(node.target)
-    return f"{name}({', '.join(args)})"
+        return ITEM
+    assert isinstance(node.target, torch._ops.OpOverload), f"no operator: {node.target}"
+    return str(launches.get(node.target, node.target))
 
 
-def _literal(arg: Any, local: Mapping[fx.Node, str]) -> str:
-    """Source text that evaluates to ``arg``."""
-    match arg:
-        case fx.Node():
-            return local[arg]
-        case list() | tuple():
-            items = ", ".join(_literal(item, local) for item in arg)
-            if isinstance(arg, list):
-                return f"[{items}]"
-            return f"({items},)" if len(arg) == 1 else f"({items})"
-        case float() if math.isinf(arg) or math.isnan(arg):
-            return f'float("{arg}")'
-        case torch.device():
-            return f'torch.device("{arg.type}")'
-        case _:
-            return repr(arg)
+def _arguments(node: fx.Node, local: Mapping[fx.Node, str]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    """The arguments of a node, with names in the place of nodes."""
+
+    def named(given: Any) -> Any:
+        if isinstance(given, fx.Node):
+            return Name(local[given])
+        if isinstance(given, list | tuple):
+            items = [named(one) for one in given]
+            return items if isinstance(given, list) else tuple(items)
+        return given
+
+    return tuple(map(named, node.args)), tuple((key, named(one)) for key, one in node.kwargs.items())
 
 
 def _fresh(node: fx.Node, counts: dict[str, int]) -> str:
@@ -291,31 +286,9 @@ def _fresh(node: fx.Node, counts: dict[str, int]) -> str:
     return f"{stem}_{counts[stem]}"
 
 
-def _tuple(names: Iterable[str]) -> str:
-    listed = list(names)
-    return f"({', '.join(listed)}{',' if len(listed) == 1 else ''})"
-
-
 def _type(fake: Any) -> str:
     if isinstance(fake, torch.Tensor):
         return f"{str(fake.dtype).removeprefix('torch.')}{list(fake.shape)}"
     if isinstance(fake, list | tuple):
         return ", ".join(_type(item) for item in fake)
     return type(fake).__name__
-
-
-def _wrapped(line: str) -> list[str]:
-    """A long line broken behind commas inside its brackets, so that it stays readable and stays one statement."""
-    if len(line) <= _WIDTH or ("(" not in line and "[" not in line):
-        return [line]
-    indent = len(line) - len(line.lstrip())
-    words, lines, depth = line.strip().split(" "), [], 0
-    current = " " * indent
-    for word in words:
-        comment = word.startswith("#")
-        if depth > 0 and not comment and len(current) + len(word) > _WIDTH:
-            lines.append(current.rstrip())
-            current = " " * (indent + 4)
-        current += word + " "
-        depth += sum(word.count(c) for c in "([") - sum(word.count(c) for c in ")]")
-    return [*lines, current.rstrip()]

@@ -34,22 +34,49 @@ from torch._inductor.cpu_vec_isa import (
     valid_vec_isa_list,
     x86_isa_checker,
 )
-from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 from zerofx.codegen.beside import Beside
 from zerofx.disk_cache import DiskCache, key_of
 from zerofx.errors import CompilerError
-from zerofx.settings import read_settings
+from zerofx.own_files import UnsafeError, own_folder, private_folder, warn_once, why_unsafe
+from zerofx.settings import read_settings, user_cache
 
 Built = TypeVar("Built")
 
 
+def asked_cache_folder() -> Path:
+    """Where Inductor would keep what it builds."""
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
+
+
+def _use_own_cache() -> None:
+    """Have Inductor keep what it builds, and load from it, in a folder that nobody else can write to.
+
+    Its own folder, where it is one; made for the user alone where there is none yet.
+    """
+    try:
+        with own_folder(asked_cache_folder(), make=True):
+            return
+    except UnsafeError as error:
+        base = user_cache()
+        own = base / "inductor" if base is not None and not why_unsafe(base / "inductor") else private_folder()
+        warn_once(
+            f"Inductor runs the code that it finds in its cache, and {error}: it is given {own} instead. Set "
+            f"TORCHINDUCTOR_CACHE_DIR to a folder that only you can write to"
+        )
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own)
+    except OSError:
+        return  # which Inductor reports where it has to write
+
+
 def check_compiler(device: torch.device) -> None:
-    """Check that Inductor can build code for ``device``.
+    """Check that Inductor can build code for ``device``, and that nobody else's is in its cache.
 
     Raises:
         CompilerError: says what to install, or which backend needs nothing.
     """
+    _use_own_cache()
     if device.type == "cpu":
         try:
             compiler = get_cpp_compiler()

@@ -129,7 +129,7 @@ def test_other_files_in_the_folder_are_neither_counted_nor_deleted(tmp_path: Pat
 
 
 def test_what_cannot_be_marked_as_read_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(path: Path) -> None:
+    def refused(path: str, dir_fd: int) -> None:
         raise PermissionError(path)
 
     cache, key = DiskCache(tmp_path), key_of("plan", [])

@@ -15,6 +15,7 @@ from tests.models import DIM, Layer, adamw
 from zerofx.plan_choice import make_plan
 from zerofx.scheduler.budget import BudgetMissedError
 from zerofx.scheduler.plan import Plan
+from zerofx.torch_private import without_onednn
 
 BUDGET = 45_000  # bytes: less than is needed without recomputing
 
@@ -120,8 +121,7 @@ def test_a_plan_is_not_taken_where_operators_have_other_libraries(
 ) -> None:
     monkeypatch.setenv("ZEROFX_KERNELS", "none")
     assert searches.run()[0] == 1
-    with monkeypatch.context() as changed:
-        changed.setattr(torch.backends.mkldnn, "enabled", False)
+    with without_onednn():
         assert [searches.run()[0] for _ in range(2)] == [1, 0]
     assert searches.run()[0] == 0
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")

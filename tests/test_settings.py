@@ -24,7 +24,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_defaults() -> None:
     found = read_settings()
     assert (found.debug, found.verify, found.timeout_seconds, found.disable) == (0, 1, 600.0, frozenset())
-    assert found.dump_dir.name.startswith("zerofx-") and found.nvme_dirs == ()
+    assert found.dump_dir is None and found.nvme_dirs == ()
 
 
 def test_every_switch_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from zerofx.capture import fake_mode, tracing_settings
-from zerofx.disk_cache import DiskCache, key_of
+from zerofx.disk_cache import MALFORMED, DiskCache, key_of
 from zerofx.forward_record import ForwardRecord
 from zerofx.graph import StepGraph, Strides, parameter_infos
 from zerofx.graph_json import NotStorableError, from_json, same_graph, to_json
@@ -62,9 +62,12 @@ class KeptCapture:
         """The graph's text, if it was kept."""
         return self.cache.read(self.key) if self.key is not None else None
 
-    def graph(self, text: str) -> StepGraph:
-        """The graph that ``text`` was read for."""
-        return from_json(text, self.blank, fake_mode())
+    def graph(self, text: str) -> StepGraph | None:
+        """The graph that ``text`` was read for; None if it is none that ``keep`` has written."""
+        try:
+            return from_json(text, self.blank, fake_mode())
+        except MALFORMED:
+            return None
 
     def keep(self, step: StepGraph, say: Callable[[str], object]) -> StepGraph:
         """Write ``step`` for the next run, and give what that will read: the run that writes does nothing else.
@@ -76,7 +79,7 @@ class KeptCapture:
             try:
                 text = to_json(step)
                 found = self.graph(text)
-                if same_graph(found, step):
+                if found is not None and same_graph(found, step):
                     self.cache.write(self.key, text)
                     return found
                 reason = "its graph is another once it is read"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from keyword import iskeyword
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +26,9 @@ from zerofx.node_facts import (
     placeholder,
     set_origin,
     set_placeholder,
+    set_source_line,
     set_value,
+    source_line,
 )
 from zerofx.stamp import canonical
 
@@ -38,6 +43,21 @@ class NotStorableError(Exception):
     """The graph has what has no text; the message says what."""
 
 
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A name in a program: an argument that is what the name stands for.
+
+    Raises:
+        ValueError: Python has no such name.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not self.text.isidentifier() or iskeyword(self.text):
+            raise ValueError(f"expected a name, found {self.text!r}")
+
+
 def to_json(step: StepGraph) -> str:
     """All that ``from_json`` needs beside the model's parameters and units, which are not kept.
 
@@ -46,6 +66,7 @@ def to_json(step: StepGraph) -> str:
     """
     places: dict[fx.Node, int] = {}
     values: dict[str, int] = {}
+    lines: dict[str, int] = {}
     nodes = []
     for place, node in enumerate(step.graph.nodes):
         fake = json.dumps(encoded(node.meta.get("val"), places))
@@ -59,6 +80,7 @@ def to_json(step: StepGraph) -> str:
                 {name: encoded(given, places) for name, given in node.kwargs.items()},
                 values.setdefault(fake, len(values)),
                 [where.layer, where.phase] if where is not None else None,
+                lines.setdefault(source_line(node), len(lines)),
             ]
         )
         places[node] = place
@@ -66,7 +88,9 @@ def to_json(step: StepGraph) -> str:
         {
             "device": str(step.device),
             "values": [json.loads(fake) for fake in values],
+            "lines": list(lines),
             "nodes": nodes,
+            "extras": step.num_extras,
             "mutations": step.mutation_names,
             "gradients": step.gradient_names,
             "constants": {name: encoded_constant(constant) for name, constant in step.constants.items()},
@@ -75,27 +99,39 @@ def to_json(step: StepGraph) -> str:
 
 
 def from_json(text: str, like: StepGraph, mode: AbstractContextManager[Any]) -> StepGraph:
-    """The graph that ``to_json`` has written, with fake values made in ``mode``; what is not in it is ``like``'s."""
+    """The graph that ``to_json`` has written, with fake values made in ``mode``; what is not in it is ``like``'s.
+
+    Raises:
+        Exception: one of ``disk_cache.MALFORMED``, the text is nothing that ``to_json`` has written.
+    """
     data = json.loads(text)
     graph, made = fx.Graph(), list[fx.Node]()
+    known = {parameter.name for parameter in like.parameters}
     with mode:
         values = [decoded(fake, []) for fake in data["values"]]
-    for op, name, target, args, kwargs, fake, where in data["nodes"]:
+    for op, name, target, args, kwargs, fake, where, line in data["nodes"]:
+        if op not in ("placeholder", "call_function", "output"):
+            raise ValueError(f"expected a node of a captured graph, found {op!r}")
         given = {key: decoded(one, made) for key, one in kwargs.items()}
         called = _operator(target) if op == "call_function" else name
-        node = graph.create_node(op, called, decoded(args, made), given, name=name)
+        node = graph.create_node(op, called, decoded(args, made), given, name=Name(name).text)
         node.name = name
         if op != "output":
             set_value(node, values[fake])
         if op == "placeholder":
-            set_placeholder(node, Placeholder(Role(target[0]), target[1]))
+            what = Placeholder(Role(target[0]), target[1])
+            if what.role is Role.PARAMETER and what.name not in known:
+                raise ValueError(f"expected a parameter of the model, found {what.name!r}")
+            set_placeholder(node, what)
         if where is not None:
             set_origin(node, Origin(where[0], Phase(where[1])))
+        set_source_line(node, data["lines"][line])
         made.append(node)
     return replace(
         like,
         graph=graph,
         device=torch.device(data["device"]),
+        num_extras=int(data["extras"]),
         mutation_names=list(data["mutations"]),
         gradient_names=list(data["gradients"]),
         constants={name: decoded_constant(*constant) for name, constant in data["constants"].items()},
@@ -106,7 +142,14 @@ def same_graph(one: StepGraph, other: StepGraph) -> bool:
     """Whether two graphs are equal in all that plans and passes read, names and strides included."""
 
     def facts(step: StepGraph) -> tuple[Any, ...]:
-        return step.text(), canonical(step.graph), step.mutation_names, step.gradient_names, step.device
+        return (
+            step.text(),
+            canonical(step.graph),
+            step.num_extras,
+            step.mutation_names,
+            step.gradient_names,
+            step.device,
+        )
 
     constants = one.constants.keys() == other.constants.keys() and all(
         torch.equal(constant, other.constants[name]) for name, constant in one.constants.items()
@@ -128,7 +171,7 @@ def encoded_constant(constant: torch.Tensor) -> list[Any]:
 
 def decoded_constant(dtype: str, device: str, shape: list[int], values: list[Any]) -> torch.Tensor:
     """What ``encoded_constant`` was given."""
-    return torch.tensor(values, dtype=getattr(torch, dtype), device=device).reshape(shape)
+    return torch.tensor(values, dtype=_named("dtype", dtype), device=device).reshape(shape)
 
 
 def _target_text(node: fx.Node) -> Any:
@@ -146,7 +189,22 @@ def _target_text(node: fx.Node) -> Any:
 
 
 def _operator(text: str) -> Any:
-    return operator.getitem if text == "getitem" else operator.attrgetter(text)(torch.ops)
+    return operator.getitem if text == "getitem" else named_operator(text, TORCH_NAMESPACES)
+
+
+@functools.cache
+def named_operator(text: str, namespaces: frozenset[str]) -> torch._ops.OpOverload:
+    """The operator that ``str`` gives ``text`` for, of one of ``namespaces``.
+
+    Raises:
+        ValueError: there is none, or it reads or writes files.
+    """
+    found = operator.attrgetter(text)(torch.ops) if re.fullmatch(r"\w+\.\w+\.\w+", text) else None
+    if not isinstance(found, torch._ops.OpOverload) or str(found) != text or found.namespace not in namespaces:
+        raise ValueError(f"expected an operator of {', '.join(sorted(namespaces))}, found {text!r}")
+    if any("filename" in argument.name for argument in found._schema.arguments):
+        raise ValueError(f"expected an operator that touches no file, found {text!r}")
+    return found
 
 
 def encoded(given: Any, places: Mapping[fx.Node, int] = MappingProxyType({})) -> Any:
@@ -159,6 +217,8 @@ def encoded(given: Any, places: Mapping[fx.Node, int] = MappingProxyType({})) ->
         return given
     if isinstance(given, fx.Node):
         return {"node": places[given]}
+    if isinstance(given, Name):
+        return {"name": given.text}
     if isinstance(given, torch.Tensor):
         return {"tensor": _layout(given)}
     if isinstance(given, torch.device):
@@ -184,13 +244,23 @@ def decoded(given: Any, made: Sequence[fx.Node] = ()) -> Any:
     ((kind, found),) = given.items()
     if kind == "node":
         return made[found]
+    if kind == "name":
+        return Name(found)
     if kind == "tensor":
         return _fake(*found)
     if kind == "device":
         return torch.device(found)
     if kind in _NAMED:
-        return getattr(torch, found)
+        return _named(kind, found)
     return _SEQUENCES[kind]([decoded(one, made) for one in found])
+
+
+def _named(kind: str, text: str) -> Any:
+    """What torch has by this name, if it is of that kind."""
+    found = getattr(torch, text)
+    if not isinstance(found, _NAMED[kind]):
+        raise ValueError(f"expected a {kind} of torch, found {text!r}")
+    return found
 
 
 def _layout(fake: torch.Tensor) -> list[Any]:
@@ -206,7 +276,7 @@ def _layout(fake: torch.Tensor) -> list[Any]:
 
 def _fake(dtype: str, device: str, shape: list[int], stride: list[int], offset: int, length: int) -> torch.Tensor:
     """A view of a storage of ``length`` elements, as far as it may be read there."""
-    made = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+    made = torch.empty_strided(shape, stride, dtype=_named("dtype", dtype), device=device)
     if offset == 0 and made.untyped_storage().nbytes() == length * made.dtype.itemsize:
         return made
     return torch.empty(length, dtype=made.dtype, device=device).as_strided(shape, stride, offset)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,12 +22,14 @@ from zerofx.capture import fake_mode
 from zerofx.codegen.emit import EmittedStep
 from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.codegen.region_facts import RegionFacts
+from zerofx.codegen.step_file import StepFile
 from zerofx.compiler import RegionMemory, StepProgram
 from zerofx.disk_cache import key_of
 from zerofx.graph_json import decoded, decoded_constant, encoded, encoded_constant
 from zerofx.node_facts import Placeholder, Role
 from zerofx.optimizers.shadow import structural_flags
 from zerofx.options import CompileOptions
+from zerofx.returned import NOTHING_ELSE, Returned
 from zerofx.runtime.arguments import StepArguments
 from zerofx.scheduler.liveness import MemoryEvent
 from zerofx.scheduler.machine import Machine
@@ -39,7 +41,8 @@ from zerofx.settings import Settings
 class KeptStep:
     """A step that an earlier run has built.
 
-    ``program`` has the plan with the predictions that hold for the compiled regions, which hold ``memory``.
+    ``program`` has the plan with the predictions that hold for the compiled regions, which hold ``memory``. Its
+    source is kept as data: a step that was read has none before ``with_update``.
     ``plan_text`` and ``decisions_hash`` are the plan's. ``gradients`` names the parameters of the captured graph that
     have one. ``variant`` is the optimizer's update (``OptimizerBinding.variant``). ``measured`` is what regions were
     known to hold when the step was planned, from plans that had been built before and did not fit.
@@ -54,10 +57,20 @@ class KeptStep:
     memory: RegionMemory
     measured: RegionMemory
 
+    def returning(self, returned: Returned) -> KeptStep:
+        """The same with what its micro-batches give besides their losses, which has no text: classes of the user's."""
+        return replace(self, program=replace(self.program, returned=returned))
+
     def digest(self) -> str:
         """Equal on ranks that run the same step."""
-        parts = (self.decisions_hash, repr(self.layout), self.variant, self.program.emitted.source)
+        file = json.dumps(self.program.emitted.file.as_data())
+        parts = (self.decisions_hash, repr(self.layout), self.variant, file)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def with_update(self, host_functions: Iterable[str]) -> KeptStep:
+        """The step with the source that it has with these functions of the optimizer (``StepFile.text``)."""
+        emitted = EmittedStep.of(self.program.emitted.file, host_functions)
+        return replace(self, program=replace(self.program, emitted=emitted))
 
     def to_json(self) -> str:
         """The step as text.
@@ -74,8 +87,7 @@ class KeptStep:
             "variant": self.variant,
             "memory": _memory_data(self.memory),
             "measured": _memory_data(self.measured),
-            "source": program.emitted.source,
-            "functions": program.emitted.functions,
+            "file": program.emitted.file.as_data(),
             "placeholders": {
                 name: [what.role, what.name, what.bucket, what.alias_of, what.part]
                 for name, what in program.arguments.placeholders.items()
@@ -93,8 +105,13 @@ class KeptStep:
 
     @staticmethod
     def from_json(text: str) -> KeptStep:
-        """The step that ``to_json`` has written."""
+        """The step that ``to_json`` has written, without its source.
+
+        Raises:
+            Exception: one of ``disk_cache.MALFORMED``, the text is nothing that ``to_json`` has written.
+        """
         data = json.loads(text)
+        file = StepFile.from_data(data["file"])
         with fake_mode():
             regions = tuple(
                 RegionFacts(key, decoded(inputs), num_nodes, num_outputs, is_update, on_host, frozenset(dying))
@@ -108,8 +125,8 @@ class KeptStep:
         num_ranks, buckets = data["layout"]
         return KeptStep(
             StepProgram(
-                Plan.from_json(data["plan"]), EmittedStep(data["source"], data["functions"]), arguments, regions,
-                data["num_regions"], torch.device(data["device"]),
+                Plan.from_json(data["plan"]), EmittedStep("", file.functions, file), arguments, regions,
+                data["num_regions"], torch.device(data["device"]), NOTHING_ELSE,
             ),
             data["plan"], data["decisions_hash"], BucketLayout(tuple(map(_bucket, buckets)), num_ranks),
             tuple(data["gradients"]), data["variant"], _memory(data["memory"]), _memory(data["measured"]),
@@ -160,7 +177,10 @@ def _memory(data: Mapping[str, list[list[Any]]]) -> RegionMemory:
 
 
 def _bucket_data(bucket: Bucket) -> list[Any]:
-    slots = [[one.name, one.shape, one.stride, one.offset, one.numel, one.whole, one.first_row] for one in bucket.slots]
+    slots = [
+        [one.name, one.shape, one.stride, one.offset, one.numel, one.whole, one.first_row, one.is_complex]
+        for one in bucket.slots
+    ]
     dtypes = [encoded(bucket.dtype), encoded(bucket.compute_dtype)]
     return [bucket.index, bucket.name, bucket.unit, bucket.group, *dtypes, slots, bucket.shard_numel, bucket.num_ranks]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -62,6 +63,7 @@ def kept_plan(
     parts = (
         captured.text(), canonical(captured.graph), str(captured.device), repr(captured.parameters),
         repr(sorted(captured.units)), repr((captured.mutation_names, captured.gradient_names, captured.slices)),
+        f"{captured.num_extras} extras",
         repr((captured.num_micro_batches, on_cpu)), repr(sorted((found or {}).items())),
         repr(layout), repr(machine), repr(memory_budget), repr(sorted(settings.disable)),
         *tracing_settings(),  # which library has an operator's kernel, and in vectors of which width
@@ -71,19 +73,35 @@ def kept_plan(
         *(f"{index}: {_program_text(program)}" for index, program in sorted(programs.items())),
     )  # fmt: skip
     key = key_of("plan", parts)
-    text = cache.read(key)
-    if text is None:
-        text = _answer(search)
+    answer = cache.read_as(key, Answer.from_json)
+    if answer is None:
+        text = _searched(search)
         if not is_profiling():  # what some operators take is not known then
             cache.write(key, text)
-    # The run that has searched goes on with what the next one will read.
-    answer = json.loads(text)
-    if "refusal" in answer:
-        raise BudgetMissedError(answer["refusal"], answer["least_bytes"])
-    return Plan.from_json(answer["plan"])
+        # The run that has searched goes on with what the next one will read.
+        answer = Answer.from_json(text)
+    if answer.plan is None:
+        raise BudgetMissedError(answer.refusal, answer.least_bytes)
+    return answer.plan
 
 
-def _answer(search: Callable[[], Plan]) -> str:
+@dataclass(frozen=True)
+class Answer:
+    """What a search has come to: a plan, or why there is none, and with how many bytes there would be one."""
+
+    plan: Plan | None
+    refusal: str
+    least_bytes: int
+
+    @staticmethod
+    def from_json(text: str) -> Answer:
+        data = json.loads(text)
+        if "refusal" in data:
+            return Answer(None, str(data["refusal"]), int(data["least_bytes"]))
+        return Answer(Plan.from_json(data["plan"]), "", 0)
+
+
+def _searched(search: Callable[[], Plan]) -> str:
     try:
         return json.dumps({"plan": search().to_json()})
     except BudgetMissedError as refusal:

@@ -3,7 +3,7 @@
 =====================  =========================================================================================
 ``ZEROFX_DEBUG``       0 nothing, 1 how the model was captured, passes and peaks, 2 operators added and removed, 3 the
                        schedule, 4 the generated source, 5 the graph after each pass; written to stderr by rank 0
-``ZEROFX_DUMP_DIR``    folder for generated files (default: ``zerofx-<user>`` in the system's temporary folder)
+``ZEROFX_DUMP_DIR``    folder for generated files (default: ``zerofx/dumps`` in the user's cache folder)
 ``ZEROFX_DISABLE``     comma-separated names of what to leave out: ``prefetch``, ``in_place`` (ranks of a host then copy
                        what they gather), ``simplify``, ``stamp`` (repeated layers are then captured one by one)
 ``ZEROFX_KERNELS``     ``auto`` (default), ``none``, or comma-separated names of zerofx's own kernels that a compiled
@@ -13,7 +13,10 @@
                        that were stamped out against a whole capture
 ``ZEROFX_NVME_DIR``    folder for what plans put on nvme, or several with ``:`` between them, over which it is striped;
                        each process makes one of its own in each (default: none)
-``ZEROFX_TIMEOUT``     seconds to wait for other ranks where they must agree (default 600)
+``ZEROFX_TIMEOUT``     seconds that a rank is waited for, wherever ranks wait for one another (default 600); the timeout
+                       of the process group where that is less. A rank that captures, plans or compiles says every few
+                       seconds that it works, and is waited for as long as it does. NCCL has the process group's
+                       timeout alone
 ``ZEROFX_CACHE_DIR``   folder for what is kept for the next run, 0 or empty for none (default: ``zerofx`` in
                        ``TORCHINDUCTOR_CACHE_DIR``, or else in the user's cache folder)
 ``ZEROFX_KEEP_FREED``  1 memory that a CPU step frees stays with the process for its next use (default), 0 it does not
@@ -22,9 +25,7 @@
 
 from __future__ import annotations
 
-import getpass
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +34,13 @@ from zerofx.errors import UsageError
 
 @dataclass(frozen=True)
 class Settings:
-    """The switches' values; see the table in the module's docstring. ``kernels``: None for those on by default."""
+    """The switches' values; see the table in the module's docstring.
+
+    ``kernels``: None for those on by default. ``dump_dir``: None for the default.
+    """
 
     debug: int
-    dump_dir: Path
+    dump_dir: Path | None
     disable: frozenset[str]
     verify: int
     timeout_seconds: float
@@ -54,7 +58,7 @@ def read_settings() -> Settings:
     """
     return Settings(
         debug=_integer("ZEROFX_DEBUG", 0, 5),
-        dump_dir=Path(os.environ.get("ZEROFX_DUMP_DIR") or Path(tempfile.gettempdir()) / f"zerofx-{getpass.getuser()}"),
+        dump_dir=Path(dumps) if (dumps := os.environ.get("ZEROFX_DUMP_DIR")) else None,
         disable=frozenset(name for name in os.environ.get("ZEROFX_DISABLE", "").split(",") if name),
         verify=_integer("ZEROFX_VERIFY", 1, 2),
         timeout_seconds=float(_integer("ZEROFX_TIMEOUT", 600, 86_400)),
@@ -78,7 +82,16 @@ def _cache_dir() -> Path | None:
     inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if inductor:
         return Path(inductor) / "zerofx"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "zerofx"
+    return user_cache()
+
+
+def user_cache() -> Path | None:
+    """zerofx's part of the user's cache folder; None for a user without a home."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(given) if given else Path("~/.cache").expanduser()) / "zerofx"
+    except RuntimeError:
+        return None
 
 
 def _integer(name: str, default: int, largest: int) -> int:

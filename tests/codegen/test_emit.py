@@ -21,9 +21,10 @@ from tests.graphs import DIM, Averaging, Normed, Prepared, Tied, TwoBlocks, feat
 from tests.offloads import offloading
 from tests.passes.test_quantise_gathers import wired
 from zerofx.buckets import BucketLayout
-from zerofx.codegen.emit import EmittedStep, _literal, _wrapped, emit
+from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.kernels.table import NORMS, WIRE
 from zerofx.codegen.regions import cut
+from zerofx.codegen.step_file import literal, wrapped
 from zerofx.errors import PlanError
 from zerofx.node_facts import Role, placeholder
 from zerofx.runtime.executor import StepFunction, load_source
@@ -259,7 +260,7 @@ _LITERALS = [
 
 @pytest.mark.parametrize("value", _LITERALS, ids=repr)
 def test_a_literal_evaluates_to_itself(value: object) -> None:
-    found = eval(_literal(value, {}), {"torch": torch})
+    found = eval(literal(value), {"torch": torch})
     assert type(found) is type(value)
     assert repr(found) == repr(value)
 
@@ -273,17 +274,17 @@ def test_a_literal_evaluates_to_itself(value: object) -> None:
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_nested_literals_evaluate_to_themselves(value: object) -> None:
-    assert repr(eval(_literal(value, {}), {"torch": torch})) == repr(value)
+    assert repr(eval(literal(value), {"torch": torch})) == repr(value)
 
 
 @given(st.lists(st.text("abcdefghij_", min_size=1, max_size=30).map(lambda s: f"v{s}"), min_size=1, max_size=40))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_a_wrapped_line_is_the_same_statement_in_lines_of_bounded_width(names: list[str]) -> None:
     line = f"({', '.join(names)},) = layers_forward([{', '.join(names)}])  # live 12 B | compute"
-    wrapped = _wrapped(f"    {line}")
-    text = "\n".join(wrapped)
+    lines = wrapped(f"    {line}")
+    text = "\n".join(lines)
     assert ast.dump(ast.parse(text.strip())) == ast.dump(ast.parse(line))
-    assert max(map(len, wrapped)) <= 100 + 60  # a name and the comment behind the last bracket stay whole
+    assert max(map(len, lines)) <= 100 + 60  # a name and the comment behind the last bracket stay whole
 
 
 def test_an_edited_file_runs_as_edited() -> None:

@@ -225,7 +225,7 @@ class NvmeFiles:
 
     def _move(self, part: Part, flags: int, call: Callable[..., int], view: memoryview, offset: int) -> int:
         """Bytes moved between ``view`` and the file at ``offset``; fewer than asked for where the file ends."""
-        file = os.open(part.path, flags | self._folders[part.drive].direct_flag, 0o600)
+        file = self._folders[part.drive].open(part.path.name, flags)
         try:
             done = 0
             while done < len(view):

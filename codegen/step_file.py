@@ -1,0 +1,288 @@
+"""An emitted file as data, the text that is written from it, and how it is read from disk.
+
+A file that is kept for the next run is kept as this data, never as text. What is read can say no more than what is
+written here: call operators of torch and of zerofx, methods of the runtime and the file's own regions, on names and
+plain values. Each name and each operator is checked where it is read, and a comment cannot leave its line.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+
+from zerofx import ops
+from zerofx.graph_json import TORCH_NAMESPACES, Name, decoded, encoded, named_operator
+
+ITEM = "getitem"  # the function of a call that takes one value out of several
+RUNTIME = "runtime."  # begins the function of a call on the runtime
+_WIDTH = 100
+_NAMESPACES = TORCH_NAMESPACES | {"zerofx"}
+_EVENTS = frozenset(RUNTIME + str(getattr(event, "__name__")).partition(".")[0] for event in ops.EVENTS)  # noqa: B009
+_HOSTS = ("", "host", "host_later")
+# What the emitted functions call or are given: no value of the step may be called so.
+RESERVED = frozenset({"aten", "batch", "float", "inputs", "runtime", "state", "step", "torch", "x", "_"})
+_NOTHING = "_"  # what no line reads
+
+
+@dataclass(frozen=True)
+class Call:
+    """One line: ``targets = function(*args, **keywords); del dead  # note``.
+
+    ``function`` is an operator (``aten.mm.default``), ``runtime.<event>``, or ``ITEM``; empty where names are deleted
+    and nothing is called. ``_`` is the target for an output that nothing reads. ``unpacks``: whether what is returned
+    is a tuple even where there is one target.
+    """
+
+    function: str
+    args: tuple[Any, ...] = ()
+    keywords: tuple[tuple[str, Any], ...] = ()
+    targets: tuple[str, ...] = ()
+    unpacks: bool = False
+    dead: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class RegionCall:
+    """A call of one of the file's regions: ``x = [inputs]; del dead`` and ``outputs = region(x)  # note``.
+
+    ``host``: the runtime's method that runs it on the host, ``bucket``: for which bucket's update; empty and None for
+    what runs on the device at once.
+    """
+
+    region: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    dead: tuple[str, ...]
+    host: str
+    bucket: int | None
+    note: str
+
+
+@dataclass(frozen=True)
+class RegionText:
+    """The function of a region, which takes its inputs, ``x0``, ``x1`` ..., in a list that it empties."""
+
+    name: str
+    num_inputs: int
+    calls: tuple[Call, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepFile:
+    """All of an emitted file but for the optimizer's own functions, which are traced anew in each run.
+
+    ``regions`` by their keys. ``state`` and ``batch``: what the step takes from its arguments, each with its name, its
+    key there, and a comment. ``body``: calls, and between them titles.
+    """
+
+    header: str
+    regions: Mapping[str, RegionText]
+    state: tuple[tuple[str, str, str], ...]
+    batch: tuple[tuple[str, str, str], ...]
+    body: tuple[Call | RegionCall | str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """The names of region functions by region key."""
+        return {key: region.name for key, region in self.regions.items()}
+
+    def text(self, host_functions: Iterable[str]) -> str:
+        """The file; ``host_functions`` are sources of what computes hyperparameters on the host."""
+        head = "\n".join(f"# {_line(line)}".rstrip() for line in self.header.splitlines())
+        parts = [head, "import torch", "", "aten = torch.ops.aten", ""]
+        for function in dict.fromkeys(host_functions):
+            parts += ["", function.rstrip(), ""]
+        for region in self.regions.values():
+            parts += ["", region_text(region), ""]
+        return "\n".join([*parts, "", *self._step(), ""])
+
+    def _step(self) -> Iterator[str]:
+        yield "def step(runtime, state, batch):"
+        for names, container in ((self.state, "state"), (self.batch, "batch")):
+            for name, key, comment in names:
+                yield f"    {name} = {container}[{key!r}]  # {_line(comment)}"
+        for call in self.body:
+            if isinstance(call, str):
+                yield ""
+                yield f"    # {_line(call)}"
+            elif isinstance(call, Call):
+                yield from wrapped(f"    {_call_text(call)}")
+            else:
+                yield from _region_call(call)
+        yield ""
+        yield f"    return {', '.join(self.outputs)}"
+
+    def as_data(self) -> list[Any]:
+        """The file as JSON has it.
+
+        Raises:
+            NotStorableError: an argument has no text.
+        """
+        regions = [
+            [key, one.name, one.num_inputs, list(map(_call_data, one.calls)), one.outputs]
+            for key, one in self.regions.items()
+        ]
+        body = [one if isinstance(one, str) else _line_data(one) for one in self.body]
+        return [self.header, regions, self.state, self.batch, body, self.outputs]
+
+    @staticmethod
+    def from_data(data: list[Any]) -> StepFile:
+        """What ``as_data`` has written.
+
+        Raises:
+            ValueError: there is a name that is none, or an operator that no step calls.
+        """
+        header, regions, state, batch, body, outputs = data
+        read = {
+            _key(key): RegionText(_name(name), int(count), tuple(map(_call_of, calls)), _names(made))
+            for key, name, count, calls, made in regions
+        }
+        functions = frozenset(region.name for region in read.values())
+        if len(functions) != len(read):
+            raise ValueError("regions of one name")
+        return StepFile(
+            str(header), read, _taken(state), _taken(batch),
+            tuple(one if isinstance(one, str) else _line_of(one, functions) for one in body), _names(outputs),
+        )  # fmt: skip
+
+
+def region_text(region: RegionText) -> str:
+    """The source of a region's function."""
+    lines = [f"def {region.name}(inputs):"]
+    if region.num_inputs:
+        lines += wrapped(f"    {_tuple([f'x{i}' for i in range(region.num_inputs)])} = inputs")
+    lines.append("    inputs.clear()")
+    lines += [f"    {_call_text(call)}" for call in region.calls]
+    lines += wrapped(f"    return {_tuple(region.outputs)}")
+    return "\n".join(lines)
+
+
+def _call_text(call: Call) -> str:
+    args = list(map(literal, call.args))
+    if call.function == ITEM:
+        text = f"{args[0]}[{args[1]}]"
+    elif call.function:
+        args += [f"{key}={literal(given)}" for key, given in call.keywords]
+        owned = call.function.startswith(("aten.", RUNTIME))
+        text = f"{'' if owned else 'torch.ops.'}{call.function}({', '.join(args)})"
+    else:
+        text = ""
+    left = ", ".join(call.targets) + ("," if call.unpacks and len(call.targets) == 1 else "")
+    statements = [f"{left} = {text}" if left else text] if text else []
+    if call.dead:
+        statements.append(f"del {', '.join(call.dead)}")
+    return "; ".join(statements) + (f"  # {_line(call.note)}" if call.note else "")
+
+
+def _region_call(call: RegionCall) -> Iterator[str]:
+    # The list is made first so that a name can go before the call that reads its value last.
+    given = f"x = [{', '.join(call.inputs)}]" + (f"; del {', '.join(call.dead)}" if call.dead else "")
+    yield from wrapped(f"    {given}")
+    left = f"{_tuple(call.outputs)} = " if call.outputs else ""
+    if call.host:
+        more = "" if call.bucket is None else f", {call.bucket}"
+        text = f"runtime.{call.host}({call.region}, x{more})"
+    else:
+        text = f"{call.region}(x)"
+    yield from wrapped(f"    {left}{text}  # {_line(call.note)}")
+
+
+def literal(given: Any) -> str:
+    """Source text that evaluates to ``given``."""
+    match given:
+        case Name():
+            return given.text
+        case list() | tuple():
+            items = ", ".join(map(literal, given))
+            if isinstance(given, list):
+                return f"[{items}]"
+            return f"({items},)" if len(given) == 1 else f"({items})"
+        case float() if math.isinf(given) or math.isnan(given):
+            return f'float("{given}")'
+        case torch.device():
+            return f'torch.device("{given.type}")'
+        case _:
+            return repr(given)
+
+
+def _tuple(names: Sequence[str]) -> str:
+    return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
+
+
+def _line(comment: str) -> str:
+    """A comment that ends where its line does, whatever a layer is called."""
+    return comment if comment.isprintable() else ascii(comment)
+
+
+def wrapped(line: str) -> list[str]:
+    """A long line broken behind commas inside its brackets, so that it stays readable and stays one statement."""
+    if len(line) <= _WIDTH or ("(" not in line and "[" not in line):
+        return [line]
+    indent = len(line) - len(line.lstrip())
+    words, lines, depth = line.strip().split(" "), [], 0
+    current = " " * indent
+    for word in words:
+        comment = word.startswith("#")
+        if depth > 0 and not comment and len(current) + len(word) > _WIDTH:
+            lines.append(current.rstrip())
+            current = " " * (indent + 4)
+        current += word + " "
+        depth += sum(word.count(c) for c in "([") - sum(word.count(c) for c in ")]")
+    return [*lines, current.rstrip()]
+
+
+def _call_data(call: Call) -> list[Any]:
+    args = [encoded(one) for one in call.args]
+    keywords = [[key, encoded(one)] for key, one in call.keywords]
+    return [call.function, args, keywords, call.targets, call.unpacks, call.dead, call.note]
+
+
+def _line_data(call: Call | RegionCall) -> list[Any]:
+    return ["call", *_call_data(call)] if isinstance(call, Call) else ["region", *astuple(call)]
+
+
+def _line_of(data: list[Any], functions: frozenset[str]) -> Call | RegionCall:
+    kind, *rest = data
+    if kind == "call":
+        return _call_of(rest)
+    region, inputs, outputs, dead, host, bucket, note = rest
+    if region not in functions or host not in _HOSTS or type(bucket) not in (int, type(None)):
+        raise ValueError(f"expected a call of a region, found {data!r}")
+    return RegionCall(region, _names(inputs), _names(outputs), _names(dead), host, bucket, str(note))
+
+
+def _call_of(data: list[Any]) -> Call:
+    function, args, keywords, targets, unpacks, dead, note = data
+    if function and function != ITEM and function not in _EVENTS:
+        named_operator(function, _NAMESPACES)
+    given = tuple((Name(key).text, decoded(one)) for key, one in keywords)
+    return Call(function, tuple(map(decoded, args)), given, _names(targets), bool(unpacks), _names(dead), str(note))
+
+
+def _taken(data: list[list[str]]) -> tuple[tuple[str, str, str], ...]:
+    return tuple((_name(name), str(key), str(comment)) for name, key, comment in data)
+
+
+def _names(data: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(map(_name, data))
+
+
+def _name(given: Any) -> str:
+    text = Name(given).text
+    if text in RESERVED and text != _NOTHING:
+        raise ValueError(f"expected a name of the step's own, found {text!r}")
+    return text
+
+
+def _key(text: Any) -> str:
+    if not isinstance(text, str) or not re.fullmatch(r"[0-9a-f]+", text):
+        raise ValueError(f"expected the key of a region, found {text!r}")
+    return text

@@ -1,0 +1,183 @@
+"""Files that nobody else can have written, and files that are never half there.
+
+What zerofx reads back of its own accord (caches, dumps) lies in folders of the user's or root's own that others cannot
+write to. A folder is opened component by component, each by the descriptor of the one before: a link on the way counts
+only if the user or root has made it, and what is renamed meanwhile changes nothing. All that follows is done relative
+to the descriptor of the folder that was checked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from zerofx.errors import warn
+
+PART = ".part"  # ends the name of a file that is being written
+_FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_PASS = getattr(os, "O_PATH", os.O_RDONLY) | _FOLDER  # a folder on the way may be one that cannot be listed
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_MOST_LINKS = 40  # as Linux follows
+
+
+class UnsafeError(PermissionError):
+    """A folder or file that somebody else may have written, or could; the message says which, and why."""
+
+
+def is_trusted(about: os.stat_result) -> bool:
+    """Whether a file or folder is the user's or root's."""
+    return about.st_uid in (os.geteuid(), 0)
+
+
+@contextlib.contextmanager
+def own_folder(path: Path, *, make: bool = False, shared: bool = False) -> Iterator[int]:
+    """The descriptor of a folder that only the user, or root, can write to.
+
+    ``make``: what is not there of ``path`` is made, for the user alone. ``shared``: others may write to it if they
+    cannot rename or remove what is not theirs, as in the system's temporary folder.
+
+    Raises:
+        UnsafeError: the folder is another user's, others can write to it, or a link of another user's leads there.
+        OSError: there is no such folder, or it cannot be opened or made.
+    """
+    folder = _opened(path, make=make)
+    try:
+        about = os.fstat(folder)
+        if not is_trusted(about):
+            raise UnsafeError(f"{path} belongs to another user (uid {about.st_uid})")
+        if about.st_mode & _OTHERS_WRITE and not (shared and about.st_mode & stat.S_ISVTX):
+            mode, change = stat.S_IMODE(about.st_mode), "+t" if shared else "go-w"
+            raise UnsafeError(f"others can write to {path} (mode {mode:o}; chmod {change} mends that)")
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def why_unsafe(path: Path, *, shared: bool = False) -> str:
+    """Why a folder is not to be trusted; empty where it is, or where there is none yet. ``shared`` as above."""
+    try:
+        with own_folder(path, shared=shared):
+            return ""
+    except UnsafeError as error:
+        return str(error)
+    except OSError:
+        return ""
+
+
+def _opened(path: Path, *, make: bool) -> int:
+    left = list(reversed(Path(os.path.abspath(path)).parts))
+    folder, num_links = os.open(left.pop(), _PASS), 0
+    try:
+        while left:
+            name = left.pop()
+            try:
+                if stat.S_ISLNK((about := os.stat(name, dir_fd=folder, follow_symlinks=False)).st_mode):
+                    num_links += 1
+                    if not is_trusted(about):
+                        raise UnsafeError(f"{name} in {path} is a link of another user's (uid {about.st_uid})")
+                    if num_links > _MOST_LINKS:
+                        raise UnsafeError(f"{path} has more than {_MOST_LINKS} links")
+                    parts = Path(os.readlink(name, dir_fd=folder)).parts
+                    left += reversed(parts)
+                    continue
+            except FileNotFoundError:
+                if not make:
+                    raise
+                with contextlib.suppress(FileExistsError):  # another process was first
+                    os.mkdir(name, 0o700, dir_fd=folder)
+            inner = os.open(name, _PASS, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        return os.open(".", os.O_RDONLY | _FOLDER, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def read_own(folder: int, name: str) -> bytes:
+    """What is in a file of ``own_folder``.
+
+    Raises:
+        UnsafeError: it is no plain file, another user's, or others can write to it.
+        OSError: there is no such file, or it cannot be read.
+    """
+    # Not to wait for the writer of a pipe that has the name.
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode) or not is_trusted(about) or about.st_mode & _OTHERS_WRITE:
+            raise UnsafeError(f"{name} is no plain file that only its user can write to")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def write_own(
+    folder: int, name: str, data: bytes, *, prefix: str = "zerofx-", mode: int = 0o600, exact_mode: bool = False
+) -> None:
+    """Write a file of ``own_folder`` as a whole: under another name, synced, and then put in its place.
+
+    ``mode`` is what the process's mask leaves of it, or with ``exact_mode`` all of it.
+    """
+    part = f"{prefix}{secrets.token_hex(8)}{PART}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(part, flags, mode, dir_fd=folder)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            if exact_mode:
+                os.fchmod(descriptor, mode)
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part, dir_fd=folder)
+        raise
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file that the user has named: the old one or the new one is there, whole, whenever this is interrupted.
+
+    A link is followed, since it is the user's way to say where; what is no plain file, such as a pipe, is written to.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    whole = Path(os.path.realpath(path))
+    if whole.exists() and not whole.is_file():
+        whole.write_text(text, encoding="utf-8")
+        return
+    try:
+        folder = os.open(whole.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(path)) from error  # the user's own word for it
+    before = stat.S_IMODE(whole.stat().st_mode) if whole.exists() else None
+    try:
+        mode = 0o666 if before is None else before
+        prefix = f".{whole.name[:50]}-"
+        write_own(folder, whole.name, text.encode(), prefix=prefix, mode=mode, exact_mode=before is not None)
+    finally:
+        os.close(folder)
+
+
+@functools.cache
+def private_folder() -> Path:
+    """A folder that only this process knows, and that goes with it."""
+    made = Path(tempfile.mkdtemp(prefix="zerofx-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn, but not again in this process."""
+    warn(message)
