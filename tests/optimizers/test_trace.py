@@ -166,10 +166,10 @@ def test_states_of_0_dim_parameters_are_told_apart_by_what_the_update_makes() ->
     adam = torch.optim.Adam([temperature])
     temperature.grad = torch.tensor(2.0)
     adam.step()
-    assert scalar_state_names(adam, adam.param_groups[0], dtype=torch.float32) == {"step"}
+    assert scalar_state_names(adam, 0, dtype=torch.float32) == {"step"}
     eager = Eager([temperature, param()])
     assert [spec.name for spec in trace_update(eager, eager.param_groups[0]).states] == ["sum"]
-    assert scalar_state_names(eager, eager.param_groups[0], dtype=torch.float32) == {"step"}
+    assert scalar_state_names(eager, 0, dtype=torch.float32) == {"step"}
     alone = Eager([temperature])
     with pytest.raises(OptimizerError, match="KeyError"):
         trace_update(alone, alone.param_groups[0])

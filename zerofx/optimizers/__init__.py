@@ -1,9 +1,11 @@
 """Optimizer updates on flat shards: any elementwise ``torch.optim`` optimizer as a graph and a host function."""
 
+from zerofx.optimizers.choice import check_supported, scalar_state_names
+from zerofx.optimizers.outside import same
 from zerofx.optimizers.program import HostFunction, ScalarStateSpec, StateSpec, UpdateProgram, run_program
 from zerofx.optimizers.shadow import copy_optimizer
 from zerofx.optimizers.support import has_fused
-from zerofx.optimizers.update import check_supported, scalar_state_names, trace_update
+from zerofx.optimizers.update import trace_update
 
 __all__ = [
     "HostFunction",
@@ -14,6 +16,7 @@ __all__ = [
     "copy_optimizer",
     "has_fused",
     "run_program",
+    "same",
     "scalar_state_names",
     "trace_update",
 ]

@@ -11,7 +11,8 @@ def optimizer_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        outside = not module.startswith(("torch.", "zerofx.optimizers", "contextlib")) and module != "torch"
+        ours = ("torch.", "zerofx.optimizers", "zerofx.torch_private", "contextlib")
+        outside = not module.startswith(ours) and module != "torch"
         if outside or module.startswith("torch.optim."):
             return None if module.split(".")[0] == "zerofx" else frame
         frame = frame.f_back

@@ -33,6 +33,11 @@ def is_creation(op: OpOverload[..., Any]) -> bool:
     return name in _FILLS or name in _FILL_ARGUMENT or name in _UNINITIALIZED
 
 
+def is_filled_with_argument(op: OpOverload[..., Any]) -> bool:
+    """Whether a creation operator is given the value that it fills with."""
+    return base_name(op) in _FILL_ARGUMENT
+
+
 def fill_value(op: OpOverload[..., Any], args: tuple[Any, ...]) -> Any:
     """The value a creation operator fills with; None for memory that is not initialised."""
     name = base_name(op)
@@ -71,5 +76,5 @@ def why_not_elementwise(op: OpOverload[..., Any], *, fused: bool) -> str | None:
     if name == "_local_scalar_dense":
         return "reads a single value out of a whole tensor"
     if "_foreach_" in name:
-        return "works on lists of tensors: use the methods of a single tensor (p.mul_, p.add_)"
+        return "works on lists of tensors, and cannot be taken apart: use the methods of a single tensor (p.mul_)"
     return "is not elementwise: it can mix the elements of a tensor, and a flat shard holds pieces of many parameters"

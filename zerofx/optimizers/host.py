@@ -17,6 +17,7 @@ from zerofx.optimizers.scalars import (
     Cast,
     Expr,
     Guard,
+    Heard,
     Hyper,
     Item,
     MakeTensor,
@@ -120,8 +121,8 @@ class _Writer:
         match expr:
             case StateScalar():
                 return ast.Subscript(ast.Name("state"), ast.Constant(expr.name))
-            case Hyper():
-                raise AssertionError("hyperparameters are loaded first")
+            case Hyper() | Heard():
+                raise AssertionError("hyperparameters are loaded first, and what is heard is computed by no function")
             case Item():
                 return ast.Call(ast.Attribute(self._node(expr.tensor), "item"), [], [])
             case Cast():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -54,6 +54,10 @@ class UpdateProgram:
     ``host_source`` defines the function that computes the scalars from ``optimizer.param_groups[i]`` and the bucket's
     scalar states. It returns None, and has changed nothing, when a branch or an option that this variant was traced
     for no longer holds: trace again. It needs ``torch`` in its namespace.
+
+    Where ``host_source`` is empty, the scalars are what the optimizer's own step gives to the operators, heard at every
+    step (``zerofx.optimizers.followed``); the states that are no flat tensors, and which states have values before and
+    after, are then known when it has run, and not by the program.
 
     ``first_step_only``: right for the step that creates the state, after which another variant has to be traced.
     ``state_before`` and ``state_after`` name the states that have values before and after the update.
@@ -130,8 +134,19 @@ def run_program(
             f"expected the options and branches that this {program.optimizer} update was traced with, found others in "
             "param_groups or in the state: trace the update again"
         )
-    tensors = [states[spec.name] for spec in program.states] + [scalar_states[name] for name in program.tensor_scalars]
-    inputs: list[Any] = [param, grad, *tensors, *scalars]
+    run_graph(program, param, grad, {**states, **scalar_states}, scalars)
+
+
+def run_graph(
+    program: UpdateProgram,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    states: Mapping[str, Any],
+    scalars: Sequence[float],
+) -> None:
+    """Run the operators of one update eagerly, in place, with these ``scalars``."""
+    names = [*(spec.name for spec in program.states), *program.tensor_scalars]
+    inputs: list[Any] = [param, grad, *(states[name] for name in names), *scalars]
     values: dict[Node, Any] = {}
     with torch.no_grad():
         for node in program.graph.nodes:

@@ -232,10 +232,7 @@ class Recorder:
             return self._create(op, args, op(*plain_args, **plain_kwargs))
         cells = [self.cell(tensor) for tensor in tensors]
         if base_name(op) == "_local_scalar_dense" and cells[0].expr is not None:
-            number: int | float = op(*plain_args)
-            sentinel = self.sentinel(TrackedScalar(Item(cells[0].expr), number, self.tape))
-            self._arrived.add(sentinel)
-            return sentinel
+            return self._read_item(op, tensors[0])
         if all(cell.expr is not None for cell in cells):
             return self._on_host(op, args, kwargs, op(*plain_args, **plain_kwargs))
         if _is_view(op):
@@ -245,8 +242,19 @@ class Recorder:
             raise self.refuse(f"calls {op}, which {reason}")
         return self._on_shard(op, args, kwargs, cells)
 
+    def _read_item(self, op: OpOverload[..., Any], tensor: torch.Tensor) -> Any:
+        expr = self.cell(tensor).expr
+        assert expr is not None
+        number = self.sentinel(TrackedScalar(Item(expr), op(tensor), self.tape))
+        self._arrived.add(number)
+        return number
+
+    def _fill_symbol(self, op: OpOverload[..., Any], args: tuple[Any, ...]) -> Any:
+        """What a creation operator fills with, as it is recorded."""
+        return self._symbol(fill_value(op, args), on_host=True)
+
     def _create(self, op: OpOverload[..., Any], args: tuple[Any, ...], result: torch.Tensor) -> torch.Tensor:
-        value = self._symbol(fill_value(op, args), on_host=True)
+        value = self._fill_symbol(op, args)
         if result.dim() == 0 and not self.fused:
             self.bind(result, expr=MakeTensor(0.0 if value is None else value, result.dtype))
         elif result.numel() == self.numel or result.dim() == 0:

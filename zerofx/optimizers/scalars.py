@@ -76,9 +76,16 @@ class TensorCall:
     kwargs: tuple[tuple[str, Any], ...] = ()
 
 
-Expr: TypeAlias = Hyper | StateScalar | PythonCall | Item | MakeTensor | Cast | TensorCall
+@dataclass(frozen=True)
+class Heard:
+    """A number that the step's own Python gives to an operator, the ``index``-th: known when that has run."""
+
+    index: int
+
+
+Expr: TypeAlias = Hyper | StateScalar | PythonCall | Item | MakeTensor | Cast | TensorCall | Heard
 Operand: TypeAlias = Expr | int | float
-EXPR_TYPES: Final = (Hyper, StateScalar, PythonCall, Item, MakeTensor, Cast, TensorCall)
+EXPR_TYPES: Final = (Hyper, StateScalar, PythonCall, Item, MakeTensor, Cast, TensorCall, Heard)
 
 OPERATORS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
@@ -125,7 +132,7 @@ class GuardTape:
 def children(expr: Expr) -> tuple[Any, ...]:
     """The operands of ``expr``: expressions and plain values."""
     match expr:
-        case Hyper() | StateScalar():
+        case Hyper() | StateScalar() | Heard():
             return ()
         case PythonCall():
             return expr.args

@@ -27,7 +27,10 @@ def map_numbers(group: Mapping[str, Any], make: Callable[[Hyper, int | float], A
     """The hyperparameters of ``group`` with every number replaced by ``make(where, value)``; flags are kept."""
     mapped: dict[str, Any] = {}
     for key, value in group.items():
-        if key in IGNORED_KEYS:
+        if key in ("params", "param_names"):
+            continue
+        if key in IMPLEMENTATION_FLAGS:
+            mapped[key] = value
             continue
         number = plain_number(value)
         if number is not None:
@@ -93,10 +96,10 @@ def make_shadow(
     optimizer's attributes are copied one level deep, so that stepping the shadow does not change the original.
     """
     shadow = _without_hooks(optimizer)
-    flags = {flag: fused and flag == "fused" for flag in IMPLEMENTATION_FLAGS}
+    flags = _implementation_flags(optimizer, group, fused=fused)
     shadow.defaults = {**optimizer.defaults, **flags}
-    shadow.state = defaultdict(dict)
-    shadow.param_groups = [{**group, **flags, "params": [param]}]
+    vars(shadow)["state"] = defaultdict(dict)
+    vars(shadow)["param_groups"] = [{**group, **flags, "params": [param]}]
     return shadow
 
 
@@ -120,6 +123,21 @@ def _without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         elif name not in ("step", "grad_scale", "found_inf"):
             vars(made)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
     return made
+
+
+def keep_to_single_tensors(shadow: torch.optim.Optimizer) -> None:
+    """Have torch's own steps work tensor by tensor but for what is asked for; others choose what to compute."""
+    for group in shadow.param_groups:
+        group.update(_implementation_flags(shadow, group, fused=False))
+
+
+def _implementation_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, fused: bool) -> dict[str, Any]:
+    bases = [base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer and "step" in vars(base)]
+    if any(base.__module__.startswith("torch.optim.") for base in bases):
+        # Where foreach is asked for, torch rounds some updates otherwise.
+        foreach = group.get("foreach") is True and not fused
+        return {flag: fused and flag == "fused" for flag in IMPLEMENTATION_FLAGS} | {"foreach": foreach}
+    return {flag: group[flag] for flag in IMPLEMENTATION_FLAGS if flag in group}
 
 
 def step_function(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:

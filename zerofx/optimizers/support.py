@@ -39,6 +39,17 @@ def refuse_by_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
         OptimizerError: it names the optimizer and what is in the way.
     """
     name = type(optimizer).__name__
+    for own in ("state", "param_groups"):
+        if own not in vars(optimizer):
+            raise OptimizerError(
+                f"expected an optimizer with states and param groups of its own, found {name}, whose {own} is another "
+                "optimizer's: give zerofx.compile that one"
+            )
+    if others := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+        raise OptimizerError(
+            f"expected an optimizer that keeps states of parameters, found {name} with one of {others[0]!r}: that is "
+            "not divided among ranks; keep it in optimizer.param_groups"
+        )
     for base in type(optimizer).__mro__:
         if base.__module__.startswith("torch.optim") and base.__name__ in _WHOLE_TENSOR:
             raise OptimizerError(
@@ -55,3 +66,16 @@ def refuse_by_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
         )
     if group.get("differentiable"):
         raise OptimizerError(f"expected differentiable=False, found True in {name}: the update is not differentiated")
+
+
+def refuse_dtype(dtype: torch.dtype) -> None:
+    """Refuse parameters that are no real numbers; buckets hold the parts of complex ones.
+
+    Raises:
+        OptimizerError: it says what to do about them.
+    """
+    if not dtype.is_floating_point:
+        raise OptimizerError(
+            f"expected parameters of a floating-point or complex dtype, found {dtype}: call requires_grad_(False) on "
+            f"them, or make them buffers"
+        )

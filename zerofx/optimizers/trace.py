@@ -13,8 +13,15 @@ from torch.overrides import TorchFunctionMode
 from zerofx.errors import OptimizerError
 from zerofx.optimizers.recorder import OpRecord, Recorder, Ref
 from zerofx.optimizers.scalars import Expr, Guard, GuardTape, Operand, StateScalar, TrackedScalar, lost_scalar
-from zerofx.optimizers.shadow import TracedGroup, make_shadow, sample, step_function, tracked_group
-from zerofx.torch_private import TorchDispatchMode
+from zerofx.optimizers.shadow import (
+    IMPLEMENTATION_FLAGS,
+    TracedGroup,
+    make_shadow,
+    sample,
+    step_function,
+    tracked_group,
+)
+from zerofx.torch_private import TorchDispatchMode, call_one_by_one, is_foreach
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,9 @@ class DispatchRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_foreach(func) and not self.recorder.fused:
+            with self:
+                return call_one_by_one(func, args, kwargs or {})
         return self.recorder.dispatch(func, args, kwargs or {})
 
 
@@ -249,7 +259,7 @@ def _check_side_effects(
     """Refuse steps that keep what they need next time outside ``state[p]``: it would be out of the program's reach."""
     group = shadow.param_groups[0]
     for key, value in group.items():
-        if key in hypers and value is not hypers[key]:
+        if key not in ("params", *IMPLEMENTATION_FLAGS) and (key not in hypers or value is not hypers[key]):
             raise recorder.refuse(f'changes param_groups["{key}"] in its step, where state[p] was expected to change')
     for key, number in _counters(shadow).items():
         if isinstance(number, TrackedScalar) or counters.get(key) != number:

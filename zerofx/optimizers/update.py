@@ -14,7 +14,7 @@ from zerofx.optimizers.build import build_graph
 from zerofx.optimizers.host import write_host_function
 from zerofx.optimizers.program import ScalarStateSpec, StateSpec, UpdateProgram
 from zerofx.optimizers.shadow import structural_flags
-from zerofx.optimizers.support import has_fused, refuse_by_name
+from zerofx.optimizers.support import has_fused, refuse_by_name, refuse_dtype
 from zerofx.optimizers.trace import StepInputs, Trace, trace_step
 from zerofx.optimizers.verify import agrees
 
@@ -85,11 +85,7 @@ def trace_update(
         OptimizerError: the optimizer is not elementwise, needs a closure, or hides what it depends on.
     """
     refuse_by_name(optimizer, group)
-    if not dtype.is_floating_point:
-        raise OptimizerError(
-            f"expected parameters of a real floating-point dtype, found {dtype}: let the parameter be what "
-            f"torch.view_as_real makes of it, and read it through torch.view_as_complex"
-        )
+    refuse_dtype(dtype)
     if fused and not any(has_fused(optimizer, device, dtype) for device in ("cpu", "cuda")):
         raise OptimizerError(
             f"expected an optimizer with a fused kernel, found {type(optimizer).__name__}: fused=False"
@@ -116,34 +112,16 @@ def trace_update(
     return _checked(request, _program(request, first, layout, nothing, first_step_only=True), nothing)
 
 
-def scalar_state_names(
+def state_names(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, dtype: torch.dtype, fused: bool = False
-) -> frozenset[str]:
-    """The states of which all parameters that are updated together have one value; of others each has its own.
-
-    The traced update says which, since a 0-dim parameter's states are all alike; of states that its present options do
-    not make, or of an optimizer that cannot be traced, what ``group``'s parameters of more dimensions hold. Arguments
-    are those of ``trace_update``.
-    """
-    held = _scalars_by_shape(optimizer, group)
-    try:
-        _, layout = _first_step(_Request(optimizer, group, dtype, fused))
-    except OptimizerError:  # what traces the update to run it says what is in the way
-        layout = _Layout({}, {})
-    unknown = held.keys() - layout.flat.keys()
-    return frozenset(layout.scalars) | frozenset(name for name in unknown if held[name])
-
-
-def check_supported(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose update cannot run on flat shards.
+) -> tuple[frozenset[str], frozenset[str]]:
+    """The states that the update makes: those that are flat, and the scalars. Arguments are those of ``trace_update``.
 
     Raises:
-        OptimizerError: it names the optimizer and the operator, state or option that is in the way.
+        OptimizerError: the update cannot be traced.
     """
-    for group in optimizer.param_groups:
-        dtypes = dict.fromkeys(param.dtype for param in group["params"] if param.requires_grad)
-        for dtype in dtypes:
-            trace_update(optimizer, group, dtype=dtype)
+    _, layout = _first_step(_Request(optimizer, group, dtype, fused))
+    return frozenset(layout.flat), frozenset(layout.scalars)
 
 
 def _first_step(request: _Request) -> tuple[Trace | None, _Layout]:
@@ -164,7 +142,7 @@ def _first_step(request: _Request) -> tuple[Trace | None, _Layout]:
     return first, _Layout({s.name: s for s in built.states}, scalars)
 
 
-def _scalars_by_shape(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, bool]:
+def scalars_by_shape(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, bool]:
     """Whether a state of the group's parameters is a scalar, for each of which a number or a shape tells.
 
     A tensor among the states of a 0-dim parameter has shape [] either way, and tells nothing.
@@ -187,7 +165,7 @@ def _layout_of_existing_state(request: _Request) -> _Layout | None:
     """
     params = request.group.get("params", ())
     state, param = next(((s, p) for p in params if (s := request.optimizer.state.get(p))), ({}, None))
-    is_scalar = _scalars_by_shape(request.optimizer, request.group)
+    is_scalar = scalars_by_shape(request.optimizer, request.group)
     flat: dict[str, StateSpec] = {}
     scalars: dict[str, ScalarStateSpec] = {}
     for name, value in state.items():

@@ -1,15 +1,14 @@
-"""The user's optimizer as the step sees it: its groups, its traced update, this step's scalars, its state dict.
+"""The user's optimizer as the step sees it: its groups, its update, this step's scalars.
 
 The optimizer object stays the user's. Its ``param_groups`` are read at every step, so schedulers that change them just
-work. Its states live in flat slices; ``optimizer.state_dict()`` gathers them on every rank, and
-``optimizer.load_state_dict()`` divides what it is given.
+work. Its states live in flat slices (``zerofx/runtime/optimizer_state.py``).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -21,9 +20,12 @@ from zerofx.checks import check_owner
 from zerofx.errors import OptimizerError, UsageError
 from zerofx.graph import ParameterInfo
 from zerofx.optimizers import HostFunction, UpdateProgram, has_fused, scalar_state_names, trace_update
+from zerofx.optimizers.followed import Follower
+from zerofx.optimizers.outside import Change, attributes
 from zerofx.optimizers.shadow import structural_flags
-from zerofx.runtime.control import Control
-from zerofx.runtime.state import BucketState, TrainingState
+from zerofx.optimizers.stand_in import StandIn, copied_scalars
+from zerofx.runtime.held_states import HeldState, held_by_bucket
+from zerofx.runtime.state import TrainingState
 
 
 def group_of_parameters(
@@ -51,18 +53,29 @@ def group_of_parameters(
 
 @dataclass
 class Advance:
-    """One step's scalars by bucket, and the scalar states and state names that each bucket has after it."""
+    """One step's scalars by bucket, what each bucket has after it, and what the step changes outside of the states.
+
+    What a bucket has: its scalar states, and the names of all states that have values.
+    """
 
     values: dict[int, tuple[float, ...]]
     after: dict[int, tuple[dict[str, Any], frozenset[str]]]
+    changes: list[Change] = field(default_factory=list)
 
     def swap(self, state: TrainingState, buckets: Iterable[int] | None = None) -> None:
-        """Exchange what the buckets have with what is noted here: once to advance, a second time to go back."""
-        for index in self.after if buckets is None else buckets:
+        """Exchange what the buckets have with what is noted here: once to advance, a second time to go back.
+
+        Groups and attributes of the optimizer change when all buckets do.
+        """
+        indices = list(self.after if buckets is None else buckets)
+        for index in indices:
             bucket = state.buckets[index]
             before = (bucket.scalars, bucket.present)
             bucket.scalars, bucket.present = self.after[index]
             self.after[index] = before
+        if len(indices) == len(self.after):
+            for change in self.changes:
+                change.swap()
 
 
 class OptimizerBinding:
@@ -79,6 +92,9 @@ class OptimizerBinding:
         self._programs: dict[int, UpdateProgram] = {}
         self._variant = ""
         self._hosts: dict[str, HostFunction] = {}
+        self._follower = Follower(optimizer)
+        self._is_followed = False
+        self._traced_for: Any = None
 
     def group(self, bucket: Bucket) -> dict[str, Any]:
         assert bucket.group is not None
@@ -90,43 +106,85 @@ class OptimizerBinding:
         """Tells the updates that hold now from others that the same optimizer can take; the same text on all ranks."""
         return self._variant
 
+    @property
+    def has_states(self) -> bool:
+        """Whether the updates that hold now keep anything from step to step."""
+        return any(program.states or program.scalar_states for program in self._programs.values())
+
     def programs(
         self, state: TrainingState | None, held: Mapping[int, HeldState] = MappingProxyType({})
     ) -> dict[int, UpdateProgram]:
         """The update of each trained bucket, for the options and states that hold now.
 
+        A program is traced once, with a function for its scalars, where that says all that there is to know; else the
+        optimizer is followed step by step (``zerofx.optimizers.followed``), from then on.
+
         ``held``: before there is a ``state``, what the optimizer holds itself, as the method ``held`` gives it.
+
+        Raises:
+            OptimizerError: the update cannot run on flat shards.
         """
-        traced: dict[Any, UpdateProgram] = {}
-        for bucket in self._layout.buckets:
-            if not bucket.trainable:
-                continue
-            scalars: dict[str, float] = {}
-            present: frozenset[str] = frozenset()
-            if state is not None:
-                scalars = _scalar_values(state.buckets[bucket.index])
-                present = frozenset(state.buckets[bucket.index].present)
-            elif bucket.index in held:
-                scalars = {name: float(value) for name, value in held[bucket.index].scalars.items()}
-                present = held[bucket.index].present
-            key = (bucket.group, bucket.dtype, present, tuple(scalars.items()))
-            if key not in traced:
-                traced[key] = trace_update(
-                    self.optimizer,
-                    self.group(bucket),
-                    state_present=present,
-                    scalar_values=scalars,
-                    dtype=bucket.dtype,
-                    fused=self._fused(bucket),
-                )
-            self._programs[bucket.index] = traced[key]
-        texts = {id(program): _text(program) for program in traced.values()}
+        stand_ins = self._stand_ins(state, held)
+        apart = list({stand_in.key: stand_in for stand_in in stand_ins.values()}.values())
+        if not self._is_followed:
+            try:
+                self._programs = self._traced(stand_ins)
+            except OptimizerError:
+                if any(self._fused(self._layout.buckets[index]) for index in stand_ins):
+                    raise
+                self._is_followed = True
+            else:
+                # What its step does to several parameters, and later, is to be seen before the first step.
+                self._follower.programs(apart, steps_ahead=3)
+                self._is_followed = self._follower.changes_outside
+        if self._is_followed:
+            followed = self._follower.programs(apart)
+            self._programs = {index: followed[stand_in.key] for index, stand_in in stand_ins.items()}
+        self._traced_for = self._options()
+        texts = {id(program): _text(program) for program in self._programs.values()}
         whole = "\n".join(f"{index} {texts[id(program)]}" for index, program in sorted(self._programs.items()))
         groups = {bucket.group: self.group(bucket) for bucket in self._layout.buckets if bucket.trainable}
         flags = [", ".join(f"{name}={value}" for name, value in structural_flags(group)) for group in groups.values()]
         digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
         self._variant = f"{type(self.optimizer).__name__}({'; '.join(flags)}), traced as {digest}"
         return dict(self._programs)
+
+    def _traced(self, stand_ins: Mapping[int, StandIn]) -> dict[int, UpdateProgram]:
+        traced: dict[Any, UpdateProgram] = {}
+        programs: dict[int, UpdateProgram] = {}
+        for index, stand_in in stand_ins.items():
+            bucket = self._layout.buckets[index]
+            if stand_in.key not in traced:
+                scalars = {name: float(value) for name, value in stand_in.scalars}
+                traced[stand_in.key] = trace_update(
+                    self.optimizer,
+                    self.group(bucket),
+                    state_present=frozenset(scalars) | frozenset(name for name, _ in stand_in.flat),
+                    scalar_values=scalars,
+                    dtype=bucket.dtype,
+                    fused=self._fused(bucket),
+                )
+            programs[index] = traced[stand_in.key]
+        return programs
+
+    def _stand_ins(self, state: TrainingState | None, held: Mapping[int, HeldState]) -> dict[int, StandIn]:
+        """What the coming update of each trained bucket starts from."""
+        found: dict[int, StandIn] = {}
+        for bucket in self._layout.buckets:
+            if not bucket.trainable:
+                continue
+            assert bucket.group is not None
+            flat: dict[str, torch.dtype] = {}
+            scalars: dict[str, Any] = {}
+            if state is not None:
+                mine = state.buckets[bucket.index]
+                flat = {name: value.dtype for name, value in mine.flat.items() if name in mine.present}
+                scalars = {name: value for name, value in mine.scalars.items() if name in mine.present}
+            elif bucket.index in held:
+                flat = {name: values[0].dtype.to_real() for name, values in held[bucket.index].flat.items()}
+                scalars = held[bucket.index].scalars
+            found[bucket.index] = StandIn(bucket.group, bucket.dtype, tuple(flat.items()), tuple(scalars.items()))
+        return found
 
     def held(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, HeldState]:
         """The states that the optimizer holds per parameter, by bucket; ``parameters`` by name. Changes nothing.
@@ -142,11 +200,12 @@ class OptimizerBinding:
                 continue
             key = (bucket.group, bucket.dtype)
             if key not in known:
+                assert bucket.group is not None
                 known[key] = scalar_state_names(
-                    self.optimizer, self.group(bucket), dtype=bucket.dtype, fused=self._fused(bucket)
+                    self.optimizer, bucket.group, dtype=bucket.dtype, fused=self._fused(bucket)
                 )
             shapes = [tuple(parameters[slot.source].shape) for slot in bucket.slots]
-            found[bucket.index] = _held_by_bucket(bucket, entries, shapes, known[key])
+            found[bucket.index] = held_by_bucket(bucket, entries, shapes, known[key])
         return found
 
     def advance(self, state: TrainingState) -> Advance | None:
@@ -154,6 +213,7 @@ class OptimizerBinding:
 
         Raises:
             UsageError: param groups were added since compile.
+            OptimizerError: the optimizer is followed, and its coming step cannot run on flat shards.
         """
         if len(self.optimizer.param_groups) != self._num_groups:
             raise UsageError(
@@ -161,6 +221,11 @@ class OptimizerBinding:
                 f"{len(self.optimizer.param_groups)}: call step.close() before add_param_group, and compile again "
                 f"after it"
             )
+        return self._advance_followed(state) if self._is_followed else self._advance_traced(state)
+
+    def _advance_traced(self, state: TrainingState) -> Advance | None:
+        if self._options() != self._traced_for:
+            return None
         found = Advance({}, {})
         for index, program in self._programs.items():
             bucket = state.buckets[index]
@@ -172,6 +237,23 @@ class OptimizerBinding:
                 return None
             found.values[index], found.after[index] = values, (trial, program.state_after)
         return found
+
+    def _advance_followed(self, state: TrainingState) -> Advance | None:
+        stand_ins = self._stand_ins(state, {})
+        step = self._follower.next_step(list({stand_in.key: stand_in for stand_in in stand_ins.values()}.values()))
+        found = Advance({}, {}, step.changes)
+        for index, stand_in in stand_ins.items():
+            update = step.updates[stand_in.key]
+            if update.program is not self._programs.get(index):
+                return None
+            found.values[index], found.after[index] = update.numbers, (copied_scalars(update.scalars), update.present)
+        return found
+
+    def _options(self) -> Any:
+        """What a traced update depends on besides numbers in groups: their flags, and the optimizer's attributes."""
+        plain = (bool, int, float, str, type(None))
+        own = {name: value for name, value in attributes(self.optimizer).items() if isinstance(value, plain)}
+        return [structural_flags(group) for group in self.optimizer.param_groups], own
 
     def _host(self, program: UpdateProgram) -> HostFunction:
         if program.host_source not in self._hosts:
@@ -187,153 +269,24 @@ class OptimizerBinding:
         return asked is not False and all(has_fused(self.optimizer, place, bucket.dtype) for place in places)
 
 
-def _scalar_values(state: BucketState) -> dict[str, float]:
-    return {name: float(value) for name, value in state.scalars.items() if name in state.present}
+def hyperparameters(optimizer: torch.optim.Optimizer) -> str:
+    """The numbers and words of each param group as they are now, a line a group."""
+    return "\n".join(
+        f"param group {index}: "
+        + ", ".join(f"{name}={_number(value)}" for name, value in group.items() if name != "params")
+        for index, group in enumerate(optimizer.param_groups)
+    )
 
 
-class OptimizerState:
-    """Keeps ``optimizer.state_dict()`` and ``load_state_dict()`` truthful through torch's own hooks."""
-
-    def __init__(self, binding: OptimizerBinding, state: TrainingState, control: Control) -> None:
-        optimizer = binding.optimizer
-        self._optimizer = optimizer
-        self._binding = binding
-        self._state = state
-        self._control = control
-        self._handles = [
-            optimizer.register_state_dict_pre_hook(lambda _: self._fill()),
-            optimizer.register_state_dict_post_hook(lambda *_: self._empty()),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._absorb()),
-            optimizer.register_step_pre_hook(_refuse_step),
-        ]
-        if optimizer.state:
-            self._absorb()
-
-    def give_back(self) -> None:
-        """Leave every parameter's whole states in the optimizer, and let go of it."""
-        for handle in self._handles:
-            handle.remove()
-        self._fill()
-
-    def _fill(self) -> None:
-        """Put every parameter's whole states where ``state_dict`` looks for them. A collective call."""
-        self._control.meet("call optimizer.state_dict()")
-        self._state.flush()
-        for bucket, state in zip(self._state.layout.buckets, self._state.buckets, strict=True):
-            if not bucket.trainable or not state.present:
-                continue
-            flat = {
-                n: self._state.gather(bucket, self._state.load(t)) for n, t in state.flat.items() if n in state.present
-            }
-            for slot in bucket.slots:
-                entry: dict[str, Any] = {
-                    n: v.clone() if isinstance(v, torch.Tensor) else v
-                    for n, v in state.scalars.items()
-                    if n in state.present
-                }
-                parameter = self._state.parameter(slot.source)
-                held = self._optimizer.state.get(parameter, {}) if slot.first_row else {}
-                for name, whole in flat.items():
-                    mine = slot.view(whole)
-                    if slot.whole is None:
-                        entry[name] = mine.clone()
-                        continue
-                    entry[name] = held[name] if name in held else mine.new_empty(parameter.shape)
-                    slot.box(entry[name]).copy_(mine)
-                self._optimizer.state[parameter] = entry
-
-    def _empty(self) -> None:
-        self._optimizer.state.clear()
-
-    def _absorb(self) -> None:
-        """Take over the states that the optimizer holds per parameter; parameters without any begin anew."""
-        # What is under way for the states that go must not reach those that come.
-        self._state.settle()
-        try:
-            held = self._binding.held(self._state.parameters)
-        finally:
-            self._optimizer.state.clear()
-        for index, mine in enumerate(self._state.buckets):
-            if index not in held:
-                mine.forget()
-        for index, states in held.items():
-            bucket, mine = self._state.layout.buckets[index], self._state.buckets[index]
-            for name, value in states.scalars.items():
-                mine.scalars[name] = value.clone() if isinstance(value, torch.Tensor) else value
-            for name, values in states.flat.items():
-                whole = torch.zeros(bucket.numel, dtype=values[0].dtype, device=self._state.device)
-                for slot, value in zip(bucket.slots, values, strict=True):
-                    slot.view(whole).copy_(slot.box(value))
-                self._state.set_flat(bucket, name, self._state.slice(whole).clone())
-            mine.present = states.present
-
-
-@dataclass(frozen=True)
-class HeldState:
-    """What an optimizer holds for the parameters of one bucket: scalars that they share, and a tensor of each.
-
-    Of a parameter in slices it is the whole tensor, for each slice's bucket.
-    """
-
-    scalars: dict[str, Any]
-    flat: dict[str, list[torch.Tensor]]
-
-    @property
-    def present(self) -> frozenset[str]:
-        return frozenset(self.scalars) | frozenset(self.flat)
-
-
-def _held_by_bucket(
-    bucket: Bucket, entries: list[Mapping[str, Any]], shapes: list[tuple[int, ...]], scalars: frozenset[str]
-) -> HeldState:
-    """``shapes`` are those of the model's parameters, of which the bucket may hold slices; ``scalars`` are states that
-    the parameters share."""
-    held = HeldState({}, {})
-    for name in dict.fromkeys(name for entry in entries for name in entry):
-        values = [entry.get(name) for entry in entries]
-        there = [value for value in values if value is not None]
-        if not there:
-            continue  # no state at all: SGD without momentum keeps momentum_buffer=None
-        if len(there) < len(values):
-            without = [s.source for s, value in zip(bucket.slots, values, strict=True) if value is None]
-            raise OptimizerError(
-                f"expected state {name!r} for every parameter of {bucket.name}, found none for {without}: parameters "
-                f"that are updated together must have been trained together; load a state of this very model"
-            )
-        if name in scalars:
-            _check_shapes(bucket, name, values, None)
-            if len({float(value) for value in there}) > 1:
-                raise OptimizerError(
-                    f"expected one value of {name!r} for all parameters of {bucket.name}, found "
-                    f"{sorted({float(value) for value in there})}: they are updated together"
-                )
-            held.scalars[name] = values[0]
-            continue
-        _check_shapes(bucket, name, values, shapes)
-        held.flat[name] = [value for value in values if isinstance(value, torch.Tensor)]
-    return held
-
-
-def _check_shapes(bucket: Bucket, name: str, values: list[Any], shapes: list[tuple[int, ...]] | None) -> None:
-    """Refuse a state whose values have not these shapes; without ``shapes`` it is a number, of which each has one."""
-    for index, (slot, value) in enumerate(zip(bucket.slots, values, strict=True)):
-        expected = shapes[index] if shapes is not None else ()
-        if tuple(value.shape) != expected if isinstance(value, torch.Tensor) else shapes is not None:
-            found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise OptimizerError(
-                f"expected state {name!r} of {slot.source} to have shape {list(expected)}, found {found}: load a state "
-                f"of this very model"
-            )
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, (tuple, list)):
+        return [_number(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
 def _text(program: UpdateProgram) -> str:
     """What ``program.key`` says, as text that is the same in every process."""
     parts = (program.optimizer, program.dtype, program.fused, program.first_step_only, sorted(program.state_before))
     return "\n".join(map(str, (*parts, program.states, program.scalar_states, program.host_source, program.graph)))
-
-
-def _refuse_step(*_: Any) -> None:
-    raise UsageError(
-        "expected no call of optimizer.step(): step(batch) has already updated the parameters; remove the call (and "
-        "loss.backward())"
-    )

@@ -1,0 +1,175 @@
+"""What an optimizer's step reads and changes besides ``state[p]``: its groups' entries and its own attributes."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from zerofx.errors import OptimizerError
+from zerofx.optimizers.shadow import IMPLEMENTATION_FLAGS
+
+_HANDLED_APART: Final = frozenset({"state", "param_groups", "defaults", "step", "grad_scale", "found_inf"})
+_TORCHS_OWN: Final = ("_optimizer_", "_opt_called", "_zero_grad_", "_warned_")
+_ATOMS: Final = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, type, torch.dtype, torch.device,
+    types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
+)  # fmt: skip
+_ABSENT: Final = object()
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Copies of what lies outside of the states: the entries of each group but its parameters, and the attributes."""
+
+    groups: tuple[dict[str, Any], ...]
+    attributes: dict[str, Any]
+
+    def copied(self, owner: object) -> Outside:
+        """Another copy, to be changed: the copy of an optimizer ``owner`` whose methods take the place of its own."""
+        return Outside(
+            tuple(_copied(group, owner, "param_groups") for group in self.groups),
+            {name: _copied(value, owner, name) for name, value in self.attributes.items()},
+        )
+
+
+@dataclass
+class Change:
+    """An entry of a group, or an attribute, that a step leaves with another value."""
+
+    owner: dict[str, Any]
+    key: str
+    value: Any
+
+    def swap(self) -> None:
+        """Exchange the entry's value with the one noted here: once to change it, a second time to go back."""
+        before = self.owner.get(self.key, _ABSENT)
+        if self.value is _ABSENT:
+            self.owner.pop(self.key, None)
+        else:
+            self.owner[self.key] = self.value
+        self.value = before
+
+
+def outside(optimizer: torch.optim.Optimizer) -> Outside:
+    """What ``optimizer`` has there now, copied.
+
+    Raises:
+        OptimizerError: it holds what can be neither copied nor shared: another optimizer, a module.
+    """
+    groups = tuple(
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    )
+    return Outside(groups, attributes(optimizer)).copied(optimizer)
+
+
+def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's own attributes, but for those that torch gives to all of them; not copied."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _HANDLED_APART and not name.startswith(_TORCHS_OWN)
+    }
+
+
+def shadow_of(optimizer: torch.optim.Optimizer, state: Outside, params: Iterable[list[Any]]) -> torch.optim.Optimizer:
+    """An optimizer of the same class that has a copy of ``state``, these parameters in its groups, and no hooks."""
+    shadow = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_") and isinstance(value, dict):
+            vars(shadow)[name] = OrderedDict()
+        elif name not in _HANDLED_APART and name not in state.attributes:
+            vars(shadow)[name] = value
+    copied = state.copied(shadow)
+    vars(shadow).update(copied.attributes)
+    vars(shadow)["defaults"] = dict(optimizer.defaults)
+    vars(shadow)["state"] = defaultdict(dict)
+    vars(shadow)["param_groups"] = [
+        {"params": list(mine), **group} for mine, group in zip(params, copied.groups, strict=True)
+    ]
+    return shadow
+
+
+def entries_after(group: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a shadow's group after a step that began with ``given``, but for what the shadow chose itself."""
+    entries = {key: value for key, value in group.items() if key not in ("params", *IMPLEMENTATION_FLAGS)}
+    return entries | {key: given[key] for key in IMPLEMENTATION_FLAGS if key in given}
+
+
+def changes(owner: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """What turns ``before`` into ``after``, to be done to ``owner``."""
+    return [
+        Change(owner, key, after.get(key, _ABSENT))
+        for key in dict.fromkeys([*before, *after])
+        if not same(before.get(key, _ABSENT), after.get(key, _ABSENT))
+    ]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values, one of them perhaps a copy of the other, say the same."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        equal = a.shape == b.shape and a.dtype == b.dtype and a.numel() == 1
+        return equal and (a.item() == b.item() or (a.item() != a.item() and b.item() != b.item()))
+    if isinstance(a, (float, complex)):
+        return bool(a == b or (a != a and b != b))
+    if isinstance(a, types.MethodType):
+        return a.__func__ is b.__func__
+    if isinstance(a, _ATOMS):
+        return bool(a == b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
+    if isinstance(a, (list, tuple, deque)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, (set, frozenset)):
+        return bool(a == b)
+    return same(vars(a), vars(b)) if hasattr(a, "__dict__") else bool(a == b)
+
+
+def _copied(value: Any, owner: object, where: str) -> Any:
+    """A copy of ``value`` that a step may change; what no step changes, and tensors of many elements, are shared."""
+    if isinstance(value, _ATOMS):
+        return value
+    if isinstance(value, torch.Tensor):
+        is_number = value.numel() == 1 and not value.requires_grad
+        return value.to("cpu", copy=True) if is_number else value
+    if isinstance(value, types.MethodType):
+        bound_to_optimizer = isinstance(value.__self__, torch.optim.Optimizer)
+        return types.MethodType(value.__func__, owner) if bound_to_optimizer else value
+    if isinstance(value, (torch.optim.Optimizer, torch.nn.Module)):
+        raise OptimizerError(
+            f"expected an optimizer that works on its own parameters and states alone, found the "
+            f"{type(value).__name__} in {where} of {type(owner).__name__}: give zerofx.compile an optimizer that holds "
+            f"neither another optimizer nor a module"
+        )
+    make: Callable[[Any], Any] | None = None
+    if type(value) in (list, set, frozenset):
+        make = type(value)
+    elif type(value) is deque:
+        make = lambda items: deque(items, value.maxlen)  # noqa: E731
+    elif isinstance(value, tuple):
+        make = type(value) if type(value) is tuple else lambda items: type(value)(*items)
+    if make is not None:
+        return make([_copied(item, owner, where) for item in value])
+    if isinstance(value, dict):
+        copy_of_dict = copy.copy(value)
+        for key, item in value.items():
+            copy_of_dict[key] = _copied(item, owner, where)
+        return copy_of_dict
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise OptimizerError(
+            f"expected numbers, texts and containers in {where} of {type(owner).__name__}, found a "
+            f"{type(value).__name__}, which cannot be copied ({error}): its step cannot be followed without changing it"
+        ) from error
