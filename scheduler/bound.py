@@ -273,7 +273,7 @@ def _stays(step: StepGraph) -> set[fx.Node]:
 
     What only backward reads may move there as a whole.
     """
-    pending = [step.loss, *step.mutations.values()]
+    pending = [step.loss, *step.extras, *step.mutations.values()]
     found: set[fx.Node] = set()
     while pending:
         node = pending.pop()
@@ -323,7 +323,7 @@ def _persistent_bytes(step: StepGraph, plan: Plan, layout: BucketLayout) -> int:
     """Bytes that live throughout the step: parameters or slices of them, masters, states, buffers, and the batch."""
     assert plan.prediction is not None
     gradients = sum(gradient_bytes(bucket, plan) for bucket in layout.buckets if bucket.trainable)
-    roles = (Role.BUFFER, Role.INPUT, Role.CONSTANT)
+    roles = (Role.BUFFER, Role.INPUT, Role.CONSTANT, Role.OUTSIDE)
     given = sum(storage_bytes(t) for role in roles for node in step.placeholders(role) for t in tensors_of(node))
     return plan.prediction.model_state_bytes - gradients + given
 

@@ -10,6 +10,9 @@ better of both. For each order the shortest length that fits is taken, and the f
 plan is never slower, as simulated, than the better of the other two. A smaller budget never gives a larger peak: where
 it changes the plan, the plan before it did not fit.
 
+A budget that not even all moves of an order come near is out of its reach, which one plan tells: what is held at the
+peak then, and is not computed again, is held by every shorter length too (``scheduler.held``).
+
 Where no plan fits, and the user allows it, logits are tiled (``scheduler.heads``) and all is tried again; then chains
 of operators between which values are large (``scheduler.chains``) as well, into more and more tiles. That comes last
 because it alone does not train the same bits. Each rung of this ladder is turned to where none before it fits. What the
@@ -25,24 +28,26 @@ What is left of the budget then buys time for collectives: they run beside compu
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from zerofx.errors import MemoryBudgetError
 from zerofx.graph import StepGraph
 from zerofx.report.units import format_bytes
-from zerofx.scheduler.items import Activations, Item, Leaning, Question, items_of, plan_of
+from zerofx.scheduler.held import Held
+from zerofx.scheduler.items import Activations, Item, Question, items_of, plan_of
 from zerofx.scheduler.moves import order_moves
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.plan_facts import Prediction
 from zerofx.scheduler.tiling import rungs
 
-_SCANNED = 32  # lengths of an order that are tried, at least, before a budget is said to be out of reach
+_SCANNED = 16  # lengths of an order that are tried, at least, before a budget is said to be out of its reach
+_COMPARED = 3  # orders of which the least peak is looked for, before all budgets are said to be out of reach below it
 _HALVED_AFTER = 5  # of as many guesses, one halves what is left, in case moves free other bytes than they should
 
-Peak = Callable[[Plan, StepGraph], int]
+Peak = Callable[[Plan, StepGraph], Held]
 Evaluate = Callable[[Plan], Prediction]
-Progress = Callable[[Iterable[Leaning]], Iterable[Leaning]]
+Say = Callable[[str], None]
 Spend = Callable[[Plan], Iterable[Plan]]
 
 
@@ -58,15 +63,15 @@ class BudgetMissedError(MemoryBudgetError):
 
 
 def fit(
-    question: Question, peak: Peak, evaluate: Evaluate, progress: Progress = iter, spend: Spend | None = None
+    question: Question, peak: Peak, evaluate: Evaluate, say: Say = lambda _: None, spend: Spend | None = None
 ) -> Plan:
     """The fastest plan that fits.
 
     Args:
         question: graph, machine and budget.
-        peak: the peak in bytes of a plan, given a copy of the graph with its recomputation carried out, to be used up.
+        peak: what a plan holds, given a copy of the graph with its recomputation carried out, to be used up.
         evaluate: the whole simulation of a plan, which takes longer.
-        progress: wraps the iteration over the orders that are searched, for a progress bar.
+        say: is told what is searched, for a progress bar.
         spend: the plans that a plan which fits leads to as far as what is left allows, the best last; None for none.
 
     Raises:
@@ -74,35 +79,44 @@ def fit(
     """
     budget = question.memory_budget
     assert budget is not None
-    lowest: list[_Search] = []
+    searches: list[_Search] = []
     ladder = (
         rungs(question.step, question.tile, classes=question.tile_classes) if not question.tiles else [[question.tiles]]
     )
     for rung in ladder:
-        questions = [one for tiles in rung for one in question.tiled(tiles).divisions]
-        searches: list[_Search] = []
-        fitting: list[Plan] = []
-        for one in questions:
-            first: _Search | None = None
-            for leaning in progress(one.leanings):
-                search = _Search(one, items_of(one, leaning), peak, first)
-                searches.append(search)
-                first = first or search
-                length = search.shortest(budget)
-                if length is not None:
-                    fitting.append(search.at(length)[1])
-        if not fitting and searches:
+        on_rung = list(_searches([one for tiles in rung for one in question.tiled(tiles).divisions], peak, say))
+        searches += on_rung
+        fitting = [plan for search in on_rung if (plan := search.fitting(budget)) is not None]
+        if not fitting:
             # What is computed again for few bytes at the end of an order can itself be the peak.
-            lowest.append(min(searches, key=lambda search: search.lowest()[0]))
-            num_bytes, plan = lowest[-1].lowest()
-            fitting = [plan] if num_bytes <= budget else []
+            within_reach = [search for search in on_rung if search.firm_bytes <= budget]
+            fitting = [plan for num_bytes, plan in _least(within_reach) if num_bytes <= budget]
         if fitting:
             predicted = [_predicted(plan, budget, evaluate, spend) for plan in fitting]
             return min(predicted, key=lambda plan: plan.step_seconds)
-    num_bytes, plan = min(lowest, key=lambda search: search.lowest()[0]).least()
-    if num_bytes <= budget:
-        return _predicted(plan, budget, evaluate, spend)
+    say("out of reach: looking for the least possible")
+    ((num_bytes, plan),) = _least(searches)
     raise BudgetMissedError(_explain(question, evaluate(plan)), num_bytes)
+
+
+def _searches(questions: Sequence[Question], peak: Peak, say: Say) -> Iterator[_Search]:
+    for question in questions:
+        first: _Search | None = None
+        for leaning in question.leanings:
+            say(leaning)
+            search = _Search(question, items_of(question, leaning), peak, first)
+            first = first or search
+            yield search
+
+
+def _least(searches: Sequence[_Search]) -> list[tuple[int, Plan]]:
+    """The least peak of some searches with its plan, as far as it is found; empty where there are no searches."""
+    best: tuple[int, Plan] | None = None
+    for search in sorted(searches, key=lambda search: search.last_bytes)[:_COMPARED]:
+        if best is None or search.firm_bytes < best[0]:
+            lowest = search.lowest()
+            best = lowest if best is None or lowest[0] < best[0] else best
+    return [] if best is None else [best]
 
 
 def _predicted(plan: Plan, budget: int, evaluate: Evaluate, spend: Spend | None) -> Plan:
@@ -135,60 +149,64 @@ class _Search:
         self._question, self._items, self._peak = question, items, peak
         self._moves = order_moves([item.levels for item in items])
         self._freed = list(accumulate((move.freed_bytes for move in self._moves), initial=0))
-        self._tried: dict[int, tuple[int, Plan]] = {0: first.at(0)} if first is not None else {}
+        self._tried: dict[int, tuple[Held, Plan]] = {0: first.at(0)} if first is not None else {}
 
-    def at(self, length: int) -> tuple[int, Plan]:
-        """The peak, and the plan, of a length."""
+    def at(self, length: int) -> tuple[Held, Plan]:
+        """What is held, and the plan, of a length."""
         if length not in self._tried:
             plan, carried_out = plan_of(self._question, self._items, self._moves[:length])
             self._tried[length] = (self._peak(plan, carried_out), plan)
         return self._tried[length]
 
+    @property
+    def last_bytes(self) -> int:
+        """The peak after all moves."""
+        return self._bytes(len(self._moves))
+
+    @property
+    def firm_bytes(self) -> int:
+        """What every length holds at least: fewer moves keep all that is held at the peak after all of them, but for
+        values that are computed again there."""
+        return self.at(len(self._moves))[0].firm_bytes
+
     def lowest(self) -> tuple[int, Plan]:
         """The least peak, and its plan, of some lengths of the whole order, and around the best of them."""
         last = len(self._moves)
         gap = max(1, last // _SCANNED)
-        tried = {n: self.at(n)[0] for n in (last, *range(0, last, gap))}
+        tried = {n: self._bytes(n) for n in (last, *range(0, last, gap))}
         best = min(tried, key=lambda n: (tried[n], n))
         while gap := gap // 2:
-            tried |= {n: self.at(n)[0] for n in (best - gap, best + gap) if 0 <= n <= last}
+            tried |= {n: self._bytes(n) for n in (best - gap, best + gap) if 0 <= n <= last}
             best = min(tried, key=lambda n: (tried[n], n))
-        return self.at(best)
+        return tried[best], self.at(best)[1]
 
-    def least(self) -> tuple[int, Plan]:
-        """The least peak, and its plan, that is found whatever the budget is: one that is asked for is met."""
-        num_bytes, plan = self.lowest()
-        while (length := self.shortest(num_bytes - 1)) is not None:
-            num_bytes, plan = self.at(length)
-        return num_bytes, plan
-
-    def shortest(self, budget: int) -> int | None:
-        """A length that fits where one move fewer does not, or None.
+    def fitting(self, budget: int) -> Plan | None:
+        """The plan of a length that fits where one move fewer does not; None where not even all moves do.
 
         It is looked for where enough bytes should be free, going by what the moves tried so far have really freed.
         """
-        if self.at(0)[0] <= budget:
-            return 0
-        low, high, last = 0, len(self._moves) + 1, len(self._moves)
-        share, reach, tried = 1.0, 1, 0
+        low, high = 0, len(self._moves)
+        if self._bytes(low) <= budget:
+            return self.at(low)[1]
+        if self._bytes(high) > budget:
+            return None
+        share, tried = self._share_freed(low, high) or 1.0, 0
         while high - low > 1:
             tried += 1
             if tried % _HALVED_AFTER == 0:
-                guess = (low + min(high, last)) // 2 if high <= last else last
+                guess = (low + high) // 2
             else:
-                missing = self.at(low)[0] - budget
-                guess = self._where_freed(low, missing / share)
-            # Where moves free nothing, steps grow until they do.
-            guess = min(max(guess, low + (reach if high > last else 1)), high - 1)
-            peak = self.at(guess)[0]
+                guess = self._where_freed(low, (self._bytes(low) - budget) / share)
+            guess = min(max(guess, low + 1), high - 1)
             share = self._share_freed(low, guess) or share
-            if peak <= budget:
+            if self._bytes(guess) <= budget:
                 high = guess
-            elif guess == last:
-                return None
             else:
-                low, reach = guess, 4 * reach
-        return high if high <= last else None
+                low = guess
+        return self.at(high)[1]
+
+    def _bytes(self, length: int) -> int:
+        return self.at(length)[0].peak_bytes
 
     def _where_freed(self, low: int, num_bytes: float) -> int:
         """The length behind ``low`` at which the moves in between should have freed so many bytes."""
@@ -197,7 +215,7 @@ class _Search:
     def _share_freed(self, low: int, high: int) -> float:
         """The share of what the moves from one length to another should free that they do free; 0.0 if none."""
         expected = self._freed[high] - self._freed[low]
-        return max(0.0, (self.at(low)[0] - self.at(high)[0]) / expected) if expected > 0 else 0.0
+        return max(0.0, (self._bytes(low) - self._bytes(high)) / expected) if expected > 0 else 0.0
 
 
 def _explain(question: Question, least: Prediction) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerofx.scheduler.kernel_memory import measured_call_bytes
+from zerofx.scheduler.kernel_memory import call_memory
 from zerofx.scheduler.storage import storage_bytes, tensors_in, tensors_of
 from zerofx.torch_private import suggest_memory_format
 
@@ -50,16 +50,16 @@ def _arguments(node: fx.Node) -> list[Any]:
 
 
 def _measured(target: Any, args: list[Any], made: tuple[Tensor, ...]) -> int | None:
-    whole = measured_call_bytes(target, args, {}, made, whole=True)
+    whole = call_memory(target, args, made)
     if whole is not None:
-        return whole
+        return whole.inside
     images = args[1] if target is _backward else args[0]
     found: list[tuple[int, int]] = []  # rows of all images, bytes
     for batch, rows in _smaller(images.shape[0], images.shape[2]):
         cut = _narrowed(target, args, batch, rows)
-        held = measured_call_bytes(target, cut, {}, tuple(tensors_in(target(*cut))), whole=True)
+        held = call_memory(target, cut, tuple(tensors_in(target(*cut))))
         if held is not None:
-            found.append((batch * rows, held))
+            found.append((batch * rows, held.inside))
         if len(found) == 2:
             (many, more), (few, less) = found
             num_rows = int(images.shape[0] * images.shape[2])

@@ -85,7 +85,8 @@ def estimated_memory(
                 live[storage] = size
                 if storage not in last and storage not in leaving:
                     free.append(storage)
-        scratch = sum(compiled_workspace_bytes(node, kernels_in_use) for node in kernel) if on_cpu else 0
+        aten = [node for node in kernel if not _is_loop(node)] if on_cpu else []
+        scratch = sum(compiled_workspace_bytes(node, kernels_in_use) for node in aten)
         events += [MemoryEvent(scratch), MemoryEvent(-scratch)] if scratch else []
         events += [MemoryEvent(-live.pop(storage)) for storage in free]
         events += [MemoryEvent(freed=given[storage]) for storage in dying.get(number, ()) if storage in given]

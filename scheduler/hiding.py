@@ -19,8 +19,8 @@ from dataclasses import replace
 
 from zerofx.buckets import BucketLayout
 from zerofx.graph import StepGraph
+from zerofx.node_facts import Job, Task
 from zerofx.passes.base import start_of_unit
-from zerofx.passes.gather import gather_name
 from zerofx.scheduler.decisions import GatherDecision, ReduceDecision
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.simulate import Simulation
@@ -95,7 +95,7 @@ def hide_collectives(
     reduces = list(plan.reduces)
     if all(reduce.wait_after is not None for reduce in reduces):
         # Where each reduction is issued, by where its gradients are complete.
-        issued = {reduce.wait_after: f"reduce_{reduce.bucket}" for reduce in reduces}
+        issued = {reduce.wait_after: reduce.bucket for reduce in reduces}
         for number, late in enumerate(awaited_behind(reduces, layout)):
             bucket = layout.buckets[late.bucket]
             result_bytes = bucket.full_bytes if plan.stage == 0 else bucket.shard_bytes
@@ -114,36 +114,35 @@ class _Room:
 
     def __init__(self, step: StepGraph, simulation: Simulation, limit_bytes: int) -> None:
         calls, self._live = list(step.calls()), simulation.live
-        self._step, self._by_name = step, {node.name: node for node in calls}
+        self._step, self._by_name, self._tasks = step, step.by_name(), step.tasks()
         self._order = {node: position for position, node in enumerate(calls)}
         self._left = [limit_bytes - self._live.during[node] for node in calls]
 
     def takes_gather(self, number: int, early: GatherDecision, num_bytes: int) -> bool:
         """Hold a gathered bucket from where ``early`` issues it, if it fits."""
         first = start_of_unit(self._step, self._by_name[early.issue])
-        return self._take((self._order[first], self._order[self._by_name[gather_name(number)]], num_bytes))
+        return self._take((self._order[first], self._order[self._tasks[Task(Job.GATHER, number)]], num_bytes))
 
-    def takes_reduction(self, bucket: int, until: str | None, result_bytes: int) -> bool:
-        """Hold what a reduction works on, and its result, to the update behind the reduction ``until``, if it fits.
+    def takes_reduction(self, bucket: int, until: int | None, result_bytes: int) -> bool:
+        """Hold what a reduction works on, and its result, to the update after that of the bucket ``until``, if it fits.
 
         None: to the end of the step.
         """
-        awaited, behind = self._by_name[f"grad_{bucket}"], self._place(until) + 1
+        awaited, behind = self._tasks[Task(Job.GRADIENT, bucket)], self._place(until) + 1
         given_back = self._live.after[awaited.prev] - self._live.after[awaited]
         updated = self._live.last_use.get(storage_source(awaited), awaited)
         return self._take(
             (self._order[awaited] + 1, behind, given_back), (self._order[updated] + 1, behind, result_bytes)
         )
 
-    def takes_sum(self, first: str | None, until: str | None, num_bytes: int) -> bool:
-        """Hold gradients from the update behind the reduction ``first`` to that behind ``until``, if they fit.
-
-        None: the end of the step.
+    def takes_sum(self, first: int | None, until: int | None, num_bytes: int) -> bool:
+        """Hold gradients from the update after the reduction of the bucket ``first`` to that after that of ``until``,
+        if they fit; None: to the end of the step.
         """
         return self._take((self._place(first) + 1, self._place(until) + 1, num_bytes))
 
-    def _place(self, reduction: str | None) -> int:
-        return self._order[self._by_name[reduction]] if reduction is not None else len(self._left) - 1
+    def _place(self, bucket: int | None) -> int:
+        return self._order[self._tasks[Task(Job.REDUCTION, bucket)]] if bucket is not None else len(self._left) - 1
 
     def _take(self, *spans: tuple[int, int, int]) -> bool:
         """Take bytes from each first position to what is behind the last, if all of it fits."""

@@ -1,150 +1,64 @@
-"""What an operator takes and gives back inside its kernel, found by calling it: for those of ATen that have no rule.
+"""What a call of an operator takes inside its kernel, and what memory its outputs keep: found by making the call.
 
-The call is made on the CPU at hand with values that are made up, once for each combination of shapes, strides, dtypes
-and other arguments, and the profiler's record of its allocations is read. Nothing that a caller can see changes: the
-tensors are the call's own, and random generators are put back.
+Kernels on CPU hold memory where one would not look. A number beside a tensor becomes a tensor, operands of mixed dtypes
+are converted, layouts are copied, each thread has a buffer of its own; and an output may keep more than it shows, as
+the mean of ``mse_loss`` keeps the memory of all the squares. No list of such things is ever whole. So the call is made,
+on the CPU at hand, with values that are made up, once for each combination of shapes, strides, dtypes and other
+arguments, and the profiler's record of its allocations is read. Nothing that a caller can see changes: the tensors are
+the call's own, and random generators are put back. What a call takes that would take long to make is told from smaller
+ones (``scheduler/smaller_calls.py``).
 
-A call on more than ``LARGEST_CALL`` bytes, or of more steps than ``MOST_STEPS``, is made on smaller tensors: every
-large dimension is divided by the same number, and what is found grows with the bytes of inputs and outputs. That is
-taken for true only where the outputs are smaller by as much.
+While a profiler of the user's runs, next to which there can be no other, and where memory for a call is short, nothing
+is known of calls that have not been made before; that is not remembered.
 
-While a profiler of the user's runs, beside which there can be no other, and where memory for a call is short, nothing
-is found of calls that have not been made before; that is not remembered.
-
-Not covered, and so ``None``: operators that are not ATen's (their kernels may do anything), calls that fail on values
-that are made up, and large ones whose outputs do not follow their inputs' sizes. Where an operator's memory depends on
-values (``linalg_matrix_exp``: on the norm), what is found is that for large, well-conditioned matrices, or for values
-between 0 and 1.
+Not covered, and so ``None``: operators of others than ATen and zerofx (their kernels may do anything), calls that fail
+on values that are made up, and outputs whose shapes depend on values. Where an operator's memory depends on values
+(``linalg_matrix_exp``: on the norm), what is known is that for large, well-conditioned matrices, for values between 0
+and 1, or for conditions that all hold. Operators of zerofx take the same for all (``zerofx/value_gradients.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 
 from zerofx.peaks import CpuPeak
-from zerofx.scheduler.storage import tensors_in, tensors_of
+from zerofx.scheduler.calls import Call, KernelMemory, Like, call_of, chosen_by, is_cubic
+from zerofx.scheduler.smaller_calls import approximate, extrapolated, two_smaller
+from zerofx.scheduler.storage import tensors_in
 from zerofx.torch_private import is_profiling, without_modes
 
-LARGEST_CALL = 2**26  # bytes of inputs and outputs: some tenths of a second for what reads and writes them once
-MOST_STEPS = 2**28  # elements times the last dimension, which operators of linear algebra take: matrices of 640 x 640
-_PRODUCTS_A_STEP = 8  # of a convolution, which takes less time for one
-_SMALLEST_DIM = 128  # what a dimension is not made smaller than
-_CUBIC = ("linalg_", "_linalg_", "cholesky_", "lu_", "cdist", "_cdist", "_euclidean_dist", "_trilinear")
-_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+
+def kernel_memories(nodes: Iterable[fx.Node]) -> dict[fx.Node, KernelMemory | None]:
+    """What each of some operators on CPU tensors takes; None where it cannot be known, or not yet."""
+    known = _known(chosen_by())
+    calls: dict[fx.Node, Call | None] = {}
+    fresh: dict[Call, None] = {}
+    for node in nodes:
+        call = call_of(node)
+        with contextlib.suppress(TypeError):  # an argument that cannot be hashed: sizes that are symbols
+            if call is not None and call not in known:
+                fresh[call] = None
+            calls[node] = call
+    with contextlib.suppress(_NotYetError):
+        _learn(list(fresh))
+    return {node: None if call is None else known.get(call) for node, call in calls.items()}
 
 
-@dataclass(frozen=True)
-class _Like:
-    """A tensor but for its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def span(self) -> int:
-        """Elements of the memory that it reaches over."""
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-
-    @property
-    def num_bytes(self) -> int:
-        return self.span * self.dtype.itemsize
-
-    def smaller(self, by: int) -> _Like:
-        """With every large dimension divided, and strides in the same order."""
-        shape = tuple(_divided(size, by) for size in self.shape)
-        if shape == self.shape:
-            return self
-        stride, step = [0] * len(shape), 1
-        for dim in sorted(range(len(shape)), key=lambda d: (self.stride[d], -d)):
-            if self.stride[dim]:
-                stride[dim], step = step, step * max(1, shape[dim])
-        return replace(self, shape=shape, stride=tuple(stride))
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call but for values: ``leaves`` are its arguments, flat, a ``_Like`` for each tensor.
-
-    ``kernels`` is what ATen chooses between kernels by: threads, whether there is oneDNN, and whether they have to be
-    deterministic.
-    """
-
-    target: OpOverload
-    leaves: tuple[Any, ...]
-    structure: pytree.TreeSpec
-    made: tuple[_Like, ...]
-    kernels: tuple[int, bool, bool]
-
-    @property
-    def num_bytes(self) -> int:
-        given = sum(leaf.num_bytes for leaf in self.leaves if isinstance(leaf, _Like))
-        return given + sum(one.num_bytes for one in self.made)
-
-    @property
-    def num_steps(self) -> int:
-        if self.target in _CONVOLUTIONS:
-            is_backward = self.target is torch.ops.aten.convolution_backward.default
-            result, filters = (self.leaves[0], self.leaves[2]) if is_backward else (self.made[0], self.leaves[1])
-            return int(math.prod(result.shape) * math.prod(filters.shape[1:])) // _PRODUCTS_A_STEP
-        if not _is_cubic(self.target):
-            return 0
-        sized = [one for one in (*self.leaves, *self.made) if isinstance(one, _Like) and one.shape]
-        return max((math.prod(one.shape) * one.shape[-1] for one in sized), default=0)
-
-    @property
-    def is_small(self) -> bool:
-        return self.num_bytes <= LARGEST_CALL and self.num_steps <= MOST_STEPS
-
-    def smaller(self, by: int) -> _Call:
-        leaves = tuple(leaf.smaller(by) if isinstance(leaf, _Like) else leaf for leaf in self.leaves)
-        return replace(self, leaves=leaves, made=tuple(one.smaller(by) for one in self.made))
-
-
-def measured_bytes(node: fx.Node) -> int | None:
-    """Bytes that an operator on CPU tensors takes and gives back inside; None where it cannot be found, or not yet."""
-    target = node.target
-    if not isinstance(target, OpOverload) or target.namespace != "aten":
+def call_memory(target: OpOverload, args: Sequence[Any], made: Sequence[Tensor]) -> KernelMemory | None:
+    """What a call on (fake) tensors takes that gives tensors like ``made``, if it can be made as it is."""
+    call = Call.of(target, args, {}, made)
+    if call is None or not call.is_feasible:
         return None
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    return measured_call_bytes(target, list(args), dict(kwargs), tensors_of(node))
-
-
-def measured_call_bytes(
-    target: OpOverload, args: list[Any], kwargs: dict[str, Any], made: tuple[Tensor, ...], *, whole: bool = False
-) -> int | None:
-    """``measured_bytes`` of a call of one of ATen's operators on fake tensors that gives tensors like ``made``.
-
-    ``whole``: None where the call would have to be made on smaller tensors.
-    """
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    call = _Call(
-        target,
-        tuple(_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
-        structure, tuple(map(_like, made)),
-        (torch.get_num_threads(), bool(torch.backends.mkldnn.enabled), torch.are_deterministic_algorithms_enabled()),
-    )  # fmt: skip
-    if whole and not call.is_small:
-        return None
-    try:
-        return _measured(call)
-    except TypeError:  # an argument that cannot be hashed: sizes that are symbols
-        return None
-    except _NotYetError:
-        return None
+    with contextlib.suppress(_NotYetError):
+        return _record(call)
+    return None
 
 
 class _NotYetError(Exception):
@@ -155,52 +69,100 @@ class _ValuesError(Exception):
     """There are no such values, or the operator does not take them: it will not another time."""
 
 
-@functools.lru_cache(maxsize=4096)
-def _measured(call: _Call) -> int | None:
-    if is_profiling():
-        raise _NotYetError
-    tried = call
-    for power in range(1, 24):
-        if tried.is_small:
-            break
-        tried = call.smaller(2**power)
-    else:
-        return None
-    with without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        try:
-            _run(tried, contextlib.nullcontext())  # the first call may set things up that stay
-            peak = CpuPeak()
-            made = _run(tried, peak)
-        except _ValuesError:
-            return None
-        except (MemoryError, RuntimeError) as error:  # no memory, or the profiler's own
-            raise _NotYetError from error
-    if made is None:
-        return None
-    found = max(0, peak.num_bytes - made)
-    if tried is call:
-        return found
-    return math.ceil(found * (call.num_bytes / tried.num_bytes))
+@functools.cache
+def _known(_chosen_by: tuple[object, ...]) -> dict[Call, KernelMemory | None]:
+    """What is known of calls in this process, by what ATen chooses between kernels by."""
+    return {}
 
 
-def _run(call: _Call, inside: AbstractContextManager[object]) -> int | None:
-    """Make a call ``inside`` of something; bytes of the outputs' memory, None where they are not those expected.
+def _learn(calls: Sequence[Call]) -> None:
+    """Make calls that nothing is known of, or smaller ones, as many as can be under one profiler.
 
     Raises:
-        _ValuesError: the call fails on values that are made up.
+        _NotYetError: it cannot be found at the moment what they take.
+    """
+    known = _known(chosen_by())
+    pairs = {call: (call, call) if call.is_quick else two_smaller(call) for call in calls}
+    found = _records([one for pair in pairs.values() if pair is not None for one in dict.fromkeys(pair)])
+    for call, pair in pairs.items():
+        first, second = (None, None) if pair is None else (found[pair[0]], found[pair[1]])
+        if call.is_quick or (first is not None and first == second):
+            known[call] = first
+        else:
+            told = extrapolated(call, _records)
+            known[call] = told or (_record(call) if call.is_feasible else approximate(call, _records))
+
+
+def _record(call: Call) -> KernelMemory | None:
+    known = _known(chosen_by())
+    if call not in known:
+        known[call] = _records([call])[call]
+    return known[call]
+
+
+def _records(calls: Sequence[Call]) -> dict[Call, KernelMemory | None]:
+    """What each of some calls takes; None for one that fails, or does not give what is expected.
+
+    Raises:
+        _NotYetError: it cannot be found at the moment.
+    """
+    if not calls:
+        return {}
+    if is_profiling():
+        raise _NotYetError
+    with without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            # The first call of an operator may set things up that stay.
+            ready = [(call, arguments) for call in calls if (arguments := _tried(call)) is not None]
+            peak = CpuPeak()
+            with peak:
+                sizes = [_run(call, arguments, peak) for call, arguments in ready]
+        except (MemoryError, RuntimeError) as error:  # no memory, or the profiler's own
+            raise _NotYetError from error
+    found: dict[Call, KernelMemory | None] = dict.fromkeys(calls)
+    for (call, _), made, most in zip(ready, sizes, peak.parts, strict=True):
+        if made is not None:
+            excess = tuple(max(0, size - like.num_bytes) for size, like in zip(made, call.made, strict=True))
+            found[call] = KernelMemory(max(0, most - sum(made)), excess)
+    return found
+
+
+Arguments = tuple[list[Any], dict[str, Any]]
+
+
+def _tried(call: Call) -> Arguments | None:
+    """The arguments of a call with which it has been made once; None if it fails with them."""
+    try:
+        with _refusing_values():
+            arguments = call.filled(lambda like: _values(like, call.target))
+        return None if _run(call, arguments, None) is None else arguments
+    except _ValuesError:
+        return None
+
+
+def _run(call: Call, arguments: Arguments, peak: CpuPeak | None) -> list[int] | None:
+    """Make a call, as a part of ``peak``; bytes of each output's own memory, 0 where it has none, and None if the call
+    fails or the outputs are not those expected.
+
+    Raises:
         MemoryError, RuntimeError: it fails for a reason that may pass.
     """
-    with _refusing_values():
-        given = [_values(leaf, call.target) if isinstance(leaf, _Like) else leaf for leaf in call.leaves]
-    args, kwargs = pytree.tree_unflatten(given, call.structure)
-    run: Callable[..., Any] = call.target
-    with inside, _refusing_values():
-        made = run(*args, **kwargs)
+    args, kwargs = arguments
+    given = {_memory(one) for one in tensors_in([*args, *kwargs.values()])}
+    with peak.part() if peak is not None else contextlib.nullcontext():
+        try:
+            with _refusing_values():
+                made: Any = call.target(*args, **kwargs)
+        except _ValuesError:
+            return None
     outputs = list(tensors_in(made))
     if [tuple(one.shape) for one in outputs] != [one.shape for one in call.made]:
         return None
-    before = {_memory(one) for one in given if isinstance(one, Tensor)}
-    return sum({_memory(one): one.untyped_storage().nbytes() for one in outputs if _memory(one) not in before}.values())
+    sizes = []
+    for one in outputs:
+        sizes.append(0 if _memory(one) in given else one.untyped_storage().nbytes())
+        given.add(_memory(one))
+    return sizes
 
 
 @contextlib.contextmanager
@@ -216,10 +178,10 @@ def _refusing_values() -> Iterator[None]:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return int(tensor.untyped_storage()._cdata)
 
 
-def _values(like: _Like, target: OpOverload) -> Tensor:
+def _values(like: Like, target: OpOverload) -> Tensor:
     """Numbers between 0 and 1, and square matrices that can be inverted for linear algebra; the first of everything
     where integers are asked for, which linear algebra counts from one; conditions that hold."""
     if like.dtype == torch.bool:
@@ -230,23 +192,10 @@ def _values(like: _Like, target: OpOverload) -> Tensor:
     elif like.dtype.is_floating_point:
         flat = torch.linspace(0.25, 0.75, like.span, dtype=like.dtype)
     else:
-        flat = torch.full((like.span,), int("lu_" in target._schema.name or "ldl_" in target._schema.name)).to(
-            like.dtype
-        )
+        first = int("lu_" in target._schema.name or "ldl_" in target._schema.name)
+        flat = torch.full((like.span,), first, dtype=torch.int64).to(like.dtype)
     tensor = flat.as_strided(like.shape, like.stride)
     is_matrix = tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and 0 not in like.stride
-    if is_matrix and like.dtype.is_floating_point and _is_cubic(target):
+    if is_matrix and like.dtype.is_floating_point and is_cubic(target):
         tensor.diagonal(0, -2, -1).add_(tensor.shape[-1])
     return tensor
-
-
-def _like(tensor: Tensor) -> _Like:
-    return _Like(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-
-def _is_cubic(target: OpOverload) -> bool:
-    return target._schema.name.removeprefix("aten::").startswith(_CUBIC)
-
-
-def _divided(size: int, by: int) -> int:
-    return max(_SMALLEST_DIM, size // by) if size > _SMALLEST_DIM else size

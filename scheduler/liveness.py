@@ -24,7 +24,7 @@ from zerofx.scheduler.blocks import size_class
 from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.storage import Storage, aliased_input, is_view, storage_bytes, storage_source, tensors_of
 from zerofx.scheduler.streams import passes_through_host, runs_on_host
-from zerofx.scheduler.workspace import workspace_bytes
+from zerofx.scheduler.workspace import memories
 
 
 class RegionLike(Protocol):
@@ -53,12 +53,22 @@ class TierUse:
 
 
 @dataclass(frozen=True)
+class FusedRegion:
+    """The moment at which a compiled region holds most: bytes on the device then, and the storages that the region has
+    read for the last time, and given back, by then."""
+
+    peak_bytes: int
+    freed: frozenset[Storage]
+
+
+@dataclass(frozen=True)
 class Liveness:
     """Bytes on the device by node: live while it runs (``during``, outputs and workspace included) and behind it
     (``after``).
 
     ``last_use`` and ``sizes`` are the last reader and the bytes of each storage on the device that a call owns.
-    ``slower`` has the other tiers that the step uses, the faster first.
+    ``slower`` has the other tiers that the step uses, the faster first. ``fused`` are the compiled regions: what
+    ``after`` says inside one of them holds for its nodes run one by one.
     """
 
     during: dict[fx.Node, int]
@@ -67,6 +77,7 @@ class Liveness:
     last_use: dict[Storage, fx.Node]
     sizes: dict[Storage, int]
     slower: dict[str, TierUse] = field(default_factory=dict)
+    fused: dict[tuple[fx.Node, ...], FusedRegion] = field(default_factory=dict)
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -89,14 +100,17 @@ class Liveness:
         return max(self.during, key=self.during.__getitem__, default=None)
 
 
-def liveness(step: StepGraph, on_cpu: bool) -> Liveness:
+def liveness(step: StepGraph, on_cpu: bool, *, fused: bool = False) -> Liveness:
     """Walk the graph in order.
 
-    ``on_cpu``: whether the step runs on a CPU, where operators keep workspaces (``scheduler/workspace.py``) and
-    reductions receive every other rank's slice into a buffer of its own (``zerofx/runtime/messages.py``) rather than
-    sum inside the collective.
+    ``on_cpu``: whether the step runs on a CPU, where operators keep workspaces, some of them as long as their outputs
+    live (``scheduler/workspace.py``), and reductions receive every other rank's slice into a buffer of its own
+    (``zerofx/runtime/messages.py``) rather than sum inside the collective. ``fused``: whether regions are compiled,
+    whose outputs keep nothing more.
     """
-    last_use, owned = _last_uses(step)
+    taken = memories(node for node in step.calls() if not runs_on_host(node)) if on_cpu else {}
+    excess = {} if fused else {node: one.excess for node, one in taken.items() if one is not None and any(one.excess)}
+    last_use, owned = _last_uses(step, excess)
     here = {node: storages for node, storages in owned.items() if tier_of(node) == DEVICE}
     last_here = {storage: reader for storage, reader in last_use.items() if storage[0] in here}
     dying = _by_reader(last_here)
@@ -104,7 +118,8 @@ def liveness(step: StepGraph, on_cpu: bool) -> Liveness:
     live, during, behind = persistent, {}, {}
     for node in step.calls():
         live += sum(size for _, size in here.get(node, ()))
-        during[node] = live + (workspace_bytes(node) if on_cpu and not runs_on_host(node) else 0)
+        inside = taken.get(node)
+        during[node] = live + (0 if inside is None else inside.inside)
         for source, index in dying.get(node, ()):
             live -= next(size for i, size in here[source] if i == index)
         live += _held_by_pending(node) if on_cpu else 0
@@ -175,27 +190,33 @@ def with_profiles(
     """
     during = dict(live.during)
     before = {second: live.after[first] for first, second in itertools.pairwise(step.calls())}
+    fused = dict(live.fused)
     for region, events in regions:
-        members, freed = set(region.own), set[Storage]()
+        members, freed = set(region.own), dict[Storage, None]()
         current = peak = before.get(region.own[0], live.persistent_bytes)
+        num_freed = 0
         for event in events:
             current += event.num_bytes
             if event.freed is not None:
                 storage = storage_source(region.inputs[event.freed])
                 if live.last_use.get(storage) in members and storage not in freed:
-                    freed.add(storage)  # once, though several inputs may be parts of it
+                    freed[storage] = None  # once, though several inputs may be parts of it
                     current -= live.sizes[storage]
-            peak = max(peak, current)
+            if current > peak:
+                peak, num_freed = current, len(freed)
         for node in region.own:
             during[node] = min(live.after[node], peak)
         last = next((node for node in reversed(region.own) if not is_view(node)), region.own[-1])
         during[last] = max(peak, live.after[last])
-    return replace(live, during=during)
+        fused[region.own] = FusedRegion(during[last], frozenset(itertools.islice(freed, num_freed)))
+    return replace(live, during=during, fused=fused)
 
 
-def _last_uses(step: StepGraph) -> tuple[dict[Storage, fx.Node], dict[fx.Node, list[tuple[int, int]]]]:
+def _last_uses(
+    step: StepGraph, excess: Mapping[fx.Node, tuple[int, ...]]
+) -> tuple[dict[Storage, fx.Node], dict[fx.Node, list[tuple[int, int]]]]:
     """The last reader of each storage that a call owns (the call itself when nothing reads it), and each call's own
-    storages as ``(output index, bytes)``."""
+    storages as ``(output index, bytes)``, with the ``excess`` that an output does not show."""
     owned: dict[fx.Node, list[tuple[int, int]]] = {}
     last_use: dict[Storage, fx.Node] = {}
     sources: dict[fx.Node, Storage] = {}
@@ -204,7 +225,7 @@ def _last_uses(step: StepGraph) -> tuple[dict[Storage, fx.Node], dict[fx.Node, l
             continue
         sources[node] = storage_source(node)
         if node.op == "call_function" and sources[node][0] is node and aliased_input(node) is None:
-            sizes = _output_bytes(node)
+            sizes = _output_bytes(node, excess.get(node, ()))
             if sizes:
                 owned[node] = sizes
                 last_use.update({(node, index): node for index, _ in sizes})
@@ -223,10 +244,13 @@ def is_getitem(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-def _output_bytes(node: fx.Node) -> list[tuple[int, int]]:
+def _output_bytes(node: fx.Node, excess: Sequence[int]) -> list[tuple[int, int]]:
     found = node.meta.get("val")
     outputs = found if isinstance(found, list | tuple) else (found,)
-    return [(i, storage_bytes(out)) for i, out in enumerate(outputs) if isinstance(out, torch.Tensor)]
+    sizes = [(index, storage_bytes(out)) for index, out in enumerate(outputs) if isinstance(out, torch.Tensor)]
+    if not excess:
+        return sizes
+    return [(index, size + more) for (index, size), more in zip(sizes, excess, strict=True)]
 
 
 def _passing_through(node: fx.Node) -> int:

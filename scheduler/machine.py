@@ -18,11 +18,12 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from zerofx.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
 Tier = Literal["device", "host", "nvme"]
@@ -167,6 +168,8 @@ class Machine:
 
         A type without units of its own runs at the rate of the next wider one: fp8 as float16, others as float32.
         """
+        import torch  # the table of machines is read without it
+
         peak = self.device.peak
         rate: float | None
         if dtype is torch.float64:
@@ -183,6 +186,8 @@ class Machine:
 
     def vector_flops(self, dtype: torch.dtype) -> float:
         """Achievable FLOP/s outside matmuls: the float32 rate for all types (half for float64); no tensor cores."""
+        import torch  # as there
+
         return self.device.peak.float32 * (_FLOAT64_OF_FLOAT32 if dtype is torch.float64 else 1.0)
 
     @property

@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import fx
+
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.graph import StepGraph
-from zerofx.passes.gather import gather_name
+from zerofx.node_facts import Job, Task
 from zerofx.report.units import format_seconds
 from zerofx.scheduler.decisions import GatherDecision
 from zerofx.scheduler.machine import Machine, collective_latency, collective_seconds
@@ -51,9 +53,10 @@ def merge_gathers(
     """
     if not may_merge(plan, layout, machine):
         return plan
-    order = {node.name: position for position, node in enumerate(step.calls())}
+    order, tasks = {node: position for position, node in enumerate(step.calls())}, step.tasks()
     held = [simulation.live.during[node] for node in step.calls()]
-    gathers = [_Gather.of(number, plan, layout, machine, order) for number in range(len(plan.gathers))]
+    nodes = [tasks[Task(Job.GATHER, number)] for number in range(len(plan.gathers))]
+    gathers = [_Gather.of(number, node, plan, layout, machine, order[node]) for number, node in enumerate(nodes)]
     latency = _latency(layout, machine)
     events = events_of(step, simulation)
     merged = _Merged()
@@ -83,9 +86,10 @@ def merge_gathers(
 
 @dataclass(frozen=True)
 class _Gather:
-    """A decision: the bytes of the whole bucket, where its gather stands, and the seconds that it takes by itself."""
+    """A decision: its node's name and position, its bucket, and the seconds that the gather takes by itself."""
 
     number: int
+    name: str
     bucket: Bucket
     position: int
     seconds: float
@@ -95,17 +99,13 @@ class _Gather:
     def num_bytes(self) -> int:
         return self.bucket.full_bytes
 
-    @property
-    def name(self) -> str:
-        return gather_name(self.number)
-
     @staticmethod
-    def of(number: int, plan: Plan, layout: BucketLayout, machine: Machine, order: Mapping[str, int]) -> _Gather:
+    def of(number: int, node: fx.Node, plan: Plan, layout: BucketLayout, machine: Machine, position: int) -> _Gather:
         decision = plan.gathers[number]
         bucket = layout.buckets[decision.bucket]
         seconds = collective_seconds("all_gather", bucket.full_bytes, bucket.num_ranks, machine)
         away = any(decision.bucket == parameters.bucket for parameters in plan.parameters)
-        return _Gather(number, bucket, order[gather_name(number)], seconds, not away)
+        return _Gather(number, node.name, bucket, position, seconds, not away)
 
 
 def _could_join(gather: _Gather, group: Sequence[_Gather], latency: float) -> bool:

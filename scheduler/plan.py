@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zerofx.errors import PlanError
+from zerofx.own_files import write_text
 from zerofx.scheduler.decisions import (
     GatherDecision,
     GradientDecision,
@@ -22,7 +23,7 @@ from zerofx.scheduler.decisions import (
     WireDecision,
 )
 from zerofx.scheduler.plan_facts import BucketSummary, GraphSummary, Prediction
-from zerofx.scheduler.plan_json import as_data, fields_of, to_text
+from zerofx.scheduler.plan_json import as_data, read_plan, to_text
 
 
 @dataclass(frozen=True)
@@ -157,11 +158,11 @@ class Plan:
         Raises:
             PlanError: the text is no plan of this format.
         """
-        return Plan(**fields_of(text))
+        return read_plan(Plan, text)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, for ``zerofx.compile(plan=path)``; a file that exists is replaced."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        write_text(path, self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Plan:

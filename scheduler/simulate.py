@@ -121,14 +121,20 @@ class Simulation:
 
 
 def simulate(
-    step: StepGraph, machine: Machine, num_ranks: int, *, on_cpu: bool, measured: Mapping[str, float] | None = None
+    step: StepGraph,
+    machine: Machine,
+    num_ranks: int,
+    *,
+    on_cpu: bool,
+    fused: bool = False,
+    measured: Mapping[str, float] | None = None,
 ) -> Simulation:
-    """Simulate one step of one rank; see the module for the rules and ``liveness`` for ``on_cpu``.
+    """Simulate one step of one rank; see the module for the rules and ``liveness`` for ``on_cpu`` and ``fused``.
 
     ``measured``: seconds by node name that replace what ``machine`` predicts (``MeasuredCosts.of_nodes``). With delayed
     updates it is a step among steps like it.
     """
-    live, before = liveness(step, on_cpu), dict[int, float]()
+    live, before = liveness(step, on_cpu, fused=fused), dict[int, float]()
     collectives = [node for node in step.calls() if node.target in ops.COLLECTIVES]
     sent = node_wire_bytes(collectives, num_ranks, machine.ranks_per_node, pairwise=on_cpu)
     for _ in range(_STEPS_TO_SETTLE):

@@ -6,22 +6,35 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
 
 import torch
+from torch.profiler import record_function
 
 from zerofx.errors import UsageError
 from zerofx.torch_private import is_profiling
 
+_MEMORY, _PART = "[memory]", "zerofx part"  # names of events
+
 
 class CpuPeak:
-    """``num_bytes``: the most that was allocated inside the block on CPU, counted from its begin.
+    """``num_bytes``: the most that was allocated inside the block on CPU, counted from its begin; ``parts``: the same
+    of each block of ``part()`` inside, counted from the begin of that.
 
     There can be one profiler at a time: while another runs this raises ``UsageError``; none may start inside.
     Python's collector rests meanwhile: garbage that it frees, of an earlier block, would be counted as memory returned.
     """
 
     num_bytes = 0
+
+    def __init__(self) -> None:
+        self.parts: list[int] = []
+
+    def part(self) -> AbstractContextManager[object]:
+        """A part of the block."""
+        return record_function(_PART)
 
     def __enter__(self) -> CpuPeak:
         refuse_profilers([is_profiling()])
@@ -42,11 +55,18 @@ class CpuPeak:
         inner = self._profiler.profiler
         assert inner is not None and inner.kineto_results is not None
         cpu = torch._C._autograd.DeviceType.CPU
-        events = [e for e in inner.kineto_results.events() if e.name() == "[memory]" and e.device_type() == cpu]
-        allocated = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            allocated += event.nbytes()  # type: ignore[attr-defined]  # torch's stubs lack it
-            self.num_bytes = max(self.num_bytes, allocated)
+        found = [e for e in inner.kineto_results.events() if e.name() in (_MEMORY, _PART) and e.device_type() == cpu]
+        events = sorted((e for e in found if e.name() == _MEMORY), key=lambda event: event.start_ns())
+        changes = [(e.start_ns(), e.nbytes()) for e in events]  # type: ignore[attr-defined]  # torch's stubs lack it
+        self.num_bytes = _most(change for _, change in changes)
+        for part in sorted((e for e in found if e.name() == _PART), key=lambda event: event.start_ns()):
+            begin, end = part.start_ns(), part.start_ns() + part.duration_ns()
+            self.parts.append(_most(change for at, change in changes if begin <= at <= end))
+
+
+def _most(changes: Iterable[int]) -> int:
+    """The most that changes of what is allocated, in order, add up to."""
+    return max(accumulate(changes, initial=0))
 
 
 class CudaPeak:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from zerofx.buckets import BucketLayout
@@ -16,9 +16,10 @@ from zerofx.scheduler.bound import with_least_seconds
 from zerofx.scheduler.budget import fit, least_memory
 from zerofx.scheduler.captured import Captured
 from zerofx.scheduler.gradients import gradients_asked, place_gradients
+from zerofx.scheduler.held import Held
 from zerofx.scheduler.hiding import hide_collectives
 from zerofx.scheduler.host_budget import fit_host
-from zerofx.scheduler.items import Leaning, Question
+from zerofx.scheduler.items import Question
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.measured import MeasuredCosts
 from zerofx.scheduler.merging import may_merge, merge_gathers
@@ -116,9 +117,9 @@ def _exact_plan(
     )
     with watched("planning", "plans tried", show=talk) as bar:
 
-        def peak(plan: Plan, begun: StepGraph) -> int:
+        def peak(plan: Plan, begun: StepGraph) -> Held:
             bar.update()
-            return rehearsal.peak_bytes(plan, begun, done=("tile", "divide", "recompute"))
+            return rehearsal.held(plan, begun, done=("tile", "divide", "recompute"))
 
         def spend(plan: Plan) -> Iterator[Plan]:
             assert memory_budget is not None
@@ -130,17 +131,15 @@ def _exact_plan(
             if merging and may_merge(hidden, layout, machine):
                 yield merge_gathers(hidden, step, layout, simulation, machine, memory_budget)
 
-        def progress(leanings: Iterable[Leaning]) -> Iterator[Leaning]:
-            for leaning in leanings:
-                bar.set_description(f"planning ({leaning})", refresh=False)
-                yield leaning
+        def say(what: str) -> None:
+            bar.set_description(f"planning ({what})")
 
         if memory_budget is None:
             return least_memory(question, rehearsal.predicted)
         limit = host_budget_bytes(options.host_budget, machine)
 
         def fit_device(one: Question) -> Plan:
-            return fit(one, peak, rehearsal.predicted, progress, spend)
+            return fit(one, peak, rehearsal.predicted, say, spend)
 
         found = fit_host(question, limit, fit_device, rehearsal.host_block_bytes)
         # The bound is on times by rule, and says nothing of measured ones.

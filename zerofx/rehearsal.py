@@ -13,6 +13,7 @@ from zerofx.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.pipeline import run_quietly
 from zerofx.scheduler.fusion import estimated_memory
+from zerofx.scheduler.held import Held, held
 from zerofx.scheduler.liveness import Liveness, MemoryEvent, liveness, with_profiles
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.measured import MeasuredCosts
@@ -68,13 +69,13 @@ class Rehearsal:
         step, simulation = self.simulated(plan)
         return predict(step, plan, self.layout, simulation)
 
-    def peak_bytes(self, plan: Plan, begun: StepGraph, done: Collection[str]) -> int:
-        """The device's peak when ``plan`` is carried out on ``begun``, which the passes ``done`` have been through."""
+    def held(self, plan: Plan, begun: StepGraph, done: Collection[str]) -> Held:
+        """What the device holds when ``plan`` is carried out on ``begun``, which the passes ``done`` have been on."""
         run_quietly(begun, plan, self.layout, self.programs, self.settings, done=done)
-        live = liveness(begun, self.on_cpu)
+        live = liveness(begun, self.on_cpu, fused=self.fused)
         if self.fused:
             live = _live_when_fused(live, begun, cut(begun), self.estimates, self.kernels, on_cpu=self.on_cpu)
-        return live.peak_bytes
+        return held(begun, live)
 
     def host_block_bytes(self, plan: Plan) -> int:
         """What ``plan`` takes of the host, counted in blocks."""
@@ -116,7 +117,7 @@ def simulate_step(
     ``instructions`` are those that ``step`` is cut into.
     """
     measured = costs.of_nodes(regions_of(instructions), machine) if costs is not None else None
-    simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu, measured=measured)
+    simulation = simulate(step, machine, layout.num_ranks, on_cpu=on_cpu, fused=fused, measured=measured)
     if fused:
         known = {} if estimates is None else estimates
         live = _live_when_fused(simulation.live, step, instructions, known, kernels, on_cpu=on_cpu)

@@ -99,7 +99,8 @@ def convnet() -> tuple[nn.Module, tuple[Tensor, ...] | dict[str, Tensor]]:
 
 
 def run(step: zerofx.Step, batch: tuple[Any, ...] | Mapping[str, Any]) -> Tensor:
-    return step(**batch) if isinstance(batch, Mapping) else step(*batch)
+    loss: torch.Tensor = step(**batch) if isinstance(batch, Mapping) else step(*batch)
+    return loss
 
 
 def least_and_most(model: nn.Module, batch: Any, backend: Backend = "eager") -> tuple[int, int]:

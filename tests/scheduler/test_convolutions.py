@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.scheduler.test_workspace import call
 from zerofx.peaks import CpuPeak
-from zerofx.scheduler import kernel_memory
+from zerofx.scheduler import calls
 from zerofx.scheduler.convolutions import compiled_convolution_bytes, convolution_bytes
 
 aten = torch.ops.aten
@@ -83,7 +83,7 @@ def test_one_that_is_too_large_to_be_called_is_told_from_smaller_ones(
     for target, make in ((aten.convolution.default, forward), (aten.convolution_backward.default, backward)):
         args = make(layout, 64, depthwise=depthwise, batch=batch)
         given = sum(arg.numel() * arg.element_size() for arg in args if isinstance(arg, Tensor))
-        monkeypatch.setattr(kernel_memory, "LARGEST_CALL", given)
+        monkeypatch.setattr(calls, "MOST_BYTES", given)
         assert convolution_bytes(call(target, args)) == pytest.approx(taken(target, args), rel=0.02, abs=given // 100)
 
 

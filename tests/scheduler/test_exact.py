@@ -21,6 +21,7 @@ from zerofx.passes.simplify import simplify
 from zerofx.scheduler.budget import fit
 from zerofx.scheduler.captured import Captured
 from zerofx.scheduler.exact import SEARCH_NODES, search, solve
+from zerofx.scheduler.held import Held, held
 from zerofx.scheduler.items import Question
 from zerofx.scheduler.liveness import liveness
 from zerofx.scheduler.machine import Machine
@@ -205,8 +206,8 @@ def fitted(step: StepGraph, machine: Machine, budget: int) -> Plan | None:
         copy = recomputed(step, plan)
         return predict(copy, plan, layout, simulate(copy, machine, 1, on_cpu=False))
 
-    def peak(plan: Plan, carried_out: StepGraph) -> int:
-        return liveness(carried_out, on_cpu=False).peak_bytes
+    def peak(plan: Plan, carried_out: StepGraph) -> Held:
+        return held(carried_out, liveness(carried_out, on_cpu=False))
 
     question = Question(Captured(step, machine), layout, 0, None, budget, recompute=True)
     try:

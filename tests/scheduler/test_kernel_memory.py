@@ -6,14 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from tests.scheduler.test_workspace import call, rand
 from zerofx.peaks import CpuPeak
 from zerofx.scheduler import kernel_memory
-from zerofx.scheduler.kernel_memory import measured_bytes
+from zerofx.scheduler.kernel_memory import kernel_memories
+from zerofx.torch_private import without_onednn
 
 aten = torch.ops.aten
+
+
+def measured_bytes(node: fx.Node) -> int | None:
+    found = kernel_memories([node])[node]
+    return None if found is None else found.inside
 
 
 def test_random_numbers_are_drawn_as_if_nothing_had_been_called() -> None:
@@ -31,44 +38,24 @@ def test_what_is_written_in_place_stays_as_it_is() -> None:
     assert torch.equal(value, before)
 
 
-@pytest.mark.parametrize(
-    ("target", "args"),
-    [
-        (aten.linalg_matrix_exp.default, (torch.empty(512, 512),)),
-        (aten.linalg_inv_ex.default, (torch.empty(512, 512),)),
-        (aten.kthvalue.default, (torch.empty(1024, 512), 3)),
-        (aten.kthvalue.default, (torch.empty(512, 1024).t(), 3)),
-    ],
-)
-def test_large_calls_are_made_on_smaller_tensors(
-    target: Any, args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node = call(target, args)
-    kernel_memory._measured.cache_clear()
-    whole = measured_bytes(node)
-    kernel_memory._measured.cache_clear()
-    monkeypatch.setattr(kernel_memory, "LARGEST_CALL", 2**20)
-    assert whole and measured_bytes(node) == pytest.approx(whole, rel=0.02)
-    kernel_memory._measured.cache_clear()
+@pytest.mark.parametrize("square", [64, 512])
+def test_an_output_may_keep_more_than_it_shows(square: int) -> None:
+    values = torch.empty(square, square)
+    for target in (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default):
+        node = call(target, (values, values))
+        found = kernel_memories([node])[node]
+        assert found is not None and found.excess == (values.nbytes - 4,)
 
 
-def test_what_is_found_holds_for_the_library_that_has_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_found_holds_for_the_library_that_has_the_kernel() -> None:
     images, filters, pair = torch.empty(4, 16, 32, 32), torch.empty(16, 16, 3, 3), [1, 1]
     node = call(aten.convolution.default, (images, filters, None, pair, pair, pair, True, [0, 0], 1))
     with_onednn = measured_bytes(node)
-    with monkeypatch.context() as changed:
-        changed.setattr(torch.backends.mkldnn, "enabled", False)
+    with without_onednn():
         without = measured_bytes(node)
-        kernel_memory._measured.cache_clear()
+        kernel_memory._known.cache_clear()
         assert measured_bytes(node) == without != with_onednn
     assert measured_bytes(node) == with_onednn
-
-
-def test_large_calls_whose_outputs_do_not_follow_their_inputs_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_memory, "LARGEST_CALL", 2**16)
-    images = torch.empty(16, 4, 256, 256)
-    node = call(aten.upsample_nearest2d.default, (images, [384, 384]))
-    assert measured_bytes(node) is None
 
 
 def test_calls_that_give_other_sizes_for_values_made_up_are_not_known() -> None:
@@ -83,7 +70,7 @@ def test_a_call_without_memory_is_made_another_time(
     error: Exception, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = call(aten.kthvalue.default, (torch.empty(40, 41), 3))
-    kernel_memory._measured.cache_clear()
+    kernel_memory._known.cache_clear()
 
     def fail(*_: Any) -> Any:
         raise error
@@ -118,7 +105,7 @@ def test_a_call_that_refuses_values_made_up_is_not_made_again(monkeypatch: pytes
         patch.setattr(kernel_memory, "_values", fail)
         assert measured_bytes(node) is None
     assert measured_bytes(node) is None
-    kernel_memory._measured.cache_clear()
+    kernel_memory._known.cache_clear()
 
 
 def test_it_can_be_asked_among_fake_tensors() -> None:
