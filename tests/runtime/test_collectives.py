@@ -88,7 +88,7 @@ def test_what_a_failed_step_has_left_is_not_started_by_the_next() -> None:
 
 def _gathered() -> list[bool]:
     rank = dist.get_rank()
-    transport = make_transport(dist.group.WORLD, CPU)
+    transport = make_transport(dist.group.WORLD, CPU, 60.0)
     assert transport is not None
     shards = [torch.full((size,), 10.0 * size + rank) for size in (3, 1, 0, 64)]
     expected = [torch.cat([torch.full((size,), 10.0 * size + r) for r in range(2)]) for size in (3, 1, 0, 64)]

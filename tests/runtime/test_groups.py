@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ def _close_and_lose_a_rank(path: str) -> None:
     if dist.get_rank() == 1:
         os._exit(0)
     began = time.monotonic()
-    with pytest.raises(RankMismatchError, match="to close the step"):
+    warnings.simplefilter("ignore", UserWarning)  # what is lost with rank 1 is told, too
+    with pytest.raises(RankMismatchError, match="close the step"):
         second.close()
     seconds = time.monotonic() - began
     Path(path).write_text(json.dumps({"sockets": counts, "total": total.item(), "seconds": seconds}))
@@ -146,7 +148,7 @@ def _one_alone() -> tuple[str, float]:
 
 def test_a_rank_that_fails_alone_goes_at_once_and_the_others_do_not_wait() -> None:
     (zero, waited), (one, left) = run_ranks(_one_alone, 2)
-    assert one.startswith("KeyboardInterrupt") and "rank 1 did not come, while rank 0 did" in zero
+    assert one.startswith("KeyboardInterrupt") and "found that rank 1 was to capture a step (KeyboardInterrupt)" in zero
     assert max(waited, left) < 60
 
 

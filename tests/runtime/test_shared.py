@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def _transport() -> Transport:
-    found = make_transport(dist.group.WORLD, CPU)
+    found = make_transport(dist.group.WORLD, CPU, 60.0)
     assert isinstance(found, PointToPoint)
     return found
 
@@ -42,7 +42,7 @@ def _runtime(transport: Transport) -> Runtime:
 
 
 def _mapped() -> int:
-    return Path("/proc/self/maps").read_text().count("zerofx")
+    return Path("/proc/self/maps").read_text().count("/memfd:zerofx")
 
 
 def _in_one_piece() -> dict[str, Any]:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from zerofx.runtime.copies import Workers
 from zerofx.runtime.lines import Announcing, AnnouncingEnd, Calls, Reading
+from zerofx.runtime.transport import LostRankError
 
 # What is read at a time where it is added to: in pieces of 32,768 it took a quarter to two thirds longer.
 _PIECE_NUMEL = 524_288
@@ -51,19 +52,34 @@ class Channel(Protocol):
 
 
 class GlooChannel:
-    """Messages through gloo's connections."""
+    """Messages through gloo's connections. ``is_near``: to a rank of this machine, whose memory cannot be read."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self._group, self._peer = group, peer
+    def __init__(self, group: dist.ProcessGroup, peer: int, *, is_near: bool = False) -> None:
+        self._group, self._peer, self.is_near = group, peer, is_near
 
     def send(self, tensor: torch.Tensor, tag: int) -> Message:
-        return _work(dist.isend(tensor, group=self._group, group_dst=self._peer, tag=tag))
+        return _Sending(dist.isend(tensor, group=self._group, group_dst=self._peer, tag=tag), self._peer)
 
     def receive(self, tensor: torch.Tensor, tag: int) -> Message:
-        return _work(dist.irecv(tensor, group=self._group, group_src=self._peer, tag=tag))
+        return _Sending(dist.irecv(tensor, group=self._group, group_src=self._peer, tag=tag), self._peer)
 
     def close(self) -> None:
         """Its connections are the group's, and are closed with those."""
+
+
+class _Sending:
+    """A message of gloo's, to or from rank ``peer``."""
+
+    def __init__(self, work: dist.Work | None, peer: int) -> None:
+        assert work is not None
+        self._work, self._peer = work, peer
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            came = "did not come in time" if "imed out" in str(error) else "is gone"
+            raise LostRankError(f"rank {self._peer} {came}: {str(error).splitlines()[0]}") from error
 
 
 class MemoryChannel:
@@ -97,7 +113,7 @@ class MemoryChannel:
                 else:
                     _read_added(self._pid, address, tensor, own, spare)
             except OSError as error:
-                raise RuntimeError(f"process {self._pid} of another rank cannot be read any more: {error}") from error
+                raise LostRankError(f"process {self._pid} of another rank cannot be read any more: {error}") from error
             # A thread's job outlives the moment at which it is known to be done, and the buffers may be freed then.
             del tensor, own, spare
             self._here.tell_read()
@@ -188,7 +204,10 @@ def open_channels(group: dist.ProcessGroup, readers: Workers, patience_seconds: 
         every = _from_all(group, reads)  # which also keeps ``word`` until all have tried
         both = [peer for peer in peers if every[rank][peer] and every[peer][rank]]
         lines = calls.take(both)
-    channels: dict[int, Channel] = {peer: GlooChannel(group, peer) for peer in peers}
+    machine = _machine()
+    channels: dict[int, Channel] = {
+        peer: GlooChannel(group, peer, is_near=bool(machine) and told[peer][3] == machine) for peer in peers
+    }
     for peer in both:
         channels[peer] = MemoryChannel(there[peer], lines[peer], told[peer][0], readers)
     return channels
@@ -219,8 +238,3 @@ def _machine() -> int:
     if sys.platform != "linux" or not told.exists():
         return 0
     return int(told.read_text().strip().replace("-", ""), 16) % 2**62
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None
-    return work

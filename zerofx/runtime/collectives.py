@@ -13,22 +13,21 @@ from zerofx.runtime.nccl import Nccl
 from zerofx.runtime.spans import SpanLog
 from zerofx.runtime.transport import Pending, Transport
 
-_PATIENCE_SECONDS = 3600.0  # for a rank that neither comes nor fails: a step on a CPU can take minutes
-
 
 def make_transport(
-    group: dist.ProcessGroup | None, device: torch.device, log: SpanLog | None = None
+    group: dist.ProcessGroup | None, device: torch.device, patience_seconds: float, log: SpanLog | None = None
 ) -> Transport | None:
     """The transport for a device; None for a world of one, where no step has a collective. Collective itself.
 
-    ``log`` notes how long each collective takes, where a step is measured.
+    ``patience_seconds`` is for a rank that neither comes nor fails; NCCL has the timeout of ``group`` for that. ``log``
+    notes how long each collective takes, where a step is measured.
     """
     log = log or SpanLog()
     if group is None or dist.get_world_size(group) == 1:
         return None
     if device.type == "cuda":
         return Nccl(group, device, log)
-    return PointToPoint(gloo_over(group, timedelta(seconds=_PATIENCE_SECONDS)), log, _PATIENCE_SECONDS)
+    return PointToPoint(gloo_over(group, timedelta(seconds=patience_seconds)), log, patience_seconds)
 
 
 def is_on_cpu(device: torch.device) -> bool:

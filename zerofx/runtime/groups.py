@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -10,6 +11,13 @@ import torch
 import torch.distributed as dist
 
 _NEVER_SENT = 2**31 - 1  # a tag that no message has
+
+
+def destroyed_with(owner: object, group: dist.ProcessGroup) -> weakref.finalize[..., object]:
+    """Have ``group`` destroyed on this rank when ``owner`` goes; to be detached where that is done before."""
+    end = weakref.finalize(owner, destroy, [group])
+    end.atexit = False  # the process takes its connections with it
+    return end
 
 
 def gloo_over(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:

@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Iterable
 from typing import Protocol
 
+from zerofx.runtime.transport import LostRankError
+
 _GREETING = struct.Struct("=qq")  # rank, and the word of whom it calls
 _ANNOUNCEMENT = struct.Struct("=qqq")  # tag, address, bytes
 _TIMEOUT = struct.Struct("ll")  # ``struct timeval``: seconds, microseconds
@@ -31,7 +33,7 @@ class Announcing(Protocol):
         """Say where a message lies; returns its number on this line, from 1."""
 
     def await_read(self, number: int) -> None:
-        """Block until message ``number`` has been read; RuntimeError where the other rank has failed."""
+        """Block until message ``number`` has been read; LostRankError where the other rank has failed."""
 
     def close(self) -> None:
         """Have the other end fail where it waits, or comes to."""
@@ -41,7 +43,7 @@ class Reading(Protocol):
     """The end of a line at which a rank hears what to read, and says that it has."""
 
     def next(self, tag: int) -> tuple[int, int]:
-        """Block until a message, that of ``tag``, is announced: its address and bytes; RuntimeError likewise."""
+        """Block until a message, that of ``tag``, is announced: its address and bytes; LostRankError likewise."""
 
     def tell_read(self) -> None:
         """Say that the next message, in their order, has been read."""
@@ -159,7 +161,9 @@ class Calls:
     @staticmethod
     def _set_patience(connection: socket.socket, seconds: float) -> None:
         # Python's own timeouts ask whether there is something to read before each reading.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEOUT.pack(int(seconds), 0))
+        timeout = _TIMEOUT.pack(int(seconds), max(1, int(seconds % 1 * 1e6)))  # none at all is without end
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, timeout)
 
 
 class _Connection:
@@ -172,6 +176,8 @@ class _Connection:
     def send(self, told: bytes) -> None:
         try:
             self._socket.sendall(told)
+        except BlockingIOError as error:
+            raise LostRankError(f"rank {self._peer} did not come in time") from error
         except OSError as error:
             raise self._failure(error) from error
 
@@ -180,7 +186,7 @@ class _Connection:
         try:
             told = self._socket.recv(num_bytes)
         except BlockingIOError as error:
-            raise RuntimeError(f"rank {self._peer} did not come in time") from error
+            raise LostRankError(f"rank {self._peer} did not come in time") from error
         except OSError as error:
             raise self._failure(error) from error
         if not told:
@@ -191,8 +197,8 @@ class _Connection:
         with contextlib.suppress(OSError):  # closed there already
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _failure(self, why: object) -> RuntimeError:
-        return RuntimeError(f"the connection to rank {self._peer} is gone: {why}")
+    def _failure(self, why: object) -> LostRankError:
+        return LostRankError(f"the connection to rank {self._peer} is gone: {why}")
 
 
 def _address(name: int) -> str:

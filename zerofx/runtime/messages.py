@@ -16,13 +16,19 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from zerofx.runtime.channels import MemoryChannel, Message, open_channels
+from zerofx.runtime.channels import GlooChannel, MemoryChannel, Message, open_channels
 from zerofx.runtime.copies import Workers
-from zerofx.runtime.groups import close_connections, destroy
+from zerofx.runtime.groups import close_connections, destroyed_with
+from zerofx.runtime.patience import wait_for
 from zerofx.runtime.shared import share_memory
 from zerofx.runtime.spans import SpanLog
-from zerofx.runtime.transport import Group, Pending, Transport, members_of
+from zerofx.runtime.transport import Group, LostRankError, Pending, Transport, members_of
 from zerofx.scheduler.streams import COLLECTIVE
+
+_SLOW = (
+    "rank {} and rank {} run on one machine and cannot read each other's memory, so that what they send goes through "
+    "gloo, which is slower: run them in one container and as one user, and see that kernel.yama.ptrace_scope is 0"
+)
 
 
 class PointToPoint(Transport):
@@ -34,14 +40,18 @@ class PointToPoint(Transport):
     def __init__(self, group: dist.ProcessGroup, log: SpanLog, patience_seconds: float) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.sent_to = Counter()
-        self._group = group
+        self._group, self._patience_seconds = group, patience_seconds
+        self._end = destroyed_with(self, group)
         self._peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         self._next_tag = 0
         self._readers = Workers("messages")
         self._channels = open_channels(group, self._readers, patience_seconds)
+        near = [peer for peer, one in self._channels.items() if isinstance(one, GlooChannel) and one.is_near]
+        self.notice = _SLOW.format(self.rank, ", ".join(map(str, near))) if near else ""
         self._shared = share_memory(group, all(isinstance(one, MemoryChannel) for one in self._channels.values()))
         self._log = log
         self._watch: _Watch | None = None
+        self._started: list[list[Message]] = []  # what has not been awaited yet
 
     def share(self, shard: torch.Tensor) -> torch.Tensor:
         return self._shared.share(shard) if self._shared is not None else shard
@@ -125,9 +135,36 @@ class PointToPoint(Transport):
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
-            dist.broadcast(tensor, group=self._group, group_src=0)
+            self._broadcast(tensor)
             if self.rank == 0:
                 self.sent_to.update(dict.fromkeys(self._peers, tensor.nbytes))
+
+    def all_true(self, here: bool) -> bool:
+        # Memory of Python's: what is planned is the device's.
+        flag = torch.frombuffer(bytearray([here]), dtype=torch.uint8)
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+        assert work is not None
+        try:
+            wait_for(work, self._patience_seconds)
+        except RuntimeError as error:
+            who = f"rank {self._peers[0]}" if len(self._peers) == 1 else "a rank"
+            raise LostRankError(f"{who} did not come in time, or is gone: {str(error).splitlines()[0]}") from error
+        return bool(flag[0])
+
+    def settle(self) -> None:
+        for works in self._started:
+            while works:
+                works.pop().wait()
+        self._started.clear()
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        work = dist.broadcast(tensor, group=self._group, group_src=0, async_op=True)
+        assert work is not None
+        try:
+            wait_for(work, self._patience_seconds)
+        except RuntimeError as error:
+            who = "rank 0" if self.rank else f"rank {self._peers[0]}" if len(self._peers) == 1 else "a rank"
+            raise LostRankError(f"{who} did not come in time, or is gone: {str(error).splitlines()[0]}") from error
 
     def abort(self) -> None:
         self._hang_up()
@@ -137,7 +174,7 @@ class PointToPoint(Transport):
         self._stop_watching()
         self._readers.close()
         self._hang_up()
-        destroy([self._group])
+        self._end()
 
     def _gathered(self, full: torch.Tensor, shard: torch.Tensor, members: list[int]) -> Pending[torch.Tensor]:
         arrived = self._under_way(self._gather(full, shard, members), shard.nbytes * (len(members) - 1))
@@ -168,6 +205,7 @@ class PointToPoint(Transport):
 
     def _under_way(self, works: list[Message], num_bytes: int) -> Callable[[], None]:
         """What waits for messages, ``num_bytes`` of them sent; as a step is measured, a thread sees them come."""
+        self._started = [*(one for one in self._started if one), works]
         if self._log.running and works:
             self._watch = self._watch or _Watch(self._log)
             return self._watch.see(works, num_bytes)

@@ -38,6 +38,7 @@ class Nccl(Transport):
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._log = log
+        self._flag = torch.ones((), dtype=torch.uint8, device=device)
         self._groups: dict[tuple[Group, int], dist.ProcessGroup] = {}
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
@@ -77,6 +78,14 @@ class Nccl(Transport):
             dist.broadcast(tensor, group=self._group, group_src=0)
             if self.rank == 0:
                 self.sent_to.update(dict.fromkeys(range(1, self.num_ranks), tensor.nbytes))
+
+    def all_true(self, here: bool) -> bool:
+        self._flag.fill_(here)
+        dist.all_reduce(self._flag, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(self._flag.item())
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def abort(self) -> None:
         """What the failed step let go of is not used again before the collectives that it started are done.

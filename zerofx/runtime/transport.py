@@ -9,17 +9,28 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
+from zerofx.errors import RankMismatchError
+
 T = TypeVar("T")
 
 Group = Literal["all", "node", "across"]
 
 
+class LostRankError(RankMismatchError):
+    """A rank did not come in time to where tensors are moved, or is gone: ``rank 1 did not come in time``."""
+
+
 @dataclass
 class Pending(Generic[T]):
-    """Something started: its result (valid once awaited), and what finishes it, given the buffer that it reads."""
+    """Something started: its result (valid once awaited), and what finishes it, given the buffer that it reads.
+
+    ``kind`` and ``bucket`` say what it is, where it is a collective of a step's.
+    """
 
     result: T
     finish: Callable[[Any], T]
+    kind: str = ""
+    bucket: int = -1
 
 
 def members_of(group: Group, rank: int, size: int, num_ranks: int) -> list[int]:
@@ -40,6 +51,7 @@ class Transport(Protocol):
     rank: int
     num_ranks: int
     sent_to: Counter[int]
+    notice: str = ""  # what makes it slower than it could be, and what to do
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]: ...
 
@@ -71,6 +83,13 @@ class Transport(Protocol):
         """Send part i of ``size`` equal parts to the group's rank i; the result has the parts received, in order."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None: ...
+
+    def all_true(self, here: bool) -> bool:
+        """Whether all ranks say so. An agreement, which is not counted as sent."""
+        ...
+
+    def settle(self) -> None:
+        """Block until all that has been started is done, where a step is left on all ranks at one place."""
 
     @property
     def sent_bytes(self) -> int:
