@@ -39,7 +39,7 @@ def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]
     buffers = {placeholder(node).name: node for node in step.placeholders(Role.BUFFER)}
     for node in inputs:
         set_placeholder(node, replace(placeholder(node), part=0))
-    losses, gradients = [step.loss], [step.gradients]
+    losses, extras, gradients = [step.loss], [*step.extras], [step.gradients]
     latest = dict(mutations)
     for number in range(1, num_micro_batches):
         copies = {node: node for node in step.placeholders()}
@@ -48,10 +48,11 @@ def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]
         for node in calls:
             copies[node] = _copy(step, node, copies, number)
         losses.append(copies[losses[0]])
+        extras += [copies[node] for node in extras[: step.num_extras]]
         gradients.append({name: copies[node] for name, node in gradients[0].items()})
         latest = {name: copies[node] for name, node in mutations.items()}
     step.num_micro_batches = num_micro_batches
-    step.set_outputs(_total(step, losses), latest, *gradients)
+    step.set_outputs(_total(step, losses), latest, *gradients, extras=extras)
 
 
 def _part_of(step: StepGraph, first: fx.Node, number: int) -> fx.Node:

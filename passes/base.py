@@ -62,7 +62,7 @@ def consumers(root: fx.Node) -> list[fx.Node]:
 
 
 def named(by_name: dict[str, fx.Node], name: str) -> fx.Node:
-    """The node that a plan names.
+    """The node of the captured graph that a plan names, in ``StepGraph.by_name``.
 
     Raises:
         PlanError: the graph has none.

@@ -40,7 +40,7 @@ def divide(step: StepGraph, pieces: Sequence[PieceDecision]) -> None:
     Raises:
         PlanError: the graph has no node of a name that a piece begins or ends with.
     """
-    by_name = {node.name: node for node in step.graph.nodes} if pieces else {}
+    by_name = step.by_name()
     spans = [
         (piece.name, phase, named(by_name, first), named(by_name, last))
         for piece in pieces

@@ -34,7 +34,7 @@ from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.errors import PlanError
 from zerofx.graph import StepGraph, insert_call
-from zerofx.node_facts import DEVICE, Origin, Role, origin, placeholder, set_tier, tier_of
+from zerofx.node_facts import DEVICE, Job, Origin, Role, origin, placeholder, set_task, set_tier, tier_of
 from zerofx.passes.base import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
 from zerofx.scheduler.decisions import GatherDecision
 from zerofx.scheduler.plan import Plan
@@ -49,7 +49,7 @@ class Gather:
 
     def run(self, step: StepGraph, plan: Plan) -> None:
         order = step.positions()
-        by_name = {node.name: node for node in step.graph.nodes}
+        by_name = step.by_name()
         whole: dict[int, fx.Node] = {}
         shards: dict[int, fx.Node] = {}
         for shard in step.placeholders(Role.SHARD):
@@ -97,9 +97,10 @@ def _add_residency(
             full = _bring_up(graph, bucket, number, decision, shard, where)
         if bucket.num_ranks > 1:
             pending = insert_call(
-                graph, ops.all_gather, (full, bucket.index, bucket.num_ranks), where, name=gather_name(number),
+                graph, ops.all_gather, (full, bucket.index, bucket.num_ranks), where, name=f"gather_{number}",
                 fake=step.fake((bucket.numel,), bucket.compute_dtype),
             )  # fmt: skip
+            set_task(pending, Job.GATHER, number)
             # A slice that stays needs nobody to hold it until then.
             read = () if full is shard else (full,)
             full = insert_call(graph, ops.wait, (pending, *read), where, name=f"full_{number}")
@@ -119,26 +120,13 @@ def _bring_up(
     """This rank's slice, copied to the device from where it lives."""
     stored = shard
     if decision.read is not None:
-        read = set_tier(insert_call(graph, ops.reload, (shard, "host"), where, name=read_name(number)), "host")
+        read = set_tier(insert_call(graph, ops.reload, (shard, "host"), where, name=f"read_{number}"), "host")
+        set_task(read, Job.READ, number)
         stored = set_tier(insert_call(graph, ops.wait, (read, shard), where, name=f"staged_{number}"), "host")
-    pending = insert_call(graph, ops.reload, (stored,), where, name=reload_name(number))
+    pending = insert_call(graph, ops.reload, (stored,), where, name=f"reload_{number}")
+    set_task(pending, Job.RELOAD, number)
     name = f"slice_{number}" if bucket.num_ranks > 1 else f"full_{number}"
     return insert_call(graph, ops.wait, (pending, stored), where, name=name)
-
-
-def read_name(number: int) -> str:
-    """The name of the node that reads a slice from nvme into the host's memory for the plan's decision ``number``."""
-    return f"read_{number}"
-
-
-def reload_name(number: int) -> str:
-    """The name of the node that copies a slice to the device for the plan's decision ``number``."""
-    return f"reload_{number}"
-
-
-def gather_name(number: int) -> str:
-    """The name of the gather node of the plan's decision ``number``, by which later passes find it."""
-    return f"gather_{number}"
 
 
 def _erase_with_views(graph: fx.Graph, full: fx.Node) -> None:

@@ -44,7 +44,7 @@ class Gradients:
     name: str = "gradients"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
-        by_name = {node.name: node for node in step.graph.nodes}
+        by_name = step.by_name()
         made = {node.args[0]: node for node in step.calls() if node.target is ops.empty_gradients}
         for decision in plan.gradients:
             _check(step, decision, [index for index in made if isinstance(index, int)])

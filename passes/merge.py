@@ -20,8 +20,7 @@ from torch import fx
 
 from zerofx.errors import PlanError
 from zerofx.graph import StepGraph
-from zerofx.passes.base import named
-from zerofx.passes.gather import gather_name
+from zerofx.node_facts import Job, Task
 from zerofx.scheduler.plan import Plan
 
 
@@ -32,11 +31,11 @@ class Merge:
     name: str = "merge"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
-        by_name = {node.name: node for node in step.graph.nodes}
+        tasks = step.tasks()
         for numbers in plan.launches:
             if len(numbers) == 1:
                 continue
-            gathers = [named(by_name, gather_name(number)) for number in numbers]
+            gathers = [tasks[Task(Job.GATHER, number)] for number in numbers]
             for behind, node in zip(reversed(range(len(gathers))), gathers, strict=True):
                 shard = node.args[0]
                 if not isinstance(shard, fx.Node) or shard.op != "placeholder":

@@ -75,7 +75,7 @@ def _places(step: StepGraph, decisions: Sequence[OffloadDecision]) -> list[_Plac
         PlanError: one cannot be carried out.
     """
     order = step.positions()
-    by_name = {node.name: node for node in step.graph.nodes}
+    by_name = step.by_name()
     found = [_place(step, decision, order, by_name) for decision in decisions]
     twice = {place.value for place in found}
     if len(twice) < len(found):

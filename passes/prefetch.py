@@ -21,8 +21,8 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.graph import StepGraph
+from zerofx.node_facts import Job, Task
 from zerofx.passes.base import named, start_of_unit
-from zerofx.passes.gather import gather_name, read_name, reload_name
 from zerofx.scheduler.decisions import GatherDecision
 from zerofx.scheduler.plan import Plan
 
@@ -34,11 +34,11 @@ class Prefetch:
     name: str = "prefetch"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
-        by_name = {node.name: node for node in step.graph.nodes}
+        by_name, tasks = step.by_name(), step.tasks()
         order = step.positions()
         for number, decision in enumerate(plan.gathers):
-            for started, place in _places(number, decision):
-                node = by_name.get(started)
+            for job, place in _places(decision):
+                node = tasks.get(Task(job, number))
                 if node is None:
                     continue
                 before = start_of_unit(step, named(by_name, place))
@@ -50,9 +50,9 @@ class Prefetch:
                     before.prepend(node)
 
 
-def _places(number: int, decision: GatherDecision) -> Iterator[tuple[str, str]]:
+def _places(decision: GatherDecision) -> Iterator[tuple[Job, str]]:
     """What is started for a residency, in order, and the node before which."""
     reload = decision.reload or decision.issue
-    yield read_name(number), decision.read or reload
-    yield reload_name(number), reload
-    yield gather_name(number), decision.issue
+    yield Job.READ, decision.read or reload
+    yield Job.RELOAD, reload
+    yield Job.GATHER, decision.issue

@@ -27,7 +27,7 @@ from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout
 from zerofx.errors import PlanError
 from zerofx.graph import StepGraph, insert_call
-from zerofx.node_facts import DEVICE, origin, set_value, tensor, tier_of
+from zerofx.node_facts import DEVICE, origin, set_value, task_of, tensor, tier_of
 from zerofx.quantise import BLOCK, ENCODINGS
 from zerofx.scheduler.decisions import WireDecision
 from zerofx.scheduler.plan import Plan
@@ -112,9 +112,10 @@ def _whole(gather: fx.Node) -> fx.Node:
 def _quantise(step: StepGraph, bucket: Bucket, gather: fx.Node, encoding: str) -> fx.Node:
     """Let a gather send bytes; returns the whole bucket."""
     graph, where, awaited, source = step.graph, origin(gather), _whole(gather), gather.args[0]
-    suffix = gather.name.removeprefix("gather_")
+    task = task_of(gather)
+    assert task is not None
     with graph.inserting_before(gather):
-        small = insert_call(graph, ops.quantise, (source, 1, encoding), where, name=f"small_{suffix}")
+        small = insert_call(graph, ops.quantise, (source, 1, encoding), where, name=f"small_{task.index}")
     gather.args = (small, bucket.index, bucket.num_ranks)
     set_value(gather, step.fake((tensor(small).numel() * bucket.num_ranks,), torch.uint8))
     awaited.args = (gather, small)
@@ -122,7 +123,7 @@ def _quantise(step: StepGraph, bucket: Bucket, gather: fx.Node, encoding: str) -
     with graph.inserting_after(awaited):
         whole = insert_call(
             graph, ops.dequantise, (awaited, bucket.num_ranks, encoding, bucket.compute_dtype), where,
-            name=f"whole_{suffix}", fake=step.fake((bucket.numel,), bucket.compute_dtype),
+            name=f"whole_{task.index}", fake=step.fake((bucket.numel,), bucket.compute_dtype),
         )  # fmt: skip
     awaited.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
     return whole

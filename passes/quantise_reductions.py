@@ -53,7 +53,7 @@ class QuantiseReductions:
 
     def run(self, step: StepGraph, plan: Plan) -> None:
         started = {node.args[1]: node for node in step.calls() if node.target is ops.reduce_scatter}
-        by_name = {node.name: node for node in step.graph.nodes}
+        by_name = step.by_name()
         for decision in plan.wires:
             if decision.reduce == "exact":
                 continue

@@ -39,8 +39,8 @@ from torch import fx
 from zerofx import ops
 from zerofx.buckets import Bucket, BucketLayout, Slot
 from zerofx.graph import StepGraph, insert_call
-from zerofx.node_facts import Origin, Phase, is_random, origin
-from zerofx.passes.base import after, consumers, end_of_unit, start_of_unit
+from zerofx.node_facts import Job, Origin, Phase, is_random, origin, set_task
+from zerofx.passes.base import after, consumers, end_of_unit, named, start_of_unit
 from zerofx.scheduler.crossing import outputs_of, storage_size
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import aliased_input, is_view, storage_source
@@ -59,7 +59,7 @@ class Reduce:
 
     def run(self, step: StepGraph, plan: Plan) -> None:
         order, shares = step.positions(), step.gradients_by_micro_batch
-        by_name = {node.name: node for node in step.graph.nodes}
+        by_name = step.by_name()
         tails = _Tails()
         buffers = {}
         for bucket in filter(lambda b: b.trainable, self.layout.buckets):
@@ -79,7 +79,7 @@ class Reduce:
         }
 
         def place(behind: str | None) -> fx.Node:
-            return end_of_unit(step, tails.behind(by_name[behind])) if behind else step.output.prev
+            return end_of_unit(step, tails.behind(named(by_name, behind))) if behind else step.output.prev
 
         for decision in plan.reduces:
             bucket = self.layout.buckets[decision.bucket]
@@ -210,12 +210,13 @@ def _issue(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node) -> fx.N
     # Which slice is a rank's own is known where it runs: the first stands for it.
     in_buffer = plan.stage == 0
     with step.graph.inserting_after(place):
-        return insert_call(
+        started = insert_call(
             step.graph, ops.reduce_scatter_into if in_buffer else ops.reduce_scatter,
             (buffer, bucket.index, bucket.num_ranks),
             Origin(bucket.name, Phase.BACKWARD), name=f"reduce_{bucket.index}",
             fake=step.fake_view(buffer, size, (1,), 0) if in_buffer else step.fake(size, dtype),
         )  # fmt: skip
+    return set_task(started, Job.REDUCTION, bucket.index)
 
 
 def _finish(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, started: fx.Node, anchor: fx.Node) -> fx.Node:
@@ -226,6 +227,7 @@ def _finish(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, starte
         anchor = anchor.next
     with step.graph.inserting_before(anchor.next):
         grad = insert_call(step.graph, ops.wait, (started, buffer), where, name=f"grad_{bucket.index}")
+        set_task(grad, Job.GRADIENT, bucket.index)
         insert_call(step.graph, _aten.div_.Tensor, (grad, plan.num_ranks), where)
         if plan.stage == 0:
             name = f"gather_grad_{bucket.index}"

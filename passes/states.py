@@ -116,7 +116,7 @@ class PlacedStates:
         self.at_once = decision is not None and decision.at_once
         if not away or self.at_once:
             return
-        by_name = {node.name: node for node in step.graph.nodes}
+        by_name = step.by_name()
         if decision is not None and decision.reload is not None:
             start = start_of_unit(step, named(by_name, decision.reload))
         elif start is None:

@@ -12,7 +12,6 @@ from tests.offloads import parameters_away
 from tests.report.lowered import Deep
 from zerofx import ops
 from zerofx.errors import InvalidGraphError, PlanError
-from zerofx.passes.gather import gather_name
 from zerofx.scheduler.liveness import liveness
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.streams import num_gathers_behind
@@ -46,7 +45,7 @@ def test_merged_gathers_stand_in_a_row_and_each_is_awaited_and_released_once(
     prepared.run_pipeline()
     order = order_of(prepared.step)
     for launch in prepared.plan.launches:
-        names = [gather_name(number) for number in launch]
+        names = [f"gather_{number}" for number in launch]
         assert [order[name] - order[names[0]] for name in names] == list(range(len(names)))
         assert [num_gathers_behind(prepared.node(name)) for name in names] == list(reversed(range(len(names))))
     plain = prepare(Deep(3), num_ranks=2, prefetch=prefetch).run()
@@ -64,10 +63,10 @@ def test_the_pass_does_without_prefetch() -> None:
 
 def test_a_later_bucket_is_on_the_device_from_where_the_earlier_one_is_gathered() -> None:
     prepared, plain = merged(1, 2, 3, prefetch=0).run(), prepare(Deep(3), num_ranks=2, prefetch=0).run()
-    first = gather_name(3)
+    first = "gather_3"
     extra = sum(prepared.layout.buckets[prepared.plan.gathers[number].bucket].full_bytes for number in (1, 2, 3))
     live, before = liveness(prepared.step, True), liveness(plain.step, True)
-    assert live.after[prepared.node(first)] == before.after[plain.node(gather_name(0))] + extra
+    assert live.after[prepared.node(first)] == before.after[plain.node("gather_0")] + extra
     last = prepared.step.output.prev
     assert live.after[last] == before.after[plain.step.output.prev]
 
@@ -82,7 +81,7 @@ def test_a_slice_that_is_copied_up_first_is_not_merged() -> None:
 @pytest.mark.parametrize("behind", [0, 2])
 def test_a_group_that_is_torn_apart_is_found(behind: int) -> None:
     prepared = merged(1).run()
-    node = prepared.node(gather_name(0))
+    node = prepared.node("gather_0")
     node.args = (*node.args[:3], behind)
     with pytest.raises(
         InvalidGraphError, match="launches: .* stands where one of 2" if behind else "plan: the graph mer"
@@ -92,7 +91,7 @@ def test_a_group_that_is_torn_apart_is_found(behind: int) -> None:
 
 def test_something_between_the_gathers_of_a_group_is_found() -> None:
     prepared = merged(1).run()
-    following = prepared.node(gather_name(1)).next
-    following.append(prepared.node(gather_name(1)))
+    following = prepared.node("gather_1").next
+    following.append(prepared.node("gather_1"))
     with pytest.raises(InvalidGraphError, match=f"launches: {following.name} stands where one of 1 gathers"):
         verify(prepared.step, "merge")
