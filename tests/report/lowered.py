@@ -28,10 +28,22 @@ class Deep(nn.Module):
 
 
 def lowered(
-    depth: int = 6, *, stage: int = 3, num_ranks: int = 2, prefetch: int = 1, tiers: Sequence[str] = ()
+    depth: int = 6,
+    *,
+    stage: int = 3,
+    num_ranks: int = 2,
+    prefetch: int = 1,
+    tiers: Sequence[str] = (),
+    fused: bool = False,
 ) -> LoweredStep:
-    """The step of ``Deep(depth)``; all that waits for backward does so in ``tiers`` in turn, if there are any."""
+    """The step of ``Deep(depth)``; all that waits for backward does so in ``tiers`` in turn, if there are any.
+
+    ``fused``: whether its regions are to be compiled.
+    """
     prepared = prepare(Deep(depth), stage=stage, num_ranks=num_ranks, prefetch=prefetch)
     plan = offloading(prepared, prepared.plan, tiers) if tiers else prepared.plan
     machine = Machine.named("cpu")
-    return lower(prepared.step, plan, prepared.layout, prepared.programs, machine, settings(), on_cpu=True, talk=False)
+    return lower(
+        prepared.step, plan, prepared.layout, prepared.programs, machine, settings(), on_cpu=True, talk=False,
+        fused=fused,
+    )  # fmt: skip

@@ -103,12 +103,14 @@ def test_events_name_their_bucket_and_layer() -> None:
 
 
 @pytest.mark.parametrize(("stage", "num_ranks"), STAGES)
-def test_categories_add_up_to_what_is_live(stage: int, num_ranks: int) -> None:
-    step = lowered(stage=stage, num_ranks=num_ranks)
+@pytest.mark.parametrize("fused", [False, True])
+def test_categories_add_up_to_what_is_live(stage: int, num_ranks: int, fused: bool) -> None:
+    step = lowered(stage=stage, num_ranks=num_ranks, fused=fused)
     live = step.simulation.live
-    for node, held in memory_curve(step.graph, live):
-        assert sum(held.values()) == live.after[node]
-        assert all(num_bytes > 0 for num_bytes in held.values())
+    for moment in memory_curve(step.graph, live):
+        assert sum(moment.during.values()) == max(live.during[node] for node in moment.nodes)
+        assert sum(moment.after.values()) == live.after[moment.nodes[-1]]
+        assert all(num_bytes > 0 for held in (moment.during, moment.after) for num_bytes in held.values())
     peak = peak_memory(step.graph, live)
     assert sum(peak.values()) == live.peak_bytes
     assert all(num_bytes > 0 for num_bytes in peak.values())
@@ -120,7 +122,7 @@ def test_json_has_everything(tmp_path: Path) -> None:
     text = schedule.to_json(path)
     assert path.read_text() == text
     found = json.loads(text)
-    assert found["format"] == 1
+    assert found["format"] == 2
     assert [row["name"] for row in found["rows"]] == [row.name for row in schedule.rows]
     assert found["totals"]["wire_bytes"] == schedule.totals.wire_bytes
 

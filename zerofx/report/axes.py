@@ -27,19 +27,27 @@ def x_of(at: float, seconds: float) -> float:
 
 
 def thinned(curve: Sequence[tuple[float, T]], seconds: float, size: Callable[[T], float]) -> Iterator[tuple[float, T]]:
-    """Of the points that share a pixel, the highest by ``size``: a peak must not get lost."""
-    pixel: int | None = None
-    chosen: tuple[float, T] | None = None
+    """Of the points that share a pixel, the highest by ``size``, and from the next pixel on the last: a peak must not
+    get lost, and must not last longer than it does."""
+    pixel = seconds / (RIGHT - LEFT)
+    here = -1
+    highest: tuple[float, T] | None = None
+    last: tuple[float, T] | None = None
     for at, held in curve:
-        here = int(at / seconds * (RIGHT - LEFT)) if seconds else 0
-        if here != pixel:
-            if chosen is not None:
-                yield chosen
-            pixel, chosen = here, (at, held)
-        elif chosen is not None and size(held) > size(chosen[1]):
-            chosen = (at, held)
-    if chosen is not None:
-        yield chosen
+        place = int(at / pixel) if pixel else 0
+        if place != here:
+            if highest is not None:
+                yield highest
+            if last is not None and last is not highest and place > here + 1:
+                yield (here + 1) * pixel, last[1]
+            here, highest = place, None
+        last = (at, held)
+        if highest is None or size(held) > size(highest[1]):
+            highest = last
+    if highest is not None and last is not None:
+        yield highest
+        if last is not highest:
+            yield (here + 1) * pixel, last[1]
 
 
 def steps(xs: Sequence[float], ys: Sequence[float], bottom: float) -> str:

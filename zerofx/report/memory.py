@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 from torch import fx
@@ -23,13 +24,13 @@ class Category(StrEnum):
     GATHERED = "gathered"  # whole buckets, from gather to release, and slices on their way from a slower tier
     GRADIENTS = "gradients"  # flat gradient buffers, and reduced slices
     OPTIMIZER = "optimizer states"  # and what of them, of masters and of slices is there for an update only
-    BUFFERS = "buffers"  # the model's buffers and constants
+    BUFFERS = "buffers"  # the model's buffers and constants, and what forward or loss_fn uses of others
     BATCH = "batch"
     ACTIVATIONS = "activations"  # made in forward, and what is reloaded of it
-    TEMPORARIES = "temporaries"  # made in backward or update, or inside an operator
+    TEMPORARIES = "temporaries"  # made in backward or update, or inside an operator or region
 
 
-_OF_ROLE: Mapping[Role, Category] = {
+OF_ROLE: Mapping[Role, Category] = {
     Role.PARAMETER: Category.PARAMETERS,
     Role.FULL: Category.PARAMETERS,
     Role.SHARD: Category.PARAMETERS,
@@ -39,43 +40,84 @@ _OF_ROLE: Mapping[Role, Category] = {
     Role.SCALAR_STATE: Category.OPTIMIZER,
     Role.BUFFER: Category.BUFFERS,
     Role.CONSTANT: Category.BUFFERS,
+    Role.OUTSIDE: Category.BUFFERS,
     Role.INPUT: Category.BATCH,
 }
 
 
-def memory_curve(step: StepGraph, live: Liveness) -> Iterator[tuple[fx.Node, dict[Category, int]]]:
-    """Bytes behind each call by category, zeros left out; they add up to ``live.after``."""
+@dataclass(frozen=True)
+class Moment:
+    """Bytes on the device by category while ``nodes`` run, at the most, and after them; zeros are left out.
+
+    ``nodes`` is one call, or all calls of a compiled region.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    during: dict[Category, int]
+    after: dict[Category, int]
+
+
+def memory_curve(step: StepGraph, live: Liveness) -> Iterator[Moment]:
+    """The step's moments in order. ``during`` adds up to what ``live.during`` has, ``after`` to ``live.after``."""
     held = _persistent(step)
     dying: dict[fx.Node, list[tuple[Category, int]]] = {}
-    made: dict[fx.Node, list[tuple[Category, int]]] = {}
+    taken: dict[fx.Node, list[tuple[Category, int]]] = {}
     for storage, size in live.sizes.items():
         owner = storage[0]
         entry = (category_of(owner), size)
-        made.setdefault(owner, []).append(entry)
+        taken.setdefault(owner, []).append(entry)
         if storage in live.last_use:
             dying.setdefault(live.last_use[storage], []).append(entry)
-    for node in step.calls():
-        for category, size in made.get(node, ()):
-            held[category] += size
-        for category, size in dying.get(node, ()):
-            held[category] -= size
+    for nodes in _instructions(step, live):
+        before = Counter(held)
+        for node in nodes:
+            for category, size in taken.get(node, ()):
+                held[category] += size
+        during = _in_fused(before, live, nodes) if nodes in live.fused else _in_call(held, live, nodes[0])
+        for node in nodes:
+            for category, size in dying.get(node, ()):
+                held[category] -= size
         # What is left is held by reductions under way, which receive slices into buffers of their own.
-        received = live.after[node] - sum(held.values())
-        yield node, _nonzero(held + Counter({Category.GRADIENTS: received}))
+        held[Category.GRADIENTS] += live.after[nodes[-1]] - sum(held.values())
+        yield Moment(nodes, during, _nonzero(held))
 
 
 def peak_memory(step: StepGraph, live: Liveness) -> dict[Category, int]:
     """Bytes at the peak by category, zeros left out; they add up to ``live.peak_bytes``."""
-    held, before, peak_node = _persistent(step), Counter[Category](), live.peak_node
-    for node, behind in memory_curve(step, live):
-        if node is peak_node:
-            held = before or held
-            for storage, size in live.sizes.items():
-                if storage[0] is node:
-                    held[category_of(node)] += size
-            break
-        before = Counter(behind)
-    held[Category.TEMPORARIES] += live.peak_bytes - sum(held.values())
+    at_peak = peak_moment(step, live)
+    return at_peak.during if at_peak is not None else _nonzero(_persistent(step))
+
+
+def peak_moment(step: StepGraph, live: Liveness) -> Moment | None:
+    """The moment of the peak; None where nothing runs."""
+    return next((moment for moment in memory_curve(step, live) if live.peak_node in moment.nodes), None)
+
+
+def _instructions(step: StepGraph, live: Liveness) -> Iterator[tuple[fx.Node, ...]]:
+    """All calls in order, those of a compiled region together."""
+    begins = {nodes[0]: nodes for nodes in live.fused}
+    inside = {node for nodes in live.fused for node in nodes}
+    for node in step.calls():
+        if node in begins:
+            yield begins[node]
+        elif node not in inside:
+            yield (node,)
+
+
+def _in_call(held: Counter[Category], live: Liveness, node: fx.Node) -> dict[Category, int]:
+    """What is held while a call runs; ``held`` has its results. The rest is inside the operator, or on its way in."""
+    rest = Category.GRADIENTS if node.target in ops.REDUCTIONS else Category.TEMPORARIES
+    return _nonzero(held + Counter({rest: live.during[node] - sum(held.values())}))
+
+
+def _in_fused(before: Counter[Category], live: Liveness, nodes: tuple[fx.Node, ...]) -> dict[Category, int]:
+    """What is held while a compiled region holds most: what it found and has not given back, and what it has made."""
+    region = live.fused[nodes]
+    held = before - Counter()
+    for storage in region.freed:
+        held[category_of(storage[0])] -= live.sizes[storage]
+    rest = Category.ACTIVATIONS if origin(nodes[0]).phase is Phase.FORWARD else Category.TEMPORARIES
+    held[rest] += region.peak_bytes - sum(held.values())
     return _nonzero(held)
 
 
@@ -111,7 +153,7 @@ def _persistent(step: StepGraph) -> Counter[Category]:
     held: Counter[Category] = Counter()
     for node in step.placeholders():
         if placeholder(node).alias_of is None and tier_of(node) == DEVICE:
-            held[_OF_ROLE[placeholder(node).role]] += sum(storage_bytes(value) for value in tensors_of(node))
+            held[OF_ROLE[placeholder(node).role]] += sum(storage_bytes(value) for value in tensors_of(node))
     return held
 
 

@@ -1,4 +1,5 @@
-"""A schedule as one page for a browser: what a step takes, its memory, its streams, and its table, with words to each.
+"""A schedule as one page for a browser: what was decided, what the peak is made of, memory, streams and the table, with
+words to each.
 
 The page is a single file that asks for nothing from anywhere: the pictures are inline SVG. It can be mailed, or kept as
 an artifact of a build.
@@ -11,69 +12,16 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zerofx.own_files import write_text
+from zerofx.report.page_style import SCRIPT, STYLE
+from zerofx.report.page_tables import decisions_table, layer_bars, peak_table, schedule_html
 from zerofx.report.pictures import KINDS, colour_of, legend, memory_data, memory_picture, tier_picture, timeline_picture
 from zerofx.report.rows import legs_of
+from zerofx.report.table import totals_line
 from zerofx.report.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from zerofx.report.schedule import Schedule
-
-_STYLE = """
-:root { color-scheme: light dark; --back: #fff; --text: #1c1f24; --soft: #626a76; --line: #dfe3e8; --card: #f5f7f9;
-  --alarm: #c4161c; }
-@media (prefers-color-scheme: dark) { :root { --back: #15181c; --text: #e4e7eb; --soft: #99a2ae; --line: #30363d;
-  --card: #1e2329; --alarm: #ff7b72; } }
-body { margin: 0 auto; max-width: 1240px; padding: 24px 20px 60px; background: var(--back); color: var(--text);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 36px 0 4px; }
-p { margin: 4px 0 10px; max-width: 90ch; } .apart { margin-top: 22px; } .soft, small { color: var(--soft); }
-.numbers { display: flex; flex-wrap: wrap; gap: 10px; margin: 16px 0; }
-.numbers div { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: 8px 14px; }
-.numbers b { display: block; font-size: 21px; font-weight: 600; }
-svg { display: block; width: 100%; height: auto; } svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
-.grid, .tick { stroke: var(--line); } .track { fill: var(--card); }
-.limit, .peak { stroke: var(--alarm); stroke-dasharray: 6 4; } line.peak { stroke: var(--text); }
-circle.peak { fill: var(--text); stroke: var(--back); stroke-dasharray: none; }
-svg text.limit { fill: var(--alarm); stroke: none; } svg text.peak { fill: var(--text); stroke: none; }
-.cursor { stroke: var(--text); } .slice:hover { opacity: .65; }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 18px; padding: 0; margin: 6px 0; }
-.swatch { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 6px; }
-#here { min-height: 3em; font-variant-numeric: tabular-nums; }
-pre { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: 12px;
-  font: 12px/1.45 ui-monospace, monospace; }
-#words { display: grid; grid-template-columns: max-content 1fr; gap: 0 14px; margin: 6px 0 10px; font-size: 14px;
-  max-width: 90ch; }
-#words dt { font: 12px/21px ui-monospace, monospace; } #words dd { margin: 0; color: var(--soft); }
-@media (max-width: 900px) { svg text { font-size: 15px; } }
-@media print { :root { --back: #fff; --text: #000; --soft: #444; --line: #ccc; --card: #fff; --alarm: #c4161c; }
-  body { padding: 0; font-size: 11px; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-  #here { display: none; } svg, .numbers, .legend { break-inside: avoid; } h2 { break-after: avoid; }
-  p, #words { max-width: none; } #words, #words dt { font-size: 10px; line-height: 1.4; }
-  pre { overflow: visible; border: 0; padding: 0; font-size: 6.6px; } }
-"""
-
-# Says under the memory picture what is held at the time under the pointer.
-_SCRIPT = """
-const data = JSON.parse(document.getElementById("data").textContent);
-const svg = document.getElementById("memory"), cursor = svg.querySelector(".cursor");
-const here = document.getElementById("here");
-const idle = here.textContent = "Move the pointer over the picture to read the bytes at a time.";
-const size = mib => mib >= 1024 ? (mib / 1024).toFixed(1) + " GiB" : mib + " MiB";
-svg.addEventListener("pointermove", event => {
-  const x = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse()).x;
-  if (x < data.left || x > data.right || !data.points.length) return;
-  let low = 0, high = data.points.length - 1;
-  while (low < high) { const middle = (low + high + 1) >> 1;
-    if (data.points[middle][0] <= x) low = middle; else high = middle - 1; }
-  const sizes = data.points[low].slice(1), ms = data.ms * (x - data.left) / (data.right - data.left);
-  cursor.setAttribute("x1", x); cursor.setAttribute("x2", x); cursor.setAttribute("visibility", "visible");
-  here.textContent = "at " + ms.toFixed(2) + " ms: " + size(sizes.reduce((a, b) => a + b, 0)) + " in all, "
-    + data.names.map((name, i) => [name, sizes[i]]).filter(entry => entry[1]).reverse()
-      .map(entry => entry[0] + " " + size(entry[1])).join(", ");
-});
-svg.addEventListener("pointerleave", () => {
-  cursor.setAttribute("visibility", "hidden"); here.textContent = idle; });
-"""
 
 _ABOUT_CATEGORIES: Mapping[str, str] = {
     "parameters": "kept between steps",
@@ -82,9 +30,10 @@ _ABOUT_CATEGORIES: Mapping[str, str] = {
     "gathered": "whole parameters, from gather to release",
     "gradients": "until they are reduced and applied",
     "activations": "made in forward, read in backward",
-    "temporaries": "short-lived results of backward and update",
+    "temporaries": "short-lived results of backward and update, and what operators and regions hold inside",
 }
 _ABOUT_KINDS: Mapping[str, str] = {
+    "recomputation": "values of forward, computed again for backward",
     "waits": "computation stands still",
     "gathers": "parameters are collected from all ranks",
     "reductions": "gradients are summed over all ranks",
@@ -119,6 +68,7 @@ ABOUT_INSTRUCTIONS: Mapping[str, str] = {
     "settle": "computation goes on only when the host is done with an update that the step before has begun",
     "part": "some rows or elements of a tensor, for a tile that is computed by itself",
     "broadcast": "rank 0's buffers go to all ranks",
+    "check_finite": "computation goes on to the updates only if the loss is finite on every rank",
 }
 
 
@@ -136,18 +86,9 @@ def write_html(
         path: the file to write; one that exists is replaced.
         title: the page's heading.
         limits: bytes to draw as lines over the memory curve, by what they are: ``{"device": 80 * 2**30}``.
-        notes: text to put at the end as it is, such as ``str(plan)``.
+        notes: text that can be opened below what was decided, such as ``str(plan)``.
     """
-    Path(path).write_text(_page(schedule, title, limits or {}, notes), encoding="utf-8")
-
-
-def _about_peak(highest_bytes: int, peak_bytes: int) -> str:
-    if highest_bytes > peak_bytes:
-        return (
-            "The curve has operators one by one; the dashed line is the peak of the compiled step, which holds less "
-            "where it fuses them"
-        )
-    return "The dashed line is the peak, which a single operator may reach for a moment above the curve"
+    write_text(path, _page(schedule, title, limits or {}, notes))
 
 
 def _page(schedule: Schedule, title: str, limits: Mapping[str, int], notes: str) -> str:
@@ -157,33 +98,45 @@ def _page(schedule: Schedule, title: str, limits: Mapping[str, int], notes: str)
     about_tiers = '<p class="apart">Bytes on the slower tiers, with what passes through them:</p>' if tiers else ""
     timeline, kinds = timeline_picture(schedule.instructions, seconds)
     highest = max((held for _, held in schedule.memory), key=lambda held: sum(held.values()), default={})
-    shares = {name: (colour_of(name), _share(name, highest.get(name, 0))) for name in reversed(categories)}
+    shares = {name: (colour_of(name), _share(name, highest[name])) for name in reversed(categories) if name in highest}
     words = {kind: (KINDS[kind], _ABOUT_KINDS.get(kind, "")) for kind in kinds}
     about_limits = "".join(
         f" The peak {_verdict(totals.peak_bytes, size)} the {escape(name)}, {format_bytes(size)}."
         for name, size in limits.items()
     )
-    plan_text = f"<h2>Plan</h2><p>What was decided, and why.</p><pre>{escape(notes)}</pre>" if notes else ""
+    whole_plan = (
+        f"<details><summary>The whole plan as text</summary><pre>{escape(notes)}</pre></details>" if notes else ""
+    )
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title><style>{_STYLE}</style></head><body>
+<title>{escape(title)}</title><style>{STYLE}</style></head><body>
 <h1>{escape(title)}</h1>
 <p class="soft">One training step (forward, backward, gradient reduction, optimizer update) on one of its ranks; all
 ranks do the same. All numbers are predictions of the plan.</p>
 <div class="numbers">{_numbers(schedule)}</div>
+<h2>What was decided</h2>
+<p>Each decision of the plan with its reason; equal ones of successive layers share a line.</p>
+{decisions_table(schedule.decisions)}
+{whole_plan}
+<h2>The peak</h2>
+<p>The largest tensors on the device when it holds most, {format_bytes(totals.peak_bytes)}: which they are, the line of
+the model that makes them, and why they are there then. Equal tensors of successive layers share a line.</p>
+{peak_table(schedule.peak.tensors, totals.peak_bytes)}
+<p class="apart">All bytes at the peak by layer; colours as below.</p>
+{layer_bars(schedule.peak.layers)}
 <h2>Memory</h2>
 <p>How many bytes are on the device at each moment of the step, and what they are; the height of a colour is its share.
-{_about_peak(sum(highest.values()), totals.peak_bytes)}; the dot is where.{about_limits}</p>
-{memory}
+The dashed line is the peak; the dot is where.{about_limits}</p>
+<div class="wide">{memory}</div>
 <p id="here" class="soft"></p>
-<p class="soft">Bytes where the curve is highest:</p>
+<p class="soft">At the peak, {format_bytes(sum(highest.values()))} in all:</p>
 {legend(shares)}
-{about_tiers}{tiers}
+{about_tiers}<div class="wide">{tiers}</div>
 <h2>Streams</h2>
 <p>What runs at the same time, a track each, time from left to right as above: {_about_streams(schedule)}. What runs
 below computation costs no time; where computation has to wait, its track is red. Rest the pointer on a slice to read
 its operator, layer, bytes and time.</p>
-{timeline}
+<div class="wide">{timeline}</div>
 {legend(words)}
 <h2>Schedule</h2>
 <p>Every instruction in the order it runs. Layers that run the same instructions are shown once, under a line with their
@@ -192,10 +145,10 @@ afterwards, <i>peak</i> the most while it runs, <i>wire</i> what the rank sends,
 still before it. A <i>bucket</i> is the parameters that are gathered and reduced together, mostly those of a layer.
 Names that end in <i>forward</i>, <i>backward</i> or <i>update</i> are functions of the generated step; the others:</p>
 {_words(schedule)}
-<pre>{escape(schedule.table())}</pre>
-{plan_text}
+{schedule_html(schedule.instructions)}
+<p class="soft">{escape(totals_line(totals))}</p>
 <script type="application/json" id="data">{memory_data(schedule.memory, categories, seconds)}</script>
-<script>{_SCRIPT}</script>
+<script>{SCRIPT}</script>
 </body></html>
 """
 

@@ -34,6 +34,7 @@ TIER_COLOUR = "#7a88b8"
 KINDS: Mapping[str, str] = {
     "forward": "#4e79a7",
     "backward": "#f28e2b",
+    "recomputation": "#8f5a1c",
     "update": "#59a14f",
     "waits": "#d62728",
     "gathers": "#5fb3b0",
@@ -180,7 +181,14 @@ def _slices(row: Row) -> Iterator[_Slice]:
         lines.append(f"sends {format_bytes(row.wire_bytes)}")
     if row.flops:
         lines.append(f"{format_count(row.flops)} FLOPs")
-    yield _Slice(_kind(row), row.start_seconds, row.start_seconds + row.seconds, "\n".join(lines))
+    if row.recompute_seconds:
+        lines.append(f"{format_seconds(row.recompute_seconds)} of it computes values of forward again")
+    title, again = "\n".join(lines), row.start_seconds + row.recompute_seconds
+    # What a region computes again may lie anywhere in it: its share is drawn at the front.
+    if row.recompute_seconds:
+        yield _Slice("recomputation", row.start_seconds, again, title)
+    if again < row.start_seconds + row.seconds:
+        yield _Slice(_kind(row), again, row.start_seconds + row.seconds, title)
 
 
 def _kind(row: Row) -> str:

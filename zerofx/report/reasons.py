@@ -23,9 +23,13 @@ class Reason:
     names: tuple[str, ...]
     text: str
 
+    @property
+    def about(self) -> str:
+        """What the decisions are about, and how many there are."""
+        return span(self.names) + (f"  x{len(self.names)}" if len(self.names) > 1 else "")
+
     def __str__(self) -> str:
-        count = f"  x{len(self.names)}" if len(self.names) > 1 else ""
-        return f"{span(self.names)}{count}: {self.text}"
+        return f"{self.about}: {self.text}"
 
 
 def reasons(plan: Plan) -> dict[str, list[Reason]]:

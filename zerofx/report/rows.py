@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from zerofx.scheduler.simulate import Leg
 
@@ -21,7 +19,8 @@ class Row:
     ``stream`` is what it runs on, ``tier`` where its result lies; ``legs`` are those of a copy between tiers.
     ``bytes_in`` and ``bytes_out`` are read and written, ``wire_bytes`` what the rank sends.
     ``live_bytes`` are on the device behind the row, ``peak_bytes`` while it runs. ``start_seconds`` counts from the
-    step's begin, ``exposed_seconds`` is how long computation waited just before.
+    step's begin, ``exposed_seconds`` is how long computation waited just before. ``recompute_seconds`` are those of
+    ``seconds`` in which values are computed again for backward.
     """
 
     position: int
@@ -45,15 +44,7 @@ class Row:
     exposed_seconds: float
     tier: str = "device"
     legs: tuple[Leg, ...] = ()
-
-
-def row_from(data: Mapping[str, Any]) -> Row:
-    """A row from its fields as JSON has them.
-
-    Raises:
-        KeyError, TypeError: fields are missing, or are others.
-    """
-    return Row(**{**data, "legs": tuple(Leg(**leg) for leg in data["legs"])})
+    recompute_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

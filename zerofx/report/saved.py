@@ -13,9 +13,11 @@ from pathlib import Path
 
 from zerofx.errors import PlanError
 from zerofx.lowering import LoweredStep
+from zerofx.own_files import write_text
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan_json import typed
 
 _ENTRY = "report"
 
@@ -43,7 +45,7 @@ class SavedPlan:
         """Write the file; one that exists is replaced."""
         entry = {"title": self.title, "limits": dict(self.limits), **asdict(replace(self.schedule, rows=()))}
         text = json.dumps({**json.loads(self.plan.to_json()), _ENTRY: entry}, separators=(",", ":"))
-        Path(path).write_text(text, encoding="utf-8")
+        write_text(path, text)
 
     @staticmethod
     def load(path: str | Path) -> SavedPlan:
@@ -60,8 +62,9 @@ class SavedPlan:
                 f"step.save_plan(path), planned.save(path), or `zerofx plan ... --save`"
             )
         try:
-            return SavedPlan(plan, Schedule.from_dict(entry), str(entry["title"]), dict(entry["limits"]))
-        except (KeyError, TypeError) as error:
+            title, limits = entry.pop("title"), entry.pop("limits")
+            return SavedPlan(plan, typed(Schedule, entry), str(title), {name: int(one) for name, one in limits.items()})
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise PlanError(
                 f"expected the schedule of this version of zerofx in {path}, found another: {error!r}; save it anew"
             ) from error

@@ -11,25 +11,29 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from torch import fx
 
 from zerofx import ops
 from zerofx.codegen.regions import Event, Instruction
 from zerofx.lowering import LoweredStep
-from zerofx.node_facts import origin, tier_of
+from zerofx.node_facts import copied_from, origin, tier_of
 from zerofx.node_text import target_name
+from zerofx.own_files import write_text
 from zerofx.report.memory import memory_curve
 from zerofx.report.page import write_html
-from zerofx.report.rows import Row, Totals, row_from
+from zerofx.report.peak import Peak, peak_of
+from zerofx.report.plan_text import tiles_words
+from zerofx.report.reasons import reasons
+from zerofx.report.rows import Row, Totals
 from zerofx.report.table import schedule_table
 from zerofx.report.trace import chrome_trace
 from zerofx.scheduler.liveness import TierUse
+from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import is_view, storage_bytes, storage_source, tensors_of
 from zerofx.scheduler.streams import stream_of
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Schedule:
 
     ``rows`` has every node, ``instructions`` every region and event. ``memory`` has seconds from the step's begin and
     the bytes on the device from there on, by category; ``slower_memory`` has seconds and bytes of each slower tier in
-    use.
+    use. ``peak`` is what the peak is made of, ``decisions`` what was decided and why: a kind of decision, what it is
+    about, and the reason.
     """
 
     rows: tuple[Row, ...]
@@ -46,6 +51,8 @@ class Schedule:
     totals: Totals
     memory: tuple[tuple[float, dict[str, int]], ...]
     slower_memory: dict[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
+    peak: Peak = field(default_factory=lambda: Peak((), {}))
+    decisions: tuple[tuple[str, str, str], ...] = ()
 
     def table(self, fold: bool = True) -> str:
         """The instructions as text; ``fold=False`` writes every layer out."""
@@ -55,30 +62,13 @@ class Schedule:
         """All fields as JSON, in bytes and seconds; also written to ``path`` if one is given."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            write_text(path, text)
         return text
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Schedule:
-        """A schedule from its fields as JSON has them.
-
-        Raises:
-            KeyError, TypeError: fields are missing, or are others.
-        """
-        return Schedule(
-            rows=tuple(row_from(row) for row in data["rows"]),
-            instructions=tuple(row_from(row) for row in data["instructions"]),
-            totals=Totals(**data["totals"]),
-            memory=tuple((seconds, dict(held)) for seconds, held in data["memory"]),
-            slower_memory={
-                tier: tuple((seconds, size) for seconds, size in curve) for tier, curve in data["slower_memory"].items()
-            },
-        )
 
     def to_chrome_trace(self, path: str | Path) -> None:
         """Write a trace for https://ui.perfetto.dev or chrome://tracing: a track a stream, and memory curves."""
         trace = chrome_trace(self.rows, self.instructions, self.memory, self.slower_memory)
-        Path(path).write_text(json.dumps(trace), encoding="utf-8")
+        write_text(path, json.dumps(trace))
 
     def to_html(
         self,
@@ -88,9 +78,11 @@ class Schedule:
         limits: Mapping[str, int] | None = None,
         notes: str = "",
     ) -> None:
-        """Write one page for a browser, which needs nothing else: numbers, memory, streams and table with explanations.
+        """Write one page for a browser, which needs nothing else: what was decided, what the peak is made of, memory,
+        streams and the table, with explanations.
 
-        ``limits`` are bytes to draw over the memory curve, by what they are; ``notes`` is put at the end as it is.
+        ``limits`` are bytes to draw over the memory curve, by what they are; ``notes``, such as ``str(plan)``, can be
+        opened below what was decided.
         """
         write_html(self, path, title, limits=limits, notes=notes)
 
@@ -123,7 +115,28 @@ def make_schedule(lowered: LoweredStep) -> Schedule:
     )
     instructions = tuple(_instruction(lowered, instruction, rows) for instruction in lowered.instructions)
     slower = {tier: _slower_memory(lowered, rows, use) for tier, use in simulation.live.slower.items()}
-    return Schedule(tuple(rows.values()), instructions, totals, _memory(lowered, rows), slower)
+    peak = peak_of(lowered.graph, simulation.live, lowered.plan)
+    return Schedule(
+        tuple(rows.values()),
+        instructions,
+        totals,
+        _memory(lowered, rows),
+        slower,
+        peak,
+        tuple(_decisions(lowered.plan)),
+    )
+
+
+def _decisions(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    if plan.num_micro_batches > 1:
+        yield "micro-batches", f"{plan.num_micro_batches} before each update", plan.micro_batches_reason
+    for sliced in plan.slices:
+        yield "slices", f"{sliced.parameter} in {sliced.num_slices}", sliced.reason
+    for tiled in plan.tiles:
+        yield "tiles", f"{tiled.value} of {tiled.layer or '(model)'} in {tiles_words(tiled)}", tiled.reason
+    for kind, listed in reasons(plan).items():
+        for reason in listed:
+            yield kind, reason.about, reason.text
 
 
 def _row(lowered: LoweredStep, node: fx.Node, position: int, region: str) -> Row:
@@ -156,6 +169,7 @@ def _row(lowered: LoweredStep, node: fx.Node, position: int, region: str) -> Row
         exposed_seconds=timing.exposed_seconds,
         tier=tier_of(storage_source(node)[0]),
         legs=timing.legs,
+        recompute_seconds=timing.seconds if copied_from(node) is not None else 0.0,
     )
 
 
@@ -197,17 +211,22 @@ def _instruction(lowered: LoweredStep, instruction: Instruction, rows: Mapping[f
         flops=sum(row.flops for row in members),
         seconds=sum(row.seconds for row in members),
         exposed_seconds=sum(row.exposed_seconds for row in members),
+        recompute_seconds=sum(row.recompute_seconds for row in members),
     )
 
 
 def _memory(lowered: LoweredStep, rows: Mapping[fx.Node, Row]) -> tuple[tuple[float, dict[str, int]], ...]:
-    """The memory curve in time. A collective takes its memory when computation reaches it, before it starts."""
+    """The memory curve in time, a compiled region as one. A collective takes its memory when computation reaches it,
+    before it starts."""
     points: list[tuple[float, dict[str, int]]] = []
-    curve = list(memory_curve(lowered.graph, lowered.simulation.live))
-    for now, (_, held) in zip(_clock([node for node, _ in curve], rows), curve, strict=True):
-        found = {str(category): num_bytes for category, num_bytes in held.items()}
-        if not points or points[-1][1] != found:
-            points.append((now, found))
+    now = 0.0
+    for moment in memory_curve(lowered.graph, lowered.simulation.live):
+        computed = [rows[node] for node in moment.nodes if node in rows and rows[node].stream == "compute"]
+        begin = computed[0].start_seconds if computed else now
+        now = computed[-1].start_seconds + computed[-1].seconds if computed else now
+        for at, held in ((begin, moment.during), (now, moment.after)):
+            if not points or points[-1][1] != held:
+                points.append((at, {str(category): num_bytes for category, num_bytes in held.items()}))
     return tuple(points)
 
 

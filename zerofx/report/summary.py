@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
+from zerofx.checks import names
 from zerofx.codegen.regions import Event
 from zerofx.node_facts import origin
 from zerofx.node_text import target_name
@@ -38,13 +39,15 @@ def summary(step: Step, compiled: CompiledStep | None, measured: Measurement | N
             f"{step.options.backend}\nnot captured yet: the first step(batch) captures and plans it, or "
             f"step.prepare(batch), which runs nothing"
         )
-    plan = compiled.plan
+    plan, left_out = compiled.plan, compiled.returned.left_out
     num_parameters = sum(bucket.num_parameters for bucket in plan.buckets)
     lines = [
         f"{what}: {format_count(num_parameters)} parameters",
         f"{heading(plan)}, backend {step.options.backend}",
         f"{compiled.num_regions} regions, {compiled.num_distinct_regions} of them distinct, in {compiled.source_path}",
+        *([f"not kept of what the model returns: {names(left_out)}"] if left_out else []),
         *([str(step.launches)] if step.options.cuda_graphs else []),
+        *([step.notice] if step.notice else []),
         "",
         _predictions(plan, measured),
         *_not_predicted(compiled),

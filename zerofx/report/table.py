@@ -10,15 +10,25 @@ from zerofx.report.fold import Block, fold, span
 from zerofx.report.rows import Row, Totals
 from zerofx.report.units import format_bytes, format_count, format_seconds, on_tiers
 
-_HEADERS = ("#", "what", "layer", "phase", "stream", "in", "out", "live", "peak", "wire", "FLOPs", "waits", "time")
+HEADERS = ("#", "what", "layer", "phase", "stream", "in", "out", "live", "peak", "wire", "FLOPs", "waits", "time")
 _ALIGN = ("right", *["left"] * 4, *["right"] * 8)
+INDENT = "  "  # before what a folded layer runs
 
 
 def schedule_table(instructions: Sequence[Row], totals: Totals, fold_layers: bool) -> str:
-    """A line an instruction, and the totals.
+    """A line an instruction, and the totals; see ``schedule_lines``."""
+    lines = schedule_lines(instructions, fold_layers)
+    table = tabulate(
+        lines, HEADERS, colalign=_ALIGN, disable_numparse=True, tablefmt="simple", preserve_whitespace=True
+    )
+    return f"{table}\n\n{totals_line(totals)}"
 
-    ``fold_layers``: show layers that run the same instructions once, under a line with their names, their number and
-    the sums over all of them. Instructions without bytes or time (hyperparameters) are left out.
+
+def schedule_lines(instructions: Sequence[Row], fold_layers: bool) -> list[list[str]]:
+    """A line an instruction, with the cells of ``HEADERS``.
+
+    ``fold_layers``: show layers that run the same instructions once, indented under a line with their names, their
+    number and the sums over all of them. Instructions without bytes or time (hyperparameters) are left out.
     """
     shown = [row for row in instructions if row.op != "hyperparameters"]
     shapes = [(row.region or row.op, row.phase, row.stream, row.tier) for row in shown]
@@ -29,11 +39,8 @@ def schedule_table(instructions: Sequence[Row], totals: Totals, fold_layers: boo
         if block.count > 1:
             lines.append(_header(shown, block))
         if block.count == 1 or any(anchors[i] for i in block.repetition(0)):
-            lines += [_line(row, "  " if block.count > 1 else "") for row in first]
-    table = tabulate(
-        lines, _HEADERS, colalign=_ALIGN, disable_numparse=True, tablefmt="simple", preserve_whitespace=True
-    )
-    return f"{table}\n\n{totals_line(totals)}"
+            lines += [_line(row, INDENT if block.count > 1 else "") for row in first]
+    return lines
 
 
 def totals_line(totals: Totals) -> str:

@@ -1,0 +1,165 @@
+"""What is on the device at the peak, tensor by tensor: what each is, where it comes from, and why it is there then."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from zerofx import ops
+from zerofx.graph import StepGraph
+from zerofx.node_facts import (
+    DEVICE,
+    Phase,
+    Role,
+    copied_from,
+    origin,
+    placeholder,
+    source_line,
+    tier_of,
+)
+from zerofx.node_text import target_name, type_text
+from zerofx.report.fold import span
+from zerofx.report.memory import OF_ROLE, Category, Moment, category_of, peak_moment
+from zerofx.scheduler.liveness import Liveness
+from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.storage import storage_bytes, tensors_of
+from zerofx.scheduler.streams import ends_of
+
+_LARGEST = 10  # lines of tensors: a table that is read at a glance
+
+
+@dataclass(frozen=True)
+class PeakTensor:
+    """A tensor on the device at the peak, or ``count`` equal ones of successive layers.
+
+    ``what`` is its name, or the operator that makes it with dtype and shape; ``layer`` the modules that it is of, first
+    to last; ``line`` the user's line, ``""`` where none is known; ``fate`` why it is there. ``num_bytes`` are those of
+    all ``count``.
+    """
+
+    what: str
+    layer: str
+    line: str
+    fate: str
+    category: str
+    num_bytes: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What the peak is made of: the largest tensors, and all bytes by layer and category, in the order of layers."""
+
+    tensors: tuple[PeakTensor, ...]
+    layers: dict[str, dict[str, int]]
+
+
+def peak_of(step: StepGraph, live: Liveness, plan: Plan) -> Peak:
+    """The peak of a step after all passes; its bytes add up to ``live.peak_bytes``."""
+    moment = peak_moment(step, live)
+    tensors = list(_tensors(step, live, plan, moment))
+    layers: dict[str, dict[str, int]] = {}
+    for tensor in tensors:
+        layer = layers.setdefault(tensor.layer, {})
+        layer[tensor.category] = layer.get(tensor.category, 0) + tensor.num_bytes
+    return Peak(_largest(tensors), layers)
+
+
+def _tensors(step: StepGraph, live: Liveness, plan: Plan, moment: Moment | None) -> Iterator[PeakTensor]:
+    """All that is held at the peak, in the order in which it was made; ``layer`` is a repeated layer where it is in
+    one."""
+    left = Counter(moment.during if moment is not None else {})
+    for node in step.placeholders():
+        size = sum(storage_bytes(value) for value in tensors_of(node))
+        if size and placeholder(node).alias_of is None and tier_of(node) == DEVICE:
+            category = OF_ROLE[placeholder(node).role]
+            left[category] -= size
+            yield _stored(node, plan, category, size)
+    if moment is None:
+        return
+    for node, size in _made(step, live, moment):
+        category = category_of(node)
+        left[category] -= size
+        yield PeakTensor(
+            _described(node), _layer(step, node), source_line(node), _fate(step, node, live), category, size
+        )
+    # A region is named by the largest of its results, fused away or not.
+    main = max(moment.nodes, key=lambda node: sum(map(storage_bytes, tensors_of(node))))
+    runs = "a compiled region, with" if moment.nodes in live.fused else ""
+    for category, size in left.items():
+        if size > 0:
+            what = f"inside {runs} {_described(main)}"
+            yield PeakTensor(what, _layer(step, main), source_line(main), "while it runs", category, size)
+
+
+def _stored(node: fx.Node, plan: Plan, category: Category, size: int) -> PeakTensor:
+    """A placeholder: what stays between steps, and the batch."""
+    facts = placeholder(node)
+    layer = facts.name.rpartition(".")[0] if facts.role in (Role.PARAMETER, Role.BUFFER) else ""
+    if facts.bucket is not None:
+        layer = plan.buckets[facts.bucket].name
+    what = f"{facts.role.replace('_', ' ')} {facts.name} {type_text(node.meta.get('val'))}"
+    fate = "given with each step" if facts.role is Role.INPUT else "stays between steps"
+    return PeakTensor(what, layer or "(model)", "", fate, category, size)
+
+
+def _made(step: StepGraph, live: Liveness, moment: Moment) -> Iterator[tuple[fx.Node, int]]:
+    """The calls whose results are there at the peak, with their bytes; those of a compiled region itself are not."""
+    order = step.positions()
+    begin, region = order[moment.nodes[0]], live.fused.get(moment.nodes)
+    sizes: Counter[fx.Node] = Counter()
+    for storage, size in live.sizes.items():
+        first, last = order[storage[0]], live.last_use.get(storage)
+        if last is not None and order[last] < begin:
+            continue
+        if first <= begin if region is None else first < begin and storage not in region.freed:
+            sizes[storage[0]] += size
+    yield from sizes.items()
+
+
+def _fate(step: StepGraph, node: fx.Node, live: Liveness) -> str:
+    """Why a call's result is there at the peak."""
+    last = next((reader for (owner, _), reader in live.last_use.items() if owner is node), None)
+    if node.target in (ops.all_gather, ops.gather_on_node):
+        return "gathered until its last use" if origin(node).phase is not Phase.UPDATE else "on its way to all ranks"
+    if node.target is ops.reload:
+        return f"brought back from {ends_of(node)[0]}"
+    if node.target is ops.empty_gradients:
+        return "until its gradients are reduced and applied"
+    if copied_from(node) is not None:
+        return "computed again for backward"
+    if last is None:
+        return "a result of the step"
+    if origin(node).phase is Phase.FORWARD and origin(last).phase is Phase.BACKWARD:
+        return "kept for backward"
+    where = _layer(step, last)
+    return f"read until {origin(last).phase} of {'its own layer' if where == _layer(step, node) else where}"
+
+
+def _layer(step: StepGraph, node: fx.Node) -> str:
+    return step.unit_of(node) or origin(node).layer or "(model)"
+
+
+def _described(node: fx.Node) -> str:
+    """What a call runs, and the dtype and shape of what it gives."""
+    name = target_name(node).removeprefix("aten.").removeprefix("zerofx.").removesuffix(".default")
+    return f"{name} {type_text(node.meta.get('val'))}"
+
+
+def _largest(tensors: list[PeakTensor]) -> tuple[PeakTensor, ...]:
+    """The largest, equal ones of several layers together."""
+    alike: dict[tuple[str, ...], list[PeakTensor]] = {}
+    for tensor in tensors:
+        what = tensor.what.replace(tensor.layer, "…") if tensor.layer != "(model)" else tensor.what
+        alike.setdefault((what, tensor.line, tensor.fate, tensor.category, str(tensor.num_bytes)), []).append(tensor)
+    folded = [
+        replace(
+            group[0], what=what if len(group) > 1 else group[0].what, count=len(group),
+            layer=span([tensor.layer for tensor in group]), num_bytes=sum(tensor.num_bytes for tensor in group),
+        )
+        for (what, *_), group in alike.items()
+    ]  # fmt: skip
+    return tuple(sorted(folded, key=lambda tensor: -tensor.num_bytes)[:_LARGEST])
