@@ -10,7 +10,6 @@ import argparse
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerofx
@@ -62,11 +61,8 @@ def main(args: argparse.Namespace, world: World) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     generator = torch.Generator().manual_seed(world.rank)  # other images on every process
 
-    # The model takes the images; the loss takes what the model gives and the whole batch after it.
-    def loss_fn(logits: Tensor, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits, labels)
-
-    step = zerofx.compile(model, optimizer, stage=3, loss_fn=loss_fn, backend=args.backend)
+    # The model takes the images; the loss takes what the model gives, and what the model does not take.
+    step = zerofx.compile(model, optimizer, stage=3, loss_fn=nn.CrossEntropyLoss(), backend=args.backend)
     for index in range(args.steps):
         images, labels = stripes(BATCH_SIZE, generator)
         loss = step(images.to(world.device), labels.to(world.device))

@@ -6,6 +6,7 @@ import difflib
 import os
 import random
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,8 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
     # What an earlier run has left is no part of a test, nor of the processes that it starts.
     os.environ["ZEROFX_CACHE_DIR"] = "0"
+    # Nor are generated steps to be left in the folder of whoever runs tests.
+    os.environ.setdefault("ZEROFX_DUMP_DIR", tempfile.mkdtemp(prefix="zerofx-tests-"))
 
 
 # First, so that `-m golden` sees the marker.

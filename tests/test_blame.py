@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.models import CASES, DIM, ROWS, Layer, Regression, batches
 from zerofx.batch import Batch
@@ -122,7 +121,7 @@ def _with_layer(predict: Regression) -> Regression:
         (_InFunction, "in-place change"),
         (_Rescaled, r"in-place change of parameter [\s\S]*without max_norm"),
         (_Data, "tensor.data assigned"),
-        (_Wrong, "could not be traced"),
+        (_Wrong, "torch refuses an operation"),
     ],
 )
 def test_what_cannot_be_captured_names_its_line(cls: type[Regression], what: str) -> None:
@@ -153,29 +152,13 @@ def test_a_dict_given_by_position_is_told_how_it_is_given_by_name() -> None:
     capture(model, Batch.of((), batch))
 
 
-class _Checkpointed(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Layer(), Layer()
-
-    def predict(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self.second, self.first(x), use_reentrant=True)
-        return found
-
-
-def test_reentrant_checkpoints_are_told_what_to_do() -> None:
-    with pytest.raises(CaptureError, match=r"use_reentrant=False, or not at all") as caught:
-        _capture(_Checkpointed())
-    assert "\n  at " not in str(caught.value)  # no line of the user's is on the stack
-
-
 class _Decoded(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(DIM, 2, DIM), 1)
 
     def predict(self, x: Tensor) -> Tensor:
-        found: Tensor = self.decoder(x, x, tgt_mask=nn.Transformer.generate_square_subsequent_mask(ROWS))
+        found: Tensor = self.decoder(x, x, tgt_mask=x[:, :ROWS])
         return found
 
 

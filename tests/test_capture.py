@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.models import CASES, DIM, ROWS, Case, Regression, batches, rows
 from tests.training import compare_function, differences, train_compiled, train_plain
 from zerofx.batch import Batch
-from zerofx.capture import capture
+from zerofx.capture import capture, fake_mode
 from zerofx.decompositions import decompositions
 from zerofx.graph import StepGraph
-from zerofx.node_facts import Origin, Phase, Role, placeholder
+from zerofx.graph_json import from_json, to_json
+from zerofx.node_facts import Origin, Phase, Role, origin, placeholder, source_line
 from zerofx.node_text import target_name
 
 MODELS = [
@@ -47,6 +49,22 @@ def test_every_call_knows_its_module_and_phase(name: str) -> None:
     phases = [origin.phase for origin in origins if origin is not None]
     assert phases == sorted(phases, key=[Phase.FORWARD, Phase.BACKWARD].index)
     assert set(phases) == {Phase.FORWARD, Phase.BACKWARD}
+
+
+def test_calls_know_the_users_line_in_forward_and_in_backward_and_after_a_round_trip() -> None:
+    def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+        scale = torch.exp(outputs)
+        return (scale * targets).sum()
+
+    x, y = torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM)
+    step = capture(nn.Linear(DIM, DIM), Batch.of((x, y), {}), loss_fn=lambda outputs, _x, y: loss_fn(outputs, y))
+    again = from_json(to_json(step), replace(step, graph=fx.Graph()), fake_mode())
+    for graph in (step, again):
+        lines = {node.name: (origin(node).phase, source_line(node)) for node in graph.calls()}
+        (exponential,) = [found for name, found in lines.items() if name.startswith("exp") and "expand" not in name]
+        where = "test_capture.py, test_calls_know_the_users_line_in_forward_and_in_backward_and_after_a_round_trip"
+        assert exponential == (Phase.FORWARD, f"{where}.<locals>.loss_fn: scale = torch.exp(outputs)")
+        assert (Phase.BACKWARD, exponential[1]) in lines.values()
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt2"])

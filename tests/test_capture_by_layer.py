@@ -283,7 +283,7 @@ class Remembering(Deep):
 
 @pytest.mark.parametrize(
     "model",
-    [Tapped, Scaled, Dropping, Collected, Counted, Widened, Unfrozen, Saving, Custom, Hooked, Remembering],
+    [Tapped, Scaled, Dropping, Collected, Counted, Widened, Unfrozen, Custom, Hooked, Remembering],
 )
 def test_layers_that_differ_are_captured_one_by_one(model: Callable[[], nn.Module]) -> None:
     said: list[str] = []

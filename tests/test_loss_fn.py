@@ -63,11 +63,11 @@ def _distance(outputs: Tensor, x: Tensor, *, targets: Tensor, **_: Any) -> Tenso
     return (outputs - targets).square().mean()
 
 
-def test_targets_do_not_take_the_place_of_an_argument_that_the_model_does_without() -> None:
-    model = Masked()
-    step = zerofx.compile(model, torch.optim.SGD(model.parameters()), loss_fn=lambda y, x, t: y.sum(), backend="eager")
-    with pytest.raises(zerofx.UsageError, match=r"2 by position and a Masked.forward that needs 1 and also takes mask"):
-        step(torch.randn(6, 8), torch.randn(6, 8))
+def _run(model: nn.Module, loss_fn: Any, *args: Any, **kwargs: Any) -> Tensor:
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters()), loss_fn=loss_fn, backend="eager")
+    found: Tensor = step(*args, **kwargs)
+    step.close()
+    return found
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
@@ -76,5 +76,67 @@ def test_arguments_go_to_model_and_loss_by_name(is_masked: bool) -> None:
     x, mask, targets = torch.randn(6, 8), torch.rand(6, 8).round(), torch.randn(6, 4)
     given = {"mask": mask} if is_masked else {}
     expected = (model(x, **given) - targets).square().mean()
-    step = zerofx.compile(model, torch.optim.SGD(model.parameters()), loss_fn=_distance, backend="eager")
-    assert torch.equal(step(x, targets=targets, **given), expected)
+    assert torch.equal(_run(model, _distance, x, targets=targets, **given), expected)
+
+
+class Open(Masked):
+    """Takes names that it does not know."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, **_: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(x, mask)
+
+
+class Handing(nn.Module):
+    """Hands on what it gets, whatever it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Masked()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def _late(outputs: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
+    return weight * (outputs - target).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Masked, Open, Handing])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.MSELoss(),
+        nn.functional.mse_loss,
+        _late,
+        lambda outputs, x, y: (outputs - y).square().mean(),
+        lambda *outputs_and_rest: nn.functional.mse_loss(*outputs_and_rest),
+    ],
+)
+def test_a_loss_gets_what_the_model_does_not_take(kind: type[nn.Module], loss_fn: Any) -> None:
+    model, x, y = kind(), torch.randn(6, 8), torch.randn(6, 4)
+    expected = (model(x) - y).square().mean()
+    assert torch.equal(_run(model, loss_fn, x, y), expected)
+
+
+def test_a_name_that_forward_does_not_have_is_for_the_loss_alone() -> None:
+    model, x, y = Open(), torch.randn(6, 8), torch.randn(6, 4)
+    expected = (model(x) - y).square().mean()
+    assert torch.equal(_run(model, nn.MSELoss(), x, target=y), expected)
+
+
+def test_a_loss_that_can_be_called_with_nothing_there_is_told_who_gets_what() -> None:
+    model, x, y = Masked(), torch.randn(6, 8), torch.randn(6, 4)
+    with pytest.raises(zerofx.UsageError, match=r"loss_fn\(outputs, Tensor\[6, 8\], Tensor\[6, 4\]\).*too many pos"):
+        _run(model, nn.MSELoss(), x, x, y)
+    with pytest.raises(zerofx.UsageError, match=r"<lambda>\(o, a, b, c\): missing a required argument"):
+        _run(model, lambda o, a, b, c: o.sum(), x, y)
+    with pytest.raises(zerofx.UsageError, match="who gets target, which loss_fn names, and which Handing"):
+        _run(Handing(), nn.MSELoss(), x, target=y)
+    with pytest.raises(zerofx.UsageError, match=r"found a class: give MSELoss\(\)"):
+        _run(model, nn.MSELoss, x, y)
+
+
+def test_a_model_that_cannot_be_called_with_the_batch_is_a_wrong_call() -> None:
+    x = torch.randn(6, 8)
+    with pytest.raises(zerofx.UsageError, match=r"Linear.forward\(input\).*found Linear\(Tensor\[6, 8\], Tensor"):
+        _run(nn.Linear(8, 1), None, x, x)

@@ -144,7 +144,5 @@ def test_a_file_that_cannot_be_read_is_named(drive: Path) -> None:
     gc.collect()  # what the error's frames held
     for path in folder.iterdir():
         path.rmdir()
-    reference, _ = _step("stack", None)
-    expected = [reference(*args), reference(*args)][1]
-    assert torch.equal(step(*args), expected)  # the step is as it was before the failure
-    assert step.tiers() == reference.tiers()
+    with pytest.raises(zerofx.errors.TierError, match="step 2 failed on rank 0"):  # what is on the drive is not known
+        step(*args)

@@ -140,7 +140,7 @@ class _Mends:
 
 def _with(monkeypatch: pytest.MonkeyPatch, *more: Pass) -> None:
     own = zerofx.pipeline.passes
-    monkeypatch.setattr(zerofx.pipeline, "passes", lambda *given: (*own(*given), *more))
+    monkeypatch.setattr(zerofx.pipeline, "passes", lambda *given, **named: (*own(*given, **named), *more))
 
 
 def test_verify_0_checks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,13 +65,14 @@ def test_what_this_cpus_kernels_hold_is_no_part_of_a_plan_for_a_gpu(
         )
 
     calls = []
-    measured = kernel_memory._measured
+    learn = kernel_memory._learn
 
-    def noted(call: Any) -> int | None:
-        calls.append(call)
-        return measured(call)
+    def noted(fresh: Any) -> None:
+        calls.extend(fresh)
+        learn(fresh)
 
-    monkeypatch.setattr(kernel_memory, "_measured", noted)
+    kernel_memory._known.cache_clear()
+    monkeypatch.setattr(kernel_memory, "_learn", noted)
     on_gpu = planned(H100)
     assert not calls
     on_cpu = planned(zerofx.Machine.measure("cpu"))

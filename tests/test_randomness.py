@@ -52,6 +52,27 @@ def test_draws_of_other_generators_are_refused_and_undone(draw: Callable[[], flo
     assert _states() == before
 
 
+def _seeded() -> float:
+    torch.manual_seed(42)
+    return 1.0
+
+
+def _seeded_for_a_draw() -> float:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(42)
+        return torch.rand(())  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("draw", [_seeded, _seeded_for_a_draw])
+def test_a_forward_that_seeds_is_refused_and_the_seed_undone(draw: Callable[[], float]) -> None:
+    model = Drawing(draw)
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
+    batch, before = (torch.randn(4, DIM), torch.randn(4, DIM)), torch.get_rng_state()
+    with pytest.raises(CaptureError, match="found one that seeds it"):
+        step(*batch)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("draw", [lambda: 0.5, lambda: float(random.Random(0).random())])
 def test_what_does_not_touch_them_is_not_refused(draw: Callable[[], float]) -> None:
     model = Drawing(draw)

@@ -31,7 +31,8 @@ def compile_eager(stage: int = 3, model: nn.Module | None = None, **options: Any
 
 
 def run(step: Step, rows: int = 2) -> Tensor:
-    return step(ids(dist.get_rank(), rows), labels=ids(9, rows))
+    loss: Tensor = step(ids(dist.get_rank(), rows), labels=ids(9, rows))
+    return loss
 
 
 def error_of(call: Callable[[], Any]) -> str:

@@ -176,12 +176,14 @@ def test_autocast_and_the_default_dtype_are_part_of_what_a_step_is_for() -> None
 
     def autocast() -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return step(ids())
+            found: torch.Tensor = step(ids())
+            return found
 
     def other_default() -> torch.Tensor:
         torch.set_default_dtype(torch.float64)
         try:
-            return step(ids())
+            found: torch.Tensor = step(ids())
+            return found
         finally:
             torch.set_default_dtype(torch.float32)
 

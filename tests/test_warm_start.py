@@ -116,7 +116,7 @@ def _kept(folder: Path) -> list[Path]:
     [
         {},
         {"stage": 0},
-        {"memory_budget": 45_000},
+        {"memory_budget": 46_000},
         {"accumulate": 2, "max_grad_norm": 1.0},
         {"tile": {"0.up.weight": 2}},
         {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)},
@@ -240,7 +240,7 @@ def _one_group_each(model: nn.Module) -> torch.optim.Optimizer:
         {"prefetch": 0},
         {"precision": "bf16"},
         {"max_grad_norm": 1.0},
-        {"memory_budget": 45_000},
+        {"memory_budget": 46_000},
         {"recompute": "full"},
         {"machine": "h100-sxm"},
         {"keep_gathered": ("0",)},

@@ -1,12 +1,19 @@
-"""zerofx: one planned training step for models that do not fit."""
+"""zerofx: one planned training step for models that do not fit.
 
-from zerofx.api import compile
-from zerofx.deferred import empty_init
+Names are imported when they are first asked for: the command line needs no torch to list machines, and a program that
+imports zerofx waits for what it uses.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from zerofx.errors import (
     CaptureError,
     CompilerError,
+    InternalError,
     InvalidGraphError,
     MemoryBudgetError,
+    NonFiniteLossError,
     OptimizerError,
     PlanError,
     RankMismatchError,
@@ -15,23 +22,31 @@ from zerofx.errors import (
     ZeroFXError,
     ZeroFXWarning,
 )
-from zerofx.planning import PlannedStep, plan
-from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.measured import MeasuredCosts
-from zerofx.scheduler.plan import Plan
-from zerofx.search import SearchResult, largest_micro_batch, smallest_world
-from zerofx.step import Step
-from zerofx.tune_result import Candidate, TuneResult
-from zerofx.tuning import tune
+
+if TYPE_CHECKING:
+    from zerofx.api import compile
+    from zerofx.deferred import empty_init
+    from zerofx.planning import PlannedStep, plan
+    from zerofx.scheduler.machine import Machine
+    from zerofx.scheduler.measured import MeasuredCosts
+    from zerofx.scheduler.plan import Plan
+    from zerofx.search import SearchResult, largest_micro_batch, smallest_world
+    from zerofx.step import Step
+    from zerofx.tune_result import Candidate, TuneResult
+    from zerofx.tuning import tune
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Candidate",
     "CaptureError",
     "CompilerError",
+    "InternalError",
     "InvalidGraphError",
     "Machine",
     "MeasuredCosts",
     "MemoryBudgetError",
+    "NonFiniteLossError",
     "OptimizerError",
     "Plan",
     "PlanError",
@@ -44,6 +59,7 @@ __all__ = [
     "UsageError",
     "ZeroFXError",
     "ZeroFXWarning",
+    "__version__",
     "compile",
     "empty_init",
     "largest_micro_batch",
@@ -51,3 +67,31 @@ __all__ = [
     "smallest_world",
     "tune",
 ]
+
+if not TYPE_CHECKING:  # a type checker is to see the names above, and no others
+    _HOMES = {
+        "Candidate": "zerofx.tune_result",
+        "Machine": "zerofx.scheduler.machine",
+        "MeasuredCosts": "zerofx.scheduler.measured",
+        "Plan": "zerofx.scheduler.plan",
+        "PlannedStep": "zerofx.planning",
+        "SearchResult": "zerofx.search",
+        "Step": "zerofx.step",
+        "TuneResult": "zerofx.tune_result",
+        "compile": "zerofx.api",
+        "empty_init": "zerofx.deferred",
+        "largest_micro_batch": "zerofx.search",
+        "plan": "zerofx.planning",
+        "smallest_world": "zerofx.search",
+        "tune": "zerofx.tuning",
+    }
+
+    def __getattr__(name):
+        if name not in _HOMES:
+            raise AttributeError(f"module 'zerofx' has no attribute {name!r}")
+        found = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = found
+        return found
+
+    def __dir__():
+        return sorted({*globals(), *_HOMES})

@@ -11,7 +11,7 @@ from torch import nn
 
 from zerofx.checks import check_model, check_optimizer, device_of
 from zerofx.errors import UsageError
-from zerofx.loss import LossFunction
+from zerofx.loss import ForwardFunction, LossFunction
 from zerofx.optimizers import check_supported
 from zerofx.options import (
     Accumulate,
@@ -19,6 +19,7 @@ from zerofx.options import (
     CompileOptions,
     CudaGraphs,
     Offload,
+    OnNonfinite,
     Precision,
     Recompute,
     Tiling,
@@ -55,6 +56,8 @@ def compile(
     wire: Wire = "exact",
     cuda_graphs: CudaGraphs = False,
     max_grad_norm: float | None = None,
+    forward: ForwardFunction | None = None,
+    on_nonfinite: OnNonfinite | None = None,
 ) -> Step:
     """Make one planned training step of a plain module and its optimizer.
 
@@ -66,9 +69,11 @@ def compile(
             at every step. Its states are in slices: ``state_dict()`` and ``load_state_dict()`` have them whole, and
             ``optimizer.state`` is empty.
         stage: 0 replicate, 1 shard optimizer states, 2 and gradients, 3 and parameters (ZeRO, 1910.02054).
-        loss_fn: ``loss_fn(outputs, *batch)`` for a model that does not return its loss; the model is called with as
-            many leading batch arguments as its forward takes. Where it can do without some of these, what is for the
-            loss alone is passed by name: ``step(images, labels=labels)``.
+        loss_fn: ``loss_fn(outputs, *rest)`` for a model that does not return its loss, with ``rest`` what its forward
+            does not take: ``loss_fn=nn.CrossEntropyLoss()`` and ``step(images, labels)``. Forward takes as many leading
+            positional arguments as it requires (one at least) and the keywords that it names; others, such as a mask,
+            are given to it by name. ``loss_fn`` gets the positional arguments that are left, and each keyword that it
+            names; one that cannot be called so, ``lambda outputs, images, labels: ...``, gets the whole batch.
         example_batch: a batch (tuple, or dict of keywords) to capture and plan with now; otherwise the first call does.
         memory_budget: the most bytes on the device at any moment of the step: ``"24GiB"``, a number of bytes, or a
             fraction of the device; None for no limit. A budget that no plan meets is refused before the first step.
@@ -117,6 +122,11 @@ def compile(
             ``step.grad_norm`` is that norm; ``math.inf`` has it taken and nothing clipped. Where it is not finite,
             gradients become zero or NaN, as there by default. All updates are then behind the last reduction. None for
             gradients as they are.
+        on_nonfinite: what becomes of a step whose loss is NaN or infinite on any rank: None or ``"warn"`` updates all
+            the same and warns; ``"skip"`` leaves parameters, optimizer states and counters as they were, to the bit,
+            on all ranks, warns, and counts it (``step.num_skipped``; the loss is returned as it is); ``"raise"`` ends
+            it there with a ``NonFiniteLossError`` on all ranks, and training may go on. Buffers are as the forward
+            left them. The host waits for the loss in each step, and ranks agree on it.
         weights: where to read the values of parameters and persistent buffers from, in the place of the model's own: a
             ``.safetensors`` file, a folder with such files, their ``.index.json``, or a folder that
             ``torch.distributed.checkpoint`` has saved to. Each rank reads its own slices. They are converted to the
@@ -134,10 +144,18 @@ def compile(
             ``False``, ``"auto"`` where nothing is in the way (``print(step)`` and ``step.launches`` say what is), or
             ``True`` to have an error there. Collectives and updates are calls between graphs, so that learning rates
             may change with every step. The memory of a step's values then stays with it between steps.
+        forward: ``forward(model, *batch, **kwargs)`` in the place of calling the model: whatever a step computes before
+            it goes backward. It may call the model several times, draw noise, and use teachers and other tensors, which
+            it reaches as any function does (closure, globals, attributes); these are read as they are at each step, and
+            are not trained: a gradient for one is an error, and so is a change in place. They are used in their own
+            dtype. It gives the loss, or ``(loss, extras)`` with tensors in tuples, lists, dicts or dataclasses; then
+            ``loss, extras = step(*batch)``. Extras count in the plan's memory until the step's end; what of them is
+            held after it is the caller's.
 
     Returns:
-        A ``Step``; ``loss = step(*batch, **kwargs)``. Ranks are those of the default process group, or this process
-        alone. Until ``step.close()`` the model belongs to the step: it is not compiled again.
+        A ``Step``; ``loss = step(*batch, **kwargs)``, or ``loss, extras`` where ``forward`` gives a pair. Ranks are
+        those of the default process group, or this process alone. Until ``step.close()`` the model belongs to the
+        step: it is not compiled again.
 
     Raises:
         ZeroFXError: see its subclasses; nothing has been changed then.
@@ -146,7 +164,7 @@ def compile(
         stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
         memory_budget, recompute, offload, accumulate, tile, host_budget, weights, delayed_update, wire,
         cuda_graphs,
-        max_grad_norm,
+        max_grad_norm, forward, on_nonfinite=on_nonfinite,
     )  # fmt: skip
     check_training(model, optimizer, options, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):

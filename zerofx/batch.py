@@ -6,7 +6,7 @@ import copy
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -42,6 +42,15 @@ class Batch:
     call: tuple[tuple[Any, ...], dict[str, Any]]
 
     @staticmethod
+    def of_extras(extras: Any) -> Batch:
+        """Take apart what ``forward`` returns behind its loss, as one argument that is called ``extras``.
+
+        Raises:
+            UsageError: as ``of``.
+        """
+        return Batch._taken_apart((extras,), {}, "what forward returns behind its loss", "extras")
+
+    @staticmethod
     def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
         """Take ``step(*args, **kwargs)`` apart.
 
@@ -49,6 +58,11 @@ class Batch:
             UsageError: a leaf is neither a tensor nor a plain value, or what is static in a container cannot be
                 compared; names it.
         """
+        return Batch._taken_apart(args, kwargs, "a batch", "")
+
+    @staticmethod
+    def _taken_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str, only: str) -> Batch:
+        """``only`` is what a single argument is called; empty for the names of a batch."""
         tensors: list[tuple[str, torch.Tensor]] = []
         constants: list[tuple[str, Any]] = []
         structure: list[str] = []
@@ -63,13 +77,13 @@ class Batch:
                     ": pass its tensors, or register its class with torch.utils._pytree.register_pytree_node"
                 )  # fmt: skip
                 raise UsageError(
-                    f"expected tensors and plain values in a batch, in tuples, lists, dicts or dataclasses, found a "
+                    f"expected tensors and plain values in {where}, in tuples, lists, dicts or dataclasses, found a "
                     f"{type(leaf).__name__} as {name}{hint}"
                 )
             return leaf
 
         for name, value in _named(args, kwargs):
-            _map(name, value, visit, structure)
+            _map(only or name, value, visit, structure)
         return Batch(
             tensors=tuple(tensor for _, tensor in tensors),
             names=tuple(name for name, _ in tensors),
@@ -77,6 +91,10 @@ class Batch:
             structure=(f"{len(args)} by position", *sorted(kwargs), *sorted(structure)),
             call=(args, dict(kwargs)),
         )
+
+    def holding(self, tensors: tuple[torch.Tensor, ...]) -> Batch:
+        """The same with other tensors in the places of its own."""
+        return replace(self, tensors=tensors, call=self.rebuild(tensors))
 
     def described(self) -> dict[str, str]:
         """Shapes, dtypes, kinds of devices and constants, by name: two batches described alike run the same step.

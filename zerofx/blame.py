@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import fx
@@ -14,6 +16,7 @@ from zerofx.batch import Batch
 from zerofx.errors import CaptureError
 
 _TORCH_ROOT = f"{Path(torch.__file__).parent}/"
+_ZEROFX_ROOT = f"{Path(__file__).parent}/"
 _CALLER = str(Path(__file__).with_name("loss.py"))
 
 
@@ -42,10 +45,27 @@ def user_lines(stack: traceback.StackSummary) -> list[str]:
     return [f"{file}:{frame.lineno}: {frame.line}" for file, frame in found]
 
 
+def running_line(frame: FrameType | None) -> str:
+    """The innermost line of ``frame`` and its callers that is neither torch's nor zerofx's: file, function and code.
+
+    It has no number: what it says holds as long as the line itself is as it was, wherever edits move it.
+    """
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    code = frame.f_code
+    line = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals).strip()
+    return f"{Path(code.co_filename).name}, {code.co_qualname}: {line}"
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith((_TORCH_ROOT, _ZEROFX_ROOT, "<")) and "/contextlib.py" not in filename
+
+
 def _user_frames(stack: Sequence[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:
-    here = f"{Path(__file__).parent}/"
     for frame in reversed(stack):
-        if not frame.filename.startswith((_TORCH_ROOT, here, "<")) and "/contextlib.py" not in frame.filename:
+        if _is_users(frame.filename):
             yield frame
 
 
@@ -53,7 +73,7 @@ def explain(error: Exception, batch: Batch) -> CaptureError:
     """What to tell the user of an error that tracing a call with ``batch`` raised."""
     line = user_line(traceback.extract_tb(error.__traceback__))
     kind = type(error).__name__
-    if "DataDependent" in kind or "GuardOnDataDependent" in kind or "UserError" in kind:
+    if is_read_of_values(error):
         return CaptureError(
             f"expected a forward whose path does not depend on values, found one that reads a tensor's value at\n"
             f"  {line or '(line not found)'}\n"
@@ -73,19 +93,36 @@ def explain(error: Exception, batch: Batch) -> CaptureError:
             "a library took another way because torch.compiler.is_compiling() is true while tracing, and left out "
             "what eager mode makes by itself, such as an attention mask: pass it in the batch."
         )
-    elif "use_reentrant" in str(error):
-        advice = (
-            "checkpoint with use_reentrant=False, or not at all: what is worth computing again is decided with "
-            "recompute=."
-        )
     args, kwargs = batch.call
     place = f"\n  at {line}" if line else ""
     is_one_dict = len(args) == 1 and isinstance(args[0], Mapping) and not kwargs
     by_name = " (the batch is one dict: step(**batch) gives its entries by name)" if is_one_dict else ""
+    if _is_theirs(error) and "NoneType" not in str(error):
+        return CaptureError(
+            f"expected model and loss to run on this batch, found that their own code raises {kind}: {error}{place}\n"
+            f"Correct the call, or what is called{by_name}; eager mode raises it too, unless that line asks whether a "
+            f"model is being compiled."
+        )
+    what = "torch refuses an operation" if line and kind in _REFUSALS else "the model could not be traced"
     return CaptureError(
-        f"the model could not be traced; {kind}: {error}{place}\n"
+        f"{what}; {kind}: {error}{place}\n"
         f"If the same call fails in eager mode, correct the call{by_name}; if it does not, {advice}"
     )
+
+
+_REFUSALS = frozenset({"RuntimeError", "ValueError", "IndexError", "TypeError", "AssertionError"})
+
+
+def _is_theirs(error: Exception) -> bool:
+    """Whether it is a line of model or loss that raised an error, and not torch."""
+    stack = traceback.extract_tb(error.__traceback__)
+    return bool(stack) and next(_user_frames(stack[-1:]), None) is not None
+
+
+def is_read_of_values(error: Exception) -> bool:
+    """Whether ``error`` is torch's answer to who reads a value of a tensor that has none while it is traced."""
+    kind = type(error).__name__
+    return "DataDependent" in kind or "UserError" in kind or "value out of a tracing tensor" in str(error)
 
 
 def _reader(error: Exception, line: str | None) -> str:

@@ -23,6 +23,7 @@ ALIGNMENT_BYTES = 64
 class Slot:
     """A parameter's place in its bucket; ``offset`` and ``numel`` in elements.
 
+    A complex parameter is one of real numbers here, with a last dimension of 2 (``torch.view_as_real``).
     Of a slice, ``whole`` is the name of the model's parameter, and ``first_row`` where it begins in dimension 0.
     """
 
@@ -33,19 +34,35 @@ class Slot:
     numel: int
     whole: str | None = None
     first_row: int = 0
+    is_complex: bool = False
 
     @property
     def source(self) -> str:
         """The name of the model's own parameter."""
         return self.whole or self.name
 
+    @property
+    def shown_stride(self) -> tuple[int, ...]:
+        """The stride that the model's own parameter has here."""
+        return tuple(one // 2 for one in self.stride[:-1]) if self.is_complex else self.stride
+
+    @property
+    def num_rows(self) -> int:
+        """The size of the first dimension that the model's own parameter has here; 1 where it has none."""
+        return self.shape[0] if len(self.shape) > self.is_complex else 1
+
     def box(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of ``tensor``, which has the shape of the model's parameter, that lies here; a view."""
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         return tensor if self.whole is None else tensor.narrow(0, self.first_row, self.shape[0])
 
     def view(self, full: torch.Tensor) -> torch.Tensor:
         """The parameter as a view of the flat buffer ``full`` of shape ``[bucket.numel]``."""
         return full.as_strided(self.shape, self.stride, self.offset)
+
+    def shown(self, full: torch.Tensor) -> torch.Tensor:
+        """The same with the shape and kind of number that the model's parameter has."""
+        return torch.view_as_complex(self.view(full)) if self.is_complex else self.view(full)
 
 
 @dataclass(frozen=True)
@@ -208,7 +225,18 @@ def _place(
     align = ALIGNMENT_BYTES // compute_dtype.itemsize
     slots, offset = [], 0
     for info in parameters:
-        slots.append(Slot(info.name, info.shape, _dense_stride(info), offset, info.numel, info.whole, info.first_row))
+        slots.append(
+            Slot(
+                info.name,
+                info.shape,
+                _dense_stride(info),
+                offset,
+                info.numel,
+                info.whole,
+                info.first_row,
+                info.is_complex,
+            )
+        )
         offset += _round_up(info.numel, align)
     return tuple(slots), _round_up(-(-offset // num_ranks), math.lcm(align, block))
 

@@ -5,8 +5,9 @@ Nothing of the user's is changed here.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from torch import nn
 
 from zerofx.buckets import BucketLayout, layout_of
 from zerofx.compiler import CompiledStep, RegionMemory, build
-from zerofx.errors import MemoryBudgetError, UsageError, warn
+from zerofx.disk_cache import MALFORMED
+from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, UsageError, ZeroFXError, warn
 from zerofx.given_plan import check_budget, check_graph, check_host_budget
 from zerofx.graph import StepGraph
 from zerofx.lowering import LoweredStep, lower
@@ -27,7 +29,7 @@ from zerofx.plan_choice import budget_bytes
 from zerofx.progress import watched
 from zerofx.rehearsal import Estimates
 from zerofx.runtime.collectives import is_on_cpu
-from zerofx.runtime.control import WORK_SECONDS, Control, check_equal
+from zerofx.runtime.control import Control, check_equal
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.runtime.state import TrainingState
 from zerofx.scheduler.accumulate import choose_micro_batches
@@ -133,7 +135,10 @@ def build_within_budget(
     found: Estimates = {}  # those of compiled regions
     for number in range(1, _FIT_ROUNDS + 1):
         try:
-            prepared, captured, plan = _agree_on_plan(first, machine, options, settings, control, aim, estimates, found)
+            with _carrying_out(options):
+                prepared, captured, plan = _agree_on_plan(
+                    first, machine, options, settings, control, aim, estimates, found
+                )
         except MemoryBudgetError as refusal:
             if needed is None or budget is None:
                 raise
@@ -141,12 +146,13 @@ def build_within_budget(
                 break
             aim = refusal.least_bytes
             continue
-        lowered = lower_prepared(
-            captured, plan, prepared.layout, prepared.programs, machine, options, settings, estimates,
-            talk=control.rank == 0,
-        )  # fmt: skip
-        check_host_budget(lowered, options, machine)
-        compiled = build(lowered, prepared.layout, settings, control, options.backend)
+        with _carrying_out(options):
+            lowered = lower_prepared(
+                captured, plan, prepared.layout, prepared.programs, machine, options, settings, estimates,
+                talk=control.rank == 0,
+            )  # fmt: skip
+            check_host_budget(lowered, options, machine)
+            compiled = build(lowered, prepared.layout, settings, control, options.backend)
         if options.plan is not None:
             check_budget(compiled.plan, options, machine)
         peak = compiled.plan.peak_bytes["device"]
@@ -164,6 +170,25 @@ def build_within_budget(
         f"bytes; allow as much, or use backend='eager'",
         needed,
     )
+
+
+@contextlib.contextmanager
+def _carrying_out(options: CompileOptions) -> Iterator[None]:
+    """Whatever a plan from a file says that no search does is the file's fault, and said so.
+
+    Raises:
+        PlanError: the plan that was given cannot be carried out; says what happens.
+    """
+    try:
+        yield
+    except MALFORMED as error:
+        ours = isinstance(error, ZeroFXError) and not isinstance(error, InvalidGraphError)
+        if options.plan is None or ours:
+            raise
+        raise PlanError(
+            f"expected a plan that can be carried out for this model, found one that cannot be "
+            f"({type(error).__name__}: {str(error).strip() or 'no more is known'}): make it anew, it is not as it was"
+        ) from error
 
 
 def lower_prepared(
@@ -217,14 +242,14 @@ def _agree_on_plan(
         again = prepared.sliced if options.tile == "auto" else None
         return choose_slices(prepared, prepared.captured, memory_budget, again, plan_for)[1].to_json()
 
-    shared = Plan.from_json(control.share("share the plan", make, WORK_SECONDS))
+    shared = Plan.from_json(control.share("share the plan", make))
     sliced = prepared.sliced
     if shared.slices != prepared.captures.slices and sliced is not None:
-        prepared = control.attempt("prepare slices of parameters", lambda: sliced(shared.slices), WORK_SECONDS)
+        prepared = control.attempt("prepare slices of parameters", lambda: sliced(shared.slices))
         prepared.agree(control)
     captures, captured = prepared.captures, prepared.captured
     if shared.num_micro_batches != captured.num_micro_batches:
-        captured = control.attempt("capture a step", lambda: captures.graph(shared.num_micro_batches), WORK_SECONDS)
+        captured = control.attempt("capture a step", lambda: captures.graph(shared.num_micro_batches))
         _agree_on_graph(captured, control)
     check_graph(shared, captured, prepared.layout)
     hashes = control.gather(shared.decisions_hash(), "compare plans")

@@ -32,26 +32,32 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from zerofx.batch import Batch as Batch
 from zerofx.blame import explain, unknown_input
+from zerofx.collective_calls import traceable_collectives
 from zerofx.decompositions import decompositions
-from zerofx.errors import CaptureError, ZeroFXError, warn
+from zerofx.errors import CaptureError, ZeroFXError, warn, working
 from zerofx.graph import ParameterInfo, StepGraph, Strides, cast_of, parameter_infos
-from zerofx.layer_annotations import LAYER_KEY, LOSS_LAYER, annotated, layer_annotations
+from zerofx.known_values import KnownValues
+from zerofx.layer_annotations import LAYER_KEY, LINE_KEY, LOSS_LAYER, SourceLines, annotated, layer_annotations
 from zerofx.layers import find_units
-from zerofx.loss import LossFunction, LossModule
-from zerofx.node_facts import Origin, Phase, Placeholder, Role, origin, set_origin, set_placeholder
+from zerofx.loss import Loss, LossModule, Objective
+from zerofx.node_facts import Origin, Phase, Placeholder, Role, origin, set_origin, set_placeholder, set_source_line
 from zerofx.normalise import (
     assert_values,
     check_results,
+    handed_out,
     lift_constants,
     name_kinds_of_devices,
     own_storage,
+    real_gradient,
+    real_parameters,
     refuse_mixed_products,
     refuse_sparse,
     replace_tangent,
     sum_gradients,
 )
+from zerofx.outside import OutsideFoundError, StandInMaker
 from zerofx.randomness import drawing_with_torch
-from zerofx.torch_private import without_log_of_fakes
+from zerofx.torch_private import without_checkpoints, without_log_of_fakes, without_modes
 from zerofx.watched_calls import CallWatcher
 
 
@@ -59,7 +65,7 @@ def capture(
     model: nn.Module,
     batch: Batch,
     *,
-    loss_fn: LossFunction | None = None,
+    loss_fn: Loss = None,
     compute_dtype: torch.dtype | None = None,
     num_micro_batches: int = 1,
     strides: Strides = MappingProxyType({}),
@@ -69,7 +75,8 @@ def capture(
     Args:
         model: any module; parameters and buffers may be on ``meta``.
         batch: the batch; only shapes, dtypes and constants are used.
-        loss_fn: called as ``loss_fn(outputs, *batch)`` where the model does not return its loss.
+        loss_fn: called as ``loss_fn(outputs, *rest)`` where the model does not return its loss (``calling.py``), or the
+            step's whole objective.
         compute_dtype: the dtype in which the graph reads floating-point parameters and batch tensors; None as they are.
         num_micro_batches: what the loss is divided by, where ``batch`` is one of several whose gradients are summed.
         strides: those of parameters whose tensors do not have them now, because their values are elsewhere.
@@ -82,15 +89,36 @@ def capture(
         CaptureError: the model cannot be one graph; the message names the source line.
     """
     parameters = parameter_infos(model, compute_dtype, strides)
+    objective = Objective.of(loss_fn)
+    return objective.outside.traced(
+        lambda: _captured(model, batch, objective, compute_dtype, num_micro_batches, strides, parameters)
+    )
+
+
+def _captured(
+    model: nn.Module,
+    batch: Batch,
+    objective: Objective,
+    compute_dtype: torch.dtype | None,
+    num_micro_batches: int,
+    strides: Strides,
+    parameters: tuple[ParameterInfo, ...],
+) -> StepGraph:
+    """What ``capture`` gives.
+
+    Raises:
+        OutsideFoundError: the objective uses tensors that it had not been known to use.
+    """
     watcher = CallWatcher()
     with (
-        traceable(model, batch, loss_fn, compute_dtype, num_micro_batches, strides) as (lossy, fakes, device, _),
+        traceable(model, batch, objective, compute_dtype, num_micro_batches, strides) as (lossy, fakes, device, _),
         watcher,
+        SourceLines(),
         contextlib.ExitStack() as inner,
     ):
         try:
             joint = aot_export_joint_with_descriptors(inner, lossy, fakes, decompositions=decompositions(device))
-        except ZeroFXError:
+        except (ZeroFXError, OutsideFoundError):
             raise
         except Exception as error:
             raise explain(error, batch) from error
@@ -100,14 +128,15 @@ def capture(
             f"{', '.join(lossy.counts)}: the step has what they were while it was captured; register what is to change "
             f"as a buffer"
         )
-    return _to_step_graph(joint.graph_module, model, batch, parameters, device, watcher, lossy)
+    with working("make a step graph of what was captured"):
+        return _to_step_graph(joint.graph_module, model, batch, parameters, device, watcher, lossy)
 
 
 @contextlib.contextmanager
 def traceable(
     model: nn.Module,
     batch: Batch,
-    loss_fn: LossFunction | None,
+    loss_fn: Loss,
     compute_dtype: torch.dtype | None,
     num_micro_batches: int,
     strides: Strides,
@@ -120,14 +149,26 @@ def traceable(
     with (
         torch.enable_grad(),
         without_log_of_fakes(),
-        _fake_state(model, mode, compute_dtype, device, strides),
+        _fake_state(model, mode, compute_dtype, device, strides) as of_model,
         layer_annotations(model),
         _compiling(),
+        without_checkpoints(),
+        traceable_collectives(),
         drawing_with_torch(),
     ):
         fakes = tuple(_fake(mode, t, t.stride(), cast_of(t, compute_dtype), device) for t in batch.tensors)
         loss_scope = partial(annotated, LOSS_LAYER)
-        yield LossModule(model, batch, loss_fn, num_micro_batches, loss_scope), fakes, device, mode
+
+        def outside(real: torch.Tensor) -> torch.Tensor:
+            where = device if real.is_meta else real.device
+            with without_modes():
+                fake = _fake(mode, real, real.stride(), real.dtype, where)
+            return _fake_parameter(fake, requires_grad=True) if real.requires_grad else fake
+
+        maker = StandInMaker(outside, of_model)
+        with KnownValues() as known:
+            lossy = LossModule(model, batch, Objective.of(loss_fn), num_micro_batches, loss_scope, known, maker)
+            yield lossy, fakes, device, mode
 
 
 def fake_mode() -> FakeTensorMode:
@@ -198,8 +239,11 @@ def _fake_state(
     compute_dtype: torch.dtype | None,
     device: torch.device,
     strides: Strides,
-) -> Iterator[None]:
-    """Fake tensors in the places of the model's parameters and buffers, the same tensor where it was the same."""
+) -> Iterator[Mapping[int, tuple[dict[str, Any], str]]]:
+    """Fake tensors in the places of the model's parameters and buffers, the same tensor where it was the same.
+
+    Gives where each real one's stand-in is, by its identity.
+    """
     fakes: dict[int, torch.Tensor] = {}
     saved: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     table: dict[str, Any]
@@ -216,7 +260,7 @@ def _fake_state(
     for table, name, real in saved:
         table[name] = fakes[id(real)]
     try:
-        yield
+        yield {id(real): (table, name) for table, name, real in saved}
     finally:
         for table, name, real in saved:
             table[name] = real
@@ -248,6 +292,7 @@ def _to_step_graph(
     check_results(graph)
     _set_origins(graph)
     merged: dict[str, fx.Node] = {}
+    unread: list[fx.Node] = []  # of what is outside of the model
     for node in list(graph.find_nodes(op="placeholder")):
         desc = node.meta["desc"]
         match desc:
@@ -255,6 +300,10 @@ def _to_step_graph(
                 one = replace_tangent(graph, node)
                 if one is not None:
                     assert_values(graph, one, zip(_checks(graph, lossy), lossy.checked, strict=True))
+            case ParamAOTInput(target=target) | BufferAOTInput(target=target) if _is_outside(target):
+                if set(node.users) <= {graph.output_node()}:  # nothing reads it
+                    unread.append(node)
+                _rename(node, Role.OUTSIDE, lossy.outside_names[int(target.removeprefix(_OUTSIDE))])
             case ParamAOTInput(target=target) | BufferAOTInput(target=target):
                 name = first_name[_inner_name(target)]
                 role = Role.PARAMETER if isinstance(desc, ParamAOTInput) else Role.BUFFER
@@ -268,19 +317,22 @@ def _to_step_graph(
             case _:
                 raise unknown_input(graph, desc)
     lift_constants(traced, step)
+    real_parameters(step)
     name_kinds_of_devices(graph)
     _classify_outputs(step, first_name, batch, watcher, lossy)
+    for node in unread:
+        graph.erase_node(node)
     graph.eliminate_dead_code()
     graph.lint()
     return step
 
 
 def _checks(graph: fx.Graph, lossy: LossModule) -> list[fx.Node]:
-    """What the forward checks of values: the last of what it returns."""
+    """What the forward checks of values."""
     output = graph.output_node()
     outputs: Any = output.args[0]
     returned = [one for one, desc in zip(outputs, output.meta["desc"], strict=True) if isinstance(desc, PlainAOTOutput)]
-    return returned[1 + len(lossy.rebound) :]
+    return returned[1 + len(lossy.rebound) :][: len(lossy.checked)]
 
 
 def _classify_outputs(
@@ -291,6 +343,7 @@ def _classify_outputs(
     lossy: LossModule,
 ) -> None:
     loss: fx.Node | None = None
+    extras: list[fx.Node] = []
     mutations: dict[str, fx.Node] = {}
     arrived: dict[str, list[fx.Node]] = {}
     trainable = {info.name for info in step.parameters if info.requires_grad}
@@ -299,9 +352,29 @@ def _classify_outputs(
         match desc:
             case PlainAOTOutput(idx=0):
                 loss = node
-            # Behind what in-place calls make of a buffer; others are checks, which are part of the graph by now.
+            # Behind what in-place calls make of a buffer; then come checks, which are part of the graph by now.
             case PlainAOTOutput(idx=index) if index <= len(lossy.rebound):
                 mutations[lossy.rebound[index - 1]] = node
+            case PlainAOTOutput(idx=index) if index > len(lossy.rebound) + len(lossy.checked):
+                extras.append(node)
+            case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target) | ParamAOTInput(target=target)) if (
+                _is_outside(target)
+            ):
+                name = lossy.outside_names[int(target.removeprefix(_OUTSIDE))]
+                raise CaptureError(
+                    f"expected a step that changes nothing outside of the model, found that it changes {name} in "
+                    f"place: call eval() on its module if it is a statistic of a layer in training mode, make its "
+                    f"module a part of the model, or change it between steps"
+                )
+            case GradAOTOutput(grad_of=ParamAOTInput(target=target)) if _is_outside(target) and node is not None:
+                name = lossy.outside_names[int(target.removeprefix(_OUTSIDE))]
+                raise CaptureError(
+                    f"expected a loss whose gradients are those of the model's parameters, found that it has one for "
+                    f"{name}, which is not of the model and would not be trained: compute with it inside "
+                    f"torch.no_grad(), call requires_grad_(False) on it, or make its module a part of the model"
+                )
+            case GradAOTOutput(grad_of=ParamAOTInput(target=target)) if _is_outside(target):
+                pass
             case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
                 mutations[first_name[_inner_name(target)]] = node
             case InputMutationAOTOutput(mutated_input=changed):
@@ -315,7 +388,7 @@ def _classify_outputs(
             case GradAOTOutput(grad_of=ParamAOTInput(target=target)) if node is not None:
                 name = first_name[_inner_name(target)]
                 if name in trainable:
-                    arrived.setdefault(name, []).append(node)
+                    arrived.setdefault(name, []).append(real_gradient(step.graph, node))
             case _:
                 pass
     if loss is None:
@@ -328,7 +401,10 @@ def _classify_outputs(
     refuse_sparse(step.graph)
     refuse_mixed_products(step.graph)
     loss = own_storage(step.graph, loss)
-    step.set_outputs(loss, mutations, {name: sum_gradients(step.graph, nodes) for name, nodes in arrived.items()})
+    gradients = {name: sum_gradients(step.graph, nodes) for name, nodes in arrived.items()}
+    step.returned = lossy.returned
+    handed = [handed_out(step.graph, one, partial(lossy.returned.shows, i)) for i, one in enumerate(extras)]
+    step.set_outputs(loss, mutations, gradients, extras=handed)
     step.output.meta.pop("desc")
 
 
@@ -339,7 +415,7 @@ def _buffer_names(model: nn.Module) -> dict[str, str]:
 
 
 def _set_origins(graph: fx.Graph) -> None:
-    """Layer and phase of every call.
+    """Layer, phase and source line of every call.
 
     Backward starts at the first node that depends on the tangent. A node without a layer of its own (the sum of two
     gradients that flow into one tensor) belongs with its latest argument, whose arrival triggered it.
@@ -352,7 +428,9 @@ def _set_origins(graph: fx.Graph) -> None:
             continue
         if any(isinstance(arg.meta.get("desc"), TangentAOTInput) for arg in node.all_input_nodes):
             phase = Phase.BACKWARD
-        layer = (node.meta.get("custom") or {}).get(LAYER_KEY)
+        annotations = node.meta.get("custom") or {}
+        set_source_line(node, annotations.get(LINE_KEY, ""))
+        layer = annotations.get(LAYER_KEY)
         if layer is None and node.all_input_nodes:
             layer = origin(max(node.all_input_nodes, key=order.__getitem__)).layer
         set_origin(node, Origin(layer or "", phase))
@@ -366,9 +444,16 @@ def _rename(node: fx.Node, role: Role, name: str) -> fx.Node:
 
 def placeholder_name(role: Role, name: str) -> str:
     """What the placeholder of a parameter, a buffer or a batch tensor is called, unless the name is taken."""
-    prefix = {Role.PARAMETER: "", Role.BUFFER: "buffer_", Role.INPUT: "batch_"}[role]
+    prefix = {Role.PARAMETER: "", Role.BUFFER: "buffer_", Role.INPUT: "batch_", Role.OUTSIDE: "outside_"}[role]
     stem = prefix + re.sub(r"\W+", "_", name).strip("_").removeprefix(prefix)
-    return f"_{stem}" if stem[0].isdigit() else stem
+    return stem if stem and not stem[0].isdigit() else f"_{stem}"
+
+
+_OUTSIDE = "outside."  # what names of stand-ins begin with in a ``LossModule``
+
+
+def _is_outside(name: str) -> bool:
+    return name.startswith(_OUTSIDE)
 
 
 def _inner_name(name: str) -> str:

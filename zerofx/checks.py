@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from zerofx.batch import Batch
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import OptimizerError, UsageError
-from zerofx.loss import LossFunction
+from zerofx.loss import ForwardFunction, LossFunction
 
 _WRAPPERS = (
     nn.parallel.DistributedDataParallel,
@@ -139,7 +139,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
     check_owner(model, optimizer)
     for states in optimizer.state.values():
-        for name, value in states.items():
+        for name, value in states.items() if isinstance(states, Mapping) else ():
             if isinstance(value, DeferredTensor) or (isinstance(value, torch.Tensor) and value.is_meta):
                 raise OptimizerError(
                     f"expected an optimizer whose states have values, found a {name} of shape {list(value.shape)} that "
@@ -154,7 +154,9 @@ def check_loss_function(loss_fn: LossFunction | None) -> None:
         UsageError: names them.
     """
     if loss_fn is not None and not callable(loss_fn):
-        raise UsageError(f"expected loss_fn(outputs, *batch) to be callable, found {type(loss_fn).__name__}")
+        raise UsageError(f"expected loss_fn(outputs, *rest) to be callable, found {type(loss_fn).__name__}")
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise UsageError(f"expected loss_fn to be a module or a function, found a class: give {loss_fn.__name__}()")
     if isinstance(loss_fn, nn.Module):
         trained = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]
         if trained:
@@ -162,6 +164,24 @@ def check_loss_function(loss_fn: LossFunction | None) -> None:
                 f"expected a loss_fn without parameters to train, found {', '.join(trained[:5])} in "
                 f"{type(loss_fn).__name__}: make it a part of the model, which then returns its loss"
             )
+
+
+def check_forward_function(forward: ForwardFunction | None, loss_fn: LossFunction | None) -> None:
+    """Check that ``forward`` can be called, and gives the loss alone.
+
+    Raises:
+        UsageError: it is none, or there is a ``loss_fn`` too.
+    """
+    if forward is None:
+        return
+    if not callable(forward) or isinstance(forward, nn.Module | type):
+        raise UsageError(
+            f"expected forward to be a function forward(model, *batch) that gives the loss, found "
+            f"{forward.__name__ if isinstance(forward, type) else 'a ' + type(forward).__name__}: the model itself is "
+            f"the first argument of compile"
+        )
+    if loss_fn is not None:
+        raise UsageError("expected loss_fn or forward, found both: compute the loss in forward, and leave loss_fn out")
 
 
 def check_batch(model: nn.Module, batch: Batch) -> None:

@@ -11,10 +11,9 @@ import click
 from tabulate import tabulate
 
 import zerofx
+from zerofx.choices import Backend, Precision, Recompute, Wire
 from zerofx.cli_arguments import make_training, parse_accumulate, parse_budget, parse_offload, read_machine, world
 from zerofx.errors import ZeroFXError
-from zerofx.options import Backend, Precision, Recompute, Wire
-from zerofx.report.saved import SavedPlan
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.machine import Link, Machine
 from zerofx.scheduler.machines import built_in_machines
@@ -27,6 +26,7 @@ class _Refused(click.ClickException):
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(zerofx.__version__, prog_name="zerofx")
 def main() -> None:
     """Train models that do not fit: one planned, compiled graph per training step."""
 
@@ -84,12 +84,13 @@ def plan_command(
 ) -> None:
     """Plan a training step for ranks and a machine that need not exist.
 
-    MODULE is a dotted module or a path to a .py file. FUNCTION takes nothing and returns (model, optimizer, batch) or
-    (model, optimizer, batch, loss_fn); the batch is that of one rank, a tuple of positional arguments or a dict of
-    keywords. It is called with torch's default device set to "meta": shapes are all a plan needs.
+    MODULE is a dotted module or a path to a .py file. FUNCTION takes nothing and returns (model, optimizer, batch), and
+    behind them loss_fn, or None and forward, if zerofx.compile is given one; the batch is that of one rank, a tuple of
+    positional arguments or a dict of keywords. It is called with torch's default device set to "meta": shapes
+    are all a plan needs.
     """
     with _clean_errors():
-        model, optimizer, batch, loss_fn = make_training(where, "meta")
+        model, optimizer, batch, loss_fn, forward = make_training(where, "meta")
         planned = zerofx.plan(
             model,
             optimizer,
@@ -102,6 +103,7 @@ def plan_command(
             recompute=recompute,
             offload=parse_offload(offload),
             loss_fn=loss_fn,
+            forward=forward,
             precision=precision,
             prefetch=prefetch,
             accumulate=parse_accumulate(accumulate),
@@ -167,7 +169,7 @@ def tune_command(
     processes tune together: torchrun --nproc-per-node 2 -m zerofx tune MODULE:FUNCTION.
     """
     with _clean_errors(), world(device) as (rank, here):
-        model, optimizer, batch, loss_fn = make_training(where, here)
+        model, optimizer, batch, loss_fn, forward = make_training(where, here)
         result = zerofx.tune(
             model,
             optimizer,
@@ -178,6 +180,7 @@ def tune_command(
             num_candidates=num_candidates,
             save=save,
             loss_fn=loss_fn,
+            forward=forward,
             recompute=recompute,
             offload=parse_offload(offload),
             precision=precision,
@@ -198,6 +201,8 @@ def tune_command(
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page for a browser.")
 def report_command(plan_file: Path, full: bool, html: Path | None) -> None:
     """Show a plan that `zerofx plan --save` or `zerofx tune --save` has written: decisions, reasons and schedule."""
+    from zerofx.report.saved import SavedPlan  # needs torch, which takes seconds to import
+
     with _clean_errors():
         saved = SavedPlan.load(plan_file)
         click.echo(f"{saved.title}\n\n{saved.plan}\n\n{saved.schedule.table(fold=not full)}")
@@ -218,6 +223,15 @@ def machines_command() -> None:
         "FLOP/s. within node, between: links in one direction, and seconds a hop; between nodes, one device's share.\n"
         "a node: devices, and host memory that they share."
     )
+
+
+@main.command("doctor")
+def doctor_command() -> None:
+    """Say what zerofx finds here, as text for a report of a bug: versions, compiler, devices, folders, switches."""
+    from zerofx.doctor import examine  # as there
+
+    for line in examine():
+        click.echo(line)
 
 
 def _say_written(*paths: Path | None) -> None:

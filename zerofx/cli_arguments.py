@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
+from zerofx.choices import Accumulate, Offload
 from zerofx.errors import UsageError
-from zerofx.options import Accumulate, Offload
 from zerofx.scheduler.machine import Machine
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 def find_function(where: str) -> Callable[[], Any]:
@@ -70,18 +70,21 @@ def _load_module(name: str) -> ModuleType:
         ) from error
 
 
-def make_training(where: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
-    """What the function that ``where`` names returns, with ``device`` as torch's default: model, optimizer, batch and
-    loss function (or None).
+def make_training(where: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any, Any]:
+    """What the function that ``where`` names returns, with ``device`` as torch's default: model, optimizer, batch,
+    loss function (or None) and forward (or None).
 
     Raises:
         UsageError: there is no such function, or it returns something else.
     """
+    import torch  # takes seconds to import, which `zerofx --help` does without
+    from torch import nn
+
     function = find_function(where)
     with torch.device(device):
         made = function()
-    expected = f"expected {where} to return (model, optimizer, batch) or (model, optimizer, batch, loss_fn)"
-    if not isinstance(made, tuple) or len(made) not in (3, 4):
+    expected = f"expected {where} to return (model, optimizer, batch), and behind them loss_fn, or None and forward"
+    if not isinstance(made, tuple) or len(made) not in (3, 4, 5):
         found = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
         raise UsageError(f"{expected}, found {found}")
     model, optimizer, batch = made[:3]
@@ -93,7 +96,8 @@ def make_training(where: str, device: str) -> tuple[nn.Module, torch.optim.Optim
         if not isinstance(value, kind):
             hint = ": put a batch of one argument as (tensor,)" if name == "batch" else ""
             raise UsageError(f"{expected}, found a {type(value).__name__} as {name}{hint}")
-    return model, optimizer, batch, made[3] if len(made) == 4 else None
+    loss_fn, forward = (*made[3:], None, None)[:2]
+    return model, optimizer, batch, loss_fn, forward
 
 
 def read_machine(name: str) -> Machine:
@@ -132,6 +136,9 @@ def parse_accumulate(text: str) -> Accumulate:
 @contextmanager
 def world(device: str | None) -> Iterator[tuple[int, str]]:
     """This process's rank and device, joined with the others that ``torchrun`` has started, if there are any."""
+    import torch  # as above
+    import torch.distributed as dist
+
     rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     here = device or (f"cuda:{local}" if torch.cuda.is_available() else "cpu")
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:

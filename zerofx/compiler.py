@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zerofx import dumps
 from zerofx.buckets import BucketLayout
 from zerofx.checks import names
 from zerofx.codegen.emit import EmittedStep
@@ -19,14 +20,15 @@ from zerofx.codegen.kernels.choose import UpdateKernels, kernels_of_facts
 from zerofx.codegen.kernels.table import UPDATE, kernels_in_use
 from zerofx.codegen.region_facts import RegionFacts, region_facts
 from zerofx.codegen.regions import Instruction, regions_of
-from zerofx.errors import PlanError, UsageError
+from zerofx.errors import PlanError
 from zerofx.graph import StepGraph
 from zerofx.lowering import LoweredStep
 from zerofx.pipeline import Stage
 from zerofx.progress import watched
+from zerofx.returned import Returned
 from zerofx.runtime.arguments import StepArguments
 from zerofx.runtime.collectives import is_on_cpu
-from zerofx.runtime.control import WORK_SECONDS, Control
+from zerofx.runtime.control import Control
 from zerofx.runtime.executor import StepFunction, load_source
 from zerofx.scheduler.liveness import MemoryEvent, with_profiles
 from zerofx.scheduler.plan import Plan
@@ -43,7 +45,7 @@ RegionMemory = Mapping[str, tuple[MemoryEvent, ...]]  # what compiled regions ta
 @dataclass(frozen=True)
 class StepProgram:
     """All of a lowered step that it takes to run it: its plan and source, what it is called with, and its distinct
-    regions. ``num_regions`` is how many it runs."""
+    regions. ``num_regions`` is how many it runs, ``returned`` what a micro-batch gives besides its loss."""
 
     plan: Plan
     emitted: EmittedStep
@@ -51,6 +53,7 @@ class StepProgram:
     regions: tuple[RegionFacts, ...]
     num_regions: int
     device: torch.device
+    returned: Returned
 
     @staticmethod
     def of(lowered: LoweredStep, settings: Settings, backend: str) -> StepProgram:
@@ -58,7 +61,9 @@ class StepProgram:
         regions = regions_of(lowered.instructions)
         facts = region_facts(regions, with_updates=UPDATE in _kernels(settings, lowered.graph.device, backend))
         arguments = StepArguments.of(lowered.graph)
-        return StepProgram(lowered.plan, lowered.emitted, arguments, facts, len(regions), lowered.graph.device)
+        return StepProgram(
+            lowered.plan, lowered.emitted, arguments, facts, len(regions), lowered.graph.device, lowered.graph.returned
+        )
 
 
 @dataclass(frozen=True)
@@ -124,12 +129,14 @@ def load_program(
     """Write a step's source, and load it with its regions; ``decisions_hash`` is its plan's."""
     source = program.emitted.source
     # One plan leads to several files: the update in it changes with the optimizer's options.
-    folder = settings.dump_dir / hashlib.sha256((decisions_hash + source).encode()).hexdigest()[:12]
-    path = folder / "step.py"
-    control.attempt("write the generated step", lambda: _write(path, source) if control.rank == 0 else None)
+    name = hashlib.sha256((decisions_hash + source).encode()).hexdigest()[:12]
+    path = control.share("write the generated step", lambda: dumps.write_source(settings.dump_dir, name, source))
     kernels = _kernels(settings, program.device, backend)
     functions = program.emitted.functions
-    return path, load_step(source, str(path), program.regions, functions, control, backend, kernels, edited=False)
+    loaded = load_step(source, str(path), program.regions, functions, control, backend, kernels, edited=False)
+    if control.rank == 0:
+        dumps.hold(path, loaded.function)
+    return path, loaded
 
 
 def with_memory(lowered: LoweredStep, layout: BucketLayout, memory: RegionMemory) -> LoweredStep:
@@ -143,9 +150,9 @@ def with_memory(lowered: LoweredStep, layout: BucketLayout, memory: RegionMemory
 
 
 def write_plan(source_path: Path, text: str, control: Control) -> None:
-    """Put a step's plan beside its source."""
+    """Put a step's plan next to its source."""
     if control.rank == 0:
-        (source_path.parent / "plan.json").write_text(text)
+        dumps.write_plan(source_path, text)
 
 
 def compiled_step(
@@ -153,7 +160,8 @@ def compiled_step(
 ) -> CompiledStep:
     """A program that was loaded; ``plan`` has the predictions that hold for it."""
     return CompiledStep(
-        plan, program.emitted, program.arguments, program.regions, program.num_regions, program.device, path,
+        plan, program.emitted, program.arguments, program.regions, program.num_regions, program.device,
+        program.returned, path,
         loaded.function, loaded.memory, loaded.updates, details,
     )  # fmt: skip
 
@@ -230,22 +238,11 @@ def load_step(
 
         with watched("compiling", "regions", len(first), show=control.rank == 0) as progress:
             for keys in (mine, others):
-                control.attempt("compile their regions", partial(compile_all, keys), WORK_SECONDS)
+                control.attempt("compile their regions", partial(compile_all, keys))
         for key, done in compiled.items():
             namespace[functions[key]] = done.call
     memory = {key: done.memory for key, done in compiled.items()} | dict.fromkeys(updates.made, ())
     return LoadedStep(namespace["step"], memory, updates)
-
-
-def _write(path: Path, source: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
-    except OSError as error:
-        raise UsageError(
-            f"expected a folder to write the generated step to, found that {path.parent} is none ({error}): set "
-            f"ZEROFX_DUMP_DIR to one"
-        ) from error
 
 
 def read_edited(path: str | Path, functions: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ from zerofx.disk_cache import NOT_KEPT, DiskCache
 from zerofx.forward_record import ForwardRecord, record_forward
 from zerofx.graph import StepGraph, Strides, parameter_infos
 from zerofx.layers import find_units
-from zerofx.loss import LossFunction
+from zerofx.loss import Loss, Objective
 from zerofx.node_facts import Role, placeholder
 from zerofx.repeats import Repeat, find_repeats, shortened
 from zerofx.stamp import NotRepeatedError, Stamped, canonical, erase, same_outputs, shrink, stamp, without_outputs
@@ -33,7 +33,7 @@ def capture_by_layer(
     model: nn.Module,
     batch: Batch,
     *,
-    loss_fn: LossFunction | None = None,
+    loss_fn: Loss = None,
     compute_dtype: torch.dtype | None = None,
     num_micro_batches: int = 1,
     strides: Strides = MappingProxyType({}),
@@ -52,7 +52,7 @@ def capture_by_layer(
     Raises:
         CaptureError: as ``capture``.
     """
-    whole = _Whole(model, batch, loss_fn, compute_dtype, num_micro_batches, strides)
+    whole = _Whole(model, batch, Objective.of(loss_fn), compute_dtype, num_micro_batches, strides)
     repeats = find_repeats(model) if allowed else ()
     if not repeats and cache.folder is None:
         return whole.capture()
@@ -65,9 +65,9 @@ def capture_by_layer(
             say(f"not kept for the next run: {_in_short(error)}")
         return whole.capture()
     record, kept = recorded.record, recorded.kept
-    if recorded.text is not None:
+    found = kept.graph(recorded.text) if recorded.text is not None else None
+    if found is not None:
         say("captured by an earlier run, whose forward was the same")
-        found: StepGraph | None = kept.graph(recorded.text)
     elif repeats and (found := _try_to_stamp(whole, repeats, record, say)) is not None:
         found = kept.keep(found, say)
     else:
@@ -78,6 +78,7 @@ def capture_by_layer(
         else:
             found = kept.keep(found, say)
     assert found is not None
+    found.returned = record.returned  # of all layers, and in no file
     assert not check or found.text() == whole.capture().text(), "layers were stamped out, or kept, as they are not"
     return found
 
@@ -96,7 +97,7 @@ def recorded_forward(
     batch: Batch,
     cache: DiskCache,
     *,
-    loss_fn: LossFunction | None = None,
+    loss_fn: Loss = None,
     compute_dtype: torch.dtype | None = None,
     num_micro_batches: int = 1,
     strides: Strides = MappingProxyType({}),
@@ -106,7 +107,7 @@ def recorded_forward(
     Raises:
         Exception: what the model's own code raises, and ``NotRepeatedError`` as ``record_forward``.
     """
-    return _recorded(_Whole(model, batch, loss_fn, compute_dtype, num_micro_batches, strides), cache)
+    return _recorded(_Whole(model, batch, Objective.of(loss_fn), compute_dtype, num_micro_batches, strides), cache)
 
 
 def _recorded(whole: _Whole, cache: DiskCache) -> Recorded:
@@ -142,7 +143,7 @@ def _in_short(error: Exception) -> str:
 class _Whole:
     model: nn.Module
     batch: Batch
-    loss_fn: LossFunction | None
+    loss_fn: Loss
     compute_dtype: torch.dtype | None
     num_micro_batches: int
     strides: Strides

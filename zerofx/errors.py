@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -40,6 +41,10 @@ class ShardedParametersError(ZeroFXError, RuntimeError):
     """The model was used while its parameters are sharded over the ranks."""
 
 
+class NonFiniteLossError(ZeroFXError, ArithmeticError):
+    """The loss of a step is NaN or infinite, and ``on_nonfinite="raise"``: nothing has been updated."""
+
+
 class CompilerError(ZeroFXError, RuntimeError):
     """A region could not be compiled, for example because the machine has no C++ compiler."""
 
@@ -58,6 +63,48 @@ class MemoryBudgetError(ZeroFXError, ValueError):
 
 class PlanError(ZeroFXError, ValueError):
     """A plan does not fit the graph, the machine or the world it is used with."""
+
+
+class InternalError(ZeroFXError, RuntimeError):
+    """A defect of zerofx itself: an error that it did not mean to raise, which is the cause of this one."""
+
+
+# What Python raises where code is wrong; what torch, the system or a user's own code raises stays as it is.
+_DEFECTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError, TypeError)
+
+
+@contextlib.contextmanager
+def working(work: str, remedy: str = "", *, only_own: bool = True) -> Iterator[None]:
+    """While open, defects of zerofx become an ``InternalError`` that says what was being done, and what helps.
+
+    Args:
+        work: completes "expected to ...".
+        remedy: how to do without, if there is a way.
+        only_own: whether code runs inside that is not zerofx's: errors that begin there stay as they are.
+    """
+    try:
+        yield
+    except ZeroFXError:
+        raise
+    except Exception as error:
+        if only_own and not (isinstance(error, _DEFECTS) and _begins_here(error)):
+            raise
+        internal = InternalError(
+            f"expected to {work}, found a defect of zerofx: {type(error).__name__}: {error}. "
+            f"{remedy + ', and please' if remedy else 'Please'} report it with this traceback, what `zerofx doctor` "
+            f"prints, and the folder that ZEROFX_DEBUG=5 and ZEROFX_DUMP_DIR have the step written to"
+        )
+        for note in getattr(error, "__notes__", ()):
+            internal.add_note(note)
+        raise internal from error
+
+
+def _begins_here(error: BaseException) -> bool:
+    """Whether it is a line of zerofx that raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OWN_FILES[0])
 
 
 class ZeroFXWarning(UserWarning):

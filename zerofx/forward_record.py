@@ -24,9 +24,10 @@ from zerofx.capture import fake_device, saves_by_hook, traceable
 from zerofx.graph import Strides
 from zerofx.graph_json import LARGEST_LITERAL, TORCH_NAMESPACES
 from zerofx.layer_annotations import running_layer
-from zerofx.loss import LossFunction
+from zerofx.loss import Loss, LossModule, Objective
 from zerofx.node_facts import Origin, Phase, Placeholder, Role
 from zerofx.record_lines import Line, graph_of, text_of
+from zerofx.returned import NOTHING_ELSE, Returned
 from zerofx.stamp import NotRepeatedError, Number
 from zerofx.torch_private import TorchDispatchMode, without_modes
 
@@ -38,12 +39,14 @@ class ForwardRecord:
     The calls among ``lines`` are operators, and the methods the nodes of autograd's graph, which stand behind all
     operators. Values are texts. ``asked`` are the functions of torch that Python called, a line each: which of them
     are composed of others is up to the one who traces; behind them, the buffers that get other tensors, and what is
-    checked of values. ``foreign`` names an operator or a backward that is not torch's, if there is one.
+    checked of values. ``returned`` is what it
+    gives besides its loss. ``foreign`` names an operator or a backward that is not torch's, if there is one.
     """
 
     lines: tuple[Line, ...]
     asked: str
     foreign: str | None
+    returned: Returned = NOTHING_ELSE
 
     @staticmethod
     def empty() -> ForwardRecord:
@@ -66,7 +69,7 @@ class ForwardRecord:
 def record_forward(
     model: nn.Module,
     batch: Batch,
-    loss_fn: LossFunction | None,
+    loss_fn: Loss,
     compute_dtype: torch.dtype | None,
     num_micro_batches: int,
     strides: Strides,
@@ -77,12 +80,18 @@ def record_forward(
         NotRepeatedError: the model runs Python in backward, or has tensors of its own that are neither parameters nor
             buffers.
     """
-    with traceable(model, batch, loss_fn, compute_dtype, num_micro_batches, strides) as (lossy, fakes, _, mode):
-        recorder, asked = _Recorder(model, fakes), _Asked()
-        with mode, recorder, asked:
-            made = lossy(*fakes)
-        lines = recorder.finished(made if isinstance(made, tuple) else (made,))
-        return ForwardRecord(lines, "\n".join((*asked.names, *lossy.rebound, *lossy.checked)), recorder.foreign)
+    objective = Objective.of(loss_fn)
+
+    def once() -> ForwardRecord:
+        with traceable(model, batch, objective, compute_dtype, num_micro_batches, strides) as (lossy, fakes, _, mode):
+            recorder, asked = _Recorder(lossy, fakes), _Asked()
+            with mode, recorder, asked:
+                made = lossy(*fakes)
+            lines = recorder.finished(made if isinstance(made, tuple) else (made,))
+            notes = "\n".join((*asked.names, *lossy.rebound, *lossy.checked))
+            return ForwardRecord(lines, notes, recorder.foreign, lossy.returned)
+
+    return objective.outside.traced(once)
 
 
 class _Asked(TorchFunctionMode):
@@ -100,7 +109,7 @@ class _Asked(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, model: nn.Module, fakes: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, lossy: LossModule, fakes: tuple[torch.Tensor, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._lines: list[Line] = []
         self._values: dict[int, Number] = {}  # by the identity of a tensor
@@ -108,7 +117,7 @@ class _Recorder(TorchDispatchMode):
         self._kept: list[torch.Tensor] = []  # so that no identity is used twice
         self._made: list[tuple[Line, list[torch.Tensor]]] = []
         self.foreign: str | None = None
-        for tensor, what in _given(model, fakes):
+        for tensor, what in _given(lossy, fakes):
             if id(tensor) not in self._values:
                 self._keep(self._add(Line("placeholder", "given", (), {}, what, _text(tensor))), [tensor])
 
@@ -200,11 +209,13 @@ def _is_torchs(name: str) -> bool:
     return hasattr(torch._C._functions, name.removeprefix("torch::autograd::"))
 
 
-def _given(model: nn.Module, fakes: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, Placeholder]]:
-    for name, parameter in model.named_parameters():
+def _given(lossy: LossModule, fakes: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, Placeholder]]:
+    for name, parameter in lossy.model.named_parameters():
         yield parameter, Placeholder(Role.PARAMETER, name)
-    for name, buffer in model.named_buffers():
+    for name, buffer in lossy.model.named_buffers():
         yield buffer, Placeholder(Role.BUFFER, name)
+    for key, tensor in (*lossy.outside.named_parameters(), *lossy.outside.named_buffers()):
+        yield tensor, Placeholder(Role.OUTSIDE, lossy.outside_names[int(key)])
     for index, fake in enumerate(fakes):
         yield fake, Placeholder(Role.INPUT, str(index))
 

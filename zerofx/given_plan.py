@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,6 +134,7 @@ def check_graph(plan: Plan, captured: StepGraph, layout: BucketLayout) -> None:
     """
     differences = list(_graph_differences(plan, captured))
     differences += list(_bucket_differences(plan.buckets, tuple(summarise(bucket) for bucket in layout.buckets)))
+    differences = differences or list(_decision_differences(plan, layout))
     _refuse(differences, "Make the plan anew for this model, batch and optimizer.")
 
 
@@ -171,6 +173,27 @@ def _graph_differences(plan: Plan, captured: StepGraph) -> Iterator[_Difference]
 def _bucket_differences(before: tuple[BucketSummary, ...], after: tuple[BucketSummary, ...]) -> Iterator[_Difference]:
     known = [{f"bucket {b.name}{_of(b)}": _describe(b) for b in buckets} for buckets in (before, after)]
     yield from _few(_by_name(known[0], known[1], str), "buckets")
+
+
+def _decision_differences(plan: Plan, layout: BucketLayout) -> Iterator[_Difference]:
+    """Buckets that are not decided about as often as they have to be: a step would leave their update out, say."""
+    counts = Counter(decision.bucket for decision in plan.reduces)
+    for index, bucket in enumerate(layout.buckets):
+        wanted = int(bucket.trainable)
+        if counts.pop(index, 0) != wanted:
+            yield _Difference(f"reductions of bucket {bucket.name}", str(wanted), "another number")
+    for kind in ("states", "parameters", "gradients"):
+        decided = Counter(decision.bucket for decision in getattr(plan, kind))
+        counts.update({index: 1 for index in decided if index not in range(len(layout.buckets))})
+        yield from (
+            _Difference(f"decisions about the {kind} of bucket {index}", "one at the most", str(number))
+            for index, number in decided.items()
+            if number > 1
+        )
+    counts.update({d.bucket: 1 for d in plan.gathers if d.bucket not in range(len(layout.buckets))})
+    yield from (
+        _Difference(f"bucket {index}", f"numbers below {len(layout.buckets)}", "decisions about it") for index in counts
+    )
 
 
 def _by_name(before: Mapping[str, T], after: Mapping[str, T], text: Callable[[T], str]) -> list[_Difference]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,16 +16,19 @@ from zerofx.node_facts import (
     Origin,
     Placeholder,
     Role,
+    Task,
     origin,
     piece_of,
     placeholder,
     set_origin,
     set_placeholder,
     set_value,
+    task_of,
     tensor,
     value,
 )
 from zerofx.node_text import node_text
+from zerofx.returned import NOTHING_ELSE, Returned
 from zerofx.scheduler.decisions import SliceDecision
 
 Strides = Mapping[int, tuple[int, ...]]  # of parameters, by the identity of their tensors
@@ -37,7 +40,8 @@ class ParameterInfo:
 
     ``name`` is its first dotted name, ``aliases`` all of them (more than one when weights are tied). ``dtype`` is the
     dtype it is stored in, ``compute_dtype`` the one that the graph reads. A slice of a parameter is one too: ``whole``
-    is then the parameter's first name, and ``first_row`` where the slice begins in its first dimension.
+    is then the parameter's first name, and ``first_row`` where the slice begins in its first dimension. A complex one
+    is described as what ``torch.view_as_real`` makes of it.
     """
 
     name: str
@@ -49,6 +53,7 @@ class ParameterInfo:
     requires_grad: bool
     whole: str | None = None
     first_row: int = 0
+    is_complex: bool = False
 
     @property
     def source(self) -> str:
@@ -71,14 +76,19 @@ def parameter_infos(model: nn.Module, compute_dtype: torch.dtype | None, strides
         ParameterInfo(
             name=names[key][0],
             aliases=tuple(names[key]),
-            shape=tuple(p.shape),
-            stride=strides.get(key, p.stride()),
-            dtype=p.dtype,
-            compute_dtype=cast_of(p, compute_dtype),
+            shape=(*p.shape, *((2,) if p.is_complex() else ())),
+            stride=_real_stride(strides.get(key, p.stride())) if p.is_complex() else strides.get(key, p.stride()),
+            dtype=p.dtype.to_real(),
+            compute_dtype=cast_of(p, compute_dtype).to_real(),
             requires_grad=p.requires_grad,
+            is_complex=p.is_complex(),
         )
         for key, p in tensors.items()
     )
+
+
+def _real_stride(stride: tuple[int, ...]) -> tuple[int, ...]:
+    return *(2 * one for one in stride), 1
 
 
 def cast_of(tensor: torch.Tensor, compute_dtype: torch.dtype | None) -> torch.dtype:
@@ -107,13 +117,14 @@ class Clipping:
 class StepGraph:
     """An fx graph of a training step with its parameters, gradients and buffer updates by name.
 
-    The output node is ``(loss, buffer updates..., gradients...)``, and behind them the gradients' norm where
-    ``clipping`` says how they are clipped; ``gradient_names`` and ``mutation_names`` say which
-    is which, and each micro-batch has gradients of its own. Passes empty both as they turn gradients into reductions
+    The output node is ``(loss, extras..., buffer updates..., gradients...)``, and behind them the gradients' norm where
+    ``clipping`` says how they are clipped; ``num_extras``, ``gradient_names`` and ``mutation_names`` say which
+    is which, and each micro-batch has extras and gradients of its own. ``returned`` is what one of them gives besides
+    its loss. Passes empty both as they turn gradients into reductions
     and updates into in-place writes; ``reduced`` then holds, by bucket, the node whose value is the bucket's gradient
     on this rank. ``slices`` says which parameters are there in slices, each a parameter of its own. ``fakes`` remembers
     the values that passes have asked for. ``cut_pieces`` are the pieces of what is outside ``units`` at whose borders
-    regions end.
+    regions end. Where the step is ``guarded``, it ends before its updates if a loss is not finite.
     """
 
     graph: fx.Graph
@@ -129,6 +140,9 @@ class StepGraph:
     slices: tuple[SliceDecision, ...] = ()
     cut_pieces: frozenset[str] = frozenset()
     clipping: Clipping | None = None
+    num_extras: int = 0
+    returned: Returned = NOTHING_ELSE
+    guarded: bool = False
 
     @property
     def output(self) -> fx.Node:
@@ -143,7 +157,12 @@ class StepGraph:
     @property
     def mutations(self) -> dict[str, fx.Node]:
         """Buffer name to the node that computes the buffer's next value."""
-        return dict(zip(self.mutation_names, self._outputs()[1:], strict=False))
+        return dict(zip(self.mutation_names, self._outputs()[1 + self.num_extras :], strict=False))
+
+    @property
+    def extras(self) -> tuple[fx.Node, ...]:
+        """What the step hands out besides its loss, micro-batch by micro-batch."""
+        return self._outputs()[1 : 1 + self.num_extras]
 
     @property
     def gradients(self) -> dict[str, fx.Node]:
@@ -156,18 +175,27 @@ class StepGraph:
 
         A gradient is the sum of its shares in this order.
         """
-        found, length = self._outputs()[1 + len(self.mutation_names) :], len(self.gradient_names)
+        found, length = self._outputs()[1 + self.num_extras + len(self.mutation_names) :], len(self.gradient_names)
         if not length:
             return ({},)
         starts = range(0, len(found), length)
         return tuple(dict(zip(self.gradient_names, found[i : i + length], strict=True)) for i in starts)
 
-    def set_outputs(self, loss: fx.Node, mutations: Mapping[str, fx.Node], *gradients: Mapping[str, fx.Node]) -> None:
-        """Rewrite the output node; ``gradients`` are one mapping for each micro-batch, all with the same names."""
+    def set_outputs(
+        self,
+        loss: fx.Node,
+        mutations: Mapping[str, fx.Node],
+        *gradients: Mapping[str, fx.Node],
+        extras: Sequence[fx.Node] | None = None,
+    ) -> None:
+        """Rewrite the output node; ``gradients`` are one mapping for each micro-batch, all with the same names, and
+        ``extras`` stay as they are where none are given."""
+        kept = self.extras if extras is None else extras
         self.mutation_names, self.gradient_names = list(mutations), list(gradients[0]) if gradients else []
         shares = [share[name] for share in gradients for name in self.gradient_names]
         norm = [self.clipping.norm] if self.clipping is not None else []
-        self.output.args = ((loss, *mutations.values(), *shares, *norm),)
+        self.num_extras = len(kept)
+        self.output.args = ((loss, *kept, *mutations.values(), *shares, *norm),)
 
     def placeholders(self, role: Role | None = None) -> Iterator[fx.Node]:
         for node in self.graph.find_nodes(op="placeholder"):
@@ -222,6 +250,17 @@ class StepGraph:
     def calls(self) -> Iterator[fx.Node]:
         """All call_function nodes in order of execution."""
         return (node for node in self.graph.nodes if node.op == "call_function")
+
+    def by_name(self) -> dict[str, fx.Node]:
+        """All nodes by name, to find those of the captured graph that a plan names: they keep their names.
+
+        What passes put in is called what is free then: it is found in ``tasks``, by what it is there for.
+        """
+        return {node.name: node for node in self.graph.nodes}
+
+    def tasks(self) -> dict[Task, fx.Node]:
+        """The nodes that passes have put in and others ask for, by task."""
+        return {task: node for node in self.calls() if (task := task_of(node)) is not None}
 
     def positions(self) -> dict[fx.Node, int]:
         return {node: i for i, node in enumerate(self.graph.nodes)}

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zerofx.checks import check_hooks
+from zerofx.deferred import DeferredTensor
 from zerofx.errors import ShardedParametersError, UsageError
 
 _MARK = "_zerofx_owner"
@@ -44,7 +45,7 @@ def claim(model: nn.Module, step: object) -> Owner:
     """Mark ``model`` as trained by ``step``.
 
     Raises:
-        UsageError: an open step trains it, or a part of it, already.
+        UsageError: an open step trains it, or a part of it, or has one of its parameters, already.
     """
     for path, module in model.named_modules():
         owner = getattr(module, _MARK, None)
@@ -54,15 +55,26 @@ def claim(model: nn.Module, step: object) -> Owner:
                 f"expected a model that no step trains yet, found {what} compiled before: use that step, or call its "
                 f"close() first, which gives the model its parameters back; without that step, build the model anew"
             )
+    for name, parameter in model.named_parameters():
+        # One without values is a recipe, which copies of a model share.
+        owner = None if isinstance(parameter, DeferredTensor) else getattr(parameter, _MARK, None)
+        if isinstance(owner, Owner) and not owner.is_gone:
+            raise UsageError(
+                f"expected parameters that no step has yet, found that {name} is one of another compiled model, too: "
+                f"make both one module and compile that, so that one step updates what they share, or give each a "
+                f"copy of its own"
+            )
     owner = Owner(step)
-    setattr(model, _MARK, owner)
+    for marked in (model, *model.parameters()):
+        setattr(marked, _MARK, owner)
     return owner
 
 
 def release(model: nn.Module, owner: Owner) -> None:
     """Take the mark off again."""
-    if getattr(model, _MARK, None) is owner:
-        delattr(model, _MARK)
+    for marked in (model, *model.parameters()):
+        if getattr(marked, _MARK, None) is owner:
+            delattr(marked, _MARK)
 
 
 class Guard:
@@ -90,13 +102,18 @@ class Guard:
         return Guard, (None, "", "")
 
 
-def guard_model(model: nn.Module, is_open: Callable[[], bool]) -> list[Any]:
-    """Refuse to call, save, load, copy or pickle a model whose own parameters hold no values; returns the handles."""
+def guard_model(model: nn.Module, is_open: Callable[[], bool], instead: str = "") -> list[Any]:
+    """Refuse to call, save, load, copy or pickle a model whose own parameters hold no values; returns the handles.
+
+    ``instead`` says what to do where no step has them any more.
+    """
     whole = "inside `with step.full_parameters():` (on every rank)"
-    forward = Guard(is_open, "{} to be called", f"call it {whole}")
-    save = Guard(is_open, "state_dict() to be called", f"use step.full_state_dict(), or call it {whole}")
+    forward = Guard(is_open, "{} to be called", instead or f"call it {whole}")
+    save = Guard(is_open, "state_dict() to be called", instead or f"use step.full_state_dict(), or call it {whole}")
     load = Guard(
-        is_open, "load_state_dict() to be called", "call it inside `with step.full_parameters(write_back=True):`"
+        is_open,
+        "load_state_dict() to be called",
+        instead or "call it inside `with step.full_parameters(write_back=True):`",
     )
     handles: list[Any] = []
     for module in model.modules():
@@ -146,8 +163,10 @@ class ParameterWatch:
 class ModeWatch:
     """Which modules are in training mode, as a word that two equal answers share."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._paths, self._modules = zip(*model.named_modules(), strict=True)
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        """``modules`` are looked into, the model first, each with what the paths in it begin with."""
+        named = [(path, one) for root, module in modules.items() for path, one in module.named_modules(prefix=root)]
+        self._paths, self._modules = zip(*named, strict=True)
         self._words: dict[tuple[bool, ...], str] = {}
 
     def mode(self) -> str:

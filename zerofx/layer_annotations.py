@@ -1,16 +1,21 @@
-"""The module that is running, told to all that is traced meanwhile."""
+"""The module and the user's line that are running, told to all that is traced meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 from torch.fx import traceback as fx_traceback
+from torch.overrides import TorchFunctionMode
+
+from zerofx.blame import running_line
 
 LAYER_KEY = "zerofx_layer"
+LINE_KEY = "zerofx_line"
 LOSS_LAYER = "loss"
 
 
@@ -54,3 +59,13 @@ def layer_annotations(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+class SourceLines(TorchFunctionMode):
+    """While open, traced nodes have the user's line that runs under ``LINE_KEY`` in their custom metadata."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with fx_traceback.annotate({LINE_KEY: running_line(sys._getframe(1))}):
+            return func(*args, **(kwargs or {}))

@@ -1,25 +1,31 @@
-"""Find the loss in what a model returns, and divide a batch between a model and its loss function."""
+"""Find the loss in what a model returns, and the module that makes it of a batch."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from zerofx.batch import Batch
-from zerofx.errors import CaptureError, UsageError
+from zerofx.calling import call_model, check_forward_call, divided_call
+from zerofx.errors import CaptureError
+from zerofx.known_values import KnownValues
+from zerofx.outside import Outside, OutsideFoundError, StandInMaker, StandIns
+from zerofx.returned import NOTHING_ELSE, Returned
 from zerofx.watched_calls import Checks
 
-LossFunction = Callable[..., Any]
+LossFunction = Callable[..., Any]  # of outputs and what the model did not take
+ForwardFunction = Callable[..., Any]  # of the model and a batch
 
 
-def find_loss(outputs: Any, *, from_loss_fn: bool = False) -> torch.Tensor:
+def find_loss(outputs: Any, *, source: str = "the model") -> torch.Tensor:
     """The scalar that training minimises.
 
     It is ``outputs`` itself, or its ``.loss`` or ``["loss"]``, or the only scalar with a gradient in a tuple or list.
@@ -27,7 +33,6 @@ def find_loss(outputs: Any, *, from_loss_fn: bool = False) -> torch.Tensor:
     Raises:
         CaptureError: there is none, or more than one; the message lists what was returned.
     """
-    source = "loss_fn" if from_loss_fn else "the model"
     found = _candidate(outputs)
     if isinstance(found, torch.Tensor) and found.numel() == 1 and found.dtype.is_floating_point:
         if not found.requires_grad:
@@ -38,61 +43,157 @@ def find_loss(outputs: Any, *, from_loss_fn: bool = False) -> torch.Tensor:
         return found if found.dim() == 0 else found.reshape(())
     raise CaptureError(
         f"expected a scalar loss from {source}, found {_describe(outputs)}: return a scalar, an object with .loss, a "
-        f'dict with "loss", or give loss_fn=lambda outputs, *batch: ...'
+        f'dict with "loss", or give loss_fn=lambda outputs, *rest: ..., with what forward does not take'
     )
+
+
+class Objective:
+    """What a step computes of a batch: the model's own loss, ``loss_fn`` of what the model gives, or ``forward``.
+
+    ``outside`` are the tensors that either of the two uses beside the model's.
+    """
+
+    def __init__(self, loss_fn: LossFunction | None = None, forward: ForwardFunction | None = None) -> None:
+        self.loss_fn, self.forward = loss_fn, forward
+        self.outside = Outside(forward or loss_fn, "loss_fn" if forward is None else "forward")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Objective) and (self.loss_fn, self.forward) == (other.loss_fn, other.forward)
+
+    def __hash__(self) -> int:
+        return hash((self.loss_fn, self.forward))
+
+    @staticmethod
+    def of(given: Loss) -> Objective:
+        """An objective, or that of a loss function, or of a model with a loss of its own."""
+        return given if isinstance(given, Objective) else Objective(given)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model gives its loss itself."""
+        return self.loss_fn is None and self.forward is None
+
+    def watched(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The model, and the modules that it is trained with, by what their attributes' paths begin with."""
+        return {"": model} | ({} if self.is_plain else self.outside.modules(model))
+
+    def copied(self, memo: dict[int, Any]) -> Objective:
+        """That of a copy of the model. What ``forward`` uses besides is shared: a step changes none of it."""
+        return Objective(copy.deepcopy(self.loss_fn, memo), self.forward)
+
+    def run(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        scope: Callable[[], AbstractContextManager[None]],
+    ) -> tuple[torch.Tensor, Returned, tuple[torch.Tensor, ...]]:
+        """The loss of a batch, what is returned besides, and the tensors of that; the loss is computed in ``scope``.
+
+        Raises:
+            UsageError: the model or one of the two cannot be called with such a batch.
+            CaptureError: there is no loss in what they give.
+        """
+        if self.forward is not None:
+            check_forward_call(self.forward, args, kwargs)
+            with scope():
+                given = self.forward(model, *args, **kwargs)
+                if isinstance(given, torch.Tensor):
+                    return find_loss(given, source="forward"), NOTHING_ELSE, ()
+                if not (type(given) is tuple and len(given) == 2 and isinstance(given[0], torch.Tensor)):
+                    raise CaptureError(
+                        f"expected forward to return its loss, a scalar tensor, or a pair (loss, extras), found "
+                        f"{_describe(given)}: pick the loss, and put all that step() is to give besides into one dict"
+                    )
+                return find_loss(given[0], source="forward"), *Returned.of_extras(given[1])
+        if self.loss_fn is None:
+            outputs = call_model(model, args, kwargs)
+            loss = find_loss(outputs)
+            return loss, Returned(left_out=_left_out(outputs, loss)), ()
+        (own, named), (rest, others) = divided_call(model, self.loss_fn, args, kwargs)
+        outputs = call_model(model, own, named)
+        with scope():
+            given = self.loss_fn(outputs, *rest, **others)
+            loss = find_loss(given, source="loss_fn")
+            return loss, Returned(left_out=_left_out(given, loss)), ()
+
+
+Loss = LossFunction | Objective | None
 
 
 class LossModule(nn.Module):
     """The model followed by its loss, called with the batch's tensors alone.
 
-    ``loss_scope`` opens a context that ``loss_fn`` runs in. Where the forward puts other tensors in the places of its
-    buffers (``self.mean = 0.9 * self.mean + ...``), those come behind the loss, in the order of their names in
-    ``rebound``; and behind them what it checks of values, as booleans, in the order of their texts in ``checked``.
-    ``counts`` has the names of the numbers that a forward changes again when it runs again.
+    ``loss_scope`` opens a context that ``loss_fn`` and ``forward`` run in. Where the forward puts other tensors in the
+    places of its buffers (``self.mean = 0.9 * self.mean + ...``), those come behind the loss, in the order of their
+    names in ``rebound``; behind them what it checks of values, as booleans, in the order of their texts in ``checked``;
+    and behind those the tensors of ``returned``. ``counts`` has the names of the numbers that a forward changes again
+    when it runs again. The parameters and buffers of ``outside`` stand for the tensors that ``objective`` uses beside
+    the model's, in the order of ``outside_names``.
     """
 
     def __init__(
         self,
         model: nn.Module,
         batch: Batch,
-        loss_fn: LossFunction | None,
+        objective: Objective,
         num_micro_batches: int,
         loss_scope: Callable[[], AbstractContextManager[None]],
+        known: KnownValues,
+        stand_ins: StandInMaker,
     ) -> None:
         super().__init__()
         self.model = model
+        self.outside = nn.Module()
         self._batch = batch
-        # In a tuple, a loss that is a module is none of this one's: its buffers are constants of the step.
-        self._loss_fn = () if loss_fn is None else (loss_fn,)
+        # In a tuple, a loss that is a module is none of this one's.
+        self._objective = (objective,)
         self._num_micro_batches = num_micro_batches
         self._loss_scope = loss_scope
+        self._known = known
+        self._fake = stand_ins.fake
+        self._places = dict(stand_ins.of_model)
+        self.outside_names: tuple[str, ...] = ()
         self.rebound: tuple[str, ...] = ()
         self.checked: tuple[str, ...] = ()
         self.counts: tuple[str, ...] = ()
+        self.returned = NOTHING_ELSE
         self._has_run = False
+        if not objective.is_plain:
+            self._stand_in()
+
+    def _stand_in(self) -> None:
+        """Register fake tensors for those that are known to be used outside of the model."""
+        (objective,) = self._objective
+        objective.outside.forget_index()
+        named = {n: one for n, one in objective.outside.tensors().items() if id(one) not in self._places}
+        for index, real in enumerate(named.values()):
+            fake, key = self._fake(real), str(index)
+            table: dict[str, Any] = self.outside._parameters if real.requires_grad else self.outside._buffers
+            table[key] = fake
+            self._places[id(real)] = table, key
+        self.outside_names = tuple(named)
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        (objective,) = self._objective
         held, numbers = _buffers(self.model), _numbers(self.model)
-        with _tensors_kept(self.model), Checks() as checks:
-            loss = self._loss(*self._batch.rebuild(tensors))
+        stand_ins = StandIns(self._places, objective.outside, self._fake)
+        with _tensors_kept(self.model), Checks() as checks, self._known.asking(checks.answer), ExitStack() as inner:
+            if not objective.is_plain:
+                inner.enter_context(stand_ins)
+            loss, self.returned, extras = objective.run(self.model, *self._batch.rebuild(tensors), self._loss_scope)
             now = _buffers(self.model)
+        if stand_ins.has_learned:
+            raise OutsideFoundError
         if self._has_run:
             self.counts = tuple(sorted(name for name, _ in _numbers(self.model).items() - numbers.items()))
         self._has_run = True
         loss = loss if self._num_micro_batches == 1 else loss / self._num_micro_batches
-        rebound = _rebound(held, now)
-        self.rebound, self.checked = tuple(rebound), tuple(text for _, text in checks.noted)
+        rebound, noted = _rebound(held, now), checks.noted()
+        self.rebound, self.checked = tuple(rebound), tuple(text for _, text in noted)
         # A copy each: what is put in a buffer's place may be another buffer, or a view.
-        others = *(tensor.clone() for tensor in rebound.values()), *(holds for holds, _ in checks.noted)
+        others = *(tensor.clone() for tensor in rebound.values()), *(holds for holds, _ in noted), *extras
         return (loss, *others) if others else loss
-
-    def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        if not self._loss_fn:
-            return find_loss(self.model(*args, **kwargs))
-        model_args, model_kwargs = split_batch(self.model, args, kwargs)
-        outputs = self.model(*model_args, **model_kwargs)
-        with self._loss_scope():
-            return find_loss(self._loss_fn[0](outputs, *args, **kwargs), from_loss_fn=True)
 
 
 @contextlib.contextmanager
@@ -158,35 +259,16 @@ def _rebound(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tenso
     return found
 
 
-def split_batch(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The part of a batch that ``model.forward`` accepts: leading positional arguments, and keywords it names.
-
-    With a ``loss_fn`` the batch also holds what only the loss needs, such as targets.
-
-    Raises:
-        UsageError: how many positional arguments are the model's cannot be told: behind those that it needs it takes
-            others, such as a mask, in whose place targets would train something else without a word.
-    """
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    kinds = [p.kind for p in parameters]
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    takes_any = inspect.Parameter.VAR_POSITIONAL in kinds
-    most = len(args) if takes_any else min(len(args), len(positional))
-    needed = max(1, sum(p.default is p.empty and p.name not in kwargs for p in positional))
-    if len(args) > needed and most > needed:
-        further = [p.name for p in positional[needed:most]] or ["what *args takes"]
-        raise UsageError(
-            f"expected to know which arguments of step() are for the loss alone, found {len(args)} by position and a "
-            f"{type(model).__name__}.forward that needs {needed} and also takes {', '.join(further)}: pass by name "
-            f"what loss_fn alone is to get, step(inputs, targets=targets), under one that forward does not have; and "
-            f"what forward is to get besides under the one that it has there"
-        )
-    if inspect.Parameter.VAR_KEYWORD in kinds:
-        return tuple(args[:most]), dict(kwargs)
-    names = {p.name for p in parameters[most:]}
-    return tuple(args[:most]), {name: leaf for name, leaf in kwargs.items() if name in names}
+def _left_out(outputs: Any, loss: torch.Tensor) -> tuple[str, ...]:
+    """The tensors among outputs that are not the loss, as texts."""
+    if isinstance(outputs, torch.Tensor):
+        return ()
+    named = pytree.tree_flatten_with_path(outputs)[0]
+    return tuple(
+        f"{pytree.keystr(path)} {str(one.dtype).removeprefix('torch.')}{list(one.shape)}".strip()
+        for path, one in named
+        if isinstance(one, torch.Tensor) and one is not loss and one.numel() != 1
+    )
 
 
 def _candidate(outputs: Any) -> Any:

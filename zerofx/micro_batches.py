@@ -16,7 +16,7 @@ from zerofx.disk_cache import DiskCache
 from zerofx.errors import UsageError
 from zerofx.forward_record import ForwardRecord
 from zerofx.graph import StepGraph, Strides
-from zerofx.options import CompileOptions
+from zerofx.options import STOPPING, CompileOptions
 from zerofx.passes.accumulate import accumulate
 from zerofx.passes.simplify import simplify
 from zerofx.passes.slice import slice_parameters
@@ -75,7 +75,7 @@ class MicroBatches:
         if num not in self._recorded:
             try:
                 self._recorded[num] = recorded_forward(
-                    self._model, self._part(num), cache, loss_fn=self._options.loss_fn,
+                    self._model, self._part(num), cache, loss_fn=self._options.objective,
                     compute_dtype=self._options.compute_dtype, num_micro_batches=num, strides=self._strides,
                 )  # fmt: skip
             except Exception:  # noqa: BLE001 - what the model's own code raises is explained where it is captured
@@ -111,6 +111,7 @@ class MicroBatches:
                 step = step.clone()
                 slice_parameters(step, self.slices)
                 accumulate(step, num_micro_batches, self._divided(num_micro_batches))
+            step.guarded = self._options.on_nonfinite in STOPPING
             self._unrolled[num_micro_batches] = step
         return self._unrolled[num_micro_batches]
 
@@ -134,7 +135,7 @@ class MicroBatches:
 
     def _capture(self, num: int) -> StepGraph:
         step = capture_by_layer(
-            self._model, self._part(num), loss_fn=self._options.loss_fn, compute_dtype=self._options.compute_dtype,
+            self._model, self._part(num), loss_fn=self._options.objective, compute_dtype=self._options.compute_dtype,
             num_micro_batches=num, strides=self._strides, allowed="stamp" not in self._settings.disable,
             check=self._settings.verify == 2, say=self._say, cache=DiskCache(self._settings.cache_dir),
             recorded=self._recorded.get(num),

@@ -37,6 +37,7 @@ class Role(StrEnum):
     SCALAR_STATE = "scalar_state"  # a 0-dim optimizer state, such as Adam's step count
     BUFFER = "buffer"  # a buffer of the model
     INPUT = "input"  # a tensor of the batch
+    OUTSIDE = "outside"  # a tensor that forward or loss_fn reaches outside of the model: a teacher's, say
     CONSTANT = "constant"  # a tensor that the model made or held outside its parameters and buffers
 
 
@@ -63,6 +64,27 @@ class Placeholder:
     part: int | None = None
 
 
+class Job(StrEnum):
+    """What a node does that a pass has put in, and that others ask for."""
+
+    READ = "read"  # starts the read of a slice from nvme into the host's memory; of a decision about a gather
+    RELOAD = "reload"  # starts the copy of a slice to the device; of a decision about a gather
+    GATHER = "gather"  # starts a gather; of a decision about a gather
+    REDUCTION = "reduction"  # starts the reduction of a bucket's gradients; of a bucket
+    GRADIENT = "gradient"  # awaits that reduction; of a bucket
+
+
+@dataclass(frozen=True)
+class Task:
+    """A job for one of the plan's decisions about gathers, or for a bucket, by its index.
+
+    This is how a node that a pass has put in is found again: an operator or a tensor of the model may have any name.
+    """
+
+    job: Job
+    index: int
+
+
 def origin(node: fx.Node) -> Origin:
     """The origin of a node; a node without one (a placeholder) belongs to the model's forward."""
     return known_origin(node) or Origin("", Phase.FORWARD)
@@ -80,6 +102,20 @@ def set_origin(node: fx.Node, value: Origin) -> fx.Node:
     return node
 
 
+def source_line(node: fx.Node) -> str:
+    """The user's line that a captured node comes from, with its file and function; ``""`` where it is not known."""
+    line = node.meta.get("zerofx_line", "")
+    assert isinstance(line, str)
+    return line
+
+
+def set_source_line(node: fx.Node, line: str) -> fx.Node:
+    """Record the user's line that ``node`` comes from; returns it."""
+    if line:
+        node.meta["zerofx_line"] = line
+    return node
+
+
 def placeholder(node: fx.Node) -> Placeholder:
     """What a placeholder stands for."""
     found = node.meta["zerofx_placeholder"]
@@ -90,6 +126,18 @@ def placeholder(node: fx.Node) -> Placeholder:
 def set_placeholder(node: fx.Node, value: Placeholder) -> fx.Node:
     """Record what a placeholder stands for; returns it."""
     node.meta["zerofx_placeholder"] = value
+    return node
+
+
+def task_of(node: fx.Node) -> Task | None:
+    """The task of a node that a pass has put in, if it has one."""
+    found = node.meta.get("zerofx_task")
+    return found if isinstance(found, Task) else None
+
+
+def set_task(node: fx.Node, job: Job, index: int) -> fx.Node:
+    """Record the task of ``node``; returns it."""
+    node.meta["zerofx_task"] = Task(job, index)
     return node
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,6 +112,23 @@ def assert_values(graph: fx.Graph, tangent: fx.Node, checks: Iterable[tuple[fx.N
         tangent = set_origin(asserted, origin(tangent))
 
 
+def handed_out(graph: fx.Graph, node: fx.Node, shows: Callable[[torch.Tensor, torch.Tensor], bool]) -> fx.Node:
+    """What the step hands out for ``node``: what it is a view of, or a copy.
+
+    That is where the step has made that memory, and ``shows`` says that the view can be made of it.
+    """
+    source = node
+    while (further := aliased_input(source)) is not None:
+        source = further
+    if source.op != "placeholder" and shows(value(source), value(node)):
+        return source
+    last = node if node.op != "placeholder" else list(graph.find_nodes(op="placeholder"))[-1]
+    with graph.inserting_after(last):
+        copied = graph.call_function(torch.ops.aten.clone.default, (node,))
+    set_value(copied, node.meta["val"].clone())
+    return set_origin(copied, origin(node))
+
+
 def own_storage(graph: fx.Graph, loss: fx.Node) -> fx.Node:
     """The loss, or a copy of it where it is a view: the step hands it out, and would hold or change what it shows."""
     aten = torch.ops.aten
@@ -135,6 +153,33 @@ def sum_gradients(graph: fx.Graph, gradients: list[fx.Node]) -> fx.Node:
         set_value(added, late.meta["val"])
         total = set_origin(added, origin(late))
     return total
+
+
+def real_parameters(step: StepGraph) -> None:
+    """Let complex parameters come as real numbers: buckets hold those, and optimizers update them."""
+    for node in list(step.placeholders(Role.PARAMETER)):
+        fake = value(node)
+        if not fake.is_complex():
+            continue
+        set_value(node, torch.view_as_real(fake.detach()))
+        with step.graph.inserting_after(step.last_placeholder()):
+            shown = step.graph.call_function(torch.ops.aten.view_as_complex.default, (node,))
+        set_value(shown, fake.detach())
+        set_origin(shown, Origin(placeholder(node).name.rpartition(".")[0], Phase.FORWARD))
+        node.replace_all_uses_with(shown, partial(operator.is_not, shown))
+
+
+def real_gradient(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A complex parameter's gradient as real numbers; one that is to be conjugated when it is read is so first."""
+    aten, where = torch.ops.aten, origin(node)
+    if not value(node).is_complex():
+        return node
+    for target in (aten.clone.default, aten.view_as_real.default)[0 if value(node).is_conj() else 1 :]:
+        with graph.inserting_after(node):
+            after = graph.call_function(target, (node,))
+        fake = value(node).resolve_conj() if target is aten.clone.default else torch.view_as_real(value(node))
+        node = set_origin(set_value(after, fake), where)
+    return node
 
 
 def replace_tangent(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

@@ -20,6 +20,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``reload``            start copying what is stored in a slower tier into a fresh tensor on a faster one
 ``copy_into``         start copying a tensor over one that exists, on another tier
 ``empty_stored``      a tensor on a slower tier that is still to be written
+``check_finite``      end the step before its updates, on all ranks, where the loss of one is not finite
 ``settle``            hold until the host is done with the delayed update of a bucket, started in the step before
 ``part``              a view of some elements of a tensor that enters a region as it stands: one serves them all
 ``mm_into``           a matrix product written over a tensor: ``mm(..., out=)`` for compiled regions, and their kernel
@@ -30,6 +31,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``checked``           a copy of what linear algebra gave, once its own report says that it succeeded
 ``asserted``          a copy of a tensor, once it is seen that what a forward checks holds
 ``masked_sum``        the sum, to a size, of the rows of a tensor that a mask names
+``prod_gradient``     the gradient of the factors of a product, computed as eager mode does where one is zero or none
 ``embedding_gradient``  ATen's ``embedding_dense_backward``, for which Inductor has something else
 ``quantise``          flat values as bytes to send, in few bits with a scale for each block, a row for each part
 ``dequantise``        the values of all parts of what was quantised, in order
@@ -60,6 +62,8 @@ from zerofx import softmax as _softmax
 from zerofx.attention import empty_results as _empty_results
 from zerofx.norms import square_sum as _square_sum
 from zerofx.products import empty_result as _empty_product
+from zerofx.value_gradients import masked_sum as _masked_sum
+from zerofx.value_gradients import prod_gradient as _prod_gradient
 
 NO_BUCKET = -1  # in the place of a bucket's index: a collective that is about all of them
 
@@ -90,8 +94,10 @@ _library.define(
     "-> Tensor"
 )
 _library.define("masked_sum(Tensor values, Tensor mask, int[] size) -> Tensor")
+_library.define("prod_gradient(Tensor gradient, Tensor x, Tensor result, int? dim, bool keepdim) -> Tensor")
 _library.define("empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor")
 _library.define("settle(int bucket) -> ()")
+_library.define("check_finite(Tensor loss) -> ()")
 _library.define("quantise(Tensor values, int num_parts, str encoding, int interleave=1) -> Tensor")
 _library.define("dequantise(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor")
 _library.define("dequantise_sum(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor")
@@ -187,12 +193,14 @@ def _asserted(value: torch.Tensor, holds: torch.Tensor, text: str) -> torch.Tens
     return value.clone()
 
 
-def _masked_sum(values: torch.Tensor, mask: torch.Tensor, size: list[int]) -> torch.Tensor:
-    return values[mask].sum_to_size(size)
-
-
 def _empty_sum(values: torch.Tensor, mask: torch.Tensor, size: list[int]) -> torch.Tensor:
     return values.new_empty(size)
+
+
+def _empty_prod_gradient(
+    gradient: torch.Tensor, x: torch.Tensor, result: torch.Tensor, dim: int | None, keepdim: bool
+) -> torch.Tensor:
+    return x.new_empty(x.shape)
 
 
 def _embedding_gradient(grad: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -282,6 +290,7 @@ _library.impl("bernoulli_into", _bernoulli_into, "CompositeExplicitAutograd")
 _library.impl("checked", _checked, "CompositeExplicitAutograd")
 _library.impl("asserted", _asserted, "CompositeExplicitAutograd")
 _library.impl("masked_sum", _masked_sum, "CompositeExplicitAutograd")
+_library.impl("prod_gradient", _prod_gradient, "CompositeExplicitAutograd")
 _library.impl("embedding_gradient", _embedding_gradient, "CompositeExplicitAutograd")
 _library.impl("part", _part, "CompositeExplicitAutograd")  # a view is the same on any device
 
@@ -293,6 +302,7 @@ for _name, _fake in (
     ("wait", _wait),
     ("release", _nothing),
     ("settle", _nothing),
+    ("check_finite", _nothing),
     ("empty_gradients", _empty_gradients),
     ("broadcast", _nothing),
     ("offload", _copied),
@@ -304,6 +314,7 @@ for _name, _fake in (
     ("asserted", _copy_of),
     ("mm_into", _nothing),
     ("masked_sum", _empty_sum),
+    ("prod_gradient", _empty_prod_gradient),
     ("embedding_gradient", _empty_embedding_gradient),
     ("product", _empty_product),
     ("product_into", _nothing),
@@ -338,10 +349,12 @@ reload = torch.ops.zerofx.reload.default
 copy_into = torch.ops.zerofx.copy_into.default
 empty_stored = torch.ops.zerofx.empty_stored.default
 settle = torch.ops.zerofx.settle.default
+check_finite = torch.ops.zerofx.check_finite.default
 part = torch.ops.zerofx.part.default
 checked = torch.ops.zerofx.checked.default
 asserted = torch.ops.zerofx.asserted.default
 masked_sum = torch.ops.zerofx.masked_sum.default
+prod_gradient = torch.ops.zerofx.prod_gradient.default
 product = torch.ops.zerofx.product.default
 product_into = torch.ops.zerofx.product_into.default
 quantise = torch.ops.zerofx.quantise.default
@@ -372,6 +385,7 @@ EVENTS = frozenset(
         wait,
         release,
         settle,
+        check_finite,
         empty_gradients,
         empty_stored,
         part,

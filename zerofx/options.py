@@ -9,25 +9,25 @@ from typing import Literal, get_args
 
 import torch
 
-from zerofx.checks import check_loss_function
+from zerofx.checks import check_forward_function, check_loss_function
+from zerofx.choices import Accumulate as Accumulate
+from zerofx.choices import Backend as Backend
+from zerofx.choices import CudaGraphs as CudaGraphs
+from zerofx.choices import Offload as Offload
+from zerofx.choices import OffloadWord as OffloadWord
+from zerofx.choices import Precision as Precision
+from zerofx.choices import Recompute as Recompute
+from zerofx.choices import Tiling as Tiling
+from zerofx.choices import Wire as Wire
 from zerofx.errors import UsageError, warn
-from zerofx.loss import LossFunction
+from zerofx.loss import ForwardFunction, LossFunction, Objective
 from zerofx.quantise import BLOCK
 from zerofx.report.units import parse_bytes
 from zerofx.scheduler.machine import Machine, Tier
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.policy import PolicyOptions
 
-Backend = Literal["inductor", "eager"]
-Precision = Literal["bf16"]
-Recompute = Literal["auto", "none", "full"]
-OffloadWord = Literal["auto", "none", "host", "nvme"]
-Offload = OffloadWord | Mapping[str, str]
-Accumulate = int | Literal["auto"]
-Wire = Literal["exact", "int8", "int4", "fp8"]
-CudaGraphs = bool | Literal["auto"]
 GRADIENTS = "gradients"  # what can be offloaded by name
-Tiling = Literal["auto", "none"] | Mapping[str, int]
 
 
 # What options are compared for: between ranks before anything else, and with those of a kept plan or a kept step.
@@ -39,6 +39,10 @@ def _left_out_of(*purposes: Purpose) -> dict[str, tuple[Purpose, ...]]:
     return {_LEFT_OUT: purposes}
 
 
+OnNonfinite = Literal["warn", "skip", "raise"]
+STOPPING = ("skip", "raise")  # those that end a step before its updates
+
+
 @dataclass(frozen=True)
 class CompileOptions:
     """All options of one compiled step. ``plan`` is one that was given, or the file that it is in.
@@ -48,7 +52,7 @@ class CompileOptions:
     """
 
     stage: int
-    loss_fn: LossFunction | None = field(metadata=_left_out_of("ranks", "plan", "step"))  # the captured graph has it
+    objective: Objective = field(metadata=_left_out_of("ranks", "plan", "step"))  # the captured graph has it
     precision: Precision | None
     backend: Backend
     machine: Machine | None = field(metadata=_left_out_of("ranks", "plan", "step"))  # None for the one at hand
@@ -66,6 +70,7 @@ class CompileOptions:
     wire: Wire = "exact"
     cuda_graphs: CudaGraphs = field(default=False, metadata=_left_out_of("ranks", "plan", "step"))
     max_grad_norm: float | None = None
+    on_nonfinite: OnNonfinite | None = None
 
     def texts(self, purpose: Purpose) -> list[str]:
         """The options that are compared for ``purpose``, a line each."""
@@ -115,6 +120,8 @@ def check_options(
     wire: Wire = "exact",
     cuda_graphs: CudaGraphs = False,
     max_grad_norm: float | None = None,
+    forward: ForwardFunction | None = None,
+    on_nonfinite: OnNonfinite | None = None,
 ) -> CompileOptions:
     """The options as one object.
 
@@ -145,6 +152,7 @@ def check_options(
     if machine is not None and not isinstance(machine, str | Machine):
         raise UsageError(f"expected machine to be a Machine or the name of one, found {type(machine).__name__}")
     check_loss_function(loss_fn)
+    check_forward_function(forward, loss_fn)
     if recompute not in get_args(Recompute):
         raise UsageError(f"expected recompute 'auto' (as the budget asks), 'none' or 'full', found {recompute!r}")
     _check_offload(offload, accumulate, given=plan is not None, budget=memory_budget is not None)
@@ -157,6 +165,7 @@ def check_options(
             f"expected cuda_graphs 'auto' (where the step allows it), True or False, found {cuda_graphs!r}"
         )
     _check_max_grad_norm(max_grad_norm, delayed_update)
+    _check_on_nonfinite(on_nonfinite, delayed_update)
     budget = _check_budget("memory_budget", memory_budget, "the device")
     by_name = isinstance(offload, Mapping)
     limit = _check_budget("host_budget", host_budget, "a rank's share of the host's memory")
@@ -176,7 +185,7 @@ def check_options(
     given = Path(plan) if isinstance(plan, str) else plan
     return CompileOptions(
         stage,
-        loss_fn,
+        Objective(loss_fn, forward),
         precision,
         backend,
         found,
@@ -194,6 +203,7 @@ def check_options(
         wire,
         cuda_graphs,
         None if max_grad_norm is None else float(max_grad_norm),
+        on_nonfinite,
     )
 
 
@@ -264,6 +274,19 @@ def _check_wire(wire: object, stage: int) -> None:
         raise UsageError(
             f"expected stage 1, 2 or 3 beside wire={wire!r}, found stage 0: whole gradients are reduced and gathered "
             f"there, which is done exactly; give wire='exact', or another stage"
+        )
+
+
+def _check_on_nonfinite(on_nonfinite: object, delayed_update: int | None) -> None:
+    if on_nonfinite is not None and on_nonfinite not in get_args(OnNonfinite):
+        raise UsageError(
+            f"expected on_nonfinite None or 'warn' (update all the same), 'skip' (leave the update out) or 'raise', "
+            f"found {on_nonfinite!r}"
+        )
+    if on_nonfinite in STOPPING and delayed_update is not None:
+        raise UsageError(
+            f"expected on_nonfinite=None with delayed_update, whose updates are under way when a loss is known, "
+            f"found {on_nonfinite!r}: leave one of them out"
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from zerofx.buckets import BucketLayout
 from zerofx.codegen.kernels.table import check_kernels
-from zerofx.errors import UsageError
+from zerofx.errors import UsageError, working
 from zerofx.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.passes.base import Pass, PassReport, op_counts
@@ -19,6 +19,7 @@ from zerofx.passes.direct import Direct
 from zerofx.passes.divide import Divide
 from zerofx.passes.gather import Gather
 from zerofx.passes.gradients import Gradients
+from zerofx.passes.guard_loss import GuardLoss
 from zerofx.passes.in_place import InPlace
 from zerofx.passes.merge import Merge
 from zerofx.passes.offload import Offload
@@ -39,8 +40,10 @@ from zerofx.verify import verify
 _OPTIONAL = frozenset({"prefetch", "in_place"})
 
 
-def passes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Plan) -> tuple[Pass, ...]:
-    """Every pass, in order."""
+def passes(
+    layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Plan, *, guarded: bool = False
+) -> tuple[Pass, ...]:
+    """Every pass, in order; ``guarded`` as the step's graph is."""
     return (
         Tile(),  # output layer and loss a few rows at a time
         *((Divide(),) if plan.pieces else ()),  # what is outside layers in pieces that are decided about one by one
@@ -58,6 +61,7 @@ def passes(layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Pl
         *((Merge(),) if any(gather.merged for gather in plan.gathers) else ()),  # several gathers as one collective
         # what is not sent exactly as it is: in few bits, or from second shards on each node
         *((QuantiseGathers(layout), QuantiseReductions(layout)) if plan.wires else ()),
+        *((GuardLoss(),) if guarded else ()),  # no update where a loss is not finite, if that is asked for
         *((InPlace(),) if plan.gathers and plan.num_ranks > 1 else ()),  # gathers that ranks of one host need not copy
     )
 
@@ -106,10 +110,10 @@ def run_passes(
     """
     stages = [Stage("capture", step.text(), None)]
     peak, before = liveness(step, on_cpu).peak_bytes, op_counts(step)
-    listed = [p for p in passes(layout, programs, plan) if p.name not in settings.disable]
+    listed = [p for p in passes(layout, programs, plan, guarded=step.guarded) if p.name not in settings.disable]
     for number, one in enumerate(listed):
         began = time.perf_counter()
-        one.run(step, plan)
+        _run(one, step, plan)
         seconds = time.perf_counter() - began
         last = number == len(listed) - 1
         if settings.verify == 2 or (settings.verify == 1 and last):
@@ -136,9 +140,20 @@ def run_quietly(
     done: Collection[str] = (),
 ) -> None:
     """Run all passes but those ``done`` on ``step`` in place, and nothing else: for a plan that is only tried."""
-    for one in passes(layout, programs, plan):
+    for one in passes(layout, programs, plan, guarded=step.guarded):
         if one.name not in settings.disable and one.name not in done:
-            one.run(step, plan)
+            _run(one, step, plan)
+
+
+def _run(one: Pass, step: StepGraph, plan: Plan) -> None:
+    """Run a pass.
+
+    Raises:
+        InternalError: it raised what it did not mean to; says how to leave it out, if that can be.
+    """
+    remedy = f"Set ZEROFX_DISABLE={one.name}, which leaves it out" if one.name in _OPTIONAL else ""
+    with working(f"run the pass {one.name}", remedy, only_own=False):
+        one.run(step, plan)
 
 
 def _say(report: PassReport, debug: int) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout, layout_of
 from zerofx.deferred import make_buffers
-from zerofx.errors import UsageError
-from zerofx.loss import LossFunction
+from zerofx.errors import UsageError, working
+from zerofx.loss import ForwardFunction, LossFunction
 from zerofx.lowering import LoweredStep, lower
 from zerofx.micro_batches import MicroBatches
 from zerofx.optimizers import UpdateProgram
@@ -133,6 +133,7 @@ def plan(
     delayed_update: int | None = None,
     wire: Wire = "exact",
     max_grad_norm: float | None = None,
+    forward: ForwardFunction | None = None,
 ) -> PlannedStep:
     """Plan a training step without hardware.
 
@@ -143,7 +144,7 @@ def plan(
         batch: one rank's batch of one step: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors
             will do.
         stage, loss_fn, precision, memory_budget, host_budget, recompute, offload, tile, prefetch, keep_gathered,
-            accumulate, delayed_update, wire, max_grad_norm: as for ``zerofx.compile``.
+            accumulate, delayed_update, wire, max_grad_norm, forward: as for ``zerofx.compile``.
         backend: as for ``zerofx.compile``: what a compiled region holds inside is estimated (``scheduler/fusion.py``),
             an eager one is simulated node by node, to the byte. Times are those of single operators either way.
         world_size: number of ranks.
@@ -156,9 +157,10 @@ def plan(
     options = check_options(
         stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
         memory_budget, recompute, offload, accumulate, tile, host_budget, delayed_update=delayed_update, wire=wire,
-        max_grad_norm=max_grad_norm,
+        max_grad_norm=max_grad_norm, forward=forward,
     )  # fmt: skip
-    return plan_captured(capture_for_plans(model, optimizer, batch, options), world_size)
+    with working("plan a step"):
+        return plan_captured(capture_for_plans(model, optimizer, batch, options), world_size)
 
 
 class RankOptions(TypedDict, total=False):
@@ -179,6 +181,7 @@ class RankOptions(TypedDict, total=False):
     delayed_update: int | None
     wire: Wire
     max_grad_norm: float | None
+    forward: ForwardFunction | None
 
 
 class PlanOptions(RankOptions, total=False):

@@ -24,10 +24,12 @@ def kept_randomness(device: torch.device) -> Iterator[None]:
 def drawing_with_torch() -> Iterator[None]:
     """Of what runs meanwhile, torch alone may draw at random: the rest would be drawn once, for all steps.
 
+    What is traced moves torch's generators no further; where it seeds them, they are put back.
+
     Raises:
         CaptureError: the generator of Python or of numpy has been drawn from; both are then as they were.
     """
-    with _kept():
+    with _kept(), torch.random.fork_rng([]):
         before = _states()
         yield
         drawn = [name for name, state in _states().items() if state != before[name]]

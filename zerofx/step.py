@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from zerofx.checks import check_batch, names
 from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.compiler import CompiledStep, load_step, read_edited
 from zerofx.deferred import is_deferred
-from zerofx.errors import RankMismatchError, UsageError, ZeroFXError, warn
+from zerofx.ending import give_back_alone, let_go
+from zerofx.errors import NonFiniteLossError, RankMismatchError, UsageError, ZeroFXError, warn, working
 from zerofx.guards import ParameterWatch, release
 from zerofx.peaks import refuse_profilers
 from zerofx.report.summary import summary
@@ -25,17 +26,22 @@ from zerofx.runtime.arguments import batch_tensors, state_tensors
 from zerofx.runtime.current_device import on_device
 from zerofx.runtime.graphed import Launches
 from zerofx.runtime.measure import Measurement, Meter, persistent_bytes
-from zerofx.runtime.optimizer import Advance
-from zerofx.step_builder import StepBuilder
+from zerofx.stopped_step import StoppedStep
 from zerofx.torch_private import is_profiling
 
 
-class Step(StepBuilder):
+class Step(StoppedStep):
     """A training step: ``loss = step(*batch, **kwargs)`` runs forward, backward, reduction and update.
 
     It returns this rank's loss, detached, shape ``[]``: the update has been done, and ``loss.backward()`` is neither
     needed nor possible. The first call with a batch of some shape captures and plans a step for it; further calls with
     that shape run it. Ranks call it together.
+
+    Where ``forward`` returns a pair, so does the step: ``loss, extras = step(*batch)``. The tensors of ``extras`` are
+    this rank's, detached, on their device; with ``accumulate`` other than 1, ``extras`` is a list of what each
+    micro-batch gives, and None for a step that was left out. What else a model returns besides its loss is computed
+    only where the loss needs it, and not
+    kept: ``print(step)`` lists it, and ``forward`` can hand it out.
 
     An error before the step runs leaves model and optimizer as they were. An error while it runs (an index out of
     range, no memory) leaves them as they were too if no bucket had been updated yet, which a note on the error says; on
@@ -44,11 +50,11 @@ class Step(StepBuilder):
 
     # ------------------------------------------------------------------------------------------------ running
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with on_device(self._device):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with on_device(self._device), working("run a step"):
             return self._run(args, kwargs)
 
-    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._check_open("call step(batch)")
         batch = self._take_apart(args, kwargs)
         compiled, advance, agreed = self._step_for(batch, "call step(batch)")
@@ -61,27 +67,39 @@ class Step(StepBuilder):
         try:
             self._runtime.begin(advance.values, agreed)
             with torch.no_grad():
-                state = state_tensors(compiled.arguments, self.model, self._state)
+                state = state_tensors(compiled.arguments, self.model, self._state, self.options.objective.outside)
                 given = (self._runtime, state, batch_tensors(compiled.arguments, batch, self.options.compute_dtype))
                 if self._meter is None:
                     outcome = self._graphs.run(compiled, *given)
                 else:
                     outcome = self._meter(compiled.function, compiled.emitted.functions, *given)
             self._runtime.end()
+        except NonFiniteLossError as error:
+            left = self._leave_out(advance, versions, error)
+            return left if compiled.returned.extras is None else (left, None)
         except BaseException as error:
             failure = self._undo(advance, versions, error)
             if failure is not error:
                 raise failure from error
             raise
-        loss, self._grad_norm = outcome if isinstance(outcome, tuple) else (outcome, None)
+        loss, *others = outcome if isinstance(outcome, tuple) else (outcome,)
+        self._grad_norm = others.pop() if self.options.max_grad_norm is not None else None
+        self._gradients.put()
         self._after_step(loss)
         self._finish_updates(compiled)
-        return loss
+        return loss if compiled.returned.extras is None else (loss, self._extras(compiled, others))
+
+    def _extras(self, compiled: CompiledStep, tensors: Sequence[torch.Tensor]) -> Any:
+        """What ``forward`` returned behind its loss, around a step's tensors."""
+        num, returned = compiled.plan.num_micro_batches, compiled.returned
+        each = returned.num_tensors
+        found = [returned.rebuilt(tensors[i * each : (i + 1) * each]) for i in range(num)]
+        return found if num > 1 or self.options.accumulate != 1 else found[0]
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, plan and compile the step for a batch of this shape without running it."""
         self._check_open("prepare a step")
-        with on_device(self._device):
+        with on_device(self._device), working("prepare a step"):
             _, _, agreed = self._step_for(self._take_apart(args, kwargs), "prepare a step")
             agreed()
 
@@ -117,6 +135,7 @@ class Step(StepBuilder):
         try:
             batch = Batch.of(args, kwargs)
             check_batch(self.model, batch)
+            self.options.objective.outside.check()
             if self._watch is not None:
                 self._watch.check()
         except ZeroFXError as error:
@@ -124,60 +143,6 @@ class Step(StepBuilder):
             self._control.start(f"raise {type(error).__name__}: {error}")
             raise
         return batch
-
-    def _versions(self) -> dict[int, int]:
-        """How often each bucket's stored values have been changed: tells which were updated in a step that failed."""
-        assert self._layout is not None and self._state is not None
-        return {b.index: self._state.buckets[b.index].version for b in self._layout.buckets if b.trainable}
-
-    def _undo(self, advance: Advance, versions: Mapping[int, int], error: BaseException) -> BaseException:
-        """Behind a step that failed: count no step for the buckets that had not been updated, and say which had.
-
-        Returns what to raise: where another rank has failed, its error says more than that its messages did not come.
-        """
-        assert self._layout is not None and self._state is not None and self._runtime is not None
-        self._runtime.tiers.settle()
-        now = self._versions()
-        advance.swap(self._state, [index for index in versions if now[index] == versions[index]])
-        if isinstance(error, RankMismatchError) and not self._runtime.has_communicated:
-            return error  # all ranks know, and have left the step at the same place
-        number = self.num_steps + 1
-        elsewhere = self._control.failure()
-        if elsewhere:
-            error = RankMismatchError(f"expected all ranks to run step {number}, found that {elsewhere}")
-        updated = [self._layout.buckets[index].name for index in versions if now[index] != versions[index]]
-        if updated:
-            error.add_note(
-                f"zerofx: when step {number} failed, {len(updated)} of {len(versions)} buckets had been updated "
-                f"already ({names(updated)}): restore a checkpoint before training on"
-            )
-        else:
-            error.add_note(f"zerofx: when step {number} failed, nothing had been updated yet")
-        if self._control.num_ranks == 1:
-            self._finish_updates_behind(error)
-        if self._control.num_ranks > 1:
-            self._failure = elsewhere or (
-                f"step {number} failed on rank {self._control.rank} ({type(error).__name__}: {error})"
-            )
-            self._control.fail(self._failure)
-            self._runtime.abort()
-            error.add_note(
-                f"zerofx: rank {self._control.rank} left the step that {self._control.num_ranks} ranks run together, "
-                f"which ends it on all of them; restart all ranks from a checkpoint"
-            )
-        return error
-
-    def _finish_updates_behind(self, error: BaseException) -> None:
-        """Bring all parameters up to date: a step that failed may have done so with some."""
-        assert self._state is not None
-        self._state.count_delayed()
-        try:
-            self._state.flush()
-        except (ZeroFXError, RuntimeError) as failed:
-            error.add_note(
-                f"zerofx: a delayed update failed too ({type(failed).__name__}: {failed}): restore a checkpoint before "
-                f"training on"
-            )
 
     def _after_step(self, loss: torch.Tensor) -> None:
         self.num_steps += 1
@@ -210,7 +175,8 @@ class Step(StepBuilder):
         self._check_open("flush the step")
         if self._state is not None:
             self._control.meet("flush the step")
-            self._state.flush()
+            with self._control.together("flush the step"):
+                self._state.flush()
 
     def _report_losses(self, *, wait: bool = False) -> None:
         for number, loss in self._losses.report(wait=wait):
@@ -251,9 +217,10 @@ class Step(StepBuilder):
             return
         self._check_world()
         self._control.meet("enter full_parameters()")
-        self._state.flush()
-        if not self._state.resident:
-            self._state.show_parameters()
+        with self._control.together("show the whole parameters"):
+            self._state.flush()
+            if not self._state.resident:
+                self._state.show_parameters()
         self._showing = True
         done = False
         try:
@@ -294,7 +261,7 @@ class Step(StepBuilder):
         compiled = self.compiled
         if self._state is None or self._tiers is None:
             raise UsageError("expected to ask what is where before close(), found the step closed")
-        state = state_tensors(compiled.arguments, self.model, self._state)
+        state = state_tensors(compiled.arguments, self.model, self._state, self.options.objective.outside)
         held = {tier: size for tier, size in self._tiers.held_bytes.items() if size}
         return {"device": persistent_bytes(state.values()), **held}
 
@@ -321,30 +288,34 @@ class Step(StepBuilder):
     def close(self) -> None:
         """Give the model its whole parameters and the optimizer its states back, and let go of both. Collective.
 
-        Process groups that the step has made are destroyed; the user's is as it was before.
+        Process groups that the step has made are destroyed; the user's is as it was before. After a step that failed on
+        some rank, or a drive that did, it is not collective: what this rank can do alone is done, and a warning says
+        what is not whole.
 
         Raises:
-            RankMismatchError: a rank does not come, or has failed; process groups stay.
+            RankMismatchError: a rank does not come, and the step is closed without it; or another world has taken the
+                place of the step's, and it stays open.
         """
         if self._closed:
             return
         if self._showing:
             raise UsageError("expected close() outside full_parameters(), found it inside: leave the block first")
+        absence: RankMismatchError | None = None
         if self._state is not None:
-            self._check_world()
-            self._control.meet("close the step")
-            self._report_losses(wait=True)
-            self._state.flush()
-            for guard in self._guards:
-                guard.remove()
-            self._state.show_parameters()
-            for parameter in self.model.parameters():
-                parameter.data = parameter.data.clone()
-            assert self._optimizer_state is not None
-            self._optimizer_state.give_back()
+            if not self._failed:
+                try:
+                    self._give_back()
+                except RankMismatchError as error:
+                    if not self._failed:
+                        raise
+                    absence = error
+            if self._failed:
+                assert self._optimizer_state is not None
+                give_back_alone(self.model, self._state, self._optimizer_state, self._guards, self._failed)
         if self._tiers is not None:
             self._tiers.close()
         self._closed = True
+        self._gradients.remove()
         runtime = self._runtime
         self._state, self._binding, self._runtime, self._watch, self._optimizer_state = None, None, None, None, None
         self._steps.clear()
@@ -352,9 +323,26 @@ class Step(StepBuilder):
         release(self.model, self._owner)
         return_freed_memory()
         if runtime is not None:
-            self._control.meet("end the connections of a closed step")  # others may still gather from this rank
+            if not self._failed:  # others may still gather from this rank
+                try:
+                    self._control.meet("end the connections of a closed step")
+                except RankMismatchError as error:
+                    absence = error
             runtime.close()
         self._control.close()
+        if absence is not None:
+            raise absence
+
+    def _give_back(self) -> None:
+        assert self._state is not None and self._optimizer_state is not None
+        self._check_world()
+        self._control.meet("close the step")
+        self._report_losses(wait=True)
+        with self._control.together("close the step"):
+            self._state.flush()
+            self._state.show_parameters()
+            self._optimizer_state.give_back()
+        let_go(self.model, self._guards)
 
     # ------------------------------------------------------------------------------------------------ seeing
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.absent_gradients import AbsentGradients
 from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout
 from zerofx.building import describe_request, machine_at_hand
@@ -18,7 +19,7 @@ from zerofx.capture import dtype_settings, tracing_device
 from zerofx.checks import device_of
 from zerofx.compiler import CompiledStep
 from zerofx.deferred import becoming_real
-from zerofx.errors import RankMismatchError, UsageError, warn
+from zerofx.errors import RankMismatchError, TierError, UsageError, warn
 from zerofx.garbage import collecting_recent_garbage_only
 from zerofx.given_plan import take_plan
 from zerofx.graph_obstacles import machine_obstacle, step_obstacle
@@ -35,7 +36,8 @@ from zerofx.runtime.control import Control
 from zerofx.runtime.executor import Runtime
 from zerofx.runtime.graphed import GraphedSteps
 from zerofx.runtime.measure import Measurement, Meter
-from zerofx.runtime.optimizer import Advance, OptimizerBinding, OptimizerState
+from zerofx.runtime.optimizer import Advance, OptimizerBinding, hyperparameters
+from zerofx.runtime.optimizer_state import OptimizerState
 from zerofx.runtime.state import TrainingState, process_group
 from zerofx.runtime.tiers import Tiers
 from zerofx.runtime.values import Values
@@ -64,10 +66,10 @@ class StepBuilder(LatestStep):
         self._tiers: Tiers | None = None
         self._guards: list[Any] = []
         self._watch: ParameterWatch | None = None
-        self._modes = ModeWatch(model)
-        self._numbers = NumberWatch(
-            {"": model} | ({"loss_fn": options.loss_fn} if isinstance(options.loss_fn, nn.Module) else {})
-        )
+        watched = options.objective.watched(model)
+        self._modes = ModeWatch(watched)
+        self._numbers = NumberWatch(watched)
+        self._gradients = AbsentGradients(model)
         self._losses = LossWatch()
         self._loaded: Path | None = None
         self._failure = ""
@@ -76,6 +78,7 @@ class StepBuilder(LatestStep):
         self._showing = False
         self._closed = False
         self.num_steps = 0
+        self.num_skipped = 0  # steps that on_nonfinite="skip" has left out, which ``num_steps`` does not count
         self._meter: Meter | None = None
         owner = weakref.proxy(self)  # a step that is dropped goes at once
         self._graphs = GraphedSteps(
@@ -103,12 +106,27 @@ class StepBuilder(LatestStep):
                 self.options = take_plan(options, self._machine, self._control)
             undo.pop_all()
 
+    @property
+    def notice(self) -> str:
+        """What makes messages between ranks slower than they could be, as far as is known; empty for nothing."""
+        return self._runtime.notice if self._runtime is not None else ""
+
     def _check_open(self, purpose: str) -> None:
         if self._closed:
             raise UsageError(f"expected to {purpose} before close(), found the step closed: compile the model again")
         if self._showing:
             raise UsageError(f"expected to {purpose} outside full_parameters(), found it inside: leave the block first")
         self._check_world()
+        if self._failure:
+            raise TierError(
+                f"expected to {purpose} with all states where they were put, found that {self._failure}: call "
+                f"step.close(), build and compile the model again, and load a checkpoint"
+            )
+
+    @property
+    def _failed(self) -> str:
+        """What ended the step on this rank or another: ``step 3 failed on rank 1 ...``; empty if nothing."""
+        return self._failure or self._control.lost
 
     def _check_world(self) -> None:
         group = process_group()
@@ -120,10 +138,10 @@ class StepBuilder(LatestStep):
                 f"{found}: save full_state_dict() and optimizer.state_dict() before the world changes, and build and "
                 f"compile the model again after"
             )
-        if self._failure:
+        if self._control.lost:
             raise RankMismatchError(
-                f"expected all ranks to be in the same place, found that {self._failure}: restart all ranks from a "
-                f"checkpoint"
+                f"expected all ranks to be in the same place, found that {self._control.lost}: restart all "
+                f"ranks from a checkpoint"
             )
 
     def _step_for(self, batch: Batch, purpose: str) -> tuple[CompiledStep, Advance, Callable[[], None]]:
@@ -134,9 +152,10 @@ class StepBuilder(LatestStep):
         variant = self._binding.variant if self._binding is not None else "not traced yet"
         agreed = self._control.start(
             purpose,
-            f"{signature}\noptimizer update: {variant}",
+            f"{signature}\noptimizer update: {variant}\n{hyperparameters(self.optimizer)}",
             "batch shapes, modes, autocast and optimizer options",
-            "Give every rank batches of the same shapes, for example by padding, and the same optimizer options.",
+            "Give every rank batches of the same shapes, for example by padding, and the same optimizer options: a "
+            "scheduler that follows a loss has to be given the mean of all ranks' losses.",
         )
         compiled = self._steps.get((signature, variant))
         if compiled is None:
@@ -156,6 +175,8 @@ class StepBuilder(LatestStep):
         """The coming step's scalars; the update is traced anew where the optimizer's options or states ask for it."""
         if self._state is None or self._binding is None:
             return None
+        if self._optimizer_state is not None:
+            self._optimizer_state.take_loaded()
         advance = self._binding.advance(self._state)
         if advance is None:
             self._allocate_states(self._binding.programs(self._state))
@@ -187,12 +208,18 @@ class StepBuilder(LatestStep):
             from zerofx.codegen.inductor_cpp import preparation
 
             beside = preparation(next(self.model.parameters()).device.type).begun()
+        self._gradients.remove()  # a capture looks at all that a parameter has
         with beside, self._unguarded(), collecting_recent_garbage_only():
             # A capture has the same device.
             device = tracing_device(self.model, batch)
             machine = self._machine or machine_at_hand(device, self.options, self._control)
             built = self._build_step(batch, machine)
         self._machine, compiled = machine, built.compiled
+        if self.options.on_nonfinite == "skip" and compiled.returned.extras is not None:
+            raise UsageError(
+                "expected forward to return its loss alone with on_nonfinite='skip', under which a step that is left "
+                "out has nothing else to return, found more: give on_nonfinite='raise'"
+            )
         if self.options.cuda_graphs is True and (obstacle := self._graph_obstacle(compiled)):
             raise UsageError(
                 f"expected a step that CUDA graphs can be made of, since cuda_graphs=True, found that {obstacle}: give "
@@ -253,15 +280,21 @@ class StepBuilder(LatestStep):
         plan: Plan,
     ) -> None:
         assert self._tiers is not None
-        transport = make_transport(self._group, device, self._tiers.log)
-        state = TrainingState(self.model, layout, self.options.stage, transport, self._tiers)
-        weights = self._values.source(state.parameters, device, transport)
-        with becoming_real(self.model):
-            state.take_over(weights, plan)
+        with self._control.together("take the model over"):
+            transport = make_transport(self._group, device, self._control.patience_seconds, self._tiers.log)
+            if transport is not None:
+                self._control.on_failure(transport.abort)
+            state = TrainingState(self.model, layout, self.options.stage, transport, self._tiers)
+            weights = self._values.source(state.parameters, device, transport)
+            with becoming_real(self.model):
+                state.take_over(weights, plan)
         self._layout, self._binding, self._state, self._device = layout, binding, state, device
         self._runtime = Runtime(layout, transport, device, self._tiers)
+        if self._runtime.notice:
+            warn(self._runtime.notice)
         self._optimizer_state = OptimizerState(binding, state, self._control)
         self._owner.keep()
+        self._gradients.put()
         self._watch_parameters()
         # Whose plan moves memory off the device is after the resident set, which only shrinks with what is given back.
         if self.settings.keep_freed and device.type == "cpu" and not plan.slower_peak_bytes:

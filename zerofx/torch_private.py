@@ -5,18 +5,44 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 from torch._prims_common import suggest_memory_format as suggest_memory_format
+from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch.autograd import profiler as _autograd_profiler
 from torch.profiler.profiler import PROFILER_STEP_NAME
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 without_modes = _disable_current_modes
 """A context in which no dispatch mode sees what is called: it computes, on real tensors."""
+
+is_functional = torch._is_functional_tensor
+"""Whether a tensor of no class of its own stands for another one, as those do that functionalization works on."""
+
+
+_BETWEEN = tuple(
+    f"{Path(torch.__file__).parent}/{place}"
+    for place in ("_compile.py", "_dynamo/", "_ops.py", "_subclasses/", "overrides.py")
+)
+
+
+def reader(frame: FrameType | None) -> FrameType | None:
+    """The frame that called into torch's dispatcher, of those from ``frame`` on, which itself is behind it."""
+    while frame is not None:
+        name = frame.f_code.co_name
+        if not name.startswith("__torch_") and not frame.f_code.co_filename.startswith(_BETWEEN):
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def elementwise_order(*operands: torch.Tensor) -> list[int]:
@@ -34,6 +60,33 @@ def without_log_of_fakes() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+class _AsItIs:
+    """In the place of reentrant checkpoints, which give no gradient to a function without inputs that have one."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        passes = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        with torch.set_grad_enabled(passes and torch.is_grad_enabled()):
+            return function(*args)
+
+
+def _no_hooks(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """``torch.utils.checkpoint`` runs what it is given, and drops nothing: what is computed again is the plan's."""
+    names = vars(checkpoint)
+    instead = {"CheckpointFunction": _AsItIs, "_checkpoint_without_reentrant_generator": _no_hooks}
+    before = {name: names[name] for name in instead}
+    names.update(instead)
+    try:
+        yield
+    finally:
+        names.update(before)
 
 
 without_python_dispatcher = torch._C._DisablePythonDispatcher
@@ -82,3 +135,49 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     """
     found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return found
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout that a process group was made with, the least of its backends'; None where it has none."""
+    found = []
+    for device in group._device_types:
+        options: Any = getattr(group._get_backend(device), "options", None)
+        found += [options._timeout] if hasattr(options, "_timeout") else []
+    return min(found, default=None)
+
+
+def without_memory(
+    kind: type[torch.Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor of a subclass with a ``__torch_dispatch__`` that has no memory."""
+    made: torch.Tensor = kind._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+    return made
+
+
+_ONE_BY_ONE = torch._C.DispatchKey.CompositeExplicitAutograd
+
+
+def is_foreach(op: torch._ops.OpOverload[..., Any]) -> bool:
+    """Whether ``op`` works on lists of tensors, and can be taken apart into an operator for each."""
+    return "_foreach_" in op._schema.name and op.has_kernel_for_dispatch_key(_ONE_BY_ONE)
+
+
+def call_one_by_one(op: torch._ops.OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operator that ``is_foreach`` as CPUs do: one tensor at a time, by operators that dispatch modes see."""
+    return op._op_dk(_ONE_BY_ONE, *args, **kwargs)
+
+
+def unboxed_group(group: Any) -> dist.ProcessGroup:
+    """The process group that an operator of c10d is given."""
+    return dist.ProcessGroup.unbox(group)
+
+
+def boxed_work() -> Any:
+    """What an operator of c10d gives to wait for, of a collective that is done."""
+    return torch._C._distributed_c10d.FakeWork().boxed()
+
+
+def name_of_reduction(operation: Any) -> str:
+    """``"sum"`` or the like, for the reduction that an operator of c10d is given."""
+    name: str = dist.ReduceOp.RedOpType(int(operation.op())).name
+    return name.lower()

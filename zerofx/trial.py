@@ -63,7 +63,7 @@ class Training:
         try:
             model = copy.deepcopy(self.model, memo)
             optimizer = copy_optimizer(self.optimizer, memo)
-            loss_fn = copy.deepcopy(options.loss_fn, memo)
+            objective = options.objective.copied(memo)
         except (TypeError, RuntimeError) as error:
             if isinstance(error, ZeroFXError):
                 raise
@@ -71,7 +71,7 @@ class Training:
                 f"expected a model, an optimizer and a loss function that copy.deepcopy can copy, since tune trains a "
                 f"copy, found {type(error).__name__}: {error}"
             ) from error
-        return replace(self, model=model, optimizer=optimizer), replace(options, loss_fn=loss_fn)
+        return replace(self, model=model, optimizer=optimizer), replace(options, objective=objective)
 
 
 def run_trial(training: Training, plan: Plan, options: CompileOptions, num_steps: int) -> tuple[Trial, list[Region]]:

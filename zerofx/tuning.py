@@ -27,7 +27,7 @@ from zerofx.codegen.regions import Region
 from zerofx.deferred import make_buffers
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.guards import claim, release
-from zerofx.loss import LossFunction
+from zerofx.loss import ForwardFunction, LossFunction
 from zerofx.lowering import lower
 from zerofx.micro_batches import MicroBatches
 from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, Wire, check_options
@@ -37,7 +37,7 @@ from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
 from zerofx.report.units import format_bytes
 from zerofx.runtime.collectives import is_on_cpu
-from zerofx.runtime.control import WORK_SECONDS, Control
+from zerofx.runtime.control import Control
 from zerofx.runtime.state import process_group
 from zerofx.scheduler.links import Transfer
 from zerofx.scheduler.machine import Machine
@@ -71,6 +71,7 @@ def tune(
     accumulate: Accumulate = 1,
     wire: Wire = "exact",
     max_grad_norm: float | None = None,
+    forward: ForwardFunction | None = None,
 ) -> TuneResult:
     """Measure plans on the device at hand, and keep the fastest whose measured peak is within the budget.
 
@@ -79,8 +80,8 @@ def tune(
 
     Args:
         model, optimizer, stage, loss_fn, recompute, offload, precision, backend, prefetch, keep_gathered,
-            accumulate, wire, max_grad_norm: as for ``zerofx.compile``; they say what the first candidate is, and what
-            the others may change.
+            accumulate, wire, max_grad_norm, forward: as for ``zerofx.compile``; they say what the first candidate
+            is, and what the others may change.
         batch: a batch to run: a tuple of positional arguments, or a dict of keywords.
         memory_budget: the most bytes on the device, as for ``zerofx.compile``; the copy's alone.
         machine: what plans are predicted for at first; None for the machine at hand.
@@ -99,6 +100,7 @@ def tune(
     options = check_options(
         stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
         memory_budget, recompute, offload, accumulate, wire=wire, max_grad_norm=max_grad_norm,
+        forward=forward,
     )  # fmt: skip
     check_training(model, optimizer, options)
     make_buffers(model)
@@ -140,7 +142,7 @@ class _Tuner:
                 "Tune the same on every rank.",
             )
         # From here on a rank may wait for another's whole candidate, and for the end of that one's patience with it.
-        patience = self._settings.timeout_seconds + WORK_SECONDS
+        patience = 2 * self._settings.timeout_seconds
         with closing(Control(process_group(), patience, "tune")) as self._control:
             return self._tune(save)
 
@@ -151,11 +153,11 @@ class _Tuner:
         if self._training.device.type == "cpu":
             refuse_profilers(control.gather(is_profiling(), "measure steps"))
         control.attempt("save the plan", lambda: self._check_folder(save))
-        self._prepared = control.attempt("capture a step", self._capture, WORK_SECONDS)
+        self._prepared = control.attempt("capture a step", self._capture)
         self._prepared.agree(control)
         # Rank 0 alone decides: what it shares, all have.
         planner = Planner(self._prepared, self._options, self._settings, self._machine, control.num_ranks)
-        self._candidates = control.share("share the plans to try", planner.plan, WORK_SECONDS)
+        self._candidates = control.share("share the plans to try", planner.plan)
         with watched("tuning", "candidates", show=control.rank == 0) as bar:
             chosen = most_promising(self._candidates, self._num_candidates)
             bar.total = len(chosen)
@@ -201,7 +203,7 @@ class _Tuner:
             self._candidates[index] = replace(candidate, outcome=reason)
             return
         trial, regions = control.attempt(
-            "run a candidate", lambda: run_trial(self._training, plan, self._options, self._num_steps), WORK_SECONDS
+            "run a candidate", lambda: run_trial(self._training, plan, self._options, self._num_steps)
         )
         free_copies(self._training.device)
         trials = control.gather(trial, "compare what was measured")
@@ -230,7 +232,6 @@ class _Tuner:
         costs, self._candidates = self._control.share(
             "share corrected costs",
             lambda: planner.corrected(self._candidates, self._region_seconds, self._regions, self._transfers),
-            WORK_SECONDS,
         )
         return costs
 
@@ -248,7 +249,7 @@ class _Tuner:
         chosen = candidates[self._candidates.index(best)]
         result = TuneResult(candidates, chosen, costs, self._budget)
         if save is not None:
-            self._control.attempt("save the plan", lambda: self._save(result, save), WORK_SECONDS)
+            self._control.attempt("save the plan", lambda: self._save(result, save))
         return result
 
     def _save(self, result: TuneResult, path: Path) -> None:

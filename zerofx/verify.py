@@ -2,6 +2,7 @@
 
 =====================  =====================================================================================
 order                  a node comes behind everything that it reads
+names                  no two nodes have one: what is emitted is made of them
 release                a gathered buffer is released once, and nothing reads it afterwards
 residency              once the gather pass has run, every whole parameter buffer, gathered or copied up, is released
 launches               gathers that start as one collective stand one behind the other, and all of them are there
@@ -55,6 +56,7 @@ def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
         InvalidGraphError: names the rule, the pass ``after`` which it was broken, and shows the nodes around the spot.
     """
     order = step.positions()
+    _check_names(step, after)
     for node in step.calls():
         for source in node.all_input_nodes:
             if order[source] > order[node]:
@@ -310,6 +312,14 @@ def _of_wire(step: StepGraph) -> list[str]:
             (small,) = (source for source in node.all_input_nodes)
             found.add(f"reduces {node.args[1]} in {small.args[2]}")
     return sorted(found)
+
+
+def _check_names(step: StepGraph, after: str) -> None:
+    taken: set[str] = set()
+    for node in step.graph.nodes:
+        if node.name in taken:
+            _fail(step, after, node, f"names: {node.name} is the name of another node too")
+        taken.add(node.name)
 
 
 def _check_random(step: StepGraph, after: str) -> None:

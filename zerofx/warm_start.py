@@ -19,6 +19,7 @@ from zerofx.building import Prepared, build_within_budget, lower_prepared, prepa
 from zerofx.capture import tracing_device
 from zerofx.compiler import CompiledStep, RegionMemory, compiled_step, load_program, with_memory, write_plan
 from zerofx.disk_cache import DiskCache
+from zerofx.errors import working
 from zerofx.graph_json import NotStorableError
 from zerofx.kept_step import KeptStep, step_key
 from zerofx.lowering import LoweredStep
@@ -26,7 +27,7 @@ from zerofx.micro_batches import MicroBatches
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.progress import watched
-from zerofx.runtime.control import WORK_SECONDS, Control
+from zerofx.runtime.control import Control
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.runtime.state import TrainingState
 from zerofx.scheduler.machine import Machine
@@ -81,9 +82,7 @@ def build_step(request: Request, earlier: Earlier | None, control: Control) -> B
     Raises:
         ZeroFXError: as ``prepare`` and ``build_within_budget``.
     """
-    captures, found = control.attempt(
-        "capture a step", lambda: _find(request, earlier, talk=control.rank == 0), WORK_SECONDS
-    )
+    captures, found = control.attempt("capture a step", lambda: _find(request, earlier, talk=control.rank == 0))
     digests = control.gather(found.kept.digest() if found is not None else None, "compare kept steps")
     if found is not None and all(digest == digests[0] for digest in digests):
         recalled = _recalled(request, captures, found, control)
@@ -101,11 +100,12 @@ def _built(request: Request, captures: MicroBatches, earlier: Earlier | None, co
             talk=control.rank == 0,
         )  # fmt: skip
 
-    prepared = control.attempt("capture a step", prepared_here, WORK_SECONDS)
+    prepared = control.attempt("capture a step", prepared_here)
     prepared.agree(control)
-    prepared, compiled, measured = build_within_budget(
-        prepared, request.machine, request.options, request.settings, control
-    )
+    with working("plan, emit and load a step"):
+        prepared, compiled, measured = build_within_budget(
+            prepared, request.machine, request.options, request.settings, control
+        )
     _keep(request, captures, earlier, prepared, compiled, measured)
     return Built(compiled, prepared.layout, prepared.binding, prepared.programs)
 
@@ -133,11 +133,11 @@ def _find(request: Request, earlier: Earlier | None, *, talk: bool) -> tuple[Mic
     programs = earlier.binding.programs(earlier.state) if earlier is not None else {}
     with watched("capturing the model", show=talk):
         key = _key(request, captures, earlier)
-    text = DiskCache(request.settings.cache_dir).read(key) if key is not None else None
-    recorded = captures.recorded() if text is not None else None
-    if text is None or recorded is None:
+    kept = DiskCache(request.settings.cache_dir).read_as(key, KeptStep.from_json) if key is not None else None
+    recorded = captures.recorded() if kept is not None else None
+    if kept is None or recorded is None:
         return captures, None
-    kept = KeptStep.from_json(text)
+    kept = kept.returning(recorded.record.returned)
     layout, model, optimizer = kept.layout, request.model, request.optimizer
     group_of_parameters(model, optimizer, recorded.kept.blank.parameters, set(kept.gradients))
     if earlier is not None:
@@ -147,7 +147,9 @@ def _find(request: Request, earlier: Earlier | None, *, talk: bool) -> tuple[Mic
         binding = OptimizerBinding(optimizer, layout, kept.program.device, prefer_fused=fused)
         programs = binding.programs(None, binding.held(dict(model.named_parameters())))
     # The update follows from code that is no part of zerofx, and from states that the optimizer holds.
-    return captures, _Found(kept, binding, programs) if binding.variant == kept.variant else None
+    if binding.variant != kept.variant:
+        return captures, None
+    return captures, _Found(kept.with_update(one.host_source for one in programs.values()), binding, programs)
 
 
 def _recalled(request: Request, captures: MicroBatches, found: _Found, control: Control) -> Built | None:

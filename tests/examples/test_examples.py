@@ -66,7 +66,11 @@ def test_train_convnet() -> None:
     assert "accuracy on new images" in run("train_convnet.py", "--steps", "2")
 
 
+def test_distill() -> None:
+    assert "from the teacher" in run("distill.py", "--steps", "2", "--backend", "eager")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["train_llama.py", "finetune_lora.py", "train_convnet.py"])
+@pytest.mark.parametrize("script", ["distill.py", "train_llama.py", "finetune_lora.py", "train_convnet.py"])
 def test_on_two_processes(script: str) -> None:
     run(script, "--steps", "2", processes=2)

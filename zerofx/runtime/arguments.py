@@ -12,6 +12,7 @@ from torch import nn
 from zerofx.batch import Batch, micro_batch
 from zerofx.graph import StepGraph
 from zerofx.node_facts import Placeholder, Role, placeholder
+from zerofx.outside import Outside
 from zerofx.runtime.state import TrainingState
 
 
@@ -30,8 +31,9 @@ class StepArguments:
         return StepArguments(named, step.constants, step.num_micro_batches)
 
 
-def state_tensors(step: StepArguments, model: nn.Module, state: TrainingState) -> dict[str, Any]:
-    """Parameters, optimizer states, buffers and constants: what stays between steps."""
+def state_tensors(step: StepArguments, model: nn.Module, state: TrainingState, outside: Outside) -> dict[str, Any]:
+    """Parameters, optimizer states, buffers, constants, and what is used outside of the model as it is now: what stays
+    between steps."""
     buffers = dict(model.named_buffers())
     tensors: dict[str, Any] = {}
     for name, what in step.placeholders.items():
@@ -39,6 +41,8 @@ def state_tensors(step: StepArguments, model: nn.Module, state: TrainingState) -
             tensors[name] = buffers[what.name]
         elif what.role is Role.CONSTANT:
             tensors[name] = step.constants[what.name]
+        elif what.role is Role.OUTSIDE:
+            tensors[name] = outside.tensor(what.name)
         elif what.bucket is not None:
             tensors[name] = state.buckets[what.bucket].value(what.role, what.name)
     return tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, TypeVar
@@ -10,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 
 from zerofx.buckets import BucketLayout
-from zerofx.errors import PlanError
+from zerofx.errors import NonFiniteLossError, PlanError
 from zerofx.runtime.collectives import Joint
 from zerofx.runtime.tiers import Stored, Tiers
-from zerofx.runtime.transport import Group, Pending, Transport
+from zerofx.runtime.transport import Group, LostRankError, Pending, Transport
 
 T = TypeVar("T")
 
@@ -29,6 +30,7 @@ class Runtime:
         self._scalars: Mapping[int, tuple[float, ...]] = {}
         self._agreed: Callable[[], None] | None = None
         self._joint = Joint()
+        self.stopped_loss: torch.Tensor | None = None  # of the step that ``check_finite`` has ended last
 
     def begin(self, scalars: Mapping[int, tuple[float, ...]], agreed: Callable[[], None]) -> None:
         """A step begins.
@@ -61,6 +63,11 @@ class Runtime:
         return self._agreed is None
 
     @property
+    def notice(self) -> str:
+        """What makes messages between ranks slower than they could be, and what to do; empty for nothing."""
+        return self._transport.notice if self._transport is not None else ""
+
+    @property
     def sent_bytes(self) -> int:
         """Payload bytes that this rank has sent so far."""
         return self._transport.sent_bytes if self._transport is not None else 0
@@ -87,19 +94,21 @@ class Runtime:
         full = shard.new_empty(shard.numel() * num_ranks)
         whole = self._connected().read_in_place(full, shard) if in_place else None
         if whole is None:
-            return self.all_gather_onto(full, shard, more)
+            return self.all_gather_onto(full, shard, more, bucket)
         if not more:
             self._start_joint()
         return Pending(whole, lambda _source: whole)
 
-    def all_gather_onto(self, full: torch.Tensor, shard: torch.Tensor, more: int = 0) -> Pending[torch.Tensor]:
+    def all_gather_onto(
+        self, full: torch.Tensor, shard: torch.Tensor, more: int = 0, bucket: int = -1
+    ) -> Pending[torch.Tensor]:
         """``all_gather``, with the buffer that it makes."""
         if not more and not self._joint.num_parts:
-            return self._connected().all_gather_into(full, shard)
+            return _told(self._connected().all_gather_into(full, shard), "gather", bucket)
         pending = self._joint.add(full, shard)
         if not more:
             self._start_joint()
-        return pending
+        return _told(pending, "gather", bucket)
 
     def _start_joint(self) -> None:
         if self._joint.num_parts:
@@ -107,19 +116,23 @@ class Runtime:
             self._joint = Joint()
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, bucket: int) -> Pending[torch.Tensor]:
-        return self._connected().all_gather_into(full, shard)
+        return _told(self._connected().all_gather_into(full, shard), "gather", bucket)
 
     def reduce_scatter(self, gradients: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
-        return self._connected().reduce_scatter(gradients)
+        return _told(self._connected().reduce_scatter(gradients), "reduction", bucket)
 
     def reduce_scatter_into(self, gradients: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
-        return self._connected().reduce_scatter(gradients, in_place=True)
+        return _told(self._connected().reduce_scatter(gradients, in_place=True), "reduction", bucket)
 
     def gather_on_node(self, part: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
-        return self._connected().gather_on_node(part.new_empty(part.numel() * num_ranks), part, num_ranks)
+        return _told(
+            self._connected().gather_on_node(part.new_empty(part.numel() * num_ranks), part, num_ranks),
+            "gather on the node",
+            bucket,
+        )
 
     def exchange(self, parts: torch.Tensor, bucket: int, num_ranks: int, group: Group) -> Pending[torch.Tensor]:
-        return self._connected().exchange(parts, num_ranks, group)
+        return _told(self._connected().exchange(parts, num_ranks, group), "exchange", bucket)
 
     def second_shard(self, full: torch.Tensor, bucket: int, num_ranks: int) -> torch.Tensor:
         assert self._transport is not None
@@ -146,14 +159,44 @@ class Runtime:
     def settle(self, bucket: int) -> None:
         self.tiers.settle_host(bucket)
 
+    def check_finite(self, loss: torch.Tensor) -> None:
+        """End the step before its updates where the loss of a rank is not finite.
+
+        Raises:
+            NonFiniteLossError: on all ranks.
+        """
+        is_finite = math.isfinite(loss.item())
+        if self._transport is not None:
+            is_finite = self._connected().all_true(is_finite)
+        if not is_finite:
+            self.stopped_loss = loss
+            raise NonFiniteLossError(f"the loss is {loss.item()} here")
+
+    def finish_collectives(self) -> None:
+        """Behind a step that all ranks have left at one place: wait for what they have sent one another."""
+        if self._transport is not None:
+            self._transport.settle()
+
     def part(self, whole: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
         return whole.as_strided(size, stride, whole.storage_offset() + offset)
 
     def wait(self, pending: Pending[T], source: object = None) -> T:
-        return pending.finish(source)
+        try:
+            return pending.finish(source)
+        except LostRankError as error:
+            if pending.bucket < 0:
+                raise
+            name = self._layout.buckets[pending.bucket].name
+            raise LostRankError(
+                f"{error} (awaited in the {pending.kind} of {name}, bucket {pending.bucket})"
+            ) from error
 
     def broadcast(self, buffers: Sequence[torch.Tensor]) -> None:
-        self._connected().broadcast(buffers)
+        transport = self._connected()
+        try:
+            transport.broadcast(buffers)
+        except LostRankError as error:
+            raise LostRankError(f"{error} (awaited in the broadcast of buffers)") from error
 
     def _connected(self) -> Transport:
         assert self._transport is not None, "a step for one rank has no collectives"
@@ -166,8 +209,14 @@ class Runtime:
             self._agreed = None
 
 
-# What a step gives: its loss, and behind it the norm of all gradients where they are clipped.
-Outcome = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+def _told(pending: Pending[T], kind: str, bucket: int) -> Pending[T]:
+    """``pending``, which says what it is where it fails."""
+    pending.kind, pending.bucket = kind, bucket
+    return pending
+
+
+# What a step gives: its loss, behind it what else it hands out, and the norm of all gradients where they are clipped.
+Outcome = torch.Tensor | tuple[torch.Tensor, ...]
 StepFunction = Callable[[Runtime, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Outcome]
 
 

@@ -13,7 +13,7 @@ from zerofx.buckets import Bucket, Slot
 from zerofx.checks import names
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import UsageError, warn
-from zerofx.runtime.control import WORK_SECONDS, Control
+from zerofx.runtime.control import Control
 from zerofx.runtime.transport import Transport
 from zerofx.runtime.weights import copy_overlap, in_order_of
 
@@ -175,12 +175,13 @@ class LoadedWeights:
         return found
 
     def _read(self, name: str, slot: Slot, first: int, last: int) -> torch.Tensor:
-        rows, begin = slot.shape[0] if slot.shape else 1, slot.first_row
+        rows, begin = slot.num_rows, slot.first_row
         if slot.stride != torch.empty(slot.shape, device="meta").stride():
             return in_order_of(slot, self._files.rows(name, begin, begin + rows))[first:last]
         size = slot.numel // rows
         start = first // size
-        found = self._files.rows(name, begin + start, begin + -(-last // size)).reshape(-1)
+        found = self._files.rows(name, begin + start, begin + -(-last // size))
+        found = (torch.view_as_real(found) if found.is_complex() else found).reshape(-1)
         return found[first - start * size : last - start * size]
 
     def _attempt(self, purpose: str, read: Callable[[], T]) -> T:
@@ -195,4 +196,4 @@ class LoadedWeights:
                     f"parameter has been changed"
                 ) from error
 
-        return self._control.attempt(purpose, guarded, WORK_SECONDS)
+        return self._control.attempt(purpose, guarded)

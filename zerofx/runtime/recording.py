@@ -128,8 +128,7 @@ class Recording:
 def own_memory(outcome: Outcome) -> Outcome:
     """A copy of what a step gives."""
     if isinstance(outcome, tuple):
-        loss, norm = outcome
-        return loss.clone(), norm.clone()
+        return tuple(one.clone() for one in outcome)
     return outcome.clone()
 
 
@@ -283,6 +282,9 @@ class _Recorder:
     def reduce_scatter_into(self, gradients: Any, bucket: int, num_ranks: int) -> _Late:
         given = [gradients, bucket, num_ranks]
         return self.call(lambda values, args: values.runtime.reduce_scatter_into(*args), given)
+
+    def check_finite(self, loss: Any) -> None:
+        self.call(lambda values, args: values.runtime.check_finite(*args), [loss])
 
     def broadcast(self, buffers: list[Any]) -> None:
         self.call(lambda values, args: values.runtime.broadcast(*args), [buffers])

@@ -250,16 +250,15 @@ class TrainingState:
             for slot in bucket.slots:
                 if resident:
                     assert state.full is not None
-                    self._tensors[slot.source].data = slot.view(state.full)
+                    self._tensors[slot.source].data = slot.shown(state.full)
                 else:
                     tensor = self._tensors[slot.source]
-                    tensor.data = torch.full((), float("nan"), dtype=bucket.dtype, device=self.device).expand(
-                        tensor.shape
-                    )
+                    nothing = torch.full((), float("nan"), dtype=tensor.dtype, device=self.device)
+                    tensor.data = nothing.expand(tensor.shape)
 
     def strides(self) -> Strides:
         """Those of the parameters as a step reads them: NaN that takes no memory has others."""
-        return {id(self._tensors[slot.source]): slot.stride for bucket in self.layout.buckets for slot in bucket.slots}
+        return {id(self._tensors[slot.source]): slot.shown_stride for _, _, slot in self.slots()}
 
     def show_parameters(self) -> None:
         """Give the model its whole parameters, gathered from all ranks, in their own dtype."""
@@ -272,10 +271,10 @@ class TrainingState:
             for slot in bucket.slots:
                 tensor = self._tensors[slot.source]
                 if slot.whole is None:
-                    tensor.data = slot.view(whole)
+                    tensor.data = slot.shown(whole)
                     continue
                 if slot.first_row == 0:
-                    tensor.data = torch.empty(tensor.shape, dtype=bucket.dtype, device=self.device)
+                    tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
                 slot.box(tensor.data).copy_(slot.view(whole))
 
     def write_back(self) -> None:

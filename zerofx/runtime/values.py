@@ -11,7 +11,7 @@ from torch import nn
 
 from zerofx.checks import device_of
 from zerofx.deferred import adopt_meta, check_recipes, make_buffers
-from zerofx.runtime.control import WORK_SECONDS, Control
+from zerofx.runtime.control import Control
 from zerofx.runtime.loaded_weights import LoadedWeights, describe, match
 from zerofx.runtime.transport import Transport
 from zerofx.runtime.weights import ModelWeights, Weights
@@ -33,7 +33,7 @@ class Values:
         self._control = control
         self._files: WeightFiles | None = None
         self._keys: dict[str, tuple[str, ...]] = {}  # names in the files of the model's tensors that are there
-        control.attempt("find the values of the model", self._find, WORK_SECONDS)
+        control.attempt("find the values of the model", self._find)
         if self._files is not None:
             control.agree("read weights", describe(self._files, self._keys), "weights", "Give every rank the same.")
 

@@ -14,7 +14,7 @@ import torch
 
 from zerofx.buckets import Bucket, Slot
 from zerofx.deferred import DeferredTensor
-from zerofx.runtime.control import WORK_SECONDS, Control
+from zerofx.runtime.control import Control
 from zerofx.runtime.transport import Transport
 
 
@@ -54,7 +54,7 @@ class ModelWeights:
         part = torch.zeros(stop - start, dtype=bucket.dtype, device=self._device)
         for slot in bucket.slots:
             purpose = f"make the values of {slot.name}"
-            values = self._control.attempt(purpose, partial(self._made, bucket, slot), WORK_SECONDS)
+            values = self._control.attempt(purpose, partial(self._made, bucket, slot))
             self._broadcast(values)
             copy_overlap(part, start, values, slot.offset)
             del values  # before the next parameter's are made
@@ -86,6 +86,7 @@ def whole_bucket(bucket: Bucket, tensors: Mapping[str, torch.Tensor], device: to
 
 def in_order_of(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
     """A parameter's elements ``[slot.numel]`` in the order in which they lie in a bucket; a view where they lie so."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if tuple(tensor.stride()) != slot.stride:
         tensor = torch.empty_strided(slot.shape, slot.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.as_strided((slot.numel,), (1,))

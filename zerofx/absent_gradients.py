@@ -1,0 +1,98 @@
+"""What stands in ``p.grad`` while a step trains ``p``: gradients live within the step, and who reads one is told so.
+
+Scripts that clip, scale or log gradients between ``loss.backward()`` and ``optimizer.step()`` find none after
+``loss = step(batch)``. With ``p.grad = None`` they would do nothing, without a word (``clip_grad_norm_`` leaves out
+what has no gradient). An ``AbsentGradient`` has shape, dtype and device, no memory, and an error for whoever computes
+with it. ``zero_grad()`` is harmless and may stay, and a backward pass of the user's own accumulates as into ``None``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from zerofx.errors import UsageError
+from zerofx.torch_private import without_memory
+
+_aten = torch.ops.aten
+_HARMLESS = {_aten.zero_.default, _aten.detach.default, _aten.detach_.default, _aten.alias.default}
+
+
+class AbsentGradient(torch.Tensor):
+    """No gradient yet; once one has been added to it, that one."""
+
+    value: torch.Tensor | None
+
+    @staticmethod
+    def of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> AbsentGradient:
+        made = cast(AbsentGradient, without_memory(AbsentGradient, shape, dtype, device))
+        made.value = None
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is not typed
+        return "AbsentGradient()" if self.value is None else repr(self.value)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types a default that does nothing
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, AbsentGradient) and first.value is None:
+            if func in _HARMLESS:
+                return first
+            if func is _aten._to_copy.default:  # model.to(...)
+                wanted = kwargs or {}
+                dtype, device = wanted.get("dtype") or first.dtype, wanted.get("device") or first.device
+                return AbsentGradient.of(first.shape, dtype, torch.device(device))
+            if func is _aten.add_.Tensor and not isinstance(args[1], AbsentGradient):
+                first.value = args[1].clone()  # a backward pass of the user's own
+                return first
+        if func is _aten._foreach_zero_.default and first is not None:
+            for one in first:
+                if not isinstance(one, AbsentGradient):
+                    one.zero_()
+                elif one.value is not None:
+                    one.value.zero_()
+            return None
+        result = func(
+            *tree_map_only(AbsentGradient, _value, args), **tree_map_only(AbsentGradient, _value, kwargs or {})
+        )
+        return first if isinstance(first, AbsentGradient) and result is first.value else result
+
+
+def _value(gradient: AbsentGradient) -> torch.Tensor:
+    if gradient.value is None:
+        raise UsageError(
+            "expected no use of p.grad after step(batch), found it read: gradients live within the step, which has "
+            "reduced and applied them, so clipping, scaling or changing them here would do nothing. Give "
+            "zerofx.compile max_grad_norm= in the place of clip_grad_norm_ (step.grad_norm is the norm; "
+            "max_grad_norm=math.inf only takes it), and remove the call"
+        )
+    return gradient.value
+
+
+class AbsentGradients:
+    """Those of a model's trained parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._absent: dict[nn.Parameter, AbsentGradient] = {}
+
+    def put(self) -> None:
+        """Have them where there is no gradient."""
+        for parameter in self._trained:
+            if parameter.grad is None:
+                # Made here, not earlier: a model without values gets its device with them.
+                absent = AbsentGradient.of(parameter.shape, parameter.dtype, parameter.device)
+                parameter.grad = self._absent[parameter] = absent
+
+    def remove(self) -> None:
+        """Leave parameters without a gradient, or with what a backward pass of the user's own has added."""
+        for parameter, absent in self._absent.items():
+            if parameter.grad is absent:
+                parameter.grad = absent.value
+        self._absent.clear()

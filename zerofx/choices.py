@@ -1,0 +1,16 @@
+"""The words that options take: types alone, which the command line reads without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+Backend = Literal["inductor", "eager"]
+Precision = Literal["bf16"]
+Recompute = Literal["auto", "none", "full"]
+OffloadWord = Literal["auto", "none", "host", "nvme"]
+Offload = OffloadWord | Mapping[str, str]
+Accumulate = int | Literal["auto"]
+Wire = Literal["exact", "int8", "int4", "fp8"]
+CudaGraphs = bool | Literal["auto"]
+Tiling = Literal["auto", "none"] | Mapping[str, int]

@@ -1,0 +1,174 @@
+"""What a traced forward may read of tensors: values that no input, parameter, buffer or draw reaches.
+
+A step is one graph for all values of its inputs, so fake tensors have none. Those of ``torch.arange(2, n)`` are the
+same in every step, though: next to each such fake tensor its value is kept, computed as eager mode would, and whoever
+reads it gets that. An operator whose result's shape depends on such values gives a constant of the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zerofx.torch_private import FunctionalTensor, TorchDispatchMode, is_functional, without_modes
+
+MOST_ELEMENTS = 1 << 18
+"""The elements that a value has at most: what Python looks at is small, and each value is computed next to a trace."""
+
+_aten = torch.ops.aten
+_READ = _aten._local_scalar_dense.default
+_PLAIN = (torch.Tensor, nn.Parameter)
+# Of what these are given only shape and dtype matter.
+_BY_SHAPE = frozenset({
+    _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.new_zeros.default,
+    _aten.new_ones.default, _aten.new_full.default,
+})  # fmt: skip
+# What these give is whatever the memory holds.
+_WITHOUT_VALUES = frozenset({
+    _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_permuted.default,
+    _aten.empty_like.default, _aten.new_empty.default, _aten.new_empty_strided.default,
+})  # fmt: skip
+# What have a list of indices behind what is indexed. A mask is as many of them as it has dimensions.
+_INDEXED = frozenset({
+    _aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default,
+    _aten._unsafe_index.Tensor, _aten._unsafe_index_put.default,
+})  # fmt: skip
+
+
+class KnownValues(TorchDispatchMode):
+    """While active, keeps the values of tensors that follow from constants alone, and answers who reads them."""
+
+    def __init__(self, given: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
+        """``given`` are fake tensors whose values are known to be the same in every step, each with its value."""
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._values: Any = WeakIdKeyDictionary()
+        self._checked: Any = WeakIdKeyDictionary()
+        self._answer: Callable[[torch.Tensor, bool], bool | None] | None = None
+        self._overwritten: list[torch.Tensor] = []  # values whose memory has been given something unknown
+        for fake, real in given:
+            self._values[fake] = real.detach().clone()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        values = self._known(func, flat)
+        if values is None and func is _READ and self._answer is not None:
+            answer = self._answer(args[0], args[0] in self._checked)
+            if answer is not None:
+                return answer
+        if values is not None and torch.Tag.data_dependent_output in func.tags:
+            return self._computed(func, values, spec)
+        if values is not None and torch.Tag.dynamic_output_shape in func.tags:
+            return pytree.tree_map_only(torch.Tensor, self._constant, self._computed(func, values, spec))
+        if func in _INDEXED:
+            args = (args[0], self._without_masks(args[1]), *args[2:])
+        out = func(*args, **kwargs)
+        if func is _aten._is_all_true.default:  # which ``torch._check_tensor_all`` calls, and nobody else
+            self._checked[out] = None
+        if values is None:
+            self._forget_written(func, args, kwargs)
+            return out
+        made = self._computed(func, values, spec)
+        for tensor, value in zip(pytree.tree_leaves(out), pytree.tree_leaves(made), strict=True):
+            if isinstance(tensor, torch.Tensor) and value.numel() <= MOST_ELEMENTS:
+                self._keep(tensor, value)
+        return out
+
+    @contextlib.contextmanager
+    def asking(self, answer: Callable[[torch.Tensor, bool], bool | None]) -> Iterator[None]:
+        """Let ``answer`` say what who reads a tensor of one element without a known value is told; None: refuse.
+
+        It is given the tensor, and whether that it holds is all that is asked.
+        """
+        before, self._answer = self._answer, answer
+        try:
+            yield
+        finally:
+            self._answer = before
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of ``tensor``, if it is known; not to be written to."""
+        found: torch.Tensor | None = self._values.get(tensor)
+        if found is None and self._is_real(tensor) and tensor.numel() <= MOST_ELEMENTS:
+            with without_modes():
+                found = self._values[tensor] = tensor.detach().to("cpu", copy=True)
+        if found is not None and any(_same_memory(found, other) for other in self._overwritten):
+            return None
+        return found
+
+    def _known(self, func: Any, flat: list[Any]) -> list[Any] | None:
+        """The arguments with values in the places of tensors, or None where what ``func`` gives is not known."""
+        if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func in _WITHOUT_VALUES:
+            return None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        found: list[Any] = []
+        for arg in flat:
+            if isinstance(arg, torch.Tensor):
+                known = self.value(arg)
+                if known is None and func in _BY_SHAPE and arg.numel() <= MOST_ELEMENTS:
+                    with without_modes():
+                        known = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype)
+                if known is None:
+                    return None
+                arg = known
+            elif isinstance(arg, torch.device):
+                arg = torch.device("cpu")  # values are the same on every device, and its own may be absent
+            found.append(arg)
+        return found
+
+    def _computed(self, func: Any, values: list[Any], spec: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        with without_modes(), torch.no_grad():
+            return func(*args, **kwargs)
+
+    def _without_masks(self, indices: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Numbers in the places of masks whose values are known: eager mode's kernels do the same."""
+        found: list[torch.Tensor | None] = []
+        for index in indices:
+            mask = self.value(index) if index is not None and index.dtype in (torch.bool, torch.uint8) else None
+            if mask is None:
+                found.append(index)
+                continue
+            with without_modes():
+                numbers = mask.nonzero().unbind(1)
+            found += [self._constant(one.contiguous()) for one in numbers]
+        return found
+
+    def _constant(self, value: torch.Tensor) -> torch.Tensor:
+        constant: torch.Tensor = _aten.lift_fresh.default(value)
+        self._keep(constant, value.clone())
+        return constant
+
+    def _keep(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        self._values[tensor] = value
+        if isinstance(tensor, FunctionalTensor):  # whose ``tolist`` reads what it is made around
+            self._values[tensor.elem] = value
+
+    def _is_real(self, tensor: torch.Tensor) -> bool:
+        return type(tensor) in _PLAIN and not tensor.is_meta and not is_functional(tensor)
+
+    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """After a call whose results are not known, what it has written over is not known either."""
+        schema = getattr(func, "_schema", None)
+        if schema is not None and not schema.is_mutable:
+            return
+        written: Any = (args, kwargs)
+        if schema is not None:
+            places = [
+                (one.name, i) for i, one in enumerate(schema.arguments) if one.alias_info and one.alias_info.is_write
+            ]
+            written = [args[i] if i < len(args) else kwargs.get(name) for name, i in places]
+        for arg in pytree.tree_leaves(written):
+            if isinstance(arg, torch.Tensor) and (value := self._values.get(arg)) is not None:
+                self._overwritten.append(value)
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

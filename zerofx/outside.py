@@ -1,0 +1,313 @@
+"""Tensors that ``forward`` or ``loss_fn`` use which are neither the model's nor the batch's: a teacher's, say.
+
+They are found by what a trace touches, and named by how the function reaches them: through its closure, globals,
+defaults, or attributes of what it is bound to. A step reads each at that place anew whenever it runs, so that one which
+is replaced by another like it (a teacher that follows the model) counts. What cannot be reached so, such as a tensor
+from a table of another library, is one tensor for good.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from zerofx.errors import UsageError
+
+# What is looked at in search of a tensor; data sets have millions of items, none of which a step reads.
+_MOST_ITEMS, _MOST_OBJECTS = 10_000, 200_000
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.Generator)
+
+
+def _cell(function: Any, name: str) -> Any:
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+
+
+# How one gets from an object to another, by kind.
+_GET: Mapping[str, Callable[[Any, Any], Any]] = {
+    "cell": _cell,
+    "global": lambda function, name: function.__globals__[name],
+    "attribute": getattr,
+    "global of": lambda function, names: getattr(function.__globals__[names[0]], names[1]),
+    "default": lambda function, index: function.__defaults__[index],
+    "named default": lambda function, name: function.__kwdefaults__[name],
+    "item": lambda container, key: container[key],
+}
+_Way = tuple[tuple[str, Any], ...]
+_Like = tuple[Any, ...]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """How a tensor is reached, and what it was like when a step was captured."""
+
+    way: _Way
+    described: _Like
+
+
+class Outside:
+    """The tensors that ``root`` is found to use beside the model's and the batch's, by name.
+
+    Args:
+        root: the function or module that is called in the step; None where there is none.
+        name: what ``root`` is called.
+    """
+
+    def __init__(self, root: Callable[..., Any] | None, name: str) -> None:
+        self._root, self._name = root, name
+        self._places: dict[str, _Place] = {}
+        self._index: dict[int, tuple[str, _Way, torch.Tensor]] | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those known so far, as they are now; what is no tensor any more is left out."""
+        found = {name: self._at(place.way) for name, place in self._places.items()}
+        return {name: one for name, one in found.items() if isinstance(one, torch.Tensor)}
+
+    def learn(self, touched: torch.Tensor) -> bool:
+        """Find out where a tensor is that a trace has touched; whether it was found."""
+        if self._index is None:
+            self._index = {}
+            for name, way, one in self._walk():
+                if isinstance(one, torch.Tensor):
+                    self._index.setdefault(id(one), (name, way, one))
+        if id(touched) not in self._index:
+            return False
+        name, way, _ = self._index[id(touched)]
+        number, unique = 1, name
+        while unique in self._places:
+            number, unique = number + 1, f"{name} ({number + 1})"
+        self._places[unique] = _Place(way, _described(touched))
+        return True
+
+    def traced(self, trace: Callable[[], T]) -> T:
+        """What ``trace`` gives once it is made with all tensors that it touches.
+
+        Raises:
+            Exception: what it raises then.
+        """
+        while True:
+            known = len(self._places)
+            try:
+                return trace()
+            except Exception:
+                if len(self._places) == known:
+                    raise
+
+    def forget_index(self) -> None:
+        """What is reached where is looked up anew: something may have changed since."""
+        self._index = None
+
+    def check(self) -> None:
+        """Check that all tensors are like those that steps were captured with.
+
+        Raises:
+            UsageError: one is not.
+        """
+        for name, place in self._places.items():
+            found = self._at(place.way)
+            if _described(found) != place.described:
+                raise UsageError(
+                    f"expected {name}, which {self._name} uses, to be like it was when the step was captured, "
+                    f"{_text(place.described)}, found {_text(_described(found))}: change values, not shapes, dtypes "
+                    f"or devices, or call step.close() and compile again"
+                )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor of that name, as it is now, without a gradient."""
+        found: torch.Tensor = self._at(self._places[name].way)
+        return found.detach()
+
+    def modules(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The modules that can be reached and are in no other, nor in ``model``, by name."""
+        own = set(model.modules())
+        found: dict[str, nn.Module] = {}
+        inside: set[nn.Module] = set()
+        for name, _, one in self._walk():
+            if isinstance(one, nn.Module) and one not in own and one not in inside:
+                inside |= set(one.modules())
+                found[name] = one
+        return found
+
+    def _at(self, way: _Way) -> Any:
+        found: Any = self._root
+        try:
+            for kind, key in way:
+                found = _GET[kind](found, key)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            return None
+        return found
+
+    def _walk(self) -> Iterator[tuple[str, _Way, Any]]:
+        """What can be reached, the nearest first."""
+        pending: deque[tuple[str, _Way, Any]] = deque([(self._name, (), self._root)])
+        seen: dict[int, Any] = {}  # with what it is the identity of, which may be gone otherwise
+        while pending and len(seen) < _MOST_OBJECTS:
+            name, way, one = pending.popleft()
+            if id(one) in seen or isinstance(one, _LEAVES):
+                continue
+            seen[id(one)] = one
+            yield name, way, one
+            for kind, key, child, child_name in _children(name, one):
+                pending.append((child_name, (*way, (kind, key)), child))
+
+
+def _children(name: str, one: Any) -> Iterator[tuple[str, Any, Any, str]]:
+    """What is reached from an object in a step: how, by which key, what it is, and its name."""
+    if isinstance(one, torch.Tensor | ModuleType):
+        return
+    if isinstance(one, FunctionType):
+        yield from _of_function(one)
+    elif isinstance(one, MethodType):
+        yield "attribute", "__self__", one.__self__, name
+        yield "attribute", "__func__", one.__func__, name
+    elif isinstance(one, functools.partial):
+        yield "attribute", "func", one.func, name
+        yield "attribute", "args", one.args, name
+        yield "attribute", "keywords", one.keywords, name
+    elif isinstance(one, nn.Module):
+        for table in (one._parameters, one._buffers, one._modules, vars(one)):
+            for key, child in table.items():
+                if key not in _TABLES and child is not None:
+                    yield "attribute", key, child, f"{name}.{key}"
+        yield "attribute", "forward", one.forward, name
+    elif isinstance(one, dict):
+        if len(one) <= _MOST_ITEMS:
+            for key, child in one.items():
+                yield "item", key, child, f"{name}[{key!r}]"
+    elif isinstance(one, list | tuple):
+        if len(one) <= _MOST_ITEMS:
+            for index, child in enumerate(one):
+                yield "item", index, child, f"{name}[{index}]"
+    elif not type(one).__module__.startswith(("torch", "zerofx", "builtins")):
+        for key, child in getattr(one, "__dict__", {}).items():
+            yield "attribute", key, child, f"{name}.{key}"
+        called = getattr(one, "__call__", None)  # noqa: B004 - what is called is looked into
+        if isinstance(called, MethodType):
+            yield "attribute", "__call__", called, name
+
+
+_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, Any, str]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield "cell", name, cell.cell_contents, name
+        except ValueError:  # of a cell that is empty
+            continue
+    for index, default in enumerate(function.__defaults__ or ()):
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        yield "default", index, default, names[index - len(function.__defaults__ or ())]
+    for name, default in (function.__kwdefaults__ or {}).items():
+        yield "named default", name, default, name
+    if function.__module__ is not None and function.__module__.partition(".")[0] in ("torch", "zerofx"):
+        return
+    names_used = dict.fromkeys(_names_in(function.__code__))
+    for name in names_used:
+        if name not in function.__globals__:
+            continue
+        found = function.__globals__[name]
+        if not isinstance(found, ModuleType):
+            yield "global", name, found, name
+            continue
+        for inner in names_used:
+            if inner in vars(found) and not found.__name__.startswith("torch"):
+                yield "global of", (name, inner), vars(found)[inner], f"{name}.{inner}"
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _described(found: Any) -> _Like:
+    """What of a tensor a captured step depends on; of anything else, its class."""
+    if not isinstance(found, torch.Tensor):
+        return (type(found).__name__,)
+    return found.dtype, tuple(found.shape), found.stride(), found.device
+
+
+def _text(described: _Like) -> str:
+    if len(described) == 1:
+        return f"a {described[0]}"
+    dtype, shape, stride, device = described
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} with strides {list(stride)} on {device}"
+
+
+class OutsideFoundError(Exception):
+    """Tensors were found that a trace was not made with: it is to be made again."""
+
+
+@dataclass(frozen=True)
+class StandInMaker:
+    """How real tensors are stood in for: ``fake`` makes a tensor for one outside of the model; ``of_model`` has, by the
+    identity of a parameter or buffer, the table and the key that its stand-in is under."""
+
+    fake: Callable[[torch.Tensor], torch.Tensor]
+    of_model: Mapping[int, tuple[dict[str, Any], str]]
+
+
+class StandIns(TorchFunctionMode):
+    """While open, functions of torch get fake tensors in the places of real ones that live outside of the model.
+
+    Args:
+        known: by the identity of a real tensor, the table and the key there that its stand-in is under, which tracing
+            puts others in the place of.
+        outside: is told of further ones; ``has_learned`` says whether there were any, for which what has been traced is
+            to be traced again.
+        fake: makes the stand-in of a tensor.
+    """
+
+    def __init__(
+        self,
+        known: Mapping[int, tuple[dict[str, Any], str]],
+        outside: Outside,
+        fake: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self._known, self._outside, self._fake = known, outside, fake
+        self._made: dict[int, torch.Tensor] = {}
+        self._others: dict[int, torch.Tensor] = {}  # which nothing leads to
+
+    @property
+    def has_learned(self) -> bool:
+        return bool(self._made)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*[self._replaced(one) for one in args], **{k: self._replaced(v) for k, v in (kwargs or {}).items()})
+
+    def _replaced(self, given: Any) -> Any:
+        if isinstance(given, torch.Tensor):
+            return self._stand_in(given)
+        if type(given) in (list, tuple):
+            return type(given)([self._replaced(one) for one in given])
+        if type(given) is dict:
+            return {key: self._replaced(one) for key, one in given.items()}
+        return given
+
+    def _stand_in(self, given: torch.Tensor) -> torch.Tensor:
+        key = id(given)
+        if key in self._known:
+            table, name = self._known[key]
+            found: torch.Tensor = table[name]
+            return found
+        if type(given) not in (torch.Tensor, nn.Parameter) or key in self._others:
+            return given
+        if key not in self._made:
+            if not self._outside.learn(given):
+                self._others[key] = given
+                return given
+            self._made[key] = self._fake(given)
+        return self._made[key]

@@ -1,0 +1,63 @@
+"""Which answer to ``if`` lets a program go on: read from the bytecode of whoever asks."""
+
+from __future__ import annotations
+
+import dis
+from bisect import bisect_right
+from types import FrameType
+
+_LEAVES = ("RETURN_", "YIELD_", "SEND")
+
+
+def answer_without_raising(frame: FrameType) -> bool | None:
+    """What a condition that ``frame`` is about to branch on has to be, for the branch that raises not to be taken.
+
+        if torch.any(variance < 0): raise ValueError(...)     # False
+        assert mask.all(), "..."                              # True
+        if flag: x = x + 1                                    # None: neither branch raises
+
+    A branch counts as one that raises where each way through it ends in ``raise``. What ``frame`` is executing is the
+    branch itself, or a call (``bool``, ``any``, ``item``) whose result it branches on.
+    """
+    code = [one for one in dis.get_instructions(frame.f_code) if one.opname != "CACHE"]
+    places = {one.offset: index for index, one in enumerate(code)}
+    # Within a call of Python the frame is somewhere in what stands behind the instruction.
+    index, opposite = bisect_right([one.offset for one in code], frame.f_lasti) - 1, False
+    if not _is_branch(code[index]):
+        opposite ^= code[index].opname == "UNARY_NOT"
+        index += 2 if code[index].opname == "PRECALL" else 1
+    while code[index].opname in ("UNARY_NOT", "TO_BOOL", "COPY", "NOP"):
+        opposite ^= code[index].opname == "UNARY_NOT"
+        index += 1
+    if not _is_branch(code[index]):
+        return None
+    jump = code[index]
+    jumps, falls = _raises(code, places, places[jump.argval], set()), _raises(code, places, index + 1, set())
+    if jumps == falls:
+        return None
+    to_jump = "IF_TRUE" in jump.opname
+    return (to_jump if falls else not to_jump) ^ opposite
+
+
+def _is_branch(instruction: dis.Instruction) -> bool:
+    return "JUMP" in instruction.opname and ("IF_TRUE" in instruction.opname or "IF_FALSE" in instruction.opname)
+
+
+def _raises(code: list[dis.Instruction], places: dict[int, int], index: int, passed: set[int]) -> bool:
+    """Whether each way from ``index`` on ends in ``raise``."""
+    while index < len(code) and index not in passed:
+        passed.add(index)
+        instruction = code[index]
+        name = instruction.opname
+        if name in ("RAISE_VARARGS", "RERAISE"):
+            return True
+        if name.startswith(_LEAVES):
+            return False
+        if _is_branch(instruction) or name == "FOR_ITER" or "IF_NONE" in name or "IF_NOT_NONE" in name:
+            if not _raises(code, places, places[instruction.argval], set(passed)):
+                return False
+        elif name.startswith("JUMP"):
+            index = places[instruction.argval]
+            continue
+        index += 1
+    return False
