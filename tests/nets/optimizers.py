@@ -1,0 +1,239 @@
+"""The net over optimizers: does a compiled step train as eager mode does with the same optimizer, to the bit?
+
+Twelve steps of a small model, eager backend, next to plain torch (with the gradients of all ranks averaged, as
+DistributedDataParallel does): losses, parameters, and all that ``optimizer.state_dict()`` says. ``python -m
+tests.nets.optimizers`` is the full sweep; it goes on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import re
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+import zerofx
+from tests.distributed import run_ranks
+from tests.nets.optimizer_cases import OptimizerCase, optimizer_cases
+from tests.nets.records import Record, results_path, write_records
+
+NUM_STEPS = 12
+_SAVED_AFTER = 5
+_CASES_A_CALL = 40
+
+Values = dict[str, Any]
+
+
+class _Training:
+    """A model, its optimizer and schedule, trained step by step, from what was ``saved`` where something was."""
+
+    def __init__(self, case: OptimizerCase, saved: tuple[Values, Values] | None = None) -> None:
+        self.model = case.model()
+        self.optimizer = case.optimizer(self.model)
+        if saved is not None:
+            self.model.load_state_dict(saved[0])
+            self.optimizer.load_state_dict(saved[1])
+        self.schedule: Any = None
+        if case.variant == "schedule":
+            self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.8 ** (step // 2))
+        self.losses: list[Tensor] = []
+
+    def train(self, batches: Iterable[Sequence[Tensor]]) -> None:
+        """A step a batch, of which there is a part for each rank."""
+        for parts in batches:
+            self.losses.append(self.step(parts).detach().clone())
+            if self.schedule is not None:
+                self.schedule.step()
+
+    def step(self, parts: Sequence[Tensor]) -> Tensor:
+        """One step; returns this rank's loss."""
+        losses, gradients = [], []
+        for part in parts:
+            self.optimizer.zero_grad()
+            losses.append(_loss(self.model(part)))
+            losses[-1].backward()
+            gradients.append([p.grad for p in self.model.parameters()])
+        for p, of_ranks in zip(self.model.parameters(), zip(*gradients, strict=True), strict=True):
+            p.grad = torch.stack([g / len(parts) for g in of_ranks if g is not None]).sum(0)
+        self.optimizer.step()
+        return losses[_rank()]
+
+    def values(self) -> Values:
+        """All parameters, copied."""
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+    def saved(self) -> tuple[Values, Values]:
+        """Parameters, and the optimizer's state, in which parameters that have none may be left out."""
+        states = copy.deepcopy(self.optimizer.state_dict())
+        return self.values(), states | {"state": {key: entry for key, entry in states["state"].items() if entry}}
+
+    def close(self) -> None:
+        """Let go of what is held."""
+
+
+class _Compiled(_Training):
+    """The same, by a compiled step."""
+
+    def __init__(self, case: OptimizerCase, saved: tuple[Values, Values] | None = None) -> None:
+        super().__init__(case, saved)
+        self._step = zerofx.compile(
+            self.model, self.optimizer, 3, loss_fn=lambda outputs, _: _loss(outputs), backend="eager"
+        )
+
+    def step(self, parts: Sequence[Tensor]) -> Tensor:
+        """One step; returns this rank's loss."""
+        loss: Tensor = self._step(parts[_rank()])
+        return loss
+
+    def values(self) -> Values:
+        """All parameters, copied."""
+        return self._step.full_state_dict()
+
+    def close(self) -> None:
+        """Let go of what is held."""
+        self._step.close()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _loss(outputs: Tensor) -> Tensor:
+    return outputs.float().square().sum() + outputs.float().sum()
+
+
+def _batches(case: OptimizerCase) -> list[list[Tensor]]:
+    generator, width = torch.Generator().manual_seed(5), next(case.model().parameters()).shape[1]
+    return [
+        [torch.randn(4, width, generator=generator).to(case.dtype) for _ in range(case.num_ranks)]
+        for _ in range(NUM_STEPS)
+    ]
+
+
+def _train(kind: type[_Training], case: OptimizerCase) -> Values:
+    """Everything that has to be the same."""
+    batches = _batches(case)
+    saved, losses = None, []
+    for part in (batches[:_SAVED_AFTER], batches[_SAVED_AFTER:]) if case.variant == "restored" else (batches,):
+        training = kind(case, saved)
+        try:
+            training.train(part)
+            saved = training.saved()
+        finally:
+            training.close()
+        losses += training.losses
+    assert saved is not None
+    return {"losses": losses, "parameters": saved[0], "optimizer": saved[1]}
+
+
+def difference(expected: Any, found: Any, where: str = "") -> str:
+    """The first place where two nests of values differ; NaN is NaN, and types count."""
+    if type(expected) is not type(found):
+        return f"{where}: {type(expected).__name__} expected, {type(found).__name__} found"
+    if isinstance(expected, Tensor):
+        alike = expected.shape == found.shape and expected.dtype == found.dtype
+        if alike and torch.allclose(expected, found, rtol=0, atol=0, equal_nan=True):
+            return ""
+        return f"{where}: {expected.flatten()[:3].tolist()} expected, {found.flatten()[:3].tolist()} found"
+    if isinstance(expected, dict):
+        if expected.keys() != found.keys():
+            return f"{where}: {expected.keys() ^ found.keys()} on one side"
+        pairs = [(expected[key], found[key], key) for key in expected]
+    elif isinstance(expected, (list, tuple)):
+        if len(expected) != len(found):
+            return f"{where}: {len(expected)} expected, {len(found)} found"
+        pairs = [(a, b, index) for index, (a, b) in enumerate(zip(expected, found, strict=True))]
+    elif expected is found or expected == found or (expected != expected and found != found):
+        return ""
+    else:
+        return f"{where}: {expected} expected, {found} found"
+    return next((text for a, b, key in pairs if (text := difference(a, b, f"{where}[{key}]"))), "")
+
+
+def check(case: OptimizerCase) -> Record:
+    """What becomes of one case, on this rank."""
+    expected: Values | None = None
+    outside = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            expected = _train(_Training, case)
+        except Exception as error:  # noqa: BLE001  # of other people's code: whatever it raises
+            outside = f"eager mode fails too: {type(error).__name__}: {error}"
+        try:
+            found = _train(_Compiled, case)
+        except zerofx.ZeroFXError as error:
+            return Record(case.name, case.full_variant, "refused", _line(f"{error}"))
+        except Exception as error:  # noqa: BLE001  # what is no error of ours is what the net is looking for
+            if type(error).__name__ in outside:
+                return Record(case.name, case.full_variant, "refused", _line(outside))
+            return Record(case.name, case.full_variant, "wrong", _line(f"{type(error).__name__}: {error}"))
+    if expected is None:
+        return Record(case.name, case.full_variant, "wrong", _line(f"trains, where {outside}"))
+    text = difference(expected, found)
+    return Record(case.name, case.full_variant, "wrong" if text else "exact", _line(text))
+
+
+def _line(text: str) -> str:
+    """One line, without the machine's paths."""
+    text = re.sub(r"/\S*/(site-packages|lib/python[\d.]*)/", "", " ".join(text.split()))
+    return re.sub(r"0x[0-9a-f]+", "0x...", text)[:300]
+
+
+def _check_all(cases: list[OptimizerCase]) -> list[Record]:
+    torch.set_num_threads(1)
+    return [check(case) for case in cases]
+
+
+def run(cases: Sequence[OptimizerCase]) -> Iterator[Record]:
+    """A record a case. Those of two ranks share a pair of processes, some dozens at a time."""
+    for case in cases:
+        if case.num_ranks == 1:
+            yield check(case)
+    pairs = [case for case in cases if case.num_ranks == 2]
+    for start in range(0, len(pairs), _CASES_A_CALL):
+        part = pairs[start : start + _CASES_A_CALL]
+        for mine, other in zip(*run_ranks(_check_all, 2, part, timeout=1800.0), strict=True):
+            yield mine if mine.outcome == "wrong" or mine == other else other
+
+
+def main() -> None:
+    """The full sweep, or a part of it of which nothing is written but the notes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="a text that the names of the cases contain")
+    parser.add_argument("--notes", type=Path, default=Path(tempfile.gettempdir(), "zerofx_optimizers.jsonl"))
+    parsed = parser.parse_args()
+    every = optimizer_cases()
+    cases = [case for case in every if parsed.only is None or parsed.only in f"{case.name}: {case.full_variant}"]
+    lines = parsed.notes.read_text().splitlines() if parsed.notes.exists() and parsed.only is None else []
+    records = [Record(**json.loads(line)) for line in lines]
+    known = {(record.name, record.variant) for record in records}
+    left = [case for case in cases if (case.name, case.full_variant) not in known]
+    for record in tqdm(run(left), total=len(left)):
+        records.append(record)
+        if parsed.only is None:
+            with parsed.notes.open("a") as notes:
+                notes.write(f"{json.dumps(asdict(record))}\n")
+        if parsed.only is not None or record.outcome == "wrong":
+            tqdm.write(f"{record.name}: {record.variant}: {record.outcome} {record.detail}")
+    counts = Counter(record.outcome for record in records)
+    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
+    if parsed.only is None:
+        write_records(results_path("optimizers"), records)
+        parsed.notes.unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What a net brings back: a record a case, and files of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Outcome = Literal["exact", "refused", "wrong"]
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What became of one case of a net.
+
+    Attributes:
+        name: of what was tried, as its own library calls it: an operator, an optimizer, a model, a fault.
+        variant: how it was tried, the dtype or the stage say; name and variant together are unique within a net.
+        outcome: ``exact`` where all that the net promises holds; ``refused`` where zerofx said in an error of its own
+            that it does not do this; ``wrong`` is everything else.
+        detail: of a refusal its reason in one line, of what is wrong what was expected and what was seen.
+    """
+
+    name: str
+    variant: str
+    outcome: Outcome
+    detail: str = ""
+
+    def __post_init__(self) -> None:
+        if self.outcome not in get_args(Outcome):
+            raise ValueError(f"expected one of {get_args(Outcome)}, found {self.outcome!r} for {self.name}")
+
+
+def results_path(net: str) -> Path:
+    """The file with the records of the full sweep of ``net``."""
+    return RESULTS / f"coverage_{net}.json"
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records that ``write_records`` wrote; none where there is no such file."""
+    return [Record(**fields) for fields in json.loads(path.read_text())] if path.exists() else []
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """Write a record a line, sorted by name and variant, so that a later sweep differs only where outcomes do.
+
+    Raises:
+        ValueError: two records have the same name and variant.
+    """
+    ordered = sorted(records, key=lambda record: (record.name, record.variant))
+    for first, second in itertools.pairwise(ordered):
+        if (first.name, first.variant) == (second.name, second.variant):
+            raise ValueError(f"expected one record a case, found two for {first.name} ({first.variant})")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_text("[\n" + ",\n".join(json.dumps(asdict(record)) for record in ordered) + "\n]\n")
+    aside.replace(path)

@@ -1,0 +1,102 @@
+"""``python -m tests.nets.report`` writes docs/coverage.md from the records of the four nets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.nets.records import Record, read_records, results_path
+
+PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
+
+NETS = {
+    "operators": (
+        "Every differentiable entry of torch's own operator database (`OpInfo`) that a CPU runs, in float32 and in "
+        "bfloat16, as a model of that one operator whose inputs are parameters: the bits of eager PyTorch after "
+        "several steps at stage 3, and the predicted peak equal to the measured one."
+    ),
+    "optimizers": (
+        "Every optimizer of `torch.optim` and of `pytorch_optimizer`, with and without weight decay, with a "
+        "learning-rate scheduler and two parameter groups, on one and on two ranks: the bits of its own `step()`."
+    ),
+    "models": (
+        "Models and training scripts of other people's libraries, at stages 0 and 3, on one and on two ranks, under "
+        "the least possible budget, and with states on the host: the bits of eager PyTorch, the budget kept."
+    ),
+    "faults": (
+        "Ranks that freeze, die or are interrupted at every kind of wait, damaged plan and cache files, mistakes of "
+        "the caller's: an error that says what to do, in time, on every rank, with nothing changed."
+    ),
+}
+
+_HEAD = """\
+# Coverage
+
+Four nets are cast over code that nobody here wrote. Each case has one of three outcomes:
+
+- **exact**: all that the net promises holds, to the bit and to the byte.
+- **refused**: zerofx said in an error of its own, before anything was changed, that it does not do this.
+- **wrong**: anything else: other bits, another peak, an exception that is not zerofx's own, a crash, a hang.
+
+A part of each net that a seed picks runs in CI; `python -m tests.nets.<net>` runs the whole of it and writes
+`benchmarks/results/coverage_<net>.json`, from which `python -m tests.nets.report` writes this page.
+"""
+
+
+def page(records: Mapping[str, Sequence[Record]]) -> str:
+    """The page in Markdown for the records of each net; a net without records has not been run."""
+    lines = [_HEAD, "| net | cases | exact | refused | wrong |", "|---|---:|---:|---:|---:|"]
+    lines += [_row(net, records.get(net, ())) for net in NETS]
+    for net, text in NETS.items():
+        lines += ["", f"## {net.capitalize()}", "", text]
+        of_net = records.get(net, ())
+        if of_net:
+            lines += _by_variant(of_net)
+            lines += _by_detail(of_net, "wrong")
+            lines += _by_detail(of_net, "refused")
+    return "\n".join(lines) + "\n"
+
+
+def _row(label: str, records: Sequence[Record]) -> str:
+    if not records:
+        return f"| {label} | not run | | | |"
+    counts = Counter(record.outcome for record in records)
+    return f"| {label} | {len(records)} | {counts['exact']} | {counts['refused']} | {counts['wrong']} |"
+
+
+def _by_variant(records: Sequence[Record]) -> list[str]:
+    """A table with a row a variant; no table where there is one variant only."""
+    variants = list(dict.fromkeys(record.variant for record in records))
+    if len(variants) < 2:
+        return []
+    rows = [_row(variant, [record for record in records if record.variant == variant]) for variant in variants]
+    return ["", "| variant | cases | exact | refused | wrong |", "|---|---:|---:|---:|---:|", *rows]
+
+
+def _by_detail(records: Sequence[Record], outcome: str) -> list[str]:
+    """Records of an outcome, those of one reason together, the most frequent reason first."""
+    names: dict[str, list[str]] = {}
+    for record in records:
+        if record.outcome == outcome:
+            names.setdefault(record.detail, []).append(record.name)
+    if not names:
+        return []
+    lines = ["", f"### {outcome.capitalize()}", "", "| cases | reason | which |", "|---:|---|---|"]
+    for detail, of_reason in sorted(names.items(), key=lambda item: (-len(item[1]), item[0])):
+        which = ", ".join(f"`{name}`" for name in dict.fromkeys(of_reason))
+        lines.append(f"| {len(of_reason)} | {_cell(detail)} | {which} |")
+    return lines
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page({net: read_records(results_path(net)) for net in NETS}))
+
+
+if __name__ == "__main__":
+    main()
