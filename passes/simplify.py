@@ -2,8 +2,10 @@
 
     a = detach(x); b = t(w); c = t(b); d = mm(a, c)      ->      d = mm(x, w)
     y = where(m, v, x); z = copy(x, y)                   ->      z = where(m, v, x)
+    z = copy(slice(x), y); a = slice_scatter(x, z)       ->      a = slice_scatter(x, y)
 
-The second is what tracing makes of ``x.copy_(...)``, where nothing else reads ``y``.
+The second is what tracing makes of ``x.copy_(...)``, where nothing else reads ``y``; the third of ``x[a:b] = y``, where
+the copy would have memory for all of ``x``.
 
 Does not handle: anything that computes. Arithmetic is left exactly as it was captured.
 """
@@ -19,6 +21,10 @@ from zerofx.scheduler.storage import aliased_input
 
 _aten = torch.ops.aten
 _IDENTITIES = frozenset({_aten.detach.default, _aten.alias.default})
+_SCATTERS = frozenset({
+    _aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default,
+    _aten.as_strided_scatter.default,
+})  # fmt: skip
 
 
 def simplify(step: StepGraph) -> None:
@@ -35,9 +41,18 @@ def simplify(step: StepGraph) -> None:
             node.replace_all_uses_with(inner)
         elif node.target is _aten.view.default and source.target is _aten.view.default:
             node.update_arg(0, source.args[0])
-        elif node.target is _aten.copy.default and isinstance(made := node.args[1], fx.Node) and _is_like(made, node):
-            node.replace_all_uses_with(made)
+        elif node.target is _aten.copy.default and isinstance(copied := node.args[1], fx.Node):
+            is_needless = _is_like(copied, node) or _is_scattered(copied, node)
+            if is_needless:
+                node.replace_all_uses_with(copied)
     step.graph.eliminate_dead_code()
+
+
+def _is_scattered(source: fx.Node, copy: fx.Node) -> bool:
+    """Whether a copy, in the source's dtype and shape, is only put into other tensors."""
+    one, other = tensor(source), tensor(copy)
+    is_put = all(user.target in _SCATTERS and user.args[0] is not copy for user in copy.users)
+    return is_put and (one.dtype, one.shape) == (other.dtype, other.shape)
 
 
 def _is_like(made: fx.Node, copy: fx.Node) -> bool:

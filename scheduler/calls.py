@@ -19,12 +19,13 @@ MOST_BYTES, MOST_STEPS = 2**26, 2**28
 _PRODUCTS_A_STEP = 8  # of a convolution, which takes less time for one
 _CUBIC = ("linalg_", "_linalg_", "cholesky", "lu_", "cdist", "_cdist", "_euclidean_dist", "_trilinear")
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "linear", "_grouped_mm", "_int_mm", "_scaled_mm"})
+_NAMESPACES = ("aten", "torch_nn", "zerofx")
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 class KernelMemory(NamedTuple):
     """``inside``: bytes that a call takes at its worst moment, beyond inputs and outputs. ``excess``: bytes that each
-    output's memory has beyond those that it shows."""
+    output's memory has beyond those that it shows; fewer than 0 where one is empty that fakes have elements of."""
 
     inside: int
     excess: tuple[int, ...]
@@ -36,6 +37,8 @@ class Like(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    is_conjugated: bool = False  # is to be, once its values are read
+    is_negated: bool = False
 
     @property
     def span(self) -> int:
@@ -63,7 +66,7 @@ class Like(NamedTuple):
             factor, rest = divmod(step, before)
             stride[dim] = factor * extent + rest
             before, extent = step * size, stride[dim] * shape[dim]
-        return Like(shape, tuple(stride), self.dtype)
+        return self._replace(shape=shape, stride=tuple(stride))
 
 
 class _Number(NamedTuple):
@@ -152,9 +155,9 @@ class Call(NamedTuple):
 
 
 def call_of(node: fx.Node) -> Call | None:
-    """The call that a node makes; None if it is none of ATen's or zerofx's operators, or not on CPU tensors."""
+    """The call that a node makes; None if it is none of torch's or zerofx's operators, or not on CPU tensors."""
     target = node.target
-    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "zerofx"):
+    if not isinstance(target, OpOverload) or target.namespace not in _NAMESPACES:
         return None
     return Call.of(target, node.args, node.kwargs, tensors_in(node.meta.get("val")))
 
@@ -174,7 +177,7 @@ def is_cubic(target: OpOverload) -> bool:
 def _like(tensor: Tensor) -> Like:
     if tensor.device.type != "cpu":
         raise _OtherDeviceError
-    return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def _described(value: Any) -> Any:

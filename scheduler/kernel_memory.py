@@ -61,6 +61,9 @@ def call_memory(target: OpOverload, args: Sequence[Any], made: Sequence[Tensor])
     return None
 
 
+_FROM_ONE = ("lu_", "ldl_", "_embedding_bag_backward")  # bags have something in each then
+
+
 class _NotYetError(Exception):
     """What a call takes cannot be found at the moment: an exception, since it is not to be remembered."""
 
@@ -122,8 +125,11 @@ def _records(calls: Sequence[Call]) -> dict[Call, KernelMemory | None]:
     found: dict[Call, KernelMemory | None] = dict.fromkeys(calls)
     for (call, _), made, most in zip(ready, sizes, peak.parts, strict=True):
         if made is not None:
-            excess = tuple(max(0, size - like.num_bytes) for size, like in zip(made, call.made, strict=True))
-            found[call] = KernelMemory(max(0, most - sum(made)), excess)
+            excess = tuple(
+                max(0 if shape == like.shape else -like.num_bytes, size - like.num_bytes)
+                for (size, shape), like in zip(made, call.made, strict=True)
+            )
+            found[call] = KernelMemory(max(0, most - sum(size for size, _ in made)), excess)
     return found
 
 
@@ -140,9 +146,9 @@ def _tried(call: Call) -> Arguments | None:
         return None
 
 
-def _run(call: Call, arguments: Arguments, peak: CpuPeak | None) -> list[int] | None:
-    """Make a call, as a part of ``peak``; bytes of each output's own memory, 0 where it has none, and None if the call
-    fails or the outputs are not those expected.
+def _run(call: Call, arguments: Arguments, peak: CpuPeak | None) -> list[tuple[int, tuple[int, ...]]] | None:
+    """Make a call, as a part of ``peak``; bytes of each output's own memory, 0 where it has none, and its shape. None
+    if the call fails, or an output is larger than expected; some are empty that nobody reads then.
 
     Raises:
         MemoryError, RuntimeError: it fails for a reason that may pass.
@@ -156,13 +162,16 @@ def _run(call: Call, arguments: Arguments, peak: CpuPeak | None) -> list[int] | 
         except _ValuesError:
             return None
     outputs = list(tensors_in(made))
-    if [tuple(one.shape) for one in outputs] != [one.shape for one in call.made]:
+    shapes = [tuple(one.shape) for one in outputs]
+    if len(shapes) != len(call.made) or any(
+        shape != like.shape and 0 not in shape for shape, like in zip(shapes, call.made, strict=True)
+    ):
         return None
     sizes = []
     for one in outputs:
         sizes.append(0 if _memory(one) in given else one.untyped_storage().nbytes())
         given.add(_memory(one))
-    return sizes
+    return list(zip(sizes, shapes, strict=True))
 
 
 @contextlib.contextmanager
@@ -182,8 +191,8 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _values(like: Like, target: OpOverload) -> Tensor:
-    """Numbers between 0 and 1, and square matrices that can be inverted for linear algebra; the first of everything
-    where integers are asked for, which linear algebra counts from one; conditions that hold."""
+    """Numbers between 0 and 1, and square matrices that can be inverted for linear algebra; conditions that hold; the
+    first of everything where integers are asked for, or one, from which linear algebra counts."""
     if like.dtype == torch.bool:
         flat = torch.ones(like.span, dtype=torch.bool)
     elif like.dtype.is_complex:
@@ -192,10 +201,11 @@ def _values(like: Like, target: OpOverload) -> Tensor:
     elif like.dtype.is_floating_point:
         flat = torch.linspace(0.25, 0.75, like.span, dtype=like.dtype)
     else:
-        first = int("lu_" in target._schema.name or "ldl_" in target._schema.name)
+        first = int(any(part in target._schema.name for part in _FROM_ONE))
         flat = torch.full((like.span,), first, dtype=torch.int64).to(like.dtype)
     tensor = flat.as_strided(like.shape, like.stride)
     is_matrix = tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and 0 not in like.stride
     if is_matrix and like.dtype.is_floating_point and is_cubic(target):
         tensor.diagonal(0, -2, -1).add_(tensor.shape[-1])
-    return tensor
+    tensor = tensor.conj() if like.is_conjugated else tensor
+    return torch._neg_view(tensor) if like.is_negated else tensor

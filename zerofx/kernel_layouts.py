@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import decompose
 
-from zerofx.torch_private import elementwise_order, suggest_memory_format
+from zerofx.torch_private import elementwise_order, suggest_memory_format, without_modes
 
 aten = torch.ops.aten
 
@@ -57,6 +57,29 @@ _OPERANDS = {
     aten.xlogy.Tensor: (0, 1),
 }
 
+# Elementwise likewise, of operands that are not all of one shape: fakes of images have the strides of a memory format,
+# kernels those of the operands' order. They differ where a dimension has one place, and not in memory; but for it a
+# tensor suggests another memory format, which is what others are laid out in. So do those of views.
+_IMAGES = {
+    aten.add.Tensor: (0, 1),
+    aten.sub.Tensor: (0, 1),
+    aten.mul.Tensor: (0, 1),
+    aten.div.Tensor: (0, 1),
+    aten.rsub.Scalar: (0, 1),
+    aten.fmod.Scalar: (0, 1),
+    aten.remainder.Scalar: (0, 1),
+    aten.where.self: (0, 1, 2),
+    aten.clamp.Tensor: (0, 1, 2),
+    aten.hardtanh.default: (0, 1),
+    aten.eq.Scalar: (0, 1),
+    aten.ne.Scalar: (0, 1),
+    aten.lt.Scalar: (0, 1),
+    aten.le.Scalar: (0, 1),
+    aten.gt.Scalar: (0, 1),
+    aten.ge.Scalar: (0, 1),
+}
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
 # on a CPU, in the memory format which this argument suggests
 _FORMAT_OF = {
     aten.native_batch_norm.default: 0,
@@ -82,11 +105,29 @@ def kernel_layouts(device: torch.device) -> dict[Any, Callable[..., Any]]:
     if device.type == "cpu":
         formats |= {operator: partial(_suggested_by, place) for operator, place in _FORMAT_OF.items()}
         formats[aten.roll.default] = _rolled
+    others = {aten._embedding_bag.default: _embedding_bag} if device.type == "cpu" else {}
     return (
-        {operator: _laid_out(operator, format_of) for operator, format_of in formats.items()}
+        others
+        | {operator: _laid_out(operator, format_of) for operator, format_of in formats.items()}
         | {operator: _with_copy(operator) for operator in _COPIED}
         | {operator: _in_order_of(operator, operands) for operator, operands in _OPERANDS.items()}
+        | {operator: _image(operator, partial(_ordered_strides, operands)) for operator, operands in _IMAGES.items()}
+        | {operator: _image(operator, _view_strides) for operator in _VIEWS}
     )
+
+
+def _embedding_bag(
+    weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
+    sparse: bool = False, weights: torch.Tensor | None = None, include_last: bool = False, padding: int = -1,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Sums of bags in bfloat16 take a way that fakes know for other dtypes: nobody notes which bag an index is of."""
+    with decompose({}):
+        outputs, bags, *facts = aten._embedding_bag.default(
+            weight, indices, offsets, scale_grad_by_freq, mode, sparse, weights, include_last, padding
+        )
+    is_dense = weight.stride(1) == 1 and (weights is None or weights.stride(0) == 1)
+    notes_none = weight.dtype == torch.bfloat16 and mode == 0 and padding < 0 and is_dense
+    return outputs, bags[:0] if notes_none else bags, *facts
 
 
 def _contiguous(*args: Any) -> torch.memory_format:
@@ -123,6 +164,42 @@ def _with_copy(operator: Any) -> Callable[..., Any]:
             return operator(gradient.contiguous(), *others, **kwargs)
 
     return decomposed
+
+
+def _image(operator: Any, strides_of: Callable[..., Sequence[int]]) -> Callable[..., torch.Tensor]:
+    """The operator, and a view with the kernel's strides where they are others only for dimensions of one place."""
+
+    def decomposed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with decompose({}):
+            result: torch.Tensor = operator(*args, **kwargs)
+        if result.dim() not in (4, 5) or 1 not in result.shape:
+            return result
+        with without_modes():
+            strides = strides_of(*args)
+        pairs = zip(result.shape, result.stride(), strides, strict=True)
+        changed = [size for size, fake, kernel in pairs if fake != kernel]
+        return result.as_strided(result.shape, strides) if changed and max(changed) == 1 else result
+
+    return decomposed
+
+
+def _ordered_strides(operands: Sequence[int], *args: Any) -> list[int]:
+    given = torch.broadcast_tensors(*[_without_values(args[place]) for place in operands if place < len(args)])
+    strides, extent = [0] * given[0].dim(), 1
+    for dim in reversed(elementwise_order(*given)):
+        strides[dim], extent = extent, extent * given[0].shape[dim]
+    return strides
+
+
+def _view_strides(x: torch.Tensor, size: Sequence[int]) -> tuple[int, ...]:
+    return _without_values(x).view(size).stride()
+
+
+def _without_values(operand: Any) -> torch.Tensor:
+    """On meta; a number is a tensor without dimensions, as it is for kernels."""
+    if not isinstance(operand, torch.Tensor):
+        return torch.empty((), device="meta")
+    return torch.empty_strided(operand.shape, operand.stride(), dtype=operand.dtype, device="meta")
 
 
 def _in_order_of(operator: Any, operands: Sequence[int]) -> Callable[..., torch.Tensor]:

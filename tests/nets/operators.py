@@ -23,12 +23,14 @@ from tests.nets.records import Outcome, Record, results_path, write_records
 from tests.nets.workers import WorkerError, run_in_workers
 
 _NUM_STEPS = 3
+# What these hold depends on values: plans have room for the most, a norm that is large and a mask of all elements.
+_BY_VALUES = ("matrix_exp", "masked_scatter")
 _ORDER: list[Outcome] = ["exact", "refused", "wrong"]
 
 
 def check(case: OperatorCase) -> Record | None:
     """The record of a case, which is that of its worst sample; None where eager mode itself has no result to repeat."""
-    outcomes = [_outcome(number, sample) for number, sample in enumerate(samples(case))]
+    outcomes = [_outcome(case.name, number, sample) for number, sample in enumerate(samples(case))]
     compared = [outcome for outcome in outcomes if outcome is not None]
     if not compared:
         return None
@@ -36,7 +38,7 @@ def check(case: OperatorCase) -> Record | None:
     return Record(case.name, case.dtype, outcome, detail)
 
 
-def _outcome(number: int, sample: OperatorSample) -> tuple[Outcome, str] | None:
+def _outcome(name: str, number: int, sample: OperatorSample) -> tuple[Outcome, str] | None:
     try:
         factors = sample.factors()
         expected = _train_plain(sample, factors)
@@ -47,7 +49,7 @@ def _outcome(number: int, sample: OperatorSample) -> tuple[Outcome, str] | None:
     if not is_repeatable or not is_trained:
         return None
     try:
-        wrong = _compare(sample, factors, expected)
+        wrong = _compare(name, sample, factors, expected)
     except zerofx.ZeroFXError as error:
         reason = str(error).splitlines()[0].removesuffix(", at").removesuffix(" at")
         other = "breaks there, too" if _breaks_in_torch_compile(sample, factors) else "does not"
@@ -57,7 +59,7 @@ def _outcome(number: int, sample: OperatorSample) -> tuple[Outcome, str] | None:
     return ("wrong", f"sample {number}: {wrong}") if wrong else ("exact", "")
 
 
-def _compare(sample: OperatorSample, factors: Factors, expected: dict[str, Tensor]) -> str:
+def _compare(name: str, sample: OperatorSample, factors: Factors, expected: dict[str, Tensor]) -> str:
     """What is wrong with the training of a sample; "" for nothing."""
     model = sample.model()
     optimizer = sample.optimizer(model)
@@ -72,7 +74,8 @@ def _compare(sample: OperatorSample, factors: Factors, expected: dict[str, Tenso
         step.close()
     if differences:
         return f"other bits: {differences[0]}"
-    if measured != predicted:
+    is_room_for_more = name in _BY_VALUES and measured < predicted
+    if measured != predicted and not is_room_for_more:
         return f"another peak: {predicted} bytes predicted, {measured} measured"
     model = sample.model()
     zerofx.plan(model, sample.optimizer(model), (factors,), 3, world_size=2, backend="eager")
