@@ -261,3 +261,29 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(mode: str, accumulate
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all(mode: str, stage: int) -> None:
     for text, told in run_ranks(_spoil, 2, mode, stage, 1):
         _check_spoilt(text, told, mode)
+
+
+class Noting(nn.Module):
+    """Puts features aside in a list of its own; its hook does in a dict of the script's."""
+
+    def __init__(self, notes: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.features = nn.Linear(4, 4), list[torch.Tensor]()
+        self.linear.register_forward_hook(lambda _, given, found: notes.update(linear=found))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.features.append(self.linear(x).tanh())
+        loss: torch.Tensor = self.features[-1].square().mean()
+        return loss
+
+
+def test_features_that_a_forward_puts_aside_are_told_once_with_what_to_do() -> None:
+    model = Noting({})
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters()), backend="eager")
+    with pytest.warns(ZeroFXWarning, match=r"found some in model.features, notes.*forward=lambda model, \*batch"):
+        step(torch.ones(2, 4))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        step(torch.ones(2, 4))
+        step(torch.ones(3, 4))
+    assert len(told) == 1 and "another shape" in str(told[0].message)

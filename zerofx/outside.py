@@ -130,11 +130,16 @@ class Outside:
         own = set(model.modules())
         found: dict[str, nn.Module] = {}
         inside: set[nn.Module] = set()
-        for name, _, one in self._walk():
+        for name, one in self.reachable():
             if isinstance(one, nn.Module) and one not in own and one not in inside:
                 inside |= set(one.modules())
                 found[name] = one
         return found
+
+    def reachable(self) -> Iterator[tuple[str, Any]]:
+        """What can be reached, the nearest first, each with how it is called."""
+        for name, _, one in self._walk():
+            yield name, one
 
     def _at(self, way: _Way) -> Any:
         found: Any = self._root

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 from torch._prims_common import suggest_memory_format as suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch.autograd import profiler as _autograd_profiler
 from torch.profiler.profiler import PROFILER_STEP_NAME
@@ -144,6 +145,11 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
         options: Any = getattr(group._get_backend(device), "options", None)
         found += [options._timeout] if hasattr(options, "_timeout") else []
     return min(found, default=None)
+
+
+def is_traced(value: object) -> bool:
+    """Whether it is a tensor that stands for another while a model is traced, and has no values."""
+    return isinstance(value, FakeTensor | FunctionalTensor)
 
 
 def without_memory(
