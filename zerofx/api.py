@@ -58,6 +58,7 @@ def compile(
     max_grad_norm: float | None = None,
     forward: ForwardFunction | None = None,
     on_nonfinite: OnNonfinite | None = None,
+    constant: Collection[str] = (),
 ) -> Step:
     """Make one planned training step of a plain module and its optimizer.
 
@@ -144,6 +145,10 @@ def compile(
             ``False``, ``"auto"`` where nothing is in the way (``print(step)`` and ``step.launches`` say what is), or
             ``True`` to have an error there. Collectives and updates are calls between graphs, so that learning rates
             may change with every step. The memory of a step's values then stays with it between steps.
+        constant: names of arguments whose tensors have the same values in every step, such as the edges of a graph:
+            ``("edge_index",)``. A forward may read such values, and have shapes depend on them (self-loops that are
+            left out). Parts are named as errors name them: ``batch[1]["edges"]``. Other values, by their hash, are
+            another shape: captured anew, at most ``max_shapes`` of them, and refused where ranks have different ones.
         forward: ``forward(model, *batch, **kwargs)`` in the place of calling the model: whatever a step computes before
             it goes backward. It may call the model several times, draw noise, and use teachers and other tensors, which
             it reaches as any function does (closure, globals, attributes); these are read as they are at each step, and
@@ -164,7 +169,7 @@ def compile(
         stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
         memory_budget, recompute, offload, accumulate, tile, host_budget, weights, delayed_update, wire,
         cuda_graphs,
-        max_grad_norm, forward, on_nonfinite=on_nonfinite,
+        max_grad_norm, forward, on_nonfinite=on_nonfinite, constant=constant,
     )  # fmt: skip
     check_training(model, optimizer, options, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):

@@ -6,7 +6,7 @@ import copy
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -40,6 +40,7 @@ class Batch:
     constants: tuple[tuple[str, Any], ...]  # name and value of every leaf that is no tensor
     structure: tuple[str, ...]  # what is passed, and the containers with what is static in them
     call: tuple[tuple[Any, ...], dict[str, Any]]
+    hashes: Mapping[str, str] = field(default_factory=dict)  # of tensors with the same values in every step, by name
 
     @staticmethod
     def of_extras(extras: Any) -> Batch:
@@ -99,21 +100,24 @@ class Batch:
     def described(self) -> dict[str, str]:
         """Shapes, dtypes, kinds of devices and constants, by name: two batches described alike run the same step.
 
+        Of a tensor that has the same values in every step also their hash.
+
         Of a device only its kind: each rank has another. ``check_batch`` holds a batch to the one of its rank. What is
         no leaf's stands under a name of two words, which no leaf has.
         """
         found = {name: _describe(tensor) for name, tensor in zip(self.names, self.tensors, strict=True)}
         found |= {name: repr(value) for name, value in self.constants}
+        found |= {name: f"{found[name]} with values {value}" for name, value in self.hashes.items()}
         return {name: found[name] for name in sorted(found)} | {"batch structure": ", ".join(self.structure)}
 
     def size(self) -> int:
-        """The number of samples: the leading size of the first tensor that has a dimension.
+        """The number of samples: the leading size of the first tensor that has a dimension, and differs by step.
 
         Raises:
             UsageError: there is no such tensor.
         """
-        for tensor in self.tensors:
-            if tensor.dim():
+        for name, tensor in zip(self.names, self.tensors, strict=True):
+            if tensor.dim() and name not in self.hashes:
                 return tensor.shape[0]
         raise UsageError(
             "expected a batch to divide into micro-batches, found no tensor with a dimension in it: use accumulate=1"
@@ -122,7 +126,9 @@ class Batch:
     def divided_names(self) -> frozenset[str]:
         """The tensors that micro-batches divide: those whose leading size is the batch's. The others are used whole."""
         size, named = self.size(), zip(self.names, self.tensors, strict=True)
-        return frozenset(name for name, tensor in named if tensor.dim() and tensor.shape[0] == size)
+        return frozenset(
+            name for name, tensor in named if tensor.dim() and tensor.shape[0] == size and name not in self.hashes
+        )
 
     def signature(self) -> str:
         """``described`` as one line."""
@@ -184,7 +190,7 @@ def _open(name: str, value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[
         children = [(f"[{key!r}]", value[key]) for key in keys]
         return children, like_mapping, _suffixes(children)
     if is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in fields(value) if hasattr(value, field.name)]
+        names = [one.name for one in fields(value) if hasattr(value, one.name)]
 
         def like_dataclass(items: list[Any]) -> Any:
             made = copy.copy(value)

@@ -78,14 +78,16 @@ def explain(error: Exception, batch: Batch) -> CaptureError:
             f"expected a forward whose path does not depend on values, found one that reads a tensor's value at\n"
             f"  {line or '(line not found)'}\n"
             f"A step is one graph, planned before it runs: replace .item(), float(tensor), or an if on a tensor by "
-            f"torch.where or a Python value, or take that part out of the training step.{_reader(error, line)}"
+            f"torch.where or a Python value, name an argument of the batch that has the same values in every step "
+            f"(constant=('mask',)), or take that part out of the training step.{_reader(error, line)}"
         )
     if "DynamicOutputShape" in kind:
         return CaptureError(
             f"expected a forward whose shapes do not depend on values, found {error}, which gives as many elements as "
             f"values say, at\n  {line or '(line not found)'}\n"
             f"A step is planned for one shape: compute with all elements and leave out what does not count by "
-            f"torch.where or a weight of 0, or make the tensor where the batch is made."
+            f"torch.where or a weight of 0, make the tensor where the batch is made, or name an argument of the batch "
+            f"that has the same values in every step: constant=('edge_index',)."
         )
     advice = "replace the operator on that line."
     if "NoneType" in str(error):

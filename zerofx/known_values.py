@@ -1,8 +1,9 @@
 """What a traced forward may read of tensors: values that no input, parameter, buffer or draw reaches.
 
 A step is one graph for all values of its inputs, so fake tensors have none. Those of ``torch.arange(2, n)`` are the
-same in every step, though: next to each such fake tensor its value is kept, computed as eager mode would, and whoever
-reads it gets that. An operator whose result's shape depends on such values gives a constant of the graph.
+same in every step, though, and so are those of arguments that ``constant=`` names: next to each such fake tensor its
+value is kept, computed as eager mode would, and whoever reads it gets that. An operator whose result's shape depends on
+such values gives a constant of the graph.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from zerofx.torch_private import FunctionalTensor, TorchDispatchMode, is_functio
 
 MOST_ELEMENTS = 1 << 18
 """The elements that a value has at most: what Python looks at is small, and each value is computed next to a trace."""
+_GROWTH = 8  # what follows from values that are given has at most so many times their elements
 
 _aten = torch.ops.aten
 _READ = _aten._local_scalar_dense.default
@@ -44,15 +46,13 @@ _INDEXED = frozenset({
 class KnownValues(TorchDispatchMode):
     """While active, keeps the values of tensors that follow from constants alone, and answers who reads them."""
 
-    def __init__(self, given: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
-        """``given`` are fake tensors whose values are known to be the same in every step, each with its value."""
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._values: Any = WeakIdKeyDictionary()
         self._checked: Any = WeakIdKeyDictionary()
         self._answer: Callable[[torch.Tensor, bool], bool | None] | None = None
         self._overwritten: list[torch.Tensor] = []  # values whose memory has been given something unknown
-        for fake, real in given:
-            self._values[fake] = real.detach().clone()
+        self._most_elements = MOST_ELEMENTS
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -76,7 +76,7 @@ class KnownValues(TorchDispatchMode):
             return out
         made = self._computed(func, values, spec)
         for tensor, value in zip(pytree.tree_leaves(out), pytree.tree_leaves(made), strict=True):
-            if isinstance(tensor, torch.Tensor) and value.numel() <= MOST_ELEMENTS:
+            if isinstance(tensor, torch.Tensor) and value.numel() <= self._most_elements:
                 self._keep(tensor, value)
         return out
 
@@ -92,10 +92,17 @@ class KnownValues(TorchDispatchMode):
         finally:
             self._answer = before
 
+    def learn(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Have ``fake`` stand for ``real``, whose values are the same in every step."""
+        with without_modes():
+            value = real.detach().to("cpu", fake.dtype, copy=True)
+        self._most_elements = max(self._most_elements, _GROWTH * value.numel())
+        self._keep(fake, value)
+
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of ``tensor``, if it is known; not to be written to."""
         found: torch.Tensor | None = self._values.get(tensor)
-        if found is None and self._is_real(tensor) and tensor.numel() <= MOST_ELEMENTS:
+        if found is None and self._is_real(tensor) and tensor.numel() <= self._most_elements:
             with without_modes():
                 found = self._values[tensor] = tensor.detach().to("cpu", copy=True)
         if found is not None and any(_same_memory(found, other) for other in self._overwritten):
@@ -112,7 +119,7 @@ class KnownValues(TorchDispatchMode):
         for arg in flat:
             if isinstance(arg, torch.Tensor):
                 known = self.value(arg)
-                if known is None and func in _BY_SHAPE and arg.numel() <= MOST_ELEMENTS:
+                if known is None and func in _BY_SHAPE and arg.numel() <= self._most_elements:
                     with without_modes():
                         known = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype)
                 if known is None:
@@ -143,7 +150,8 @@ class KnownValues(TorchDispatchMode):
 
     def _constant(self, value: torch.Tensor) -> torch.Tensor:
         constant: torch.Tensor = _aten.lift_fresh.default(value)
-        self._keep(constant, value.clone())
+        with without_modes():  # the values, not a fake tensor
+            self._keep(constant, value.clone())
         return constant
 
     def _keep(self, tensor: torch.Tensor, value: torch.Tensor) -> None:

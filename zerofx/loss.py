@@ -178,6 +178,9 @@ class LossModule(nn.Module):
         (objective,) = self._objective
         held, numbers = _buffers(self.model), _numbers(self.model)
         stand_ins = StandIns(self._places, objective.outside, self._fake)
+        for name, given, real in zip(self._batch.names, tensors, self._batch.tensors, strict=True):
+            if name in self._batch.hashes:
+                self._known.learn(given, real)
         with _tensors_kept(self.model), Checks() as checks, self._known.asking(checks.answer), ExitStack() as inner:
             if not objective.is_plain:
                 inner.enter_context(stand_ins)

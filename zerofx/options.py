@@ -71,6 +71,7 @@ class CompileOptions:
     cuda_graphs: CudaGraphs = field(default=False, metadata=_left_out_of("ranks", "plan", "step"))
     max_grad_norm: float | None = None
     on_nonfinite: OnNonfinite | None = None
+    constant: tuple[str, ...] = field(default=(), metadata=_left_out_of("plan", "step"))  # the batch has their values
 
     def texts(self, purpose: Purpose) -> list[str]:
         """The options that are compared for ``purpose``, a line each."""
@@ -122,6 +123,7 @@ def check_options(
     max_grad_norm: float | None = None,
     forward: ForwardFunction | None = None,
     on_nonfinite: OnNonfinite | None = None,
+    constant: Collection[str] = (),
 ) -> CompileOptions:
     """The options as one object.
 
@@ -166,6 +168,8 @@ def check_options(
         )
     _check_max_grad_norm(max_grad_norm, delayed_update)
     _check_on_nonfinite(on_nonfinite, delayed_update)
+    if isinstance(constant, str) or not all(isinstance(name, str) for name in constant):
+        raise UsageError(f"expected constant to be names of arguments, such as ('edge_index',), found {constant!r}")
     budget = _check_budget("memory_budget", memory_budget, "the device")
     by_name = isinstance(offload, Mapping)
     limit = _check_budget("host_budget", host_budget, "a rank's share of the host's memory")
@@ -204,6 +208,7 @@ def check_options(
         cuda_graphs,
         None if max_grad_norm is None else float(max_grad_norm),
         on_nonfinite,
+        tuple(constant),
     )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from zerofx.batch import Batch
 from zerofx.buckets import BucketLayout, layout_of
+from zerofx.constant_arguments import ConstantArguments
 from zerofx.deferred import make_buffers
 from zerofx.errors import UsageError, working
 from zerofx.loss import ForwardFunction, LossFunction
@@ -134,6 +135,7 @@ def plan(
     wire: Wire = "exact",
     max_grad_norm: float | None = None,
     forward: ForwardFunction | None = None,
+    constant: Collection[str] = (),
 ) -> PlannedStep:
     """Plan a training step without hardware.
 
@@ -144,7 +146,8 @@ def plan(
         batch: one rank's batch of one step: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors
             will do.
         stage, loss_fn, precision, memory_budget, host_budget, recompute, offload, tile, prefetch, keep_gathered,
-            accumulate, delayed_update, wire, max_grad_norm, forward: as for ``zerofx.compile``.
+            accumulate, delayed_update, wire, max_grad_norm, forward, constant: as for ``zerofx.compile``; what
+            ``constant`` names needs values.
         backend: as for ``zerofx.compile``: what a compiled region holds inside is estimated (``scheduler/fusion.py``),
             an eager one is simulated node by node, to the byte. Times are those of single operators either way.
         world_size: number of ranks.
@@ -157,7 +160,7 @@ def plan(
     options = check_options(
         stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
         memory_budget, recompute, offload, accumulate, tile, host_budget, delayed_update=delayed_update, wire=wire,
-        max_grad_norm=max_grad_norm, forward=forward,
+        max_grad_norm=max_grad_norm, forward=forward, constant=constant,
     )  # fmt: skip
     with working("plan a step"):
         return plan_captured(capture_for_plans(model, optimizer, batch, options), world_size)
@@ -182,6 +185,7 @@ class RankOptions(TypedDict, total=False):
     wire: Wire
     max_grad_norm: float | None
     forward: ForwardFunction | None
+    constant: Collection[str]
 
 
 class PlanOptions(RankOptions, total=False):
@@ -237,6 +241,7 @@ def capture_for_plans(
     check_disabled(settings)
     make_buffers(model)
     taken = Batch.of((), batch) if isinstance(batch, Mapping) else Batch.of(tuple(batch), {})
+    taken = ConstantArguments(options.constant, model, options.objective.forward).of(taken)
     with watched("capturing the model", show=talk):
         captures = MicroBatches(model, taken, options, settings, talk=talk)
         captured = captures.first

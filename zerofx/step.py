@@ -133,7 +133,7 @@ class Step(StoppedStep):
 
     def _take_apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
         try:
-            batch = Batch.of(args, kwargs)
+            batch = self._constant.of(Batch.of(args, kwargs))
             check_batch(self.model, batch)
             self.options.objective.outside.check()
             if self._watch is not None:

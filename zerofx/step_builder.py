@@ -18,12 +18,14 @@ from zerofx.building import describe_request, machine_at_hand
 from zerofx.capture import dtype_settings, tracing_device
 from zerofx.checks import device_of
 from zerofx.compiler import CompiledStep
+from zerofx.constant_arguments import ConstantArguments
 from zerofx.deferred import becoming_real
 from zerofx.errors import RankMismatchError, TierError, UsageError, warn
 from zerofx.garbage import collecting_recent_garbage_only
 from zerofx.given_plan import take_plan
 from zerofx.graph_obstacles import machine_obstacle, step_obstacle
 from zerofx.guards import LossWatch, ModeWatch, NumberWatch, ParameterWatch, claim, guard_model, release
+from zerofx.kept_tensors import tell_kept_tensors
 from zerofx.latest import LatestStep
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
@@ -70,6 +72,7 @@ class StepBuilder(LatestStep):
         self._modes = ModeWatch(watched)
         self._numbers = NumberWatch(watched)
         self._gradients = AbsentGradients(model)
+        self._constant = ConstantArguments(options.constant, model, options.objective.forward)
         self._losses = LossWatch()
         self._loaded: Path | None = None
         self._failure = ""
@@ -214,6 +217,8 @@ class StepBuilder(LatestStep):
             device = tracing_device(self.model, batch)
             machine = self._machine or machine_at_hand(device, self.options, self._control)
             built = self._build_step(batch, machine)
+        if not self._shapes:
+            tell_kept_tensors(self.model, self.options.objective.forward or self.options.objective.loss_fn)
         self._machine, compiled = machine, built.compiled
         if self.options.on_nonfinite == "skip" and compiled.returned.extras is not None:
             raise UsageError(

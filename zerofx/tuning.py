@@ -24,6 +24,7 @@ from zerofx.building import Prepared, describe_request, machine_at_hand, prepare
 from zerofx.candidates import Planner, best_of, concluded, most_promising, promises_more
 from zerofx.checks import check_batch
 from zerofx.codegen.regions import Region
+from zerofx.constant_arguments import ConstantArguments
 from zerofx.deferred import make_buffers
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.guards import claim, release
@@ -72,6 +73,7 @@ def tune(
     wire: Wire = "exact",
     max_grad_norm: float | None = None,
     forward: ForwardFunction | None = None,
+    constant: Collection[str] = (),
 ) -> TuneResult:
     """Measure plans on the device at hand, and keep the fastest whose measured peak is within the budget.
 
@@ -80,8 +82,8 @@ def tune(
 
     Args:
         model, optimizer, stage, loss_fn, recompute, offload, precision, backend, prefetch, keep_gathered,
-            accumulate, wire, max_grad_norm, forward: as for ``zerofx.compile``; they say what the first candidate
-            is, and what the others may change.
+            accumulate, wire, max_grad_norm, forward, constant: as for ``zerofx.compile``; they say what the first
+            candidate is, and what the others may change.
         batch: a batch to run: a tuple of positional arguments, or a dict of keywords.
         memory_budget: the most bytes on the device, as for ``zerofx.compile``; the copy's alone.
         machine: what plans are predicted for at first; None for the machine at hand.
@@ -100,7 +102,7 @@ def tune(
     options = check_options(
         stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
         memory_budget, recompute, offload, accumulate, wire=wire, max_grad_norm=max_grad_norm,
-        forward=forward,
+        forward=forward, constant=constant,
     )  # fmt: skip
     check_training(model, optimizer, options)
     make_buffers(model)
@@ -181,7 +183,8 @@ class _Tuner:
 
     def _capture(self) -> Prepared:
         training = self._training
-        batch = Batch.of(training.args, training.keywords)
+        constant = ConstantArguments(self._options.constant, training.model, self._options.objective.forward)
+        batch = constant.of(Batch.of(training.args, training.keywords))
         check_batch(training.model, batch)
         talk = self._control.rank == 0
         captures = MicroBatches(training.model, batch, self._options, self._settings, talk=talk)

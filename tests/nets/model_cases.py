@@ -21,11 +21,12 @@ Batch = tuple[Any, ...]
 @dataclass(frozen=True)
 class ModelCase:
     """``library`` is the module it is imported from, ``""`` for a script in plain torch; ``build`` gives model and
-    batches."""
+    batches. ``constant`` names what of a batch is the same in every step."""
 
     name: str
     library: str
     build: Callable[[], tuple[nn.Module, Callable[[], Batch]]]
+    constant: tuple[str, ...] = ()
 
 
 class Loss(nn.Module):
@@ -77,7 +78,7 @@ def _graph() -> Batch:
 
 def _geometric(name: str, **options: Any) -> ModelCase:
     path = f"torch_geometric.nn.{name}"
-    return ModelCase(f"torch_geometric {name}", "torch_geometric", _of(path, _graph, **options))
+    return ModelCase(f"torch_geometric {name}", "torch_geometric", _of(path, _graph, **options), ("batch[1]",))
 
 
 def _vit(module: str, name: str, **options: Any) -> ModelCase:

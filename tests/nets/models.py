@@ -88,6 +88,7 @@ def _plain(case: ModelCase) -> tuple[list[Tensor], State]:
 def _compiled(case: ModelCase, options: dict[str, Any]) -> tuple[list[Tensor], State, str]:
     """Losses and values, and what is wrong with the peak."""
     model, optimizer, batches = _start(case, dist.get_rank() if dist.is_initialized() else 0)
+    options = {**options, "constant": case.constant}
     budget = None
     if "memory_budget" in options:
         try:
