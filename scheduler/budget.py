@@ -42,7 +42,6 @@ from zerofx.scheduler.plan_facts import Prediction
 from zerofx.scheduler.tiling import rungs
 
 _SCANNED = 16  # lengths of an order that are tried, at least, before a budget is said to be out of its reach
-_COMPARED = 3  # orders of which the least peak is looked for, before all budgets are said to be out of reach below it
 _HALVED_AFTER = 5  # of as many guesses, one halves what is left, in case moves free other bytes than they should
 
 Peak = Callable[[Plan, StepGraph], Held]
@@ -110,13 +109,8 @@ def _searches(questions: Sequence[Question], peak: Peak, say: Say) -> Iterator[_
 
 
 def _least(searches: Sequence[_Search]) -> list[tuple[int, Plan]]:
-    """The least peak of some searches with its plan, as far as it is found; empty where there are no searches."""
-    best: tuple[int, Plan] | None = None
-    for search in sorted(searches, key=lambda search: search.last_bytes)[:_COMPARED]:
-        if best is None or search.firm_bytes < best[0]:
-            lowest = search.lowest()
-            best = lowest if best is None or lowest[0] < best[0] else best
-    return [] if best is None else [best]
+    """The least peak, and its plan, of the search whose last one is the least; empty where there are no searches."""
+    return [min(searches, key=lambda search: search.last_bytes).lowest()] if searches else []
 
 
 def _predicted(plan: Plan, budget: int, evaluate: Evaluate, spend: Spend | None) -> Plan:
@@ -170,11 +164,18 @@ class _Search:
         return self.at(len(self._moves))[0].firm_bytes
 
     def lowest(self) -> tuple[int, Plan]:
-        """The least peak, and its plan, of some lengths of the whole order, and around the best of them."""
+        """The least peak, and its plan, of some lengths of the whole order, and around the best of them.
+
+        What a length holds firmly, all shorter ones do: they are looked at as long as that is less than the best.
+        """
         last = len(self._moves)
         gap = max(1, last // _SCANNED)
-        tried = {n: self._bytes(n) for n in (last, *range(0, last, gap))}
-        best = min(tried, key=lambda n: (tried[n], n))
+        tried = {last: self._bytes(last)}
+        best = length = last
+        while length > 0 and self.at(length)[0].firm_bytes < tried[best]:
+            length = max(0, length - gap)
+            tried[length] = self._bytes(length)
+            best = min(tried, key=lambda n: (tried[n], n))
         while gap := gap // 2:
             tried |= {n: self._bytes(n) for n in (best - gap, best + gap) if 0 <= n <= last}
             best = min(tried, key=lambda n: (tried[n], n))
