@@ -9,6 +9,7 @@ of bytes against seconds. (The cut without prices is AOTAutograd's partitioner's
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,19 @@ class Level:
 
 
 @dataclass(frozen=True)
+class Links:
+    """How the operators and values of a segment hang together, by their numbers.
+
+    ``makers`` has the operator that makes each value, -1 for what is made elsewhere; ``reads`` the values that each
+    operator reads; ``random`` whether it draws.
+    """
+
+    makers: tuple[int, ...]
+    reads: tuple[tuple[int, ...], ...]
+    random: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class Segment:
     """The forward run of one repeated layer, or of a piece of what is outside layers; ``unit`` is then ``""``.
 
@@ -58,6 +72,18 @@ class Segment:
     needed: frozenset[int]
     fixed: frozenset[int]
     key: str
+
+    @functools.cached_property
+    def links(self) -> Links:
+        """Its structure, which menus are made from many times."""
+        position = {storage: i for i, storage in enumerate(self.values)}
+        number = {node: n for n, node in enumerate(self.operators)}
+        found = [[position.get(storage_source(source)) for source in node.all_input_nodes] for node in self.operators]
+        return Links(
+            tuple(number.get(storage[0], -1) for storage in self.values),
+            tuple(tuple(i for i in reads if i is not None) for reads in found),
+            tuple(map(is_random, self.operators)),
+        )
 
     @property
     def name(self) -> str:
@@ -171,23 +197,22 @@ def _keeping(
     segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], kept: frozenset[int]
 ) -> Level | None:
     """The level that computes again what ``kept`` lacks; None where that would run a random operator again."""
-    position = {storage: i for i, storage in enumerate(segment.values)}
-    made, again = set(segment.operators), set[fx.Node]()
+    links, free = segment.links, kept | segment.fixed
+    again = set[int]()
     read = {*segment.fixed, *(segment.needed & kept)}
-    pending = [segment.values[i][0] for i in segment.needed - kept]
+    pending = [links.makers[i] for i in segment.needed - kept]
     while pending:
-        node = pending.pop()
-        if is_random(node):
+        number = pending.pop()
+        if links.random[number]:
             return None
-        if node in again:
+        if number in again:
             continue
-        again.add(node)
-        for source in node.all_input_nodes:
-            i = position.get(storage_source(source))
-            if i is not None and (i in kept or i in segment.fixed or segment.values[i][0] not in made):
+        again.add(number)
+        for i in links.reads[number]:
+            if i in free or links.makers[i] < 0:
                 read.add(i)
-            elif i is not None:
-                pending.append(segment.values[i][0])
+            else:
+                pending.append(links.makers[i])
     return Level(frozenset(read), sum(sizes[i] for i in read), _sum(segment, seconds, again))
 
 
@@ -197,38 +222,27 @@ def cheapest(segment: Segment, sizes: Sequence[float], seconds: Mapping[fx.Node,
     ``num_bytes`` of the result are the costs of what it keeps.
     """
     graph: nx.DiGraph[Hashable] = nx.DiGraph()
-    position = {storage: i for i, storage in enumerate(segment.values)}
+    links = segment.links
     for number, node in enumerate(segment.operators):
         operator = ("operator", number)
-        cost = float("inf") if is_random(node) else price * seconds[node]
+        cost = float("inf") if links.random[number] else price * seconds[node]
         graph.add_edge("source", operator, capacity=cost)
-        for source in node.all_input_nodes:
-            i = position.get(storage_source(source))
-            if i is not None:
-                graph.add_edge(("value", i), operator, capacity=float("inf"))
-        for storage in outputs_of(node):
-            i = position[storage]
-            size = 0 if i in segment.fixed else sizes[i]
-            graph.add_edge(operator, ("value", i), capacity=float(size))
-    made = set(segment.operators)
-    for i, storage in enumerate(segment.values):
-        if storage[0] not in made:
-            graph.add_edge("source", ("value", i), capacity=0.0 if i in segment.fixed else float(sizes[i]))
+        for i in links.reads[number]:
+            graph.add_edge(("value", i), operator, capacity=float("inf"))
+    for i, maker in enumerate(links.makers):
+        size = 0.0 if i in segment.fixed else float(sizes[i])
+        graph.add_edge("source" if maker < 0 else ("operator", maker), ("value", i), capacity=size)
         if i in segment.needed:
             graph.add_edge(("value", i), "sink", capacity=float("inf"))
     if "sink" not in graph:
         return Level(segment.fixed, int(sum(sizes[i] for i in segment.fixed)), 0.0)
     _, (_, sink_side) = nx.minimum_cut(graph, "source", "sink")
-    again = {node for n, node in enumerate(segment.operators) if ("operator", n) in sink_side}
-    kept = {
-        i
-        for i, storage in enumerate(segment.values)
-        if ("value", i) in sink_side and (storage[0] not in again or i in segment.fixed)
-    }
+    again = {number for number in range(len(segment.operators)) if ("operator", number) in sink_side}
+    kept = {i for i, maker in enumerate(links.makers) if ("value", i) in sink_side and maker not in again}
     kept |= segment.fixed
     return Level(frozenset(kept), int(sum(sizes[i] for i in kept)), _sum(segment, seconds, again))
 
 
-def _sum(segment: Segment, seconds: Mapping[fx.Node, float], nodes: set[fx.Node]) -> float:
-    """Seconds of ``nodes``, added up in the segment's order: a set's own order changes from run to run."""
-    return sum(seconds[node] for node in segment.operators if node in nodes)
+def _sum(segment: Segment, seconds: Mapping[fx.Node, float], numbers: set[int]) -> float:
+    """Seconds of operators, added up in the segment's order: a set's own order changes from run to run."""
+    return sum(seconds[segment.operators[number]] for number in sorted(numbers))

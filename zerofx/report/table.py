@@ -53,15 +53,21 @@ def totals_line(totals: Totals) -> str:
 
 
 def _header(shown: Sequence[Row], block: Block) -> list[str]:
-    """Sums over all repetitions: of a layer, or of one event for many buckets, which then has no lines of its own."""
+    """Sums over all repetitions: of a layer, or of one event or region in a row, which then has no lines of its own."""
     members = [shown[i] for i in range(block.start, block.start + block.length * block.count)]
     first, stream = members[0], "compute"
-    if any(row.kind == "region" for row in members):
+    if any(row.kind == "region" and row.unit for row in members):
         names = [_layer_of([shown[i] for i in block.repetition(n)]) for n in range(block.count)]
         title = ["", f"{span(names)}  x{block.count}", "", "", ""]
     else:
         names, stream = [row.layer or row.bucket for row in members], first.stream
-        title = [str(first.position), f"{first.op}  x{block.count}", span(names), first.phase, first.stream]
+        title = [
+            str(first.position),
+            f"{first.region or first.op}  x{block.count}",
+            span(names),
+            first.phase,
+            first.stream,
+        ]
     return [
         *title,
         _bytes(sum(row.bytes_in for row in members)),
