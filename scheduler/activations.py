@@ -27,6 +27,7 @@ from zerofx.scheduler.pieces import ForwardRun, forward_runs
 from zerofx.scheduler.storage import Storage, is_view, storage_source, tensors_of
 
 _PRICES = 24  # how many prices are tried between the cheapest and the dearest value
+_STEPS = 64  # between keeping all and nothing, those at most that are looked for between prices
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ def menu(segment: Segment, machine: Machine) -> tuple[Level, ...]:
         price = high * (low / high) ** (step / (_PRICES - 1))
         level = cheapest(segment, sizes, seconds, price)
         if level.num_bytes < found[-1].num_bytes:
-            found += [*_between(segment, sizes, seconds, found[-1], level), level]
+            grain = found[0].num_bytes // _STEPS
+            found += [*_between(segment, sizes, seconds, found[-1], level, grain), level]
     return tuple(found)
 
 
@@ -170,20 +172,21 @@ def keep_all(segment: Segment) -> Level:
 
 
 def _between(
-    segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], before: Level, after: Level
+    segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], before: Level, after: Level, grain: int
 ) -> Iterator[Level]:
     """Steps on the way from one level to the next, a value at a time, the best first: a budget may lie between.
 
     Where operators cost about as much for each byte that they make, as matrix products do, one price takes them all.
+    Steps of fewer than ``grain`` bytes are not worth the time that they take to find.
     """
     current = before
-    while True:
+    while current.num_bytes - after.num_bytes > grain:
         tried = [_keeping(segment, sizes, seconds, current.kept - {i}) for i in current.kept - after.kept]
         steps = [
             level
             for level in tried
             if level is not None
-            and after.num_bytes < level.num_bytes < current.num_bytes
+            and after.num_bytes < level.num_bytes < current.num_bytes - grain
             and current.seconds < level.seconds < after.seconds
         ]
         if not steps:
