@@ -93,7 +93,7 @@ def hide_collectives(
             if early.bucket not in away and room.takes_gather(number, early, bucket.full_bytes):
                 gathers[number] = early
     reduces = list(plan.reduces)
-    if all(reduce.wait_after is not None for reduce in reduces):
+    if plan.num_ranks > 1 and all(reduce.wait_after is not None for reduce in reduces):
         # Where each reduction is issued, by where its gradients are complete.
         issued = {reduce.wait_after: reduce.bucket for reduce in reduces}
         for number, late in enumerate(awaited_behind(reduces, layout)):

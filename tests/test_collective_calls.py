@@ -14,7 +14,7 @@ import zerofx
 from tests.distributed import run_ranks
 from tests.models import DIM, ROWS, Case, Layer, Regression, rows
 from tests.training import differences, train_compiled, train_plain
-from zerofx.errors import CaptureError
+from zerofx.errors import CaptureError, RankMismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
@@ -101,3 +101,23 @@ def _refused() -> str:
 def test_other_collectives_are_refused_with_their_line() -> None:
     for message in run_ranks(_refused, 2):
         assert "found c10d::broadcast_ at" in message and "dist.broadcast(x, 0)" in message
+
+
+class Ranked(Contrastive):
+    """A graph of its own on each rank."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        return super().gather(x) + dist.get_rank()
+
+
+def _differing() -> str:
+    model = Ranked()
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, backend="eager")
+    with pytest.raises(RankMismatchError) as caught:
+        step(torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM))
+    return str(caught.value)
+
+
+def test_a_graph_that_depends_on_the_rank_is_told_so_with_the_way_out() -> None:
+    for message in run_ranks(_differing, 2):
+        assert "pass it as a tensor in the batch: step(x, rank=torch.tensor(rank))" in message

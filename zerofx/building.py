@@ -258,7 +258,11 @@ def _agree_on_plan(
 
 
 def _agree_on_graph(captured: StepGraph, control: Control) -> None:
-    control.agree("compare captured graphs", captured.text(), "captured graph", "Build the same model on every rank.")
+    control.agree(
+        "compare captured graphs", captured.text(), "captured graph",
+        "Build the same model on every rank. Where the forward computes with the rank's number, which is a constant of "
+        "each graph, pass it as a tensor in the batch: step(x, rank=torch.tensor(rank)).",
+    )  # fmt: skip
 
 
 def _check_gradients(captured: StepGraph, layout: BucketLayout) -> None:

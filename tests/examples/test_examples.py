@@ -70,6 +70,10 @@ def test_distill() -> None:
     assert "from the teacher" in run("distill.py", "--steps", "2", "--backend", "eager")
 
 
+def test_train_contrastive() -> None:
+    assert "among 128 images" in run("train_contrastive.py", "--steps", "2", "--backend", "eager", processes=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["distill.py", "train_llama.py", "finetune_lora.py", "train_convnet.py"])
 def test_on_two_processes(script: str) -> None:

@@ -8,7 +8,8 @@ there is left out, and said to be.
 A case is tried at stages 0 and 3 on one rank, on two ranks (compared with ``DistributedDataParallel``), and with a
 budget of the least that a plan takes, also where values may go to the host. All run on the eager backend, where losses
 and values behind the last step have to be those of plain torch bit for bit; with a budget the measured peak has to be
-the predicted one and within the budget. What is refused says whether ``torch.compile(fullgraph=True)`` takes it.
+the predicted one and within the budget. Tiles, which the least of all takes, sum in parts: there they are the same up to
+rounding. What is refused says whether ``torch.compile(fullgraph=True)`` takes it.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ from tests.nets.records import Outcome, Record, read_records, results_path, writ
 from zerofx.scheduler.budget import BudgetMissedError
 
 STEPS = 3
+TILED = "1 rank, least budget in tiles, up to rounding"
 VARIANTS: Mapping[str, dict[str, Any]] = {
     "1 rank, stage 0": {"stage": 0},
     "1 rank, stage 3": {"stage": 3},
-    "1 rank, least budget": {"stage": 3, "memory_budget": 1},
-    "1 rank, least budget, offload to host": {"stage": 3, "memory_budget": 1, "offload": "host"},
+    "1 rank, least budget": {"stage": 3, "memory_budget": 1, "tile": "none"},
+    "1 rank, least budget, offload to host": {"stage": 3, "memory_budget": 1, "tile": "none", "offload": "host"},
+    TILED: {"stage": 3, "memory_budget": 1, "offload": "host"},
 }
 RANKS: Mapping[str, dict[str, Any]] = {"2 ranks, stage 0": {"stage": 0}, "2 ranks, stage 3": {"stage": 3}}
 SECONDS = 120  # for one case at one variant
@@ -88,11 +91,11 @@ def _plain(case: ModelCase) -> tuple[list[Tensor], State]:
 def _compiled(case: ModelCase, options: dict[str, Any]) -> tuple[list[Tensor], State, str]:
     """Losses and values, and what is wrong with the peak."""
     model, optimizer, batches = _start(case, dist.get_rank() if dist.is_initialized() else 0)
-    options = {**options, "constant": case.constant}
+    options = {**options, "constant": case.constant, "machine": "cpu"}
     budget = None
     if "memory_budget" in options:
         try:
-            zerofx.plan(model, optimizer, batches[0], machine="cpu", backend="eager", **options)
+            zerofx.plan(model, optimizer, batches[0], backend="eager", **options)
         except BudgetMissedError as error:
             budget = error.least_bytes
         options = {**options, "memory_budget": budget}
@@ -113,16 +116,18 @@ def _peaks(step: zerofx.Step, batch: tuple[Any, ...], budget: int) -> str:
     return ""
 
 
-def _different(expected: tuple[list[Tensor], State], losses: list[Tensor], state: State) -> str:
+def _different(expected: tuple[list[Tensor], State], losses: list[Tensor], state: State, *, rounded: bool) -> str:
     pairs = [(f"loss {n}", *pair) for n, pair in enumerate(zip(expected[0], losses, strict=True))]
     if expected[1].keys() != state.keys():
         return f"names {sorted(expected[1].keys() ^ state.keys())[:4]}"
     pairs += [(name, tensor, state[name]) for name, tensor in expected[1].items()]
-    wrong = [name for name, one, other in pairs if not _same(one, other)]
+    wrong = [name for name, one, other in pairs if not _same(one, other, rounded=rounded)]
     return f"expected eager mode's bits, found others in {', '.join(wrong[:3])} ({len(wrong)})" if wrong else ""
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(one: Tensor, other: Tensor, *, rounded: bool) -> bool:
+    if rounded and one.shape == other.shape:
+        return torch.allclose(one.nan_to_num(), other.nan_to_num(), rtol=1e-4, atol=1e-5)
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
@@ -156,10 +161,10 @@ def _try(case: ModelCase, variant: str, options: dict[str, Any]) -> Record:
         with _in_time(SECONDS), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             losses, state, peaks = _compiled(case, options)
-            detail = _different(_plain(case), losses, state) or peaks
+            detail = _different(_plain(case), losses, state, rounded=variant == TILED) or peaks
             outcome = "wrong" if detail else "exact"
     except zerofx.ZeroFXError as error:
-        outcome, detail = "refused", _line(error)
+        outcome, detail = "wrong" if isinstance(error, zerofx.InternalError) else "refused", _line(error)
     except Exception as error:  # noqa: BLE001 - what is no error of ours is what the net is for
         detail = _line(error)
     return Record(case.name, variant, outcome, detail)

@@ -50,6 +50,8 @@ def _outcome(name: str, number: int, sample: OperatorSample) -> tuple[Outcome, s
         return None
     try:
         wrong = _compare(name, sample, factors, expected)
+    except zerofx.InternalError as error:
+        return "wrong", f"sample {number}: {error}"
     except zerofx.ZeroFXError as error:
         reason = str(error).splitlines()[0].removesuffix(", at").removesuffix(" at")
         other = "breaks there, too" if _breaks_in_torch_compile(sample, factors) else "does not"

@@ -46,7 +46,7 @@ class OptimizerCase:
     def model(self) -> nn.Module:
         """The same values each time."""
         torch.manual_seed(11)
-        sizes = (32, 32, 32) if self.rounds_ends else (5, 8, 8, 3)
+        sizes = (64, 64, 64) if self.rounds_ends else (5, 8, 8, 3)
         layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
         return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh()))).to(self.dtype)
 

@@ -27,7 +27,7 @@ from tqdm import tqdm
 import zerofx
 from tests.distributed import run_ranks
 from tests.nets.optimizer_cases import OptimizerCase, optimizer_cases
-from tests.nets.records import Record, results_path, write_records
+from tests.nets.records import Outcome, Record, results_path, write_records
 
 NUM_STEPS = 12
 _SAVED_AFTER = 5
@@ -175,7 +175,8 @@ def check(case: OptimizerCase) -> Record:
         try:
             found = _train(_Compiled, case)
         except zerofx.ZeroFXError as error:
-            return Record(case.name, case.full_variant, "refused", _line(f"{error}"))
+            outcome: Outcome = "wrong" if isinstance(error, zerofx.InternalError) else "refused"
+            return Record(case.name, case.full_variant, outcome, _line(f"{error}"))
         except Exception as error:  # noqa: BLE001  # what is no error of ours is what the net is looking for
             if type(error).__name__ in outside:
                 return Record(case.name, case.full_variant, "refused", _line(outside))

@@ -17,6 +17,7 @@ from zerofx.buckets import BucketLayout
 from zerofx.graph import StepGraph
 from zerofx.pipeline import run_quietly
 from zerofx.planning import PlannedStep
+from zerofx.scheduler.budget import BudgetMissedError
 from zerofx.scheduler.hiding import hide_collectives
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
@@ -143,3 +144,26 @@ def test_a_budget_has_reductions_awaited_at_once_before_matrix_products_run_agai
     assert found.peak_bytes["device"] < asked.peak_bytes["device"]
     assert not found.recomputes and found.reduces != asked.reduces
     assert replace(found, gathers=(), reduces=(), memory_budget=None) == replace(asked, gathers=(), reduces=())
+
+
+class Wide(nn.Module):
+    """Large at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(128, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 128, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.head(self.inner(self.embed(x)).tanh()).square().mean()
+        return loss
+
+
+def test_one_rank_that_updates_where_gradients_are_complete_has_no_reductions_to_hide() -> None:
+    model = Wide()
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), (torch.zeros(4, dtype=torch.long),)
+    with pytest.raises(BudgetMissedError) as missed:
+        zerofx.plan(model, optimizer, batch, machine="cpu", backend="eager", offload="host", memory_budget=1)
+    least = missed.value.least_bytes
+    planned = zerofx.plan(model, optimizer, batch, machine="cpu", backend="eager", offload="host", memory_budget=least)
+    assert planned.plan.slices and planned.plan.peak_bytes["device"] == least
