@@ -22,7 +22,7 @@ TEMPERATURE, NOISE = 0.2, 0.2
 
 
 class Contrastive(nn.Module):
-    """An image's two noisy views are each other's positives, and all other views of all processes negatives (SimCLR)."""
+    """An image's two noisy views are to agree, and no others of all processes (SimCLR, 2002.05709)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small models of other libraries, built from configurations, and whole training scripts in plain torch.
+"""Small models of other libraries, built from configurations.
 
 A case gives a module that returns its loss, and a function that draws a batch. Libraries are those of
 ``tests/nets/requirements.txt``; a case whose library is not installed raises ``ImportError``.
@@ -8,45 +8,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Batch = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class ModelCase:
-    """``library`` is the module it is imported from, ``""`` for a script in plain torch; ``build`` gives model and
-    batches. ``constant`` names what of a batch is the same in every step."""
-
-    name: str
-    library: str
-    build: Callable[[], tuple[nn.Module, Callable[[], Batch]]]
-    constant: tuple[str, ...] = ()
-
-
-class Loss(nn.Module):
-    """``model`` with what a training script computes of it: ``compute(model, *batch)`` is the loss."""
-
-    def __init__(self, model: nn.Module, compute: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.model = model
-        self.compute = compute
-
-    def forward(self, *batch: Any) -> Tensor:
-        return self.compute(self.model, *batch)
-
-
-def squared(model: nn.Module, *batch: Any) -> Tensor:
-    """The mean square of what the model gives first."""
-    found: Any = model(*batch)
-    while not isinstance(found, Tensor):
-        found = next(iter(found.values())) if isinstance(found, dict) else found[0]
-    return found.float().square().mean()
+from tests.nets.cases import Batch, Loss, ModelCase, squared
+from tests.nets.script_cases import SCRIPTS
 
 
 def _get(path: str) -> Any:
@@ -168,84 +137,6 @@ def _hyper_connected() -> tuple[nn.Module, Callable[[], Batch]]:
     return Loss(model, squared), lambda: (torch.randn(4, 8, 8),)
 
 
-# Whole training scripts in plain torch.
-
-
-class _Dpo(nn.Module):
-    """Direct preference optimization (2305.18290) without a reference model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 11))
-
-    def likelihood(self, x: Tensor) -> Tensor:
-        found: Tensor = self.net(x[:, :-1]).log_softmax(-1).gather(-1, x[:, 1:, None]).sum((1, 2))
-        return found
-
-    def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        return -F.logsigmoid(self.likelihood(chosen) - self.likelihood(rejected)).mean()
-
-
-class _Vae(nn.Module):
-    """A variational autoencoder (1312.6114) with noise drawn in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(4, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean, log_variance = self.encoder(x).chunk(2, -1)
-        drawn = mean + torch.randn_like(mean) * (log_variance / 2).exp()
-        divergence = (mean.square() + log_variance.exp() - 1 - log_variance).sum(-1).mean() / 2
-        loss: Tensor = F.mse_loss(self.decoder(drawn), x) + divergence
-        return loss
-
-
-def _pinn(net: nn.Module, x: Tensor) -> Tensor:
-    """The residual of ``u'' = -u`` by ``torch.func``: second derivatives inside the loss."""
-
-    def u(point: Tensor) -> Tensor:
-        return net(point[None])[0].sum()  # type: ignore[no-any-return]
-
-    second = torch.func.vmap(torch.func.grad(lambda p: torch.func.grad(u)(p).sum()))(x)
-    loss: Tensor = (second + torch.func.vmap(u)(x)[:, None]).square().mean()
-    return loss
-
-
-def _flow_matching(net: nn.Module, x: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-    """Conditional flow matching (2210.02747)."""
-    here = (1 - time) * noise + time * x
-    loss: Tensor = F.mse_loss(net(torch.cat([here, time], -1)), x - noise)
-    return loss
-
-
-def _contrastive(net: nn.Module, first: Tensor, second: Tensor) -> Tensor:
-    """InfoNCE (1807.03748) within the batch of a rank."""
-    a, b = F.normalize(net(first), dim=-1), F.normalize(net(second), dim=-1)
-    loss: Tensor = F.cross_entropy(a @ b.T / 0.1, torch.arange(a.shape[0]))
-    return loss
-
-
-def _mlp(inside: int, outside: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(inside, 8), nn.Tanh(), nn.Linear(8, outside))
-
-
-def _script(name: str, build: Callable[[], nn.Module], draw: Callable[[], Batch]) -> ModelCase:
-    return ModelCase(f"script {name}", "", lambda: (build(), draw))
-
-
-SCRIPTS = (
-    _script("DPO", _Dpo, lambda: (torch.randint(0, 11, (4, 6)), torch.randint(0, 11, (4, 6)))),
-    _script("VAE", _Vae, lambda: (torch.randn(4, 8),)),
-    _script("PINN", lambda: Loss(_mlp(1, 1), _pinn), lambda: (torch.randn(8, 1),)),
-    _script(
-        "flow matching",
-        lambda: Loss(_mlp(5, 4), _flow_matching),
-        lambda: (torch.randn(8, 4), torch.randn(8, 4), torch.rand(8, 1)),
-    ),
-    _script("contrastive", lambda: Loss(_mlp(4, 4), _contrastive), lambda: (torch.randn(8, 4), torch.randn(8, 4))),
-)
-
 _CHANNELS = {"in_channels": 8, "hidden_channels": 8, "num_layers": 2, "out_channels": 4}
 _UNET = {"sample_size": 16, "in_channels": 3, "out_channels": 3, "layers_per_block": 1, "block_out_channels": (8, 16),
          "norm_num_groups": 4, "attention_head_dim": 4}  # fmt: skip
@@ -261,6 +152,12 @@ LIBRARIES = (
     _geometric("GATv2Conv", in_channels=8, out_channels=4, heads=2),
     _geometric("ChebConv", in_channels=8, out_channels=4, K=2),
     _geometric("GraphConv", in_channels=8, out_channels=4),
+    _geometric("GATConv", in_channels=8, out_channels=4, heads=2),
+    _geometric("SAGEConv", in_channels=8, out_channels=4),
+    _geometric("GatedGraphConv", out_channels=64, num_layers=2),
+    _geometric("ARMAConv", in_channels=8, out_channels=4),
+    _geometric("TAGConv", in_channels=8, out_channels=4),
+    _geometric("SGConv", in_channels=8, out_channels=4),
     _x_transformer("decoder"),
     _x_transformer("rotary", rotary_pos_emb=True),
     _x_transformer("glu, rmsnorm", ff_glu=True, use_rmsnorm=True),
@@ -426,6 +323,96 @@ LIBRARIES = (
     ModelCase("kornia ResNet-like HardNet", "kornia", _of("kornia.feature.HardNet", (2, 1, 32, 32), pretrained=False)),
     ModelCase("kornia SOSNet", "kornia", _of("kornia.feature.SOSNet", (2, 1, 32, 32), pretrained=False)),
     ModelCase("hyper-connections residual", "hyper_connections", _hyper_connected),
+    ModelCase(
+        "linformer LM",
+        "linformer",
+        _of("linformer.LinformerLM", _tokens, num_tokens=32, dim=16, seq_len=8, depth=2, heads=2, k=4),
+    ),
+    ModelCase(
+        "reformer-pytorch LM",
+        "reformer_pytorch",
+        _of(
+            "reformer_pytorch.ReformerLM",
+            _tokens,
+            num_tokens=32,
+            dim=16,
+            depth=2,
+            heads=2,
+            max_seq_len=8,
+            bucket_size=4,
+            causal=True,
+        ),
+    ),
+    ModelCase(
+        "CoLT5-attention feed-forward",
+        "colt5_attention",
+        _of(
+            "colt5_attention.ConditionalRoutedFeedForward",
+            (2, 16, 16),
+            dim=16,
+            light_ff_mult=0.5,
+            heavy_ff_mult=2,
+            num_heavy_tokens=4,
+        ),
+    ),
+    ModelCase(
+        "UMNN MonotonicNN",
+        "UMNN",
+        _of(
+            "UMNN.MonotonicNN",
+            lambda: (torch.randn(4, 1), torch.randn(4, 3)),
+            in_d=4,
+            hidden_layers=[8],
+            nb_steps=5,
+            dev="cpu",
+        ),
+    ),
+    _x_transformer("qk norm", attn_qk_norm=True),
+    _x_transformer("grouped queries", attn_kv_heads=1),
+    _x_transformer("relative positions", rel_pos_bias=True),
+    _monai(
+        "DenseNet",
+        (2, 1, 32, 32),
+        spatial_dims=2,
+        in_channels=1,
+        out_channels=2,
+        init_features=4,
+        growth_rate=4,
+        block_config=(2, 2),
+    ),
+    _monai("HighResNet", (1, 1, 16, 16), spatial_dims=2, in_channels=1, out_channels=2),
+    _monai(
+        "AttentionUnet", (1, 1, 16, 16), spatial_dims=2, in_channels=1, out_channels=2, channels=(4, 8), strides=(2,)
+    ),
+    _monai("VNet", (1, 1, 32, 32), spatial_dims=2, in_channels=1, out_channels=2),
+    ModelCase(
+        "diffusers DiT",
+        "diffusers",
+        _of(
+            "diffusers.DiTTransformer2DModel",
+            lambda: (torch.randn(2, 4, 8, 8), torch.randint(0, 10, (2,)), torch.randint(0, 4, (2,))),
+            num_attention_heads=2,
+            attention_head_dim=8,
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            sample_size=8,
+            num_embeds_ada_norm=10,
+            norm_num_groups=2,
+        ),
+    ),
+    ModelCase(
+        "diffusers VQModel",
+        "diffusers",
+        _of(
+            "diffusers.VQModel",
+            (2, 3, 16, 16),
+            block_out_channels=(8,),
+            norm_num_groups=4,
+            latent_channels=4,
+            num_vq_embeddings=16,
+        ),
+    ),
 )
 
 CASES = {case.name: case for case in (*SCRIPTS, *LIBRARIES)}

@@ -22,8 +22,8 @@ NETS = {
     ),
     "models": (
         "Models and training scripts of other people's libraries, at stages 0 and 3, on one and on two ranks, under "
-        "the least possible budget, and with values on the host: the bits of eager PyTorch, the budget kept to the byte. "
-        "In tiles, which take the least of all and sum in parts, up to rounding."
+        "the least possible budget, and with values on the host: the bits of eager PyTorch, the budget kept to the "
+        "byte. In tiles, which take the least of all and sum in parts, they are the same up to rounding."
     ),
     "faults": (
         "Ranks that freeze, die or are interrupted at every kind of wait, damaged plan and cache files, mistakes of "

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from tests.nets.model_cases import CASES, LIBRARIES, SCRIPTS
+from tests.nets.model_cases import CASES, LIBRARIES
 from tests.nets.models import RANKS, VARIANTS, missing, run
+from tests.nets.script_cases import SCRIPTS
 
 SAMPLE = random.Random(24).sample([case.name for case in LIBRARIES], 6)
 AT_ONCE = ["1 rank, stage 0", "1 rank, stage 3"]
