@@ -106,6 +106,30 @@ def test_gradients_of_a_parameter_with_three_names_are_summed_as_they_arrive() -
     assert order[first] < order[second] < order[late]
 
 
+class Translation(nn.Module):
+    """An embedding that is looked up twice under one name, and is the output layer under another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(50, DIM), nn.Transformer(DIM, 2, 1, 1, DIM, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(DIM, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(5))
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        decoded = self.inner(self.embed(source), self.embed(target), tgt_mask=self.mask, tgt_is_causal=True)
+        return nn.functional.cross_entropy(self.head(decoded).flatten(0, 1), target.flatten())
+
+
+def _sentences(generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(torch.randint(0, 50, (3, length), generator=generator) for length in (7, 5)), {}
+
+
+def test_gradients_of_a_parameter_that_one_name_has_two_of_are_summed_as_they_arrive() -> None:
+    case = Case(Translation, _sentences)
+    assert differences(train_plain(case, 3), train_compiled(case, 3, 3)) == []
+
+
 def test_frozen_and_unused_parameters_have_no_gradient() -> None:
     assert {n for n in _capture(CASES["lora"]).gradients if "base" in n} == set()
     unused = _capture(CASES["unused"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -144,15 +144,29 @@ def own_storage(graph: fx.Graph, loss: fx.Node) -> fx.Node:
 
 
 def sum_gradients(graph: fx.Graph, gradients: list[fx.Node]) -> fx.Node:
-    """The sum of a tied parameter's gradients, added up in the order in which backward makes them, as autograd does."""
+    """The sum of a tied parameter's gradients, added up in the order in which backward makes them, as autograd does.
+
+    Under each of its names a trace has summed what that name is used for.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    total, *others = sorted(gradients, key=order.__getitem__)
+    terms = (term for gradient in gradients for term in _terms(gradient))
+    total, *others = sorted(terms, key=order.__getitem__)
     for late in others:
         with graph.inserting_after(late):
             added = graph.call_function(torch.ops.aten.add.Tensor, (total, late))
         set_value(added, late.meta["val"])
         total = set_origin(added, origin(late))
     return total
+
+
+def _terms(gradient: fx.Node) -> Iterator[fx.Node]:
+    """What a gradient is the sum of, where nothing else reads it."""
+    is_sum = gradient.target is torch.ops.aten.add.Tensor and len(gradient.users) == 1 and not gradient.kwargs
+    if is_sum and len(gradient.all_input_nodes) == 2:
+        for term in gradient.all_input_nodes:
+            yield from _terms(term)
+    else:
+        yield gradient
 
 
 def real_parameters(step: StepGraph) -> None:
