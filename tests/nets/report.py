@@ -1,4 +1,4 @@
-"""``python -m tests.nets.report`` writes docs/coverage.md from the records of the four nets."""
+"""``python -m tests.nets.report`` writes docs/coverage.md from the records of the nets."""
 
 from __future__ import annotations
 
@@ -26,15 +26,19 @@ NETS = {
         "byte. In tiles, which take the least of all and sum in parts, they are the same up to rounding."
     ),
     "faults": (
-        "Ranks that freeze, die or are interrupted at every kind of wait, damaged plan and cache files, mistakes of "
-        "the caller's: an error that says what to do, in time, on every rank, with nothing changed."
+        "Ranks that freeze, die or are interrupted at every kind of wait: an error of zerofx's that names the rank, in "
+        "time, on every other rank, after which close() and the end of the process take no more than a moment."
+    ),
+    "mutations": (
+        "Plan and cache files of which bytes, values or types were changed: refused as what they are, taken for "
+        "absent, or harmless."
     ),
 }
 
 _HEAD = """\
 # Coverage
 
-Four nets are cast over code that nobody here wrote. Each case has one of three outcomes:
+Nets are cast over code that nobody here wrote. Each case has one of three outcomes:
 
 - **exact**: all that the net promises holds, to the bit and to the byte.
 - **refused**: zerofx said in an error of its own, before anything was changed, that it does not do this.
