@@ -148,7 +148,7 @@ def _tried(call: Call) -> Arguments | None:
 
 def _run(call: Call, arguments: Arguments, peak: CpuPeak | None) -> list[tuple[int, tuple[int, ...]]] | None:
     """Make a call, as a part of ``peak``; bytes of each output's own memory, 0 where it has none, and its shape. None
-    if the call fails, or an output is larger than expected; some are empty that nobody reads then.
+    if the call fails, or an output has another shape than expected and is not empty.
 
     Raises:
         MemoryError, RuntimeError: it fails for a reason that may pass.
