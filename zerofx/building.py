@@ -20,11 +20,11 @@ from zerofx.disk_cache import MALFORMED
 from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, UsageError, ZeroFXError, warn
 from zerofx.given_plan import check_budget, check_graph, check_host_budget
 from zerofx.graph import StepGraph
+from zerofx.lasting_plan import lasting_plan
 from zerofx.lowering import LoweredStep, lower
 from zerofx.micro_batches import MicroBatches
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions, check_bucket_names
-from zerofx.plan_cache import kept_plan
 from zerofx.plan_choice import budget_bytes
 from zerofx.progress import watched
 from zerofx.rehearsal import Estimates
@@ -49,15 +49,21 @@ _FIT_ROUNDS, _FULL_ROUNDS = 8, 4
 class Prepared:
     """A captured step with the buckets of its parameters and the update of each.
 
-    ``captured`` is the step in the least number of micro-batches that may be planned for. ``sliced`` prepares the same
-    step with other parameters in slices; None where the layout is given.
+    ``captured`` is the step in the least number of micro-batches that may be planned for. ``updates``: those of the
+    coming step, then what later steps have in their place. ``sliced`` prepares the same step with other parameters in
+    slices; None where the layout is given.
     """
 
     captures: MicroBatches
     layout: BucketLayout
     binding: OptimizerBinding
-    programs: dict[int, UpdateProgram]
+    updates: list[dict[int, UpdateProgram]]
     sliced: Callable[[Slices], Prepared] | None = None
+
+    @property
+    def programs(self) -> dict[int, UpdateProgram]:
+        """The update of each bucket in the coming step."""
+        return self.updates[0]
 
     @property
     def captured(self) -> StepGraph:
@@ -103,14 +109,15 @@ def prepare(
         captures = captures.sliced(slices_of(layout))
         check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
         _check_gradients(captures.first, layout)
-        return Prepared(captures, layout, binding, binding.programs(state))
+        return Prepared(captures, layout, binding, [binding.programs(state)])
 
     def sliced(slices: Slices) -> Prepared:
         cut = captures.sliced(slices)
         made = layout_of(cut.first, groups, num_ranks, options.block)
         check_bucket_names(options.policy.keep, [bucket.name for bucket in made.buckets])
         bound = OptimizerBinding(optimizer, made, captured.device, prefer_fused=options.backend == "inductor")
-        return Prepared(cut, made, bound, bound.programs(None, bound.held(dict(model.named_parameters()))), sliced)
+        bound.programs(None, bound.held(dict(model.named_parameters())))
+        return Prepared(cut, made, bound, bound.updates(), sliced)
 
     return sliced(slices_asked(captured, options))
 
@@ -228,8 +235,8 @@ def _agree_on_plan(
     def plan_for(one: Prepared) -> Plan:
         def plan_in(num_micro_batches: int) -> Plan:
             captured = one.captures.graph(num_micro_batches)
-            return kept_plan(
-                captured, one.layout, one.programs, machine, options, settings, memory_budget,
+            return lasting_plan(
+                captured, one.layout, one.updates, machine, options, settings, memory_budget,
                 on_cpu=is_on_cpu(captured.device), estimates=estimates, found=found,
             )  # fmt: skip
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from zerofx.building import Prepared
 from zerofx.codegen.regions import Region
 from zerofx.errors import MemoryBudgetError
+from zerofx.lasting_plan import lasting_plan
 from zerofx.options import CompileOptions
-from zerofx.plan_cache import kept_plan
 from zerofx.plan_choice import budget_bytes, make_plan
 from zerofx.rehearsal import predict_plan
 from zerofx.report.units import format_bytes
@@ -91,13 +91,16 @@ class Planner:
         captures = prepared.captures
 
         def plan_for(num_micro_batches: int) -> Plan:
-            question = (
-                captures.graph(num_micro_batches), prepared.layout, prepared.programs, self.machine, variation.options,
-                self.settings, budget,
-            )  # fmt: skip
+            captured, options = captures.graph(num_micro_batches), variation.options
             if costs is None:
-                return kept_plan(*question, on_cpu=self._on_cpu)
-            return make_plan(*question, on_cpu=self._on_cpu, costs=costs)
+                return lasting_plan(
+                    captured, prepared.layout, prepared.updates, self.machine, options, self.settings, budget,
+                    on_cpu=self._on_cpu,
+                )  # fmt: skip
+            return make_plan(
+                captured, prepared.layout, prepared.programs, self.machine, options, self.settings, budget,
+                on_cpu=self._on_cpu, costs=costs,
+            )  # fmt: skip
 
         try:
             # Without a budget there is no reason to take more micro-batches than the least.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -15,6 +15,7 @@ from zerofx.buckets import BucketLayout, layout_of
 from zerofx.constant_arguments import ConstantArguments
 from zerofx.deferred import make_buffers
 from zerofx.errors import UsageError, working
+from zerofx.lasting_plan import lasting_plan
 from zerofx.loss import ForwardFunction, LossFunction
 from zerofx.lowering import LoweredStep, lower
 from zerofx.micro_batches import MicroBatches
@@ -31,7 +32,6 @@ from zerofx.options import (
     check_options,
 )
 from zerofx.pipeline import check_disabled
-from zerofx.plan_cache import kept_plan
 from zerofx.plan_choice import budget_bytes
 from zerofx.progress import watched
 from zerofx.rehearsal import Estimates
@@ -266,12 +266,13 @@ def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True)
         binding = OptimizerBinding(
             captured.optimizer, layout, captures.first.device, prefer_fused=options.backend == "inductor"
         )
-        return _Laid(captures, layout, binding.programs(None))
+        binding.programs(None)
+        return _Laid(captures, layout, binding.updates())
 
     def plan_for(laid: _Laid) -> Plan:
         def plan_in(num_micro_batches: int) -> Plan:
-            return kept_plan(
-                laid.captures.graph(num_micro_batches), laid.layout, laid.programs, machine, options, settings, budget,
+            return lasting_plan(
+                laid.captures.graph(num_micro_batches), laid.layout, laid.updates, machine, options, settings, budget,
                 on_cpu=machine.is_cpu, talk=talk, estimates=estimates,
             )  # fmt: skip
 
@@ -281,16 +282,16 @@ def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True)
     again = sliced if options.tile == "auto" else None
     laid, decided = choose_slices(first, captured.captures.first, budget, again, plan_for)
     lowered = lower(
-        laid.captures.graph(decided.num_micro_batches).clone(), decided, laid.layout, laid.programs, machine, settings,
-        on_cpu=machine.is_cpu, talk=talk, fused=options.backend == "inductor", estimates=estimates,
+        laid.captures.graph(decided.num_micro_batches).clone(), decided, laid.layout, laid.updates[0], machine,
+        settings, on_cpu=machine.is_cpu, talk=talk, fused=options.backend == "inductor", estimates=estimates,
     )  # fmt: skip
     return PlannedStep(lowered, laid.layout, machine)
 
 
 @dataclass(frozen=True)
 class _Laid:
-    """A captured step with buckets and their updates."""
+    """A captured step with buckets and their updates: those of the first step, then what later ones have instead."""
 
     captures: MicroBatches
     layout: BucketLayout
-    programs: Mapping[int, UpdateProgram]
+    updates: Sequence[Mapping[int, UpdateProgram]]

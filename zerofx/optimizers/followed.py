@@ -94,6 +94,12 @@ class Follower:
             self._compare(list(self._all(stand_ins)), steps_ahead)
         return programs
 
+    def forms(self, stand_in: StandIn, program: UpdateProgram) -> list[UpdateProgram]:
+        """``program``, and what else the update of ``stand_in``'s group and dtype was seen to be, step by step."""
+        key = (stand_in.group, stand_in.dtype)
+        seen = {id(known.program): known.program for k, known in self._known.items() if k[:2] == key}
+        return [program, *(other for other in seen.values() if other is not program)]
+
     def state_names(self, stand_in: StandIn) -> tuple[frozenset[str], frozenset[str]]:
         """The states that there are after the coming step: those that are flat, and the others.
 

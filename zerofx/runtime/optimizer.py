@@ -20,6 +20,7 @@ from zerofx.checks import check_owner
 from zerofx.errors import OptimizerError, UsageError
 from zerofx.graph import ParameterInfo
 from zerofx.optimizers import HostFunction, UpdateProgram, has_fused, scalar_state_names, trace_update
+from zerofx.optimizers.ahead import programs_ahead
 from zerofx.optimizers.followed import Follower
 from zerofx.optimizers.outside import Change, attributes
 from zerofx.optimizers.shadow import structural_flags
@@ -90,6 +91,7 @@ class OptimizerBinding:
         self._prefer_fused = prefer_fused
         self._num_groups = len(optimizer.param_groups)
         self._programs: dict[int, UpdateProgram] = {}
+        self._starts: dict[int, StandIn] = {}
         self._variant = ""
         self._hosts: dict[str, HostFunction] = {}
         self._follower = Follower(optimizer)
@@ -140,6 +142,7 @@ class OptimizerBinding:
         if self._is_followed:
             followed = self._follower.programs(apart)
             self._programs = {index: followed[stand_in.key] for index, stand_in in stand_ins.items()}
+        self._starts = stand_ins
         self._traced_for = self._options()
         texts = {id(program): _text(program) for program in self._programs.values()}
         whole = "\n".join(f"{index} {texts[id(program)]}" for index, program in sorted(self._programs.items()))
@@ -148,6 +151,30 @@ class OptimizerBinding:
         digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
         self._variant = f"{type(self.optimizer).__name__}({'; '.join(flags)}), traced as {digest}"
         return dict(self._programs)
+
+    def updates(self) -> list[dict[int, UpdateProgram]]:
+        """The update of each trained bucket in the coming step, as ``programs`` gave it, and others of later steps.
+
+        Later ones are known for a dozen steps from the first.
+        """
+        forms: dict[int, list[UpdateProgram]] = {}
+        ahead: dict[Any, list[UpdateProgram]] = {}
+        for index, stand_in in self._starts.items():
+            if stand_in.key not in ahead:
+                program = self._programs[index]
+                ahead[stand_in.key] = (
+                    self._follower.forms(stand_in, program)
+                    if self._is_followed
+                    else programs_ahead(
+                        self.optimizer, self.group(self._layout.buckets[index]), program, dict(stand_in.scalars)
+                    )
+                )
+            forms[index] = ahead[stand_in.key]
+        num_forms = max(map(len, forms.values()), default=1)
+        return [
+            {index: several[min(number, len(several) - 1)] for index, several in forms.items()}
+            for number in range(num_forms)
+        ]
 
     def _traced(self, stand_ins: Mapping[int, StandIn]) -> dict[int, UpdateProgram]:
         traced: dict[Any, UpdateProgram] = {}
