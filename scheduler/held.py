@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
+from zerofx import ops
 from zerofx.graph import StepGraph
 from zerofx.node_facts import copied_from
 from zerofx.scheduler.liveness import Liveness
+
+_BRINGING: Final = frozenset({ops.reload, ops.all_gather, ops.gather_on_node})
 
 
 @dataclass(frozen=True)
 class Held:
     """The device's peak in bytes, and ``firm_bytes`` of it: what stays between steps, and what was there before
-    what runs at the peak, unless it was computed again."""
+    what runs at the peak, unless it was computed again, or brought back: some is only brought for that."""
 
     peak_bytes: int
     firm_bytes: int
@@ -31,6 +35,6 @@ def held(step: StepGraph, live: Liveness) -> Held:
     for storage, size in live.sizes.items():
         owner, last_use = storage[0], live.last_use.get(storage)
         is_there = order[owner] < begin and (last_use is None or order[last_use] >= begin) and storage not in freed
-        if is_there and copied_from(owner) is None:
+        if is_there and copied_from(owner) is None and owner.target not in _BRINGING:
             firm += size
     return Held(live.peak_bytes, firm)
