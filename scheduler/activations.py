@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -156,13 +156,30 @@ def menu(segment: Segment, machine: Machine) -> tuple[Level, ...]:
     if not rates:
         return tuple(found)
     high, low = 2 * max(rates), min(rates) / len(segment.operators)
-    for step in range(_PRICES):
-        price = high * (low / high) ** (step / (_PRICES - 1))
-        level = cheapest(segment, sizes, seconds, price)
+    prices = [high * (low / high) ** (step / (_PRICES - 1)) for step in range(_PRICES)]
+    for level in at_prices(prices, lambda price: cheapest(segment, sizes, seconds, price)):
         if level.num_bytes < found[-1].num_bytes:
             grain = found[0].num_bytes // _STEPS
             found += [*_between(segment, sizes, seconds, found[-1], level, grain), level]
     return tuple(found)
+
+
+def at_prices(prices: Sequence[float], cut: Callable[[float], Level]) -> list[Level]:
+    """What ``cut`` gives for each of ``prices``, which go down: where two give the same, all between them do.
+
+    At a lower price of a second, no value is kept that a higher price computes again: minimum cuts are nested.
+    """
+    found = {0: cut(prices[0]), len(prices) - 1: cut(prices[-1])}
+    pending = [(0, len(prices) - 1)]
+    while pending:
+        first, last = pending.pop()
+        middle = (first + last) // 2
+        if (found[first].kept, found[first].seconds) == (found[last].kept, found[last].seconds):
+            found |= dict.fromkeys(range(first + 1, last), found[first])
+        elif middle > first:
+            found[middle] = cut(prices[middle])
+            pending += [(first, middle), (middle, last)]
+    return [found[number] for number in range(len(prices))]
 
 
 def keep_all(segment: Segment) -> Level:

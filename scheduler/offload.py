@@ -25,7 +25,7 @@ from zerofx.node_facts import Phase, origin, piece_of
 from zerofx.passes.base import consumers
 from zerofx.passes.offload import refusal
 from zerofx.report.units import format_seconds
-from zerofx.scheduler.activations import Level, Segment, cheapest, keep_all, menu
+from zerofx.scheduler.activations import Level, Segment, at_prices, cheapest, keep_all, menu
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.crossing import storage_size
 from zerofx.scheduler.decisions import OffloadDecision
@@ -117,13 +117,16 @@ def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> 
         return
     high = 2 * max(links.sizes) / min(busy)
     low = min(size for size in links.sizes if size) / sum(busy)
+    prices = [high * (low / high) ** (number / (_NUM_BYTE_PRICES - 1)) for number in range(_NUM_BYTE_PRICES)]
     for link_price in _LINK_PRICES:
-        for number in range(_NUM_BYTE_PRICES):
-            price = high * (low / high) ** (number / (_NUM_BYTE_PRICES - 1))
+
+        def cut(price: float, link_price: float = link_price) -> Level:
             weights: list[float] = list(links.sizes)
             for i in links.movable:
                 weights[i] = min(weights[i], price * link_price * (links.down[i] + links.up[i]))
-            yield replace(cheapest(segment, weights, seconds, price), num_bytes=0)
+            return replace(cheapest(segment, weights, seconds, price), num_bytes=0)
+
+        yield from at_prices(prices, cut)
 
 
 def _hull(levels: Sequence[Level]) -> tuple[Level, ...]:
