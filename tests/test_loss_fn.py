@@ -140,3 +140,11 @@ def test_a_model_that_cannot_be_called_with_the_batch_is_a_wrong_call() -> None:
     x = torch.randn(6, 8)
     with pytest.raises(zerofx.UsageError, match=r"Linear.forward\(input\).*found Linear\(Tensor\[6, 8\], Tensor"):
         _run(nn.Linear(8, 1), None, x, x)
+
+
+def test_a_loss_that_torch_refuses_is_named_with_its_arguments() -> None:
+    model = nn.Linear(8, 4)
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=nn.CrossEntropyLoss())
+    with pytest.raises(zerofx.CaptureError, match=r"(?s)refuses an operation.*in loss_fn\(outputs, Tensor\[2, 8\]\)"):
+        step(torch.randn(2, 8))
+    step.close()

@@ -89,14 +89,15 @@ def explain(error: Exception, batch: Batch) -> CaptureError:
             f"torch.where or a weight of 0, make the tensor where the batch is made, or name an argument of the batch "
             f"that has the same values in every step: constant=('edge_index',)."
         )
-    advice = "replace the operator on that line."
+    advice = "replace the operator."
     if "NoneType" in str(error):
         advice = (
             "a library took another way because torch.compiler.is_compiling() is true while tracing, and left out "
             "what eager mode makes by itself, such as an attention mask: pass it in the batch."
         )
     args, kwargs = batch.call
-    place = f"\n  at {line}" if line else ""
+    places = [*([f"at {line}"] if line else []), *getattr(error, "__notes__", [])]
+    place = "".join(f"\n  {one}" for one in places)
     is_one_dict = len(args) == 1 and isinstance(args[0], Mapping) and not kwargs
     by_name = " (the batch is one dict: step(**batch) gives its entries by name)" if is_one_dict else ""
     if _is_theirs(error) and "NoneType" not in str(error):
@@ -105,7 +106,7 @@ def explain(error: Exception, batch: Batch) -> CaptureError:
             f"Correct the call, or what is called{by_name}; eager mode raises it too, unless that line asks whether a "
             f"model is being compiled."
         )
-    what = "torch refuses an operation" if line and kind in _REFUSALS else "the model could not be traced"
+    what = "torch refuses an operation" if places and kind in _REFUSALS else "the model could not be traced"
     return CaptureError(
         f"{what}; {kind}: {error}{place}\n"
         f"If the same call fails in eager mode, correct the call{by_name}; if it does not, {advice}"

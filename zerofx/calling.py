@@ -46,7 +46,7 @@ def call_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
         by_name = "; the batch is one dict: step(**batch) gives its entries by name" if alone else ""
         raise UsageError(
             f"expected a batch that {type(model).__name__}.forward{_signature(parameters)} can be called with, found "
-            f"{type(model).__name__}({_listed(args, kwargs)[2:]}): {misfit}{by_name}. Without loss_fn or forward= a "
+            f"{type(model).__name__}({listed(args, kwargs)[2:]}): {misfit}{by_name}. Without loss_fn or forward= a "
             f"model gets all that step() is called with; help(zerofx.compile) says who gets what with them"
         ) from error
 
@@ -79,7 +79,7 @@ def divided_call(
         return given, (rest, named)
     if num and not _misfit(of_loss, (outputs, *args), named):
         return given, (tuple(args), named)
-    called = f"loss_fn(outputs{_listed(rest, named)})"
+    called = f"loss_fn(outputs{listed(rest, named)})"
     raise UsageError(
         f"expected a loss_fn that can be called with the model's outputs and what {type(model).__name__}.forward does "
         f"not take, {called}, found {_described(loss_fn, of_loss)}: {_misfit(of_loss, (outputs, *rest), named)}. "
@@ -98,7 +98,7 @@ def check_forward_call(forward: Callable[..., Any], args: Sequence[Any], kwargs:
     parameters = _parameters(forward)
     if misfit := _misfit(parameters, (object(), *args), kwargs):
         raise UsageError(
-            f"expected a forward that can be called as forward(model{_listed(args, kwargs)}), as step() was, found "
+            f"expected a forward that can be called as forward(model{listed(args, kwargs)}), as step() was, found "
             f"{_described(forward, parameters)}: {misfit}"
         )
 
@@ -153,7 +153,7 @@ def _signature(parameters: list[inspect.Parameter] | None) -> str:
     return f"({', '.join(shown)})"
 
 
-def _listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Arguments behind a first one: ``, Tensor, y=Tensor``."""
     return "".join([f", {_kind(one)}" for one in args] + [f", {name}={_kind(one)}" for name, one in kwargs.items()])
 

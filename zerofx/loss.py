@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zerofx.batch import Batch
-from zerofx.calling import call_model, check_forward_call, divided_call
+from zerofx.calling import call_model, check_forward_call, divided_call, listed
 from zerofx.errors import CaptureError
 from zerofx.known_values import KnownValues
 from zerofx.outside import Outside, OutsideFoundError, StandInMaker, StandIns
@@ -113,7 +113,11 @@ class Objective:
         (own, named), (rest, others) = divided_call(model, self.loss_fn, args, kwargs)
         outputs = call_model(model, own, named)
         with scope():
-            given = self.loss_fn(outputs, *rest, **others)
+            try:
+                given = self.loss_fn(outputs, *rest, **others)
+            except Exception as error:
+                error.add_note(f"in loss_fn(outputs{listed(rest, others)})")
+                raise
             loss = find_loss(given, source="loss_fn")
             return loss, Returned(left_out=_left_out(given, loss)), ()
 
