@@ -11,8 +11,8 @@ import torch
 from zerofx.codegen.helpers import Task, TensorLike
 from zerofx.codegen.inductor import compile_region, fake_like
 from zerofx.codegen.inductor_cpp import preparation
+from zerofx.codegen.source import load_source
 from zerofx.errors import CompilerError
-from zerofx.runtime.executor import load_source
 
 
 def main() -> None:

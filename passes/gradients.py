@@ -31,9 +31,9 @@ from zerofx.graph import StepGraph, insert_call
 from zerofx.node_facts import DEVICE, Origin, Phase, set_tier
 from zerofx.passes.base import consumers, end_of_unit, named, start_of_unit
 from zerofx.scheduler.decisions import GradientDecision
-from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import mutated_inputs
+from zerofx.scheduler.tiers import TIERS
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from zerofx.graph import StepGraph, insert_call
 from zerofx.node_facts import DEVICE, Origin, Phase, origin, set_tier, tensor
 from zerofx.passes.base import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
 from zerofx.scheduler.decisions import OffloadDecision
-from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.storage import mutated_inputs, storage_source, tensors_of
+from zerofx.scheduler.tiers import TIERS
 
 
 @dataclass(frozen=True)

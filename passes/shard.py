@@ -27,8 +27,8 @@ from zerofx.buckets import Bucket, BucketLayout
 from zerofx.errors import PlanError
 from zerofx.graph import StepGraph, insert_call
 from zerofx.node_facts import DEVICE, Origin, Phase, Placeholder, Role, placeholder, set_tier, tier_of
-from zerofx.scheduler.machine import TIERS, Tier
 from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.tiers import TIERS, Tier
 
 
 @dataclass(frozen=True)

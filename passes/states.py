@@ -46,9 +46,9 @@ from zerofx.graph import StepGraph, insert_call
 from zerofx.node_facts import DEVICE, Origin, Phase, set_tier, tensor, tier_of
 from zerofx.passes.base import consumers, named, start_of_unit
 from zerofx.scheduler.decisions import StateDecision
-from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.streams import ends_of
+from zerofx.scheduler.tiers import TIERS
 
 _aten = torch.ops.aten
 

@@ -26,9 +26,10 @@ from torch import fx
 from zerofx.buckets import BucketLayout
 from zerofx.graph import StepGraph
 from zerofx.scheduler.decisions import GatherDecision, ReduceDecision, StateDecision
-from zerofx.scheduler.machine import Machine, Tier, copy_seconds
+from zerofx.scheduler.machine import Machine, copy_seconds
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.policy import parameter_uses
+from zerofx.scheduler.tiers import Tier
 from zerofx.scheduler.timeline import Place, Run, runs
 
 NUM_BUFFERS = 3  # buckets whose states are on their way from and to nvme: read, updated, written back

@@ -19,7 +19,8 @@ from zerofx.graph import StepGraph
 from zerofx.node_facts import Phase
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.decisions import GradientDecision
-from zerofx.scheduler.machine import Machine, Tier, copy_seconds, first_with_room
+from zerofx.scheduler.machine import Machine, copy_seconds, first_with_room
+from zerofx.scheduler.tiers import Tier
 from zerofx.scheduler.timeline import Place, Run, runs
 
 

@@ -26,7 +26,7 @@ from zerofx.scheduler.decisions import (
 )
 from zerofx.scheduler.gathers import Gathering, keep_menus, prefetch_menu, reduction_menu, why_kept
 from zerofx.scheduler.gradients import Waiting, gradient_menus, place_gradients
-from zerofx.scheduler.machine import Machine, Tier
+from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.moves import Move, reached
 from zerofx.scheduler.offload import Room, Wish, away_seconds, entries, joint_menu, place
 from zerofx.scheduler.parameters import Home, copies_menu, parameter_menus
@@ -34,6 +34,7 @@ from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.policy import PolicyOptions, decide, residencies
 from zerofx.scheduler.states import Placement, decisions_of, state_menus
 from zerofx.scheduler.storage import storage_bytes, tensors_of
+from zerofx.scheduler.tiers import Tier
 from zerofx.scheduler.timeline import Place, runs
 
 Leaning = Literal["recompute", "offload", "joint"]

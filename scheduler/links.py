@@ -14,16 +14,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zerofx.errors import PlanError
-from zerofx.scheduler.machine import (
-    Link,
-    Machine,
-    Tier,
-    collective_latency,
-    collective_seconds,
-    copy_seconds,
-    wire_bytes,
-)
+from zerofx.scheduler.machine import Link, Machine, collective_latency, collective_seconds, copy_seconds, wire_bytes
 from zerofx.scheduler.streams import COLLECTIVE, LINKS, NVME_READ, NVME_WRITE, TO_DEVICE, TO_HOST
+from zerofx.scheduler.tiers import Tier
 
 _APART = 2.0  # sizes differ enough to tell latency from bandwidth if the largest is as many times the smallest
 _PROBE_BYTES = 1 << 30

@@ -21,9 +21,9 @@ from zerofx import ops
 from zerofx.graph import StepGraph
 from zerofx.node_facts import DEVICE, placeholder, tier_of
 from zerofx.scheduler.blocks import size_class
-from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.storage import Storage, aliased_input, is_view, storage_bytes, storage_source, tensors_of
 from zerofx.scheduler.streams import passes_through_host, runs_on_host
+from zerofx.scheduler.tiers import TIERS
 from zerofx.scheduler.workspace import memories
 
 

@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from zerofx.errors import UsageError
+from zerofx.scheduler.tiers import Tier
 
 if TYPE_CHECKING:
     import torch
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
-Tier = Literal["device", "host", "nvme"]
-TIERS: tuple[Tier, ...] = typing.get_args(Tier)
 
 # float64 runs at half the float32 rate on data-centre parts (A100, H100, MI300X datasheets) and far below on others.
 _FLOAT64_OF_FLOAT32 = 0.5

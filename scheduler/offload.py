@@ -29,8 +29,9 @@ from zerofx.scheduler.activations import Level, Segment, at_prices, cheapest, ke
 from zerofx.scheduler.costs import node_cost
 from zerofx.scheduler.crossing import storage_size
 from zerofx.scheduler.decisions import OffloadDecision
-from zerofx.scheduler.machine import Machine, Tier, copy_seconds, first_with_room
+from zerofx.scheduler.machine import Machine, copy_seconds, first_with_room
 from zerofx.scheduler.storage import storage_bytes, tensors_of
+from zerofx.scheduler.tiers import Tier
 from zerofx.scheduler.timeline import Place, Run, runs
 
 _LINK_PRICES = (0.0, 0.25, 0.5, 1.0, float("inf"))  # seconds that a second of copying costs

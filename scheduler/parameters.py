@@ -15,8 +15,9 @@ from zerofx.node_facts import Phase, origin
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.decisions import ParameterDecision
 from zerofx.scheduler.gathers import Gathering
-from zerofx.scheduler.machine import Machine, Tier, copy_seconds, first_with_room
+from zerofx.scheduler.machine import Machine, copy_seconds, first_with_room
 from zerofx.scheduler.policy import Residency
+from zerofx.scheduler.tiers import Tier
 from zerofx.scheduler.timeline import Place
 
 

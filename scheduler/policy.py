@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import StepGraph, unit_of
+from zerofx.graph import StepGraph
 from zerofx.node_facts import Phase, Role, origin, placeholder
 from zerofx.node_text import target_name, type_name
 from zerofx.passes.base import consumers
@@ -38,6 +38,7 @@ from zerofx.scheduler.decisions import (
 from zerofx.scheduler.hiding import awaited_behind, gathered_behind, issued_ahead
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.plan_facts import BucketSummary, GraphSummary
+from zerofx.scheduler.units import unit_of
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ import torch
 from torch import fx
 
 from zerofx.errors import PlanError, UsageError
-from zerofx.graph import ParameterInfo, StepGraph, unit_of
+from zerofx.graph import ParameterInfo, StepGraph
 from zerofx.node_facts import Role, placeholder, tensor
 from zerofx.node_text import target_name
 from zerofx.report.units import format_bytes
 from zerofx.scheduler.chains import find_chains
 from zerofx.scheduler.decisions import SliceDecision
 from zerofx.scheduler.heads import find_heads
+from zerofx.scheduler.units import unit_of
 
 _aten = torch.ops.aten
 

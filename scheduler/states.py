@@ -16,7 +16,8 @@ from zerofx.node_facts import Phase
 from zerofx.report.units import format_bytes, format_seconds
 from zerofx.scheduler.arrivals import NUM_BUFFERS
 from zerofx.scheduler.decisions import StateDecision
-from zerofx.scheduler.machine import Machine, Tier, copy_seconds
+from zerofx.scheduler.machine import Machine, copy_seconds
+from zerofx.scheduler.tiers import Tier
 from zerofx.scheduler.timeline import Place
 
 _FLOPS = 14  # of an Adam update for one element, as in scheduler.costs

@@ -8,8 +8,8 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.node_facts import DEVICE, Role, placeholder, tier_of
-from zerofx.scheduler.machine import Tier
 from zerofx.scheduler.storage import storage_source
+from zerofx.scheduler.tiers import Tier
 
 COMPUTE, COLLECTIVE, HOST = "compute", "collective", "host"
 TO_HOST, TO_DEVICE, NVME_READ, NVME_WRITE = "to_host", "to_device", "nvme_read", "nvme_write"

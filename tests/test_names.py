@@ -21,8 +21,8 @@ import zerofx
 from tests.graphs import DIM, Prepared, TwoBlocks, adagrad, prepare
 from tests.offloads import offloading, parameters_away, recomputing
 from tests.passes.test_merge import merged
+from zerofx.codegen.source import load_source
 from zerofx.errors import InvalidGraphError
-from zerofx.runtime.executor import load_source
 from zerofx.scheduler.budget import BudgetMissedError
 from zerofx.verify import verify
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from tests.models import DIM, ROWS, Regression
 from zerofx.batch import Batch
+from zerofx.canonical import Number, canonical
 from zerofx.capture import fake_device, fake_mode, traceable
 from zerofx.forward_record import record_forward
-from zerofx.stamp import Number, canonical
 
 BATCH = Batch.of((torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM)), {})
 

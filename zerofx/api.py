@@ -9,14 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from zerofx.checks import check_model, check_optimizer, device_of
+from zerofx.check_training import check_training
 from zerofx.errors import UsageError
 from zerofx.loss import ForwardFunction, LossFunction
-from zerofx.optimizers import check_supported
 from zerofx.options import (
     Accumulate,
     Backend,
-    CompileOptions,
     CudaGraphs,
     Offload,
     OnNonfinite,
@@ -189,21 +187,3 @@ def compile(
         step.abandon()
         raise
     return step
-
-
-def check_training(
-    model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions, *, on_meta: bool = False
-) -> None:
-    """Check what is to be trained, as far as that can be before anything is captured; ``on_meta`` as in `check_model`.
-
-    Raises:
-        ZeroFXError: the model or the optimizer cannot be, or the backend's compiler is missing.
-    """
-    check_model(model, on_meta=on_meta)
-    check_optimizer(model, optimizer)
-    check_supported(optimizer)
-    if options.backend == "inductor":
-        # Inductor takes seconds to import: only who needs it pays.
-        from zerofx.codegen.inductor_cpp import check_compiler
-
-        check_compiler(device_of(model))

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from zerofx.graph import ParameterInfo, StepGraph, unit_of
+from zerofx.graph import ParameterInfo, StepGraph
 from zerofx.node_facts import Role, placeholder
+from zerofx.scheduler.units import unit_of
 
 ALIGNMENT_BYTES = 64
 

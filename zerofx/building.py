@@ -28,6 +28,7 @@ from zerofx.options import CompileOptions, check_bucket_names
 from zerofx.plan_choice import budget_bytes
 from zerofx.progress import watched
 from zerofx.rehearsal import Estimates
+from zerofx.report.debug import write_debug
 from zerofx.runtime.collectives import is_on_cpu
 from zerofx.runtime.control import Control, check_equal
 from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
@@ -211,10 +212,13 @@ def lower_prepared(
     talk: bool,
 ) -> LoweredStep:
     """A captured graph, which stays as it is, with ``plan`` carried out; other arguments as for ``lower``."""
-    return lower(
+    lowered = lower(
         captured.clone(), plan, layout, programs, machine, settings, on_cpu=is_on_cpu(captured.device), talk=talk,
         fused=options.backend == "inductor", estimates=estimates,
     )  # fmt: skip
+    if talk:
+        write_debug(lowered, settings.debug)
+    return lowered
 
 
 def _agree_on_plan(

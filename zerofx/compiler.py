@@ -20,6 +20,7 @@ from zerofx.codegen.kernels.choose import UpdateKernels, kernels_of_facts
 from zerofx.codegen.kernels.table import UPDATE, kernels_in_use
 from zerofx.codegen.region_facts import RegionFacts, region_facts
 from zerofx.codegen.regions import Instruction, regions_of
+from zerofx.codegen.source import load_source
 from zerofx.errors import PlanError
 from zerofx.graph import StepGraph
 from zerofx.lowering import LoweredStep
@@ -29,7 +30,7 @@ from zerofx.returned import Returned
 from zerofx.runtime.arguments import StepArguments
 from zerofx.runtime.collectives import is_on_cpu
 from zerofx.runtime.control import Control
-from zerofx.runtime.executor import StepFunction, load_source
+from zerofx.runtime.executor import StepFunction
 from zerofx.scheduler.liveness import MemoryEvent, with_profiles
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.simulate import Simulation, predict

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from zerofx.batch import Batch
+from zerofx.canonical import canonical
 from zerofx.capture import capture, placeholder_name
 from zerofx.capture_cache import KeptCapture
 from zerofx.disk_cache import NOT_KEPT, DiskCache
@@ -26,7 +27,7 @@ from zerofx.layers import find_units
 from zerofx.loss import Loss, Objective
 from zerofx.node_facts import Role, placeholder
 from zerofx.repeats import Repeat, find_repeats, shortened
-from zerofx.stamp import NotRepeatedError, Stamped, canonical, erase, same_outputs, shrink, stamp, without_outputs
+from zerofx.stamp import NotRepeatedError, Stamped, erase, same_outputs, shrink, stamp, without_outputs
 
 
 def capture_by_layer(

@@ -20,6 +20,7 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from zerofx.batch import Batch
+from zerofx.canonical import Number
 from zerofx.capture import fake_device, saves_by_hook, traceable
 from zerofx.graph import Strides
 from zerofx.graph_json import LARGEST_LITERAL, TORCH_NAMESPACES
@@ -28,7 +29,7 @@ from zerofx.loss import Loss, LossModule, Objective
 from zerofx.node_facts import Origin, Phase, Placeholder, Role
 from zerofx.record_lines import Line, graph_of, text_of
 from zerofx.returned import NOTHING_ELSE, Returned
-from zerofx.stamp import NotRepeatedError, Number
+from zerofx.stamp import NotRepeatedError
 from zerofx.torch_private import TorchDispatchMode, without_modes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from zerofx.node_facts import (
 from zerofx.node_text import node_text
 from zerofx.returned import NOTHING_ELSE, Returned
 from zerofx.scheduler.decisions import SliceDecision
+from zerofx.scheduler.units import unit_of
 
 Strides = Mapping[int, tuple[int, ...]]  # of parameters, by the identity of their tensors
 
@@ -286,13 +287,6 @@ class StepGraph:
         outputs = self.output.args[0]
         assert isinstance(outputs, tuple)
         return outputs
-
-
-def unit_of(layer: str, units: Collection[str]) -> str:
-    """The unit whose dotted path is ``layer`` or a prefix of it, or ``""``; units do not nest."""
-    while layer and layer not in units:
-        layer = layer.rpartition(".")[0]
-    return layer
 
 
 def insert_call(

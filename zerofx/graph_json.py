@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.canonical import canonical
 from zerofx.graph import StepGraph
 from zerofx.node_facts import (
     Origin,
@@ -30,7 +31,6 @@ from zerofx.node_facts import (
     set_value,
     source_line,
 )
-from zerofx.stamp import canonical
 
 LARGEST_LITERAL = 64  # elements of a constant that is kept by its values
 TORCH_NAMESPACES = frozenset({"aten", "prims"})  # of operators that are torch's: what they do follows from its version

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -78,20 +77,7 @@ def lower(
         plan = plan.with_prediction(predict(step, plan, layout, simulation))
         sources = [program.host_source for program in programs.values()]
         emitted = emit(step, instructions, simulation.live, _header(plan, machine), sources, kernels)
-    lowered = LoweredStep(step, plan, instructions, simulation, stages, emitted)
-    if talk:
-        _say(lowered, settings.debug)
-    return lowered
-
-
-def _say(lowered: LoweredStep, debug: int) -> None:
-    if debug >= 3:
-        # Reports are made of lowered steps.
-        from zerofx.report.schedule import make_schedule
-
-        sys.stderr.write(f"{make_schedule(lowered)}\n")
-    if debug >= 4:
-        sys.stderr.write(lowered.emitted.source)
+    return LoweredStep(step, plan, instructions, simulation, stages, emitted)
 
 
 def _header(plan: Plan, machine: Machine) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.scheduler.machine import Tier
+from zerofx.scheduler.tiers import Tier
 
 DEVICE: Tier = "device"
 

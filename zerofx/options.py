@@ -23,9 +23,10 @@ from zerofx.errors import UsageError, warn
 from zerofx.loss import ForwardFunction, LossFunction, Objective
 from zerofx.quantise import BLOCK
 from zerofx.report.units import parse_bytes
-from zerofx.scheduler.machine import Machine, Tier
+from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.policy import PolicyOptions
+from zerofx.scheduler.tiers import Tier
 
 GRADIENTS = "gradients"  # what can be offloaded by name
 

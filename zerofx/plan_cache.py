@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from zerofx.buckets import BucketLayout
+from zerofx.canonical import canonical
 from zerofx.capture import tracing_settings
 from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.disk_cache import DiskCache, key_of
@@ -21,7 +22,6 @@ from zerofx.scheduler.budget import BudgetMissedError
 from zerofx.scheduler.machine import Machine
 from zerofx.scheduler.plan import Plan
 from zerofx.settings import Settings
-from zerofx.stamp import canonical
 from zerofx.torch_private import is_profiling
 
 

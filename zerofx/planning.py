@@ -35,6 +35,7 @@ from zerofx.pipeline import check_disabled
 from zerofx.plan_choice import budget_bytes
 from zerofx.progress import watched
 from zerofx.rehearsal import Estimates
+from zerofx.report.debug import write_debug
 from zerofx.report.saved import SavedPlan
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.report.units import format_bytes, format_seconds, on_tiers
@@ -285,6 +286,8 @@ def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True)
         laid.captures.graph(decided.num_micro_batches).clone(), decided, laid.layout, laid.updates[0], machine,
         settings, on_cpu=machine.is_cpu, talk=talk, fused=options.backend == "inductor", estimates=estimates,
     )  # fmt: skip
+    if talk:
+        write_debug(lowered, settings.debug)
     return PlannedStep(lowered, laid.layout, machine)
 
 

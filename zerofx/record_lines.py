@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from zerofx.canonical import Number, canonical_line
 from zerofx.node_facts import Origin, Phase, Placeholder, set_origin, set_placeholder, set_value
-from zerofx.stamp import Number, canonical_line
 
 _NO_VALUE = type(None).__name__  # as ``canonical`` writes it
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import fx
 
+from zerofx.canonical import described
 from zerofx.graph import StepGraph
-from zerofx.node_facts import Origin, Placeholder, Role, origin, placeholder, set_origin, set_placeholder
+from zerofx.node_facts import Role, origin, placeholder, set_origin, set_placeholder
 from zerofx.repeats import Repeat
 
 
@@ -119,38 +119,6 @@ def without_outputs(step: StepGraph, repeat: Repeat) -> None:
     )
 
 
-def canonical(graph: fx.Graph) -> str:
-    """The graph as text without names, a line for each node: equal for graphs that are equal but for names."""
-    numbers: dict[fx.Node, Number] = {}
-    lines = []
-    for node in graph.nodes:
-        arguments = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
-        numbers[node] = Number.of(len(numbers))
-        what = placeholder(node) if node.op == "placeholder" else origin(node)
-        lines.append(canonical_line(node.op, node.target, arguments, what, _described(node)))
-    return "\n".join(lines)
-
-
-def canonical_line(op: str, target: Any, arguments: Any, what: Placeholder | Origin, value: str) -> str:
-    """A node's line of ``canonical``; ``arguments`` has other nodes as ``Number``."""
-    return f"{op} {what} : {value}" if op == "placeholder" else f"{op} {target} {arguments} {what} : {value}"
-
-
-class Number(str):
-    """A node by its place in a graph, ``%7``."""
-
-    @staticmethod
-    def of(place: int) -> Number:
-        return Number(f"%{place}")
-
-    @property
-    def place(self) -> int:
-        return int(self[1:])
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
 @dataclass(frozen=True)
 class _Pair:
     """Two neighbouring layers that are alike: ``templates`` are the arguments of both, ``ends`` those of either where
@@ -176,11 +144,11 @@ class _Pair:
         templates: list[Any] = []
         ends: tuple[list[Any], list[Any]] = ([], [])
         for ordinal, (one, other) in enumerate(zip(second, third, strict=True)):
-            here = (one.op, one.op == "placeholder" or one.target, _described(one), _label(one)[len(units[1]) :])
+            here = (one.op, one.op == "placeholder" or one.target, described(one), _label(one)[len(units[1]) :])
             there = (
                 other.op,
                 other.op == "placeholder" or other.target,
-                _described(other),
+                described(other),
                 _label(other)[len(units[2]) :],
             )
             if here != there:
@@ -347,14 +315,3 @@ def _widened(outputs: Mapping[str, fx.Node], stamped: Stamped) -> dict[str, fx.N
                     widened[f"{repeat.unit(key)}.{inner}"] = layers[number][ordinal]
         widened[name] = node
     return widened
-
-
-def _described(node: fx.Node) -> str:
-    def describe(fake: Any) -> str:
-        if isinstance(fake, torch.Tensor):
-            return f"{fake.dtype} {tuple(fake.shape)} {tuple(fake.stride())} {fake.device}"
-        if isinstance(fake, list | tuple):
-            return f"({', '.join(map(describe, fake))})"
-        return fake if isinstance(fake, str) else type(fake).__name__
-
-    return describe(node.meta.get("val"))

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from zerofx.api import check_training
 from zerofx.batch import Batch
 from zerofx.building import Prepared, describe_request, machine_at_hand, prepare
 from zerofx.candidates import Planner, best_of, concluded, most_promising, promises_more
+from zerofx.check_training import check_training
 from zerofx.checks import check_batch
 from zerofx.codegen.regions import Region
 from zerofx.constant_arguments import ConstantArguments

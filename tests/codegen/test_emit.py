@@ -24,10 +24,11 @@ from zerofx.buckets import BucketLayout
 from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.kernels.table import NORMS, WIRE
 from zerofx.codegen.regions import cut
+from zerofx.codegen.source import load_source
 from zerofx.codegen.step_file import literal, wrapped
 from zerofx.errors import PlanError
 from zerofx.node_facts import Role, placeholder
-from zerofx.runtime.executor import StepFunction, load_source
+from zerofx.runtime.executor import StepFunction
 from zerofx.scheduler.decisions import StateDecision
 from zerofx.scheduler.liveness import liveness
 from zerofx.scheduler.workspace import workspace_bytes

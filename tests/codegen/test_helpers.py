@@ -124,7 +124,7 @@ def test_what_a_helper_compiled_is_found_in_the_cache(tmp_path: Path, monkeypatc
     from torch._dynamo.utils import counters
 
     from zerofx.codegen.inductor import compile_region
-    from zerofx.runtime.executor import load_source
+    from zerofx.codegen.source import load_source
 
     # No inputs that are not tensors: a traced function's scalars are read as they are.
     given = {"only": Task.of(SOURCE, "step.py", "doubled", [torch.ones(5, 7)], NO_KERNELS)}

@@ -14,9 +14,9 @@ from tests.graphs import DIM, Prepared, prepare
 from zerofx.codegen.beside import Beside
 from zerofx.codegen.emit import emit
 from zerofx.codegen.regions import Region, cut
+from zerofx.codegen.source import load_source
 from zerofx.errors import CompilerError
 from zerofx.node_facts import Phase, tensor, value
-from zerofx.runtime.executor import load_source
 from zerofx.scheduler.liveness import liveness
 from zerofx.scheduler.storage import storage_bytes
 

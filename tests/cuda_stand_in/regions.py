@@ -75,8 +75,8 @@ def written(options: dict[str, Any]) -> dict[str, Any]:
     from zerofx.codegen.record import memory_record
     from zerofx.codegen.region_facts import region_facts
     from zerofx.codegen.regions import regions_of
+    from zerofx.codegen.source import load_source
     from zerofx.compiler import with_memory
-    from zerofx.runtime.executor import load_source
 
     planned = plan(0, **options)
     lowered = planned.lowered

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.scheduler.test_joint import small_machine
 from zerofx.scheduler.arrivals import Arrival, starts_of
-from zerofx.scheduler.machine import Link, Machine, Nvme, Tier, copy_seconds
+from zerofx.scheduler.machine import Link, Machine, Nvme, copy_seconds
+from zerofx.scheduler.tiers import Tier
 
 
 def machine(link: float, drive: float) -> Machine:

@@ -17,10 +17,11 @@ from zerofx.buckets import layout_of
 from zerofx.capture import Batch, capture
 from zerofx.options import Offload
 from zerofx.planning import PlannedStep
-from zerofx.scheduler.machine import Link, Machine, Nvme, Tier
+from zerofx.scheduler.machine import Link, Machine, Nvme
 from zerofx.scheduler.parameters import Home, copies_menu, parameter_menus
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.policy import PolicyOptions, residencies
+from zerofx.scheduler.tiers import Tier
 from zerofx.scheduler.timeline import seconds_by_place
 
 H100 = Machine.named("h100-sxm")

@@ -11,8 +11,8 @@ from zerofx.report.fold import fold, span
 from zerofx.report.plan_text import D, by_unit, count_values, tiles_words, wire_words
 from zerofx.report.units import format_bytes, format_count, format_seconds
 from zerofx.scheduler.decisions import GatherDecision, OffloadDecision, ReduceDecision
-from zerofx.scheduler.machine import TIERS
 from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.tiers import TIERS
 
 SAME = "the plans are the same"
 

@@ -10,13 +10,13 @@ from typing import TypeVar
 import torch
 from tabulate import tabulate
 
-from zerofx.graph import unit_of
 from zerofx.report.fold import fold, span
 from zerofx.report.reasons import reasons
 from zerofx.report.units import format_bytes, format_count, format_seconds, on_tiers
 from zerofx.scheduler.decisions import OffloadDecision, RecomputeDecision, TileDecision, WireDecision
 from zerofx.scheduler.plan import Plan
 from zerofx.scheduler.plan_facts import BucketSummary
+from zerofx.scheduler.units import unit_of
 
 AboutValue = RecomputeDecision | OffloadDecision
 D = TypeVar("D", RecomputeDecision, OffloadDecision)

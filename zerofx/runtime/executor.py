@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from zerofx.buckets import BucketLayout
-from zerofx.errors import NonFiniteLossError, PlanError
+from zerofx.errors import NonFiniteLossError
 from zerofx.runtime.collectives import Joint
 from zerofx.runtime.tiers import Stored, Tiers
 from zerofx.runtime.transport import Group, LostRankError, Pending, Transport
@@ -218,23 +217,6 @@ def _told(pending: Pending[T], kind: str, bucket: int) -> Pending[T]:
 # What a step gives: its loss, behind it what else it hands out, and the norm of all gradients where they are clipped.
 Outcome = torch.Tensor | tuple[torch.Tensor, ...]
 StepFunction = Callable[[Runtime, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Outcome]
-
-
-def load_source(source: str, filename: str) -> dict[str, Any]:
-    """Execute an emitted file; tracebacks and debuggers show its lines under ``filename``.
-
-    Raises:
-        PlanError: the text does not run, or has no function ``step``.
-    """
-    namespace: dict[str, Any] = {"__name__": "zerofx_generated", "__file__": filename}
-    try:
-        exec(compile(source, filename, "exec"), namespace)
-    except Exception as error:
-        raise PlanError(f"expected an emitted step that Python can load, found {error!r} in {filename}") from error
-    if not callable(namespace.get("step")):
-        raise PlanError(f"expected a function step(runtime, state, batch) in {filename}, found none")
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    return namespace
 
 
 def functions_of(function: StepFunction, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
