@@ -23,8 +23,8 @@ import zerofx
 from benchmarks.contenders import Checkpointed
 from gpt import GPT
 from zerofx.errors import MemoryBudgetError
-from zerofx.peaks import CpuPeak, CudaPeak
-from zerofx.scheduler.budget import BudgetMissedError
+from zerofx.scheduler.cost.cpu.peaks import CpuPeak, CudaPeak
+from zerofx.scheduler.search.budget import BudgetMissedError
 
 TrainStep = Callable[[], Any]
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from zerofx.runtime.tiers import Stored, Tiers
+from zerofx.runtime.tiers.tiers import Stored, Tiers
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BYTES_PER_PARAMETER = 4 * 4 + 3 * 4  # gradient, parameter, moments read; parameter, moments written

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_groups import Group
-from zerofx import ops
-from zerofx.products import has_kernel
+from zerofx.ir import ops
+from zerofx.ir.op_kernels.products import has_kernel
 
 # Samples, heads, tokens, dim: the benchmarks' GPT, a longer context, and wider heads.
 ATTENTION_SHAPES = ((2, 8, 256, 64), (1, 8, 2048, 64), (1, 4, 1000, 128))

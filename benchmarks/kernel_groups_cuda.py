@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernel_groups import Group
-from zerofx import norms, ops, quantise
+from zerofx.ir import ops
+from zerofx.ir.op_kernels import norms, quantise
 
 LR, BETA1, BETA2, DECAY, EPS = 1e-3, 0.9, 0.95, 0.1, 1e-8
 NUM_PARTS = 8
@@ -136,7 +137,7 @@ def loss_chunked(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...
 
 
 def loss_by_classes(x: Tensor, weight: Tensor, target: Tensor, num_tiles: int) -> tuple[Tensor, ...]:
-    """The same by tiles of classes, as ``passes/tile_classes.py`` writes them."""
+    """The same by tiles of classes, as ``passes/lib/tile_classes.py`` writes them."""
     x, weight = x.detach(), weight.detach()
     bounds = [weight.shape[0] * n // num_tiles for n in range(num_tiles + 1)]
     runs = [(start, weight[start:end]) for start, end in itertools.pairwise(bounds)]

@@ -41,8 +41,8 @@ from tabulate import tabulate
 from benchmarks import kernel_groups_cpu, kernel_groups_cuda
 from benchmarks.kernel_groups import Group
 from benchmarks.processes import device_name
-from zerofx.peaks import CpuPeak
-from zerofx.runtime.allocator import keep_freed_memory
+from zerofx.runtime.tiers.allocator import keep_freed_memory
+from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

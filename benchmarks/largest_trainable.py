@@ -37,7 +37,7 @@ from tqdm import tqdm
 import zerofx
 from benchmarks.processes import ROOT, high_water_bytes
 from zerofx.errors import MemoryBudgetError
-from zerofx.report.units import format_bytes, parse_bytes
+from zerofx.units import format_bytes, parse_bytes
 
 RESULTS = ROOT / "benchmarks" / "results"
 NUM_STEPS = 2

@@ -34,9 +34,9 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from zerofx.runtime.host_memory import HostMemory
-from zerofx.runtime.nvme import BLOCK_BYTES, NUM_THREADS, NvmeFiles
-from zerofx.runtime.nvme_folders import OwnFolder
+from zerofx.runtime.tiers.host_memory import HostMemory
+from zerofx.runtime.tiers.nvme import BLOCK_BYTES, NUM_THREADS, NvmeFiles
+from zerofx.runtime.tiers.nvme_folders import OwnFolder
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DIRECTIONS = ("write", "read")

@@ -32,7 +32,7 @@ from tabulate import tabulate
 from benchmarks.models import SHAPES
 from benchmarks.peers import RESULTS, Contender, Group, describe_machine, measure_group, say, wanted
 from benchmarks.peers_report import Row, reason, rows, table
-from zerofx.report.units import parse_bytes
+from zerofx.units import parse_bytes
 
 COMPILED = "torch.compile"
 CAP_SHARE = 0.5  # of torch.compile's peak

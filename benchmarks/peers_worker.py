@@ -27,7 +27,7 @@ from benchmarks.contenders import TrainStep, build
 from benchmarks.models import SHAPES, make_workload, model_flops
 from benchmarks.processes import high_water_bytes
 from benchmarks.wire_count import WireCount
-from zerofx.peaks import CpuPeak
+from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 
 _NEED_A_GROUP = ("ddp", "fsdp2", "deepspeed")  # also where it has one member
 

@@ -22,7 +22,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from zerofx.quantise import BLOCK, dequantise, quantise
+from zerofx.ir.op_kernels.quantise import BLOCK, dequantise, quantise
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 128  # of a sequence

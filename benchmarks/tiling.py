@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import zerofx
 from zerofx.errors import MemoryBudgetError
 from zerofx.options import Offload, Tiling
-from zerofx.report.units import format_bytes
-from zerofx.scheduler.budget import BudgetMissedError
+from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.units import format_bytes
 
 
 class Block(nn.Module):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import zerofx
 from gpt import GPT
 from train_infinity import give_back_freed_memory, peak_resident_bytes, resident_bytes
-from zerofx.report.units import format_bytes
+from zerofx.units import format_bytes
 
 VOCAB, TOKENS, HEAD = 256, 128, 64  # a batch is one sequence; HEAD is the width of an attention head
 DEVICE_SHARE, HOST_SHARE = 0.40, 0.36  # of what is left of the cap, for zerofx; the rest is for Python and kernels

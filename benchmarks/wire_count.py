@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofx.scheduler.storage import tensors_in
+from zerofx.ir.aliasing import tensors_in
 
 
 class WireCount(TorchDispatchMode):

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx import ops
 from zerofx.codegen.kernels.table import launches_of
 from zerofx.codegen.regions import Event, Instruction, Region, is_free_view
 from zerofx.codegen.step_file import ITEM, RESERVED, RUNTIME, Call, RegionCall, RegionText, StepFile, region_text
-from zerofx.graph import StepGraph
-from zerofx.graph_json import Name
-from zerofx.node_facts import Role, delayed_bucket, origin, placeholder, value
-from zerofx.report.units import format_bytes, on_tiers
-from zerofx.scheduler.liveness import Liveness
-from zerofx.scheduler.streams import runs_on_host, stream_of
+from zerofx.ir import ops
+from zerofx.ir.facts import Role, delayed_bucket, origin, placeholder, value
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.serialise import Name
+from zerofx.ir.streams import runs_on_host, stream_of
+from zerofx.scheduler.cost.liveness import Liveness
+from zerofx.units import format_bytes, on_tiers
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 from torch import fx
 
 from zerofx.codegen.regions import Region
-from zerofx.node_facts import value
-from zerofx.passes.base import consumers
-from zerofx.scheduler.storage import storage_source
-from zerofx.scheduler.streams import runs_on_host
+from zerofx.ir.aliasing import storage_source
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import value
+from zerofx.ir.streams import runs_on_host
 
 
 @dataclass(frozen=True)

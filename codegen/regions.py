@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx import ops
-from zerofx.graph import StepGraph
-from zerofx.node_facts import Origin, Phase, origin, slice_of, tile_of, value
-from zerofx.node_text import target_name
-from zerofx.scheduler.storage import is_view
-from zerofx.scheduler.streams import runs_on_host
+from zerofx.ir import ops
+from zerofx.ir.aliasing import is_view
+from zerofx.ir.facts import Origin, Phase, origin, slice_of, tile_of, value
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.streams import runs_on_host
+from zerofx.ir.text import target_name
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from zerofx import ops
-from zerofx.graph_json import TORCH_NAMESPACES, Name, decoded, encoded, named_operator
+from zerofx.ir import ops
+from zerofx.ir.serialise import TORCH_NAMESPACES, Name, decoded, encoded, named_operator
 
 ITEM = "getitem"  # the function of a call that takes one value out of several
 RUNTIME = "runtime."  # begins the function of a call on the runtime

@@ -26,7 +26,7 @@ from tabulate import tabulate
 import zerofx
 from gpt import GPT
 from text import VOCAB, batches, load_source
-from zerofx.report.units import format_bytes, parse_bytes
+from zerofx.units import format_bytes, parse_bytes
 
 
 class Size(NamedTuple):

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from zerofx import ops
-from zerofx.graph import StepGraph, insert_call
-from zerofx.node_facts import Origin, Phase, Role, origin, placeholder
-from zerofx.passes.base import after, consumers
-from zerofx.scheduler.plan import Plan
+from zerofx.ir import ops
+from zerofx.ir.edit import after, consumers
+from zerofx.ir.facts import Origin, Phase, Role, origin, placeholder
+from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.scheduler.plan.plan import Plan
 
 
 @dataclass(frozen=True)

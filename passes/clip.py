@@ -27,14 +27,14 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zerofx import ops
-from zerofx.buckets import Bucket, BucketLayout
 from zerofx.errors import PlanError
-from zerofx.graph import Clipping, StepGraph, insert_call
-from zerofx.node_facts import Origin, Phase
-from zerofx.norms import norm_dtype
-from zerofx.passes.base import consumers, end_of_unit
-from zerofx.scheduler.plan import Plan
+from zerofx.ir import ops
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.edit import consumers, end_of_unit
+from zerofx.ir.facts import Origin, Phase
+from zerofx.ir.graph import Clipping, StepGraph, insert_call
+from zerofx.ir.op_kernels.norms import norm_dtype
+from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
 _SMALLEST_NORM = 1e-6  # what clip_grad_norm_ adds to the norm before it divides by it

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zerofx import ops
-from zerofx.graph import StepGraph
-from zerofx.node_facts import value
-from zerofx.scheduler.plan import Plan
+from zerofx.ir import ops
+from zerofx.ir.facts import value
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
 

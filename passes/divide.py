@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zerofx.graph import StepGraph
-from zerofx.node_facts import Phase, origin, set_piece
-from zerofx.passes.base import named
-from zerofx.scheduler.decisions import PieceDecision
-from zerofx.scheduler.plan import Plan
+from zerofx.ir.edit import named
+from zerofx.ir.facts import Phase, origin, set_piece
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.plan.decisions import PieceDecision
+from zerofx.scheduler.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,14 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zerofx import ops
-from zerofx.buckets import Bucket, BucketLayout
 from zerofx.errors import PlanError
-from zerofx.graph import StepGraph, insert_call
-from zerofx.node_facts import DEVICE, Job, Origin, Role, origin, placeholder, set_task, set_tier, tier_of
-from zerofx.passes.base import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
-from zerofx.scheduler.decisions import GatherDecision
-from zerofx.scheduler.plan import Plan
+from zerofx.ir import ops
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.edit import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
+from zerofx.ir.facts import DEVICE, Job, Origin, Role, origin, placeholder, set_task, set_tier, tier_of
+from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.scheduler.plan.decisions import GatherDecision
+from zerofx.scheduler.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -24,16 +24,16 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zerofx import ops
-from zerofx.buckets import BucketLayout
 from zerofx.errors import PlanError
-from zerofx.graph import StepGraph, insert_call
-from zerofx.node_facts import DEVICE, Origin, Phase, set_tier
-from zerofx.passes.base import consumers, end_of_unit, named, start_of_unit
-from zerofx.scheduler.decisions import GradientDecision
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.storage import mutated_inputs
-from zerofx.scheduler.tiers import TIERS
+from zerofx.ir import ops
+from zerofx.ir.aliasing import mutated_inputs
+from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.edit import consumers, end_of_unit, named, start_of_unit
+from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier
+from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.scheduler.plan.decisions import GradientDecision
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.tiers import TIERS
 
 
 @dataclass(frozen=True)

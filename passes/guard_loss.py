@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerofx import ops
 from zerofx.errors import PlanError
-from zerofx.graph import StepGraph, insert_call
-from zerofx.node_facts import Origin, Phase, origin
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.storage import mutated_inputs
+from zerofx.ir import ops
+from zerofx.ir.aliasing import mutated_inputs
+from zerofx.ir.facts import Origin, Phase, origin
+from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.scheduler.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ reduction starts behind its last release and is awaited before its slice is writ
 writes it. That slices are complete when a step begins to gather needs no proof here: no rank's first collective runs
 before all ranks have begun the step.
 
-What marked gathers do is the runtime's (``zerofx/runtime/shared.py``): ranks that do not share memory copy as before.
+What marked gathers do is the runtime's (``zerofx/runtime/comm/same_host/shared.py``): ranks that do not share memory
+copy as before.
 
 Does not handle: slices in slower tiers, whose gathers read a copy that is freed; gathers in few bits.
 """
@@ -27,12 +28,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zerofx import ops
-from zerofx.graph import StepGraph
-from zerofx.node_facts import Role
-from zerofx.passes.base import consumers
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.storage import mutated_inputs, storage_source, tensors_of
+from zerofx.ir import ops
+from zerofx.ir.aliasing import mutated_inputs, storage_source, tensors_of
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import Role
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.plan.plan import Plan
 
 
 @dataclass(frozen=True)

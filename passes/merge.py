@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.graph import StepGraph
-from zerofx.node_facts import Job, Task
-from zerofx.scheduler.plan import Plan
+from zerofx.ir.facts import Job, Task
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,15 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zerofx import ops
 from zerofx.errors import PlanError
-from zerofx.graph import StepGraph, insert_call
-from zerofx.node_facts import DEVICE, Origin, Phase, origin, set_tier, tensor
-from zerofx.passes.base import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
-from zerofx.scheduler.decisions import OffloadDecision
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.storage import mutated_inputs, storage_source, tensors_of
-from zerofx.scheduler.tiers import TIERS
+from zerofx.ir import ops
+from zerofx.ir.aliasing import mutated_inputs, storage_source, tensors_of
+from zerofx.ir.edit import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
+from zerofx.ir.facts import DEVICE, Origin, Phase, origin, set_tier, tensor
+from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.scheduler.plan.decisions import OffloadDecision
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.tiers import TIERS
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zerofx import ops
-from zerofx.graph import StepGraph
-from zerofx.node_facts import Job, Task
-from zerofx.passes.base import named, start_of_unit
-from zerofx.scheduler.decisions import GatherDecision
-from zerofx.scheduler.plan import Plan
+from zerofx.ir import ops
+from zerofx.ir.edit import named, start_of_unit
+from zerofx.ir.facts import Job, Task
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.plan.decisions import GatherDecision
+from zerofx.scheduler.plan.plan import Plan
 
 
 @dataclass(frozen=True)

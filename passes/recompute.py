@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.graph import StepGraph
-from zerofx.node_facts import (
+from zerofx.ir.aliasing import is_view, storage_bytes, storage_source, tensors_of
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import (
     Origin,
     Phase,
     copied_from,
@@ -42,10 +43,9 @@ from zerofx.node_facts import (
     set_value,
     value,
 )
-from zerofx.passes.base import consumers
-from zerofx.scheduler.crossing import crossing_values, value_node
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.storage import is_view, storage_bytes, storage_source, tensors_of
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.analysis.saved_values import crossing_values, value_node
+from zerofx.scheduler.plan.plan import Plan
 
 
 @dataclass(frozen=True)

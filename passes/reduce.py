@@ -36,14 +36,14 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zerofx import ops
-from zerofx.buckets import Bucket, BucketLayout, Slot
-from zerofx.graph import StepGraph, insert_call
-from zerofx.node_facts import Job, Origin, Phase, is_random, origin, set_task
-from zerofx.passes.base import after, consumers, end_of_unit, named, start_of_unit
-from zerofx.scheduler.crossing import outputs_of, storage_size
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.storage import aliased_input, is_view, storage_source
+from zerofx.ir import ops
+from zerofx.ir.aliasing import aliased_input, is_view, storage_source
+from zerofx.ir.buckets import Bucket, BucketLayout, Slot
+from zerofx.ir.edit import after, consumers, end_of_unit, named, start_of_unit
+from zerofx.ir.facts import Job, Origin, Phase, is_random, origin, set_task
+from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.scheduler.analysis.saved_values import outputs_of, storage_size
+from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
 # Of a buffer's bytes: what a run may hold at once, and leave, before a gradient that is put off to its end.

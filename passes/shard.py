@@ -22,13 +22,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zerofx import ops
-from zerofx.buckets import Bucket, BucketLayout
 from zerofx.errors import PlanError
-from zerofx.graph import StepGraph, insert_call
-from zerofx.node_facts import DEVICE, Origin, Phase, Placeholder, Role, placeholder, set_tier, tier_of
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.tiers import TIERS, Tier
+from zerofx.ir import ops
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.facts import DEVICE, Origin, Phase, Placeholder, Role, placeholder, set_tier, tier_of
+from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.tiers import TIERS, Tier
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ within rounding; parts of a sum in bfloat16 are added up in float32. That is why
 it.
 
 Does not handle: a loss with class weights or without a reduction, label smoothing, logits that anything else reads, and
-a loss that forward goes on computing with (``scheduler/heads.py`` does not find those). Tiles of classes are written by
-``passes/tile_classes.py``.
+a loss that forward goes on computing with (``scheduler/analysis/loss_heads.py`` does not find those). Tiles of classes
+are written by ``passes/lib/tile_classes.py``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ import torch
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.graph import StepGraph, insert_call
-from zerofx.node_facts import Origin, Phase, origin, tensor
-from zerofx.passes.tile_chain import tile_chain
-from zerofx.passes.tile_classes import tile_classes
-from zerofx.scheduler.chains import Chain, find_chains
-from zerofx.scheduler.decisions import TileDecision
-from zerofx.scheduler.heads import MEAN, SUM, LossHead, find_heads, sum_dtype
-from zerofx.scheduler.plan import Plan
+from zerofx.ir.facts import Origin, Phase, origin, tensor
+from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.passes.lib.tile_chain import tile_chain
+from zerofx.passes.lib.tile_classes import tile_classes
+from zerofx.scheduler.analysis.loss_heads import MEAN, SUM, LossHead, find_heads, sum_dtype
+from zerofx.scheduler.analysis.tile_chains import Chain, find_chains
+from zerofx.scheduler.plan.decisions import TileDecision
+from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ gradient is multiplied by the factor once it is in the dtype of the master:
     mul_(grad_0, clip); ...; addcdiv_(shard_0, exp_avg_0, ...); mul_(grad_1, clip); ...
 
 Does not handle: optimizers that need whole tensors (refused when the optimizer is traced). States in a slower tier are
-brought to their update as ``passes/states.py`` says.
+brought to their update as ``passes/lib/placed_states.py`` says.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from zerofx import ops
-from zerofx.buckets import Bucket, BucketLayout
-from zerofx.graph import StepGraph, insert_call
-from zerofx.node_facts import (
+from zerofx.ir import ops
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.edit import consumers, end_of_unit
+from zerofx.ir.facts import (
     DEVICE,
     Origin,
     Phase,
@@ -45,10 +45,9 @@ from zerofx.node_facts import (
     tensor,
     tier_of,
 )
+from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.optimizers import UpdateProgram
-from zerofx.passes.base import consumers, end_of_unit
-from zerofx.passes.shard import add_master, add_shard
-from zerofx.passes.states import (
+from zerofx.passes.lib.placed_states import (
     HOST,
     PlacedStates,
     Started,
@@ -60,7 +59,8 @@ from zerofx.passes.states import (
     start_descent,
     state_decision,
 )
-from zerofx.scheduler.plan import Plan
+from zerofx.passes.shard import add_master, add_shard
+from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
 _getitem = operator.getitem

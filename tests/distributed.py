@@ -28,7 +28,7 @@ T = TypeVar("T")
 PATIENCE_SECONDS = 600.0
 
 # What most ranks import: read once, by the process that all of them are forked from.
-_PRELOADED = ["zerofx.api", "zerofx.tuning", "torch._inductor.compile_fx", "torch.distributed.fsdp"]
+_PRELOADED = ["zerofx.api", "zerofx.tuning.tuner", "torch._inductor.compile_fx", "torch.distributed.fsdp"]
 _PRELOADED += ["transformers", "tests.training"]
 
 # How long the other ranks get to end by themselves, with their own traceback, once one has failed.

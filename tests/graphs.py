@@ -11,20 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from zerofx.buckets import BucketLayout, layout_of
-from zerofx.capture import Batch, capture
-from zerofx.graph import StepGraph
-from zerofx.node_facts import Role, placeholder, tensor
+from zerofx.capture.trace import Batch, capture
+from zerofx.ir.buckets import BucketLayout, layout_of
+from zerofx.ir.facts import Role, placeholder, tensor
+from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
-from zerofx.passes.accumulate import accumulate
 from zerofx.passes.base import Pass
-from zerofx.passes.simplify import simplify
-from zerofx.passes.slice import slice_parameters
+from zerofx.passes.prepare.accumulate import accumulate
+from zerofx.passes.prepare.simplify import simplify
+from zerofx.passes.prepare.slice import slice_parameters
 from zerofx.pipeline import Stage, passes, run_passes
-from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.policy import PolicyOptions, decide
-from zerofx.scheduler.slices import named_slices
+from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
+from zerofx.scheduler.analysis.slices import named_slices
+from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
 
 ROWS = 2

@@ -12,16 +12,16 @@ from torch import fx
 from tests.graphs import Prepared, prepare
 from tests.models import Case, batches
 from tests.training import build, parts
-from zerofx.graph import StepGraph
-from zerofx.node_facts import Phase, is_random, origin, tensor
-from zerofx.passes.base import consumers
+from zerofx.ir.aliasing import is_view, storage_bytes
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import Phase, is_random, origin, tensor
+from zerofx.ir.graph import StepGraph
 from zerofx.passes.recompute import recompute
-from zerofx.runtime.measure import Measurement
-from zerofx.scheduler.crossing import crossing_values
-from zerofx.scheduler.decisions import OffloadDecision, ParameterDecision, RecomputeDecision, StateDecision
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.policy import PolicyOptions, decide
-from zerofx.scheduler.storage import is_view, storage_bytes
+from zerofx.runtime.measure.measure import Measurement
+from zerofx.scheduler.analysis.saved_values import crossing_values
+from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.plan.decisions import OffloadDecision, ParameterDecision, RecomputeDecision, StateDecision
+from zerofx.scheduler.plan.plan import Plan
 
 
 def check_measured(found: Measurement, predicted: Plan, num_bytes: int, share: float | None = None) -> None:

@@ -17,7 +17,7 @@ from tests.models import CASES, Convolutions, Stack, Swapped, adamw
 from tests.offloads import offloading, prepare_case, recomputing
 from tests.training import compare_runs, differences, train_compiled, train_plain
 from zerofx import MemoryBudgetError, Plan, UsageError
-from zerofx.planning import PlannedStep
+from zerofx.driver.plan_only import PlannedStep
 
 NAMES = [
     "gpt",

@@ -16,7 +16,7 @@ from transformers.integrations.executorch import register_dynamic_cache_export_s
 from transformers.modeling_outputs import BaseModelOutput
 
 import zerofx
-from zerofx.batch import Batch, micro_batch
+from zerofx.ir.batch import Batch, micro_batch
 
 
 class Named(NamedTuple):

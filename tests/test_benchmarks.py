@@ -32,7 +32,7 @@ from benchmarks import kernel_groups_cuda as cuda
 from benchmarks.kernel_groups import Group
 from benchmarks.memory_frontier import BASELINE, Contender, Result, rows, table
 from benchmarks.wire_count import WireCount
-from zerofx import norms
+from zerofx.ir.op_kernels import norms
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import CASES, DIM, ROWS, Layer, Regression, batches
-from zerofx.batch import Batch
-from zerofx.capture import capture
+from zerofx.capture.trace import capture
 from zerofx.errors import CaptureError
-from zerofx.graph import StepGraph
+from zerofx.ir.batch import Batch
+from zerofx.ir.graph import StepGraph
 
 
 def _capture(model: nn.Module) -> StepGraph:

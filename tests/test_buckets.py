@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofx.buckets import ALIGNMENT_BYTES, Bucket, BucketLayout, make_layout
-from zerofx.graph import ParameterInfo
-from zerofx.scheduler.units import unit_of
+from zerofx.ir.buckets import ALIGNMENT_BYTES, Bucket, BucketLayout, make_layout
+from zerofx.ir.graph import ParameterInfo
+from zerofx.scheduler.plan.units import unit_of
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple) | st.sampled_from([(), (1,), (0,), (3, 0), (53,), (13, 7)])

@@ -10,10 +10,10 @@ import pytest
 import zerofx
 from tests.models import CASES, batches
 from tests.training import build
-from zerofx import building
-from zerofx.compiler import CompiledStep
-from zerofx.compiler import build as build_step
-from zerofx.scheduler.budget import BudgetMissedError
+from zerofx.driver import building
+from zerofx.lowering.load import CompiledStep
+from zerofx.lowering.load import build as build_step
+from zerofx.scheduler.search.budget import BudgetMissedError
 
 
 def _short_by(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -13,13 +13,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.models import CASES, DIM, ROWS, Case, Regression, batches, rows
 from tests.training import compare_function, differences, train_compiled, train_plain
-from zerofx.batch import Batch
-from zerofx.capture import capture, fake_mode
-from zerofx.decompositions import decompositions
-from zerofx.graph import StepGraph
-from zerofx.graph_json import from_json, to_json
-from zerofx.node_facts import Origin, Phase, Role, origin, placeholder, source_line
-from zerofx.node_text import target_name
+from zerofx.capture.compat.decompositions import decompositions
+from zerofx.capture.trace import capture, fake_mode
+from zerofx.ir.batch import Batch
+from zerofx.ir.facts import Origin, Phase, Role, origin, placeholder, source_line
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.serialise import from_json, to_json
+from zerofx.ir.text import target_name
 
 MODELS = [
     "gpt",

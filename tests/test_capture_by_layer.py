@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt import GPT
 from tests.models import DIM, ROWS, Adapted, Layer, Regression, adamw
-from zerofx.batch import Batch
-from zerofx.capture import capture
-from zerofx.depth import capture_by_layer
-from zerofx.graph import StepGraph
-from zerofx.node_facts import origin
-from zerofx.planning import plan
-from zerofx.repeats import find_repeats
+from zerofx.capture.by_layer.by_layer import capture_by_layer
+from zerofx.capture.by_layer.repeats import find_repeats
+from zerofx.capture.trace import capture
+from zerofx.driver.plan_only import plan
+from zerofx.ir.batch import Batch
+from zerofx.ir.facts import origin
+from zerofx.ir.graph import StepGraph
 
 DEPTH = 15
 FEATURES = (torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM))
@@ -332,6 +332,6 @@ def test_the_step_is_the_same_and_says_how_it_was_captured(
 
 def test_what_is_stamped_out_is_checked_where_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = capture(Deep(depth=16), Batch.of(FEATURES, {}))
-    monkeypatch.setattr("zerofx.depth._stamped", lambda *_: whole)
+    monkeypatch.setattr("zerofx.capture.by_layer.by_layer._stamped", lambda *_: whole)
     with pytest.raises(AssertionError, match="stamped"):
         capture_by_layer(Deep(), Batch.of(FEATURES, {}), check=True)

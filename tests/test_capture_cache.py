@@ -18,13 +18,13 @@ from gpt import GPT
 from tests.distributed import run_ranks
 from tests.models import CASES, DIM, ROWS, Layer, Regression
 from tests.training import train_compiled
-from zerofx.batch import Batch
-from zerofx.capture import capture
-from zerofx.depth import capture_by_layer
-from zerofx.disk_cache import DiskCache
-from zerofx.forward_record import record_forward
-from zerofx.graph import StepGraph
-from zerofx.graph_json import same_graph
+from zerofx.capture.by_layer.by_layer import capture_by_layer
+from zerofx.capture.by_layer.forward_record import record_forward
+from zerofx.capture.trace import capture
+from zerofx.disk.cache import DiskCache
+from zerofx.ir.batch import Batch
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.serialise import same_graph
 
 FEATURES = (torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM))
 HIT = "captured by an earlier run, whose forward was the same"
@@ -52,7 +52,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(args)
         return trace(*args, **kwargs)
 
-    monkeypatch.setattr("zerofx.capture.aot_export_joint_with_descriptors", counted)
+    monkeypatch.setattr("zerofx.capture.trace.aot_export_joint_with_descriptors", counted)
     return found
 
 
@@ -251,7 +251,7 @@ def test_what_a_first_forward_remembers_does_not_keep_a_graph_from_being_kept(tm
 def test_a_kept_graph_is_checked_where_all_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     captured(tmp_path, Fallible())
     other = capture(Fallible(torch.relu), Batch.of(FEATURES, {}))
-    monkeypatch.setattr("zerofx.capture_cache.from_json", lambda *_: other)
+    monkeypatch.setattr("zerofx.capture.cache.from_json", lambda *_: other)
     with pytest.raises(AssertionError, match="kept"):
         captured(tmp_path, Fallible(), check=True)
 
@@ -261,7 +261,7 @@ def _train_in_turn(folder: str) -> list[tuple[list[Tensor], dict[str, Tensor], i
     rank, found = torch.distributed.get_rank(), []
     for who in (None, 0, 1):
         os.environ["ZEROFX_CACHE_DIR"] = folder if rank == who else "0"
-        with mock.patch("zerofx.depth.capture", side_effect=capture) as count:
+        with mock.patch("zerofx.capture.by_layer.by_layer.capture", side_effect=capture) as count:
             trained = train_compiled(CASES["stack"], 3, 2)
         found.append((trained.losses, trained.state, count.call_count))
     return found

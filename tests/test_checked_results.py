@@ -13,9 +13,9 @@ from torch.nn.utils.parametrizations import orthogonal
 import zerofx
 from tests.models import DIM, Case, Regression, rows
 from tests.training import differences, train_compiled, train_plain
-from zerofx import ops
-from zerofx.batch import Batch
-from zerofx.capture import capture
+from zerofx.capture.trace import capture
+from zerofx.ir import ops
+from zerofx.ir.batch import Batch
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*script_method:DeprecationWarning", "ignore:.*torch.jit:DeprecationWarning"

@@ -19,10 +19,10 @@ import zerofx
 from tests.distributed import PATIENCE_SECONDS
 from tests.graphs import DIM, prepare
 from tests.report.lowered import Deep
-from zerofx.cli import main
-from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.machines import built_in_machines
-from zerofx.scheduler.plan import Plan
+from zerofx.cli.commands import main
+from zerofx.scheduler.cost.catalog import built_in_machines
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.plan.plan import Plan
 
 Made = tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, ...]]
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.distributed import run_ranks
-from zerofx.batch import Batch
-from zerofx.constant_arguments import ConstantArguments
+from zerofx.capture.constant_arguments import ConstantArguments
 from zerofx.errors import CaptureError, RankMismatchError, UsageError
+from zerofx.ir.batch import Batch
 
 EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 2], [1, 2, 2, 4, 5, 0, 0, 5]])
 

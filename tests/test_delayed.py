@@ -14,7 +14,7 @@ from tests.distributed import PATIENCE_SECONDS, run_ranks
 from tests.models import CASES, Case, batches
 from tests.offloads import check_measured
 from tests.training import Trained, build, differences, train_compiled, train_plain
-from zerofx.scheduler.decisions import StateDecision
+from zerofx.scheduler.plan.decisions import StateDecision
 
 pytestmark = pytest.mark.usefixtures("verified")
 

@@ -9,7 +9,7 @@ import torch
 
 from gpt import GPT
 from tests.models import adamw
-from zerofx.planning import plan
+from zerofx.driver.plan_only import plan
 
 VOCAB = 11
 

@@ -10,7 +10,7 @@ import pytest
 from tests.graphs import prepare
 from zerofx.codegen.emit import emit
 from zerofx.codegen.regions import cut
-from zerofx.scheduler.liveness import liveness
+from zerofx.scheduler.cost.liveness import liveness
 
 _ROOT = Path(__file__).parent.parent
 _PAGES = [_ROOT / "README.md", _ROOT / "CONTRIBUTING.md", *sorted((_ROOT / "docs").glob("*.md"))]

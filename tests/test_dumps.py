@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.test_own_files import give_away, mode_of
-from zerofx import dumps
+from zerofx.disk import dumps
+from zerofx.disk.own_files import warn_once
 from zerofx.errors import UsageError, ZeroFXWarning
-from zerofx.own_files import warn_once
 
 _DAY = 86_400
 

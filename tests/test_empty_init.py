@@ -22,8 +22,8 @@ from tests.training import build, differences, train_compiled
 from tests.users import Tiny, adamw, facts, ids, tiny
 from zerofx import OptimizerError, UsageError
 from zerofx.deferred import DeferredTensor
-from zerofx.peaks import CpuPeak
-from zerofx.scheduler.decisions import StateDecision
+from zerofx.scheduler.cost.cpu.peaks import CpuPeak
+from zerofx.scheduler.plan.decisions import StateDecision
 
 
 def deferred(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

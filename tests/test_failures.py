@@ -22,7 +22,7 @@ from tests.models import CASES, DIM, Case, batches
 from tests.offloads import offloading, placing, prepare_case
 from tests.training import build
 from zerofx.errors import RankMismatchError, TierError, ZeroFXError, ZeroFXWarning
-from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("drive")
 

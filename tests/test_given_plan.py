@@ -19,7 +19,7 @@ import zerofx
 from tests.distributed import run_ranks
 from tests.users import Tiny, adamw, ids, same_parameters, tiny, untouched
 from zerofx import MemoryBudgetError, Plan, PlanError, UsageError, ZeroFXError, ZeroFXWarning
-from zerofx.scheduler.decisions import OffloadDecision
+from zerofx.scheduler.plan.decisions import OffloadDecision
 
 
 def batch(rows: int = 2) -> dict[str, torch.Tensor]:

@@ -17,13 +17,13 @@ from tests.models import CASES, batches
 from tests.offloads import check_measured, prepare_case
 from tests.scheduler.test_joint import small_machine
 from tests.training import build, differences, train_compiled, train_plain
-from zerofx import ops
-from zerofx.scheduler.decisions import GradientDecision
-from zerofx.scheduler.gradients import place_gradients
-from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.timeline import seconds_by_place
-from zerofx.verify import verify
+from zerofx.ir import ops
+from zerofx.passes.verify import verify
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.timeline import seconds_by_place
+from zerofx.scheduler.decide.gradients import place_gradients
+from zerofx.scheduler.plan.decisions import GradientDecision
+from zerofx.scheduler.plan.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")
 

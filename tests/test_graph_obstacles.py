@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zerofx
 from gpt import GPT
-from zerofx.graph_obstacles import batch_bytes, machine_obstacle, step_obstacle
+from zerofx.runtime.cuda_graphs.obstacles import batch_bytes, machine_obstacle, step_obstacle
 
 CPU = torch.device("cpu")
 

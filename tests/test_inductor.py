@@ -42,7 +42,7 @@ def test_one_process_trains_like_eager_mode_within_rounding() -> None:
 
 
 def test_sums_by_index_have_one_order_on_several_threads() -> None:
-    from zerofx.codegen.inductor import compile_region, fake_like
+    from zerofx.codegen.inductor.compile import compile_region, fake_like
 
     def summed(inputs: list[Any]) -> tuple[Tensor, ...]:
         values, rows, columns = inputs

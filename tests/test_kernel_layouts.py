@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from zerofx.kernel_layouts import kernel_layouts
+from zerofx.capture.compat.strides import kernel_layouts
 
 aten = torch.ops.aten
 

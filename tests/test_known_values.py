@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import zerofx
 from tests.models import DIM, ROWS, Case, Layer, Regression, rows
 from tests.training import differences, train_compiled, train_plain
-from zerofx.batch import Batch
-from zerofx.capture import capture
+from zerofx.capture.trace import capture
+from zerofx.capture.values.known import KnownValues
 from zerofx.errors import CaptureError
-from zerofx.known_values import KnownValues
+from zerofx.ir.batch import Batch
 
 
 class Reading(Regression):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import CASES, DIM, Layer, Stack
-from zerofx.layers import find_units
-from zerofx.scheduler.units import unit_of
+from zerofx.capture.layers import find_units
+from zerofx.scheduler.plan.units import unit_of
 
 
 class _Nested(nn.Module):

@@ -13,7 +13,7 @@ from tests.models import CASES, batches
 from tests.offloads import prepare_case
 from tests.passes.test_merge import merging
 from tests.training import build, differences, train_compiled, train_plain, world
-from zerofx.scheduler.machine import Link, Machine
+from zerofx.scheduler.cost.machine import Link, Machine
 
 _NAMES = ("stack", "lora", "tied")
 

@@ -23,8 +23,8 @@ from tests.offloads import offloading, parameters_away, recomputing
 from tests.passes.test_merge import merged
 from zerofx.codegen.source import load_source
 from zerofx.errors import InvalidGraphError
-from zerofx.scheduler.budget import BudgetMissedError
-from zerofx.verify import verify
+from zerofx.passes.verify import verify
+from zerofx.scheduler.search.budget import BudgetMissedError
 
 ROOT = Path(__file__).parents[1]
 # What no identifier can be called, but a module, a parameter or a keyword of a batch can.

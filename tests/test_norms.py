@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from zerofx.norms import ROW, square_sum
+from zerofx.ir.op_kernels.norms import ROW, square_sum
 
 
 @pytest.mark.parametrize("numel", [0, 1, ROW - 1, ROW, 5 * ROW + 16])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zerofx import Plan
-from zerofx.own_files import UnsafeError, own_folder, read_own, why_unsafe, write_own, write_text
+from zerofx.disk.own_files import UnsafeError, own_folder, read_own, why_unsafe, write_own, write_text
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from tests.graphs import Prepared
 from tests.models import CASES, batches
 from tests.offloads import check_measured, parameters_away, prepare_case
 from tests.training import build, differences, train_compiled, train_plain
-from zerofx.scheduler.decisions import ParameterDecision
-from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan.decisions import ParameterDecision
+from zerofx.scheduler.plan.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")
 

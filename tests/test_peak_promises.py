@@ -10,7 +10,7 @@ import pytest
 
 import zerofx
 from tests.random_models import draw
-from zerofx.scheduler.budget import BudgetMissedError
+from zerofx.scheduler.search.budget import BudgetMissedError
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.distributed import run_ranks
-from zerofx.peaks import CpuPeak
+from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 from zerofx.torch_private import is_profiling
 
 

@@ -10,14 +10,14 @@ import torch
 
 import zerofx.pipeline
 from tests.graphs import TwoBlocks, features, prepare, settings, sgd
+from zerofx.driver.plan_only import plan
 from zerofx.errors import InvalidGraphError, UsageError
-from zerofx.graph import StepGraph, insert_call
-from zerofx.node_facts import Origin, Phase
+from zerofx.ir.facts import Origin, Phase
+from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.passes.base import Pass
 from zerofx.passes.prefetch import Prefetch
 from zerofx.pipeline import check_disabled
-from zerofx.planning import plan
-from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan.plan import Plan
 
 _NAMES = [
     "tile",

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import zerofx
 from tests.models import DIM, Layer, adamw
-from zerofx.plan_choice import make_plan
-from zerofx.scheduler.budget import BudgetMissedError
-from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.scheduler.search.planner import make_plan
 from zerofx.torch_private import without_onednn
 
 BUDGET = 45_000  # bytes: less than is needed without recomputing
@@ -31,7 +31,7 @@ class Searches:
             self.count += 1
             return make_plan(*args, **kwargs)
 
-        monkeypatch.setattr("zerofx.plan_cache.make_plan", counted)
+        monkeypatch.setattr("zerofx.scheduler.search.cache.make_plan", counted)
 
     def run(self, **options: Any) -> tuple[int, str, str, list[Tensor]]:
         """Number of searches, and the plan, the source and the losses of two steps."""
@@ -108,7 +108,7 @@ def test_without_a_search_no_plan_is_kept(searches: Searches, tmp_path: Path) ->
 
 def test_a_plan_is_not_taken_for_a_step_with_other_kernels(searches: Searches, monkeypatch: pytest.MonkeyPatch) -> None:
     assert searches.run()[0] == 1
-    monkeypatch.setattr("zerofx.plan_cache.kernels_in_use", lambda asked, device: frozenset({"loss"}))
+    monkeypatch.setattr("zerofx.scheduler.search.cache.kernels_in_use", lambda asked, device: frozenset({"loss"}))
     assert [searches.run()[0] for _ in range(2)] == [1, 0]
 
 

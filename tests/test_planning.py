@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx.options import Backend
-from zerofx.scheduler import kernel_memory
+from zerofx.scheduler.cost.cpu import kernel_memory
 
 SIZE, TOKENS = 4096, 8192
 H100 = zerofx.Machine.named("h100-sxm")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerofx import ops
-from zerofx.quantise import (
+from zerofx.ir import ops
+from zerofx.ir.op_kernels.quantise import (
     BLOCK,
     ENCODINGS,
     dequantise_at_once,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from zerofx.raising_branches import answer_without_raising
+from zerofx.capture.values.raising_branches import answer_without_raising
 
 
 class Asked:

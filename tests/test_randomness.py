@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.models import DIM, Regression
+from zerofx.capture.randomness import kept_randomness
 from zerofx.errors import CaptureError
-from zerofx.randomness import kept_randomness
 
 
 class Drawing(Regression):

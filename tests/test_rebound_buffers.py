@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from tests.models import DIM, Case, Regression, batches, rows
 from tests.training import differences, train_compiled, train_plain
-from zerofx.batch import Batch
-from zerofx.capture import capture
+from zerofx.capture.trace import capture
 from zerofx.errors import CaptureError, ZeroFXWarning
-from zerofx.graph import StepGraph
+from zerofx.ir.batch import Batch
+from zerofx.ir.graph import StepGraph
 
 
 def _capture(model: nn.Module) -> StepGraph:

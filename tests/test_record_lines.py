@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import DIM, ROWS, Regression
-from zerofx.batch import Batch
-from zerofx.canonical import Number, canonical
-from zerofx.capture import fake_device, fake_mode, traceable
-from zerofx.forward_record import record_forward
+from zerofx.capture.by_layer.forward_record import record_forward
+from zerofx.capture.trace import fake_device, fake_mode, traceable
+from zerofx.ir.batch import Batch
+from zerofx.ir.canonical import Number, canonical
 
 BATCH = Batch.of((torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM)), {})
 

@@ -23,7 +23,7 @@ import zerofx
 from tests.distributed import run_ranks
 from tests.users import adamw, eager_step, ids, same_parameters, tiny
 from zerofx.errors import OptimizerError, RankMismatchError, ShardedParametersError, UsageError, ZeroFXWarning
-from zerofx.runtime import channels
+from zerofx.runtime.comm.same_host import channels
 
 
 def _step(stage: int = 3, **options: Any) -> zerofx.Step:

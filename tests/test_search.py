@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import zerofx
 from zerofx import Machine, MemoryBudgetError, SearchResult, UsageError, largest_micro_batch, smallest_world
-from zerofx.depth import capture_by_layer
-from zerofx.graph import StepGraph
+from zerofx.capture.by_layer.by_layer import capture_by_layer
+from zerofx.ir.graph import StepGraph
 from zerofx.options import Recompute
 
 WIDTH, DEPTH = 64, 6
@@ -182,7 +182,7 @@ def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         captures.append(args)
         return capture_by_layer(*args, **kwargs)
 
-    monkeypatch.setattr("zerofx.micro_batches.capture_by_layer", counted)
+    monkeypatch.setattr("zerofx.driver.micro_batches.capture_by_layer", counted)
     assert len(fewest(190).tried) > 1
     assert len(captures) == 1
 

@@ -18,7 +18,7 @@ from tests.models import CASES, adamw, sgd
 from tests.training import differences, train_compiled, train_plain
 from zerofx.errors import ShardedParametersError
 from zerofx.options import Offload
-from zerofx.scheduler.budget import BudgetMissedError
+from zerofx.scheduler.search.budget import BudgetMissedError
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")
 

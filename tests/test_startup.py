@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 import zerofx
-from zerofx import doctor
-from zerofx.cli import main
+from zerofx.cli import doctor
+from zerofx.cli.commands import main
 
 # Each takes a tenth of a second to several seconds to import.
 HEAVY = ("matplotlib", "networkx", "numpy", "pandas", "safetensors", "sympy", "torch", "transformers", "triton")
@@ -37,7 +37,7 @@ def imported(program: str) -> set[str]:
 
 
 def command(*words: str) -> str:
-    return f"from zerofx.cli import main; main({list(words)!r})"
+    return f"from zerofx.cli.commands import main; main({list(words)!r})"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_nothing_heavy_is_imported_for_what_needs_nothing(program: str) -> None:
 def test_torch_is_all_that_comes_with_a_plan_file() -> None:
     modules = imported("import torch, zerofx; zerofx.Plan, zerofx.Machine")
     alone = imported("import torch")
-    assert "zerofx.scheduler.plan" in modules and not (modules - alone) & set(LATE)
+    assert "zerofx.scheduler.plan.plan" in modules and not (modules - alone) & set(LATE)
 
 
 def test_every_name_is_there_once_it_is_asked_for() -> None:

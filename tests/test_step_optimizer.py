@@ -14,7 +14,8 @@ from torch import nn
 import zerofx
 from tests.pairs import OptimizerOf, Pair, compile_eager, momentum
 from tests.users import adamw, eager_step, ids, tiny
-from zerofx import UsageError, ZeroFXWarning, compiler
+from zerofx import UsageError, ZeroFXWarning
+from zerofx.lowering import load as compiler
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(lowered.emitted.source)
         return build(lowered, *args, **kwargs)
 
-    monkeypatch.setattr("zerofx.building.build", counted)
+    monkeypatch.setattr("zerofx.driver.building.build", counted)
     return seen
 
 

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.graphs import Prepared, prepare
-from zerofx import ops
-from zerofx.scheduler.arrivals import NUM_BUFFERS, place_arrivals
-from zerofx.scheduler.decisions import StateDecision
-from zerofx.scheduler.liveness import liveness
-from zerofx.scheduler.machine import Link, Machine, Nvme
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.streams import ends_of, runs_on_host
-from zerofx.scheduler.timeline import seconds_by_place
+from zerofx.ir import ops
+from zerofx.ir.streams import ends_of, runs_on_host
+from zerofx.scheduler.cost.liveness import liveness
+from zerofx.scheduler.cost.machine import Link, Machine, Nvme
+from zerofx.scheduler.cost.timeline import seconds_by_place
+from zerofx.scheduler.decide.prefetch import NUM_BUFFERS, place_arrivals
+from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.plan.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")
 

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 import zerofx
 from tests.tuning import WIDTH, check, noisy, peak_of, tune
 from tests.users import adamw, untouched
-from zerofx import Plan, PlanError, UsageError, trial, tuning
-from zerofx.runtime.measure import Measurement
+from zerofx import Plan, PlanError, UsageError
+from zerofx.runtime.measure.measure import Measurement
+from zerofx.tuning import trial
+from zerofx.tuning import tuner as tuning
 
 
 def measuring(monkeypatch: pytest.MonkeyPatch, change: Callable[[Plan, Measurement], Measurement]) -> list[Plan]:

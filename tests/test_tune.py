@@ -16,9 +16,10 @@ from torch import nn
 import zerofx
 from tests.tuning import WIDTH, check, noisy, peak_of, rows, tune
 from tests.users import adamw, eager_step, ids, same_parameters, tiny, untouched
-from zerofx import MemoryBudgetError, Plan, UsageError, ZeroFXWarning, tuning
+from zerofx import MemoryBudgetError, Plan, UsageError, ZeroFXWarning
 from zerofx.options import check_options
-from zerofx.variations import variations
+from zerofx.tuning import tuner as tuning
+from zerofx.tuning.variations import variations
 
 
 def test_micro_batches_are_tuned_too() -> None:

@@ -19,11 +19,14 @@ import zerofx
 from tests.distributed import run_ranks
 from tests.tuning import check, noisy, peak_of, rows, tune
 from tests.users import adamw, ids, tiny, untouched
-from zerofx import Candidate, Plan, TuneResult, ZeroFXError, building, trial, tuning
-from zerofx.rehearsal import predict_plan
-from zerofx.runtime.measure import Measurement
-from zerofx.scheduler.machine import Link, Machine
+from zerofx import Candidate, Plan, TuneResult, ZeroFXError
+from zerofx.driver import building
+from zerofx.runtime.measure.measure import Measurement
+from zerofx.scheduler.cost.machine import Link, Machine
+from zerofx.scheduler.search.evaluate import predict_plan
 from zerofx.settings import read_settings
+from zerofx.tuning import trial
+from zerofx.tuning import tuner as tuning
 
 
 def tune_on_ranks(folder: str) -> tuple[TuneResult, list[float], bool, dict[str, str]]:
@@ -103,7 +106,7 @@ def tune_from(machine: Machine, model: nn.Module, batch: Any, **options: Any) ->
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zerofx.tuning.prepare", noted)
+        patch.setattr("zerofx.tuning.tuner.prepare", noted)
         result = tune(model, adamw(model), batch, machine=machine, **options)
     return result, regions_alone(result, seen[0], machine)
 

@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 
 from tests.graphs import Block, Prepared, calls, features, prepare
 from tests.offloads import offloading
-from zerofx import ops
 from zerofx.errors import InvalidGraphError
-from zerofx.graph import StepGraph, insert_call
-from zerofx.node_facts import Origin, Phase, mark_copy, origin, set_origin, set_value, value
-from zerofx.verify import verify
+from zerofx.ir import ops
+from zerofx.ir.facts import Origin, Phase, mark_copy, origin, set_origin, set_value, value
+from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.passes.verify import verify
 
 aten = torch.ops.aten
 _WHERE = Origin("", Phase.BACKWARD)

@@ -20,9 +20,9 @@ import zerofx
 from tests.distributed import run_ranks
 from tests.models import CASES, DIM, Layer, adamw
 from tests.training import train_compiled
-from zerofx.compiler import build
-from zerofx.disk_cache import _hash_of_sources
-from zerofx.lowering import lower
+from zerofx.disk.cache import _hash_of_sources
+from zerofx.lowering.load import build
+from zerofx.lowering.lower import lower
 
 
 def _mse(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -62,8 +62,8 @@ class Starts:
             self.num_lowered += 1
             return lower(*args, **kwargs)
 
-        monkeypatch.setattr("zerofx.building.build", counted_build)
-        monkeypatch.setattr("zerofx.building.lower", counted_lower)
+        monkeypatch.setattr("zerofx.driver.building.build", counted_build)
+        monkeypatch.setattr("zerofx.driver.building.lower", counted_lower)
 
     def step(self, model: Callable[[], nn.Module] = _layers, **options: Any) -> tuple[zerofx.Step, tuple[Tensor, ...]]:
         torch.manual_seed(0)
@@ -267,7 +267,7 @@ def test_switches_count(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None
         with monkeypatch.context() as changed:
             changed.setenv(name, found)
             assert starts.is_built() and starts.is_built()
-    monkeypatch.setattr("zerofx.kept_step.kernels_in_use", lambda asked, device: frozenset({"update"}))
+    monkeypatch.setattr("zerofx.driver.step_cache.kernels_in_use", lambda asked, device: frozenset({"update"}))
     assert starts.is_built()
 
 
@@ -292,7 +292,7 @@ def test_other_versions_are_built(starts: Starts, monkeypatch: pytest.MonkeyPatc
 def test_another_code_of_zerofx_is_built(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     starts.is_built()
     now = _hash_of_sources
-    monkeypatch.setattr("zerofx.disk_cache._hash_of_sources", lambda folder: f"{now(folder)} another")
+    monkeypatch.setattr("zerofx.disk.cache._hash_of_sources", lambda folder: f"{now(folder)} another")
     assert starts.is_built()
 
 
@@ -327,14 +327,14 @@ def test_a_damaged_file_is_a_cold_start(
 
 def test_a_step_for_another_update_is_a_cold_start(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     starts.is_built()
-    monkeypatch.setattr("zerofx.runtime.optimizer._text", lambda program: "other code of the optimizer")
+    monkeypatch.setattr("zerofx.runtime.state.optimizer._text", lambda program: "other code of the optimizer")
     assert starts.is_built()
 
 
 def test_a_report_of_what_is_not_the_step_that_runs_is_refused(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     starts.is_built()
     step, _ = starts.step()
-    monkeypatch.setattr("zerofx.lowering._header", lambda plan, machine: "another step")
+    monkeypatch.setattr("zerofx.lowering.lower._header", lambda plan, machine: "another step")
     with pytest.raises(AssertionError, match="what was kept"):
         step.schedule()
     step.close()
@@ -370,7 +370,7 @@ def test_a_compiled_step_is_kept_with_what_its_regions_hold(
     first, again = starts.see(backend="inductor"), starts.see(backend="inductor")
     assert starts.num_built == 1 and first == again
     # A compiler that has regions hold something else makes another step.
-    monkeypatch.setattr("zerofx.codegen.inductor.memory_record", lambda *_: ())
+    monkeypatch.setattr("zerofx.codegen.inductor.compile.memory_record", lambda *_: ())
     assert starts.is_built(backend="inductor")
     assert not starts.is_built(backend="inductor")
 
@@ -380,7 +380,7 @@ def _train_in_turn(folder: str) -> list[tuple[list[Tensor], dict[str, Tensor], i
     rank, found = torch.distributed.get_rank(), []
     for ranks in ((), (0,), (0, 1), (0, 1)):
         os.environ["ZEROFX_CACHE_DIR"] = f"{folder}/{rank}" if rank in ranks else "0"
-        with mock.patch("zerofx.building.build", side_effect=build) as count:
+        with mock.patch("zerofx.driver.building.build", side_effect=build) as count:
             trained = train_compiled(CASES["stack"], 3, 2)
         found.append((trained.losses, trained.state, count.call_count))
     return found

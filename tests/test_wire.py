@@ -12,7 +12,7 @@ import zerofx
 from tests.distributed import run_ranks
 from tests.models import CASES, DIM, ROWS, Stack, adamw, batches
 from tests.training import build, world
-from zerofx.runtime.state import BucketState
+from zerofx.runtime.state.state import BucketState
 
 LAYERS = 4
 

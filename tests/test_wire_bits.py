@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import zerofx
 from tests.distributed import run_ranks
 from tests.test_ranks import error_of
-from zerofx.ops import dequantise, quantise
-from zerofx.quantise import ENCODINGS
-from zerofx.scheduler.machine import Link, Machine
-from zerofx.step import Step
+from zerofx.ir.op_kernels.quantise import ENCODINGS
+from zerofx.ir.ops import dequantise, quantise
+from zerofx.scheduler.cost.machine import Link, Machine
+from zerofx.session.step import Step
 
 WIDTH = 32
 RANKS_PER_NODE = 2

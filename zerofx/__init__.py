@@ -26,14 +26,14 @@ from zerofx.errors import (
 if TYPE_CHECKING:
     from zerofx.api import compile
     from zerofx.deferred import empty_init
-    from zerofx.planning import PlannedStep, plan
-    from zerofx.scheduler.machine import Machine
-    from zerofx.scheduler.measured import MeasuredCosts
-    from zerofx.scheduler.plan import Plan
-    from zerofx.search import SearchResult, largest_micro_batch, smallest_world
-    from zerofx.step import Step
-    from zerofx.tune_result import Candidate, TuneResult
-    from zerofx.tuning import tune
+    from zerofx.driver.plan_only import PlannedStep, plan
+    from zerofx.scheduler.cost.machine import Machine
+    from zerofx.scheduler.cost.measured import MeasuredCosts
+    from zerofx.scheduler.plan.plan import Plan
+    from zerofx.session.step import Step
+    from zerofx.tuning.capacity import SearchResult, largest_micro_batch, smallest_world
+    from zerofx.tuning.result import Candidate, TuneResult
+    from zerofx.tuning.tuner import tune
 
 __version__ = "0.1.0"
 
@@ -70,20 +70,20 @@ __all__ = [
 
 if not TYPE_CHECKING:  # a type checker is to see the names above, and no others
     _HOMES = {
-        "Candidate": "zerofx.tune_result",
-        "Machine": "zerofx.scheduler.machine",
-        "MeasuredCosts": "zerofx.scheduler.measured",
-        "Plan": "zerofx.scheduler.plan",
-        "PlannedStep": "zerofx.planning",
-        "SearchResult": "zerofx.search",
-        "Step": "zerofx.step",
-        "TuneResult": "zerofx.tune_result",
+        "Candidate": "zerofx.tuning.result",
+        "Machine": "zerofx.scheduler.cost.machine",
+        "MeasuredCosts": "zerofx.scheduler.cost.measured",
+        "Plan": "zerofx.scheduler.plan.plan",
+        "PlannedStep": "zerofx.driver.plan_only",
+        "SearchResult": "zerofx.tuning.capacity",
+        "Step": "zerofx.session.step",
+        "TuneResult": "zerofx.tuning.result",
         "compile": "zerofx.api",
         "empty_init": "zerofx.deferred",
-        "largest_micro_batch": "zerofx.search",
-        "plan": "zerofx.planning",
-        "smallest_world": "zerofx.search",
-        "tune": "zerofx.tuning",
+        "largest_micro_batch": "zerofx.tuning.capacity",
+        "plan": "zerofx.driver.plan_only",
+        "smallest_world": "zerofx.tuning.capacity",
+        "tune": "zerofx.tuning.tuner",
     }
 
     def __getattr__(name):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerofx.cli import main
+from zerofx.cli.commands import main
 
 if __name__ == "__main__":
     main(prog_name="zerofx")

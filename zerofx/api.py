@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from zerofx.check_training import check_training
+from zerofx.capture.loss import ForwardFunction, LossFunction
+from zerofx.driver.check_training import check_training
 from zerofx.errors import UsageError
-from zerofx.loss import ForwardFunction, LossFunction
 from zerofx.options import (
     Accumulate,
     Backend,
@@ -24,9 +24,9 @@ from zerofx.options import (
     Wire,
     check_options,
 )
-from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.plan import Plan
-from zerofx.step import Step
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.session.step import Step
 
 
 def compile(

@@ -9,7 +9,8 @@ from typing import Literal, get_args
 
 import torch
 
-from zerofx.checks import check_forward_function, check_loss_function
+from zerofx.capture.checks import check_forward_function, check_loss_function
+from zerofx.capture.loss import ForwardFunction, LossFunction, Objective
 from zerofx.choices import Accumulate as Accumulate
 from zerofx.choices import Backend as Backend
 from zerofx.choices import CudaGraphs as CudaGraphs
@@ -20,13 +21,12 @@ from zerofx.choices import Recompute as Recompute
 from zerofx.choices import Tiling as Tiling
 from zerofx.choices import Wire as Wire
 from zerofx.errors import UsageError, warn
-from zerofx.loss import ForwardFunction, LossFunction, Objective
-from zerofx.quantise import BLOCK
-from zerofx.report.units import parse_bytes
-from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.policy import PolicyOptions
-from zerofx.scheduler.tiers import Tier
+from zerofx.ir.op_kernels.quantise import BLOCK
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.decide.residency import PolicyOptions
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.tiers import Tier
+from zerofx.units import parse_bytes
 
 GRADIENTS = "gradients"  # what can be offloaded by name
 

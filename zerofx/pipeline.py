@@ -7,10 +7,10 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from zerofx.buckets import BucketLayout
 from zerofx.codegen.kernels.table import check_kernels
 from zerofx.errors import UsageError, working
-from zerofx.graph import StepGraph
+from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.passes.base import Pass, PassReport, op_counts
 from zerofx.passes.buffers import Buffers
@@ -24,18 +24,18 @@ from zerofx.passes.in_place import InPlace
 from zerofx.passes.merge import Merge
 from zerofx.passes.offload import Offload
 from zerofx.passes.prefetch import Prefetch
-from zerofx.passes.quantise_gathers import QuantiseGathers
-from zerofx.passes.quantise_reductions import QuantiseReductions
 from zerofx.passes.recompute import Recompute
 from zerofx.passes.reduce import Reduce
 from zerofx.passes.shard import Shard
 from zerofx.passes.tile import Tile
 from zerofx.passes.update import Update
-from zerofx.report.units import format_bytes, format_seconds
-from zerofx.scheduler.liveness import liveness
-from zerofx.scheduler.plan import Plan
+from zerofx.passes.verify import verify
+from zerofx.passes.wire.gathers import QuantiseGathers
+from zerofx.passes.wire.reductions import QuantiseReductions
+from zerofx.scheduler.cost.liveness import liveness
+from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
-from zerofx.verify import verify
+from zerofx.units import format_bytes, format_seconds
 
 _OPTIONAL = frozenset({"prefetch", "in_place"})
 

@@ -1,7 +1,7 @@
 // Attention in float32 and its gradients on CPUs, blocks of scores at a time: FlashAttention-2 (arXiv 2307.08691,
 // algorithms 1 and 2). Products of a block run in the registers of one core, on operands packed for it.
 //
-// The constants QUERIES, KEYS and SPAN stand in front of this text: see zerofx/attention.py, which counts the scratch.
+// The constants QUERIES, KEYS and SPAN stand in front of this text: see zerofx/ir/op_kernels/attention.py, which counts the scratch.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

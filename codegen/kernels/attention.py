@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx.attention import (
+from zerofx.ir.op_kernels.attention import (
     CONSTANTS,
     backward_scratch_numel,
     empty_results,
@@ -35,7 +35,7 @@ def build() -> Callable[..., None]:
     Raises:
         Exception: what Inductor's compiler raises.
     """
-    from zerofx.codegen.inductor_cpp import build_cpp
+    from zerofx.codegen.inductor.cpp import build_cpp
 
     return build_cpp(_ARGUMENTS, CONSTANTS + _SOURCE.read_text())
 
@@ -43,7 +43,7 @@ def build() -> Callable[..., None]:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(query @ key^T * scale + mask) @ value`` for values that ``zerofx.attention.has_kernel`` accepts.
+    """``softmax(query @ key^T * scale + mask) @ value`` where ``op_kernels.attention.has_kernel`` is true.
 
     What no query of a block of queries sees is not read: a mask that hides half costs half.
 

@@ -1,4 +1,4 @@
-"""The sum of the squares of many values with one launch for all of them: the arithmetic of ``zerofx/norms.py``.
+"""The sum of the squares of many values with one launch: the arithmetic of ``zerofx/ir/op_kernels/norms.py``.
 
 Each program squares and adds up one row of ``ROW`` values in float32, or float64 for those, without a copy of them. The
 rows' sums, in float64, are added up by torch. Rows are those of the reference and sums have no atomics, so that the
@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from zerofx.norms import ROW
-from zerofx.runtime.current_device import on_device
+from zerofx.codegen.kernels.current_device import on_device
+from zerofx.ir.op_kernels.norms import ROW
 
 NUM_WARPS = 8
 
@@ -28,7 +28,7 @@ def row_sums_kernel(values, sums, numel, ROW: tl.constexpr):
 
 
 def square_sum(values: torch.Tensor) -> torch.Tensor:
-    """``zerofx.norms.square_sum`` in two launches."""
+    """``zerofx.ir.op_kernels.norms.square_sum`` in two launches."""
     num_rows = triton.cdiv(values.numel(), ROW)
     sums = values.new_empty(num_rows, dtype=torch.float64)
     if num_rows:

@@ -2,7 +2,7 @@
 // packed once and multiplied in registers (Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication,
 // ACM TOMS 34(3), 2008). Neither has to be transposed: both have the rows over which is summed.
 //
-// The constants DEPTH, LEFT_COLUMNS and RIGHT_COLUMNS stand in front of this text: see zerofx/products.py, which counts
+// The constants DEPTH, LEFT_COLUMNS and RIGHT_COLUMNS stand in front of this text: see zerofx/ir/op_kernels/products.py, which counts
 // the scratch.
 
 #define PY_SSIZE_T_CLEAN

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zerofx.products import CONSTANTS, empty_result, scratch_numel
+from zerofx.ir.op_kernels.products import CONSTANTS, empty_result, scratch_numel
 from zerofx.torch_private import onednn_linear
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -23,13 +23,13 @@ def build() -> Callable[..., None]:
     Raises:
         Exception: what Inductor's compiler raises.
     """
-    from zerofx.codegen.inductor_cpp import build_cpp
+    from zerofx.codegen.inductor.cpp import build_cpp
 
     return build_cpp(_ARGUMENTS, CONSTANTS + _SOURCE.read_text())
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-    """``left @ right + bias`` for values that ``zerofx.products.has_kernel`` accepts.
+    """``left @ right + bias`` for values that ``zerofx.ir.op_kernels.products.has_kernel`` accepts.
 
     Args:
         left: ``[rows, inner]``; where it is transposed in memory it is multiplied by the kernel, else by oneDNN.
@@ -47,7 +47,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product_into(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """Write ``left @ right`` over ``into``, for values that ``zerofx.products.has_kernel`` accepts.
+    """Write ``left @ right`` over ``into``, for values that ``zerofx.ir.op_kernels.products.has_kernel`` accepts.
 
     An element is the same sum in the same order wherever it lies, for any number of threads.
 

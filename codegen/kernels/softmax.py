@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zerofx.runtime.current_device import on_device
+from zerofx.codegen.kernels.current_device import on_device
 
 COLUMNS = 2048  # logits that a program reads at a time
 NUM_WARPS = 8

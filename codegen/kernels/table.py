@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from zerofx import attention, ops, products
 from zerofx.errors import UsageError
+from zerofx.ir import ops
+from zerofx.ir.op_kernels import attention, products
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.codegen.kernels.current_device import on_device
 from zerofx.codegen.kernels.update_operators import write_operator
 from zerofx.codegen.kernels.update_writer import COMPUTED, HOST_FUNCTIONS, Buffer, HostScalar, NoKernelError, Writer
-from zerofx.runtime.current_device import on_device
 
 BLOCK = 512  # elements of a program: 4 of a thread, so that float32 is moved 16 bytes at a time
 NUM_WARPS = 4

@@ -1,4 +1,4 @@
-"""Values in blocks for the wire, rounded and brought back in one pass each: the arithmetic of ``zerofx/quantise.py``.
+"""Values in blocks for the wire, in one pass each way: the arithmetic of ``zerofx/ir/op_kernels/quantise.py``.
 
 ATen takes a part at a time through eight kernels and a concatenation of codes and scales. Here each program reads some
 blocks, and writes their codes and scales to where they are sent from. The bits are ATen's: quotients are rounded as
@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from zerofx.quantise import BLOCK, ENCODINGS, packed_bytes, unpacked_numel
-from zerofx.runtime.current_device import on_device
+from zerofx.codegen.kernels.current_device import on_device
+from zerofx.ir.op_kernels.quantise import BLOCK, ENCODINGS, packed_bytes, unpacked_numel
 
 ROWS = 4  # blocks that a program works on
 NUM_WARPS = 4
@@ -151,7 +151,7 @@ def options(encoding: str) -> dict[str, Any]:
 
 
 def quantise(values: torch.Tensor, num_parts: int, encoding: str, interleave: int = 1) -> torch.Tensor:
-    """``zerofx.quantise.quantise`` in one kernel."""
+    """``zerofx.ir.op_kernels.quantise.quantise`` in one kernel."""
     num_blocks = values.numel() // BLOCK
     blocks_of_part = num_blocks // num_parts
     row_bytes = packed_bytes(blocks_of_part * BLOCK, encoding)
@@ -167,12 +167,12 @@ def quantise(values: torch.Tensor, num_parts: int, encoding: str, interleave: in
 
 
 def dequantise(packed: torch.Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> torch.Tensor:
-    """``zerofx.quantise.dequantise`` in one kernel."""
+    """``zerofx.ir.op_kernels.quantise.dequantise`` in one kernel."""
     return _dequantised(packed, num_parts, encoding, dtype, num_summed=1)
 
 
 def dequantise_sum(packed: torch.Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> torch.Tensor:
-    """``zerofx.quantise.dequantise_sum`` in one kernel."""
+    """``zerofx.ir.op_kernels.quantise.dequantise_sum`` in one kernel."""
     return _dequantised(packed, num_parts, encoding, dtype, num_summed=num_parts)
 
 

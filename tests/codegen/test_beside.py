@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from zerofx.codegen.beside import Beside
+from zerofx.codegen.parallel.beside import Beside
 
 
 def test_steps_are_done_in_order_and_those_they_append_behind_them() -> None:

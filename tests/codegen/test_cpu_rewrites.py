@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zerofx import ops
-from zerofx.codegen.cpu_rewrites import rewrite_for_cpu
+from zerofx.codegen.cpu.rewrites import rewrite_for_cpu
+from zerofx.ir import ops
 
 aten = torch.ops.aten
 SUM, MM, ADDMM = aten.sum.dim_IntList, aten.mm.default, aten.addmm.default

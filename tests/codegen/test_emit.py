@@ -20,18 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.graphs import DIM, Averaging, Normed, Prepared, Tied, TwoBlocks, features, prepare, sgd, token_ids
 from tests.offloads import offloading
 from tests.passes.test_quantise_gathers import wired
-from zerofx.buckets import BucketLayout
 from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.kernels.table import NORMS, WIRE
 from zerofx.codegen.regions import cut
 from zerofx.codegen.source import load_source
 from zerofx.codegen.step_file import literal, wrapped
 from zerofx.errors import PlanError
-from zerofx.node_facts import Role, placeholder
+from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.facts import Role, placeholder
 from zerofx.runtime.executor import StepFunction
-from zerofx.scheduler.decisions import StateDecision
-from zerofx.scheduler.liveness import liveness
-from zerofx.scheduler.workspace import workspace_bytes
+from zerofx.scheduler.cost.cpu.workspace import workspace_bytes
+from zerofx.scheduler.cost.liveness import liveness
+from zerofx.scheduler.plan.decisions import StateDecision
 
 
 def _emit(prepared: Prepared) -> EmittedStep:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerofx.codegen.helpers import Helpers, Task, TensorLike, num_helpers
+from zerofx.codegen.parallel.helpers import Helpers, Task, TensorLike, num_helpers
 
 NO_KERNELS: frozenset[str] = frozenset()
 READY = "import pickle, sys, time\nprint('ready', flush=True)\n"
@@ -123,7 +123,7 @@ def test_what_a_helper_compiled_is_found_in_the_cache(tmp_path: Path, monkeypatc
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     from torch._dynamo.utils import counters
 
-    from zerofx.codegen.inductor import compile_region
+    from zerofx.codegen.inductor.compile import compile_region
     from zerofx.codegen.source import load_source
 
     # No inputs that are not tensors: a traced function's scalars are read as they are.

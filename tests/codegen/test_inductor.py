@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from tests.graphs import DIM, Prepared, prepare
-from zerofx.codegen.beside import Beside
 from zerofx.codegen.emit import emit
+from zerofx.codegen.parallel.beside import Beside
 from zerofx.codegen.regions import Region, cut
 from zerofx.codegen.source import load_source
 from zerofx.errors import CompilerError
-from zerofx.node_facts import Phase, tensor, value
-from zerofx.scheduler.liveness import liveness
-from zerofx.scheduler.storage import storage_bytes
+from zerofx.ir.aliasing import storage_bytes
+from zerofx.ir.facts import Phase, tensor, value
+from zerofx.scheduler.cost.liveness import liveness
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +37,7 @@ def _first(prepared: Prepared, phase: Phase) -> tuple[Region, Any]:
 
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
 def test_a_compiled_region_gives_what_eager_gives_and_frees_what_it_takes(phase: Phase) -> None:
-    from zerofx.codegen.inductor import compile_region
+    from zerofx.codegen.inductor.compile import compile_region
 
     region, function = _first(prepare().run(), phase)
     compiled = compile_region(function, [value(node) for node in region.inputs], "tiny")
@@ -55,7 +55,7 @@ def test_a_compiled_region_gives_what_eager_gives_and_frees_what_it_takes(phase:
 
 
 def test_inputs_that_share_a_fake_value_stay_apart() -> None:
-    from zerofx.codegen.inductor import compile_region
+    from zerofx.codegen.inductor.compile import compile_region
 
     def weighted(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         x, y = inputs
@@ -70,7 +70,7 @@ def test_inputs_that_share_a_fake_value_stay_apart() -> None:
 
 
 def test_a_result_is_laid_out_as_planned_where_a_decomposition_lays_it_out_otherwise() -> None:
-    from zerofx.codegen.inductor import compile_region, fake_like
+    from zerofx.codegen.inductor.compile import compile_region, fake_like
 
     def joined(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         nothing, x = inputs
@@ -87,7 +87,7 @@ def test_a_result_is_laid_out_as_planned_where_a_decomposition_lays_it_out_other
 
 def test_a_bias_is_added_in_the_loop_behind_its_product() -> None:
     """Inductor would put the two together again, and ATen copy the bias into every row first."""
-    from zerofx.codegen.inductor import compile_region, fake_like
+    from zerofx.codegen.inductor.compile import compile_region, fake_like
 
     def layer(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         x, weight, bias = inputs
@@ -108,7 +108,7 @@ def test_a_bias_is_added_in_the_loop_behind_its_product() -> None:
 
 
 def test_a_compiled_region_empties_its_list() -> None:
-    from zerofx.codegen.inductor import compile_region
+    from zerofx.codegen.inductor.compile import compile_region
 
     region, function = _first(prepare().run(), Phase.FORWARD)
     compiled = compile_region(function, [value(node) for node in region.inputs], "tiny")
@@ -118,7 +118,7 @@ def test_a_compiled_region_empties_its_list() -> None:
 
 
 def test_a_region_that_cannot_be_compiled_is_named() -> None:
-    from zerofx.codegen.inductor import compile_region
+    from zerofx.codegen.inductor.compile import compile_region
 
     def broken(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         return (torch.mm(inputs[0], torch.ones(DIM + 1, 1)),)
@@ -129,7 +129,7 @@ def test_a_region_that_cannot_be_compiled_is_named() -> None:
 
 
 def test_a_result_that_lies_otherwise_than_its_fake_tensor_says_is_reported() -> None:
-    from zerofx.codegen.inductor import compile_region, fake_like
+    from zerofx.codegen.inductor.compile import compile_region, fake_like
 
     @torch.library.custom_op("zerofx_tests::doubled", mutates_args=())
     def doubled(x: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ def test_a_result_that_lies_otherwise_than_its_fake_tensor_says_is_reported() ->
 def test_a_region_compiled_before_comes_from_the_cache_on_disk_and_a_changed_one_does_not() -> None:
     from torch._dynamo.utils import counters
 
-    from zerofx.codegen.inductor import compile_region
+    from zerofx.codegen.inductor.compile import compile_region
 
     region, function = _first(prepare().run(), Phase.FORWARD)
     inputs = [value(node) for node in region.inputs]
@@ -173,7 +173,7 @@ def test_a_region_compiled_before_comes_from_the_cache_on_disk_and_a_changed_one
 
 
 def test_no_region_is_compiled_before_the_compiler_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zerofx.codegen import inductor
+    from zerofx.codegen.inductor import compile as inductor
 
     may_end = threading.Event()
     beside = Beside("test", [may_end.wait])
@@ -190,7 +190,7 @@ def test_no_region_is_compiled_before_the_compiler_is_prepared(monkeypatch: pyte
 
 
 def test_a_kernel_that_cannot_be_built_beside_a_region_is_reported_when_it_is_finished() -> None:
-    from zerofx.codegen.inductor import CompiledRegion
+    from zerofx.codegen.inductor.compile import CompiledRegion
 
     def fail() -> None:
         raise RuntimeError("no compiler")

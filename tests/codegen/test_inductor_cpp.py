@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from zerofx.codegen.beside import Beside
-from zerofx.disk_cache import NOT_KEPT, DiskCache
+from zerofx.codegen.parallel.beside import Beside
+from zerofx.disk.cache import NOT_KEPT, DiskCache
 
 pytestmark = [
     pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
@@ -46,7 +46,7 @@ class Kind:
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Finds those of some kinds that work; returns them as Inductor alone, asked after, finds them."""
-    from zerofx.codegen import inductor_cpp
+    from zerofx.codegen.inductor import cpp as inductor_cpp
 
     ASKED.clear()
     PRECOMPILED.clear()
@@ -96,7 +96,7 @@ def test_kinds_that_have_all_been_seen_to_work_are_told_so_in_the_next_process(
 ) -> None:
     from torch._inductor import config
 
-    from zerofx.codegen import inductor_cpp
+    from zerofx.codegen.inductor import cpp as inductor_cpp
 
     cache = DiskCache(tmp_path)
     broken = [Kind("avx512", "wide", works=False), Kind("avx2", "narrow")]
@@ -123,7 +123,7 @@ def test_no_compiler_is_asked_about_kinds_that_all_work(found: Any, tmp_path: Pa
 def test_headers_that_are_there_are_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    from zerofx.codegen import inductor_cpp
+    from zerofx.codegen.inductor import cpp as inductor_cpp
 
     made, times = tmp_path / "header.h", []
 
@@ -148,7 +148,7 @@ def test_flags_that_change_what_the_compiler_makes_are_told_apart() -> None:
     from torch._inductor.cpp_builder import is_gcc
     from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512
 
-    from zerofx.codegen.inductor_cpp import _program
+    from zerofx.codegen.inductor.cpp import _program
 
     class Same(VecAVX512):
         _arch_flags = f"{VecAVX512._arch_flags} -mfma"
@@ -166,7 +166,7 @@ def test_headers_are_precompiled_as_the_first_kernel_would(tmp_path: Path, monke
     from torch._inductor import codecache
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    from zerofx.codegen.inductor_cpp import _precompile_headers, build_cpp
+    from zerofx.codegen.inductor.cpp import _precompile_headers, build_cpp
 
     monkeypatch.setattr(codecache, "_HEADER_DIR", str(tmp_path))
     monkeypatch.setattr(codecache, "_HEADER_LOCK_DIR", str(tmp_path / "locks"))
@@ -182,7 +182,7 @@ def test_headers_are_precompiled_as_the_first_kernel_would(tmp_path: Path, monke
 
 
 def test_a_compilation_that_fails_begins_nothing_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zerofx.codegen.inductor_cpp import Preparation
+    from zerofx.codegen.inductor.cpp import Preparation
 
     preparation = Preparation("meta")
     done: list[int] = []
@@ -210,7 +210,7 @@ def test_a_compilation_that_fails_begins_nothing_further(monkeypatch: pytest.Mon
 
 
 def _without_damaged_libraries(build: Any) -> Any:
-    from zerofx.codegen.inductor_cpp import without_damaged_libraries
+    from zerofx.codegen.inductor.cpp import without_damaged_libraries
 
     return without_damaged_libraries(build)
 

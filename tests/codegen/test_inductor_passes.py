@@ -101,7 +101,7 @@ def _in_turn(inputs: list[Any]) -> tuple[Tensor, ...]:
 
 def _most_held(function: Region, given: list[Tensor]) -> int:
     """Compile a region, check it against eager mode, and return the most bytes that it holds beside its inputs."""
-    from zerofx.codegen.inductor import compile_region, fake_like
+    from zerofx.codegen.inductor.compile import compile_region, fake_like
 
     fakes = [fake_like(one.shape, one.stride(), one.dtype, "cpu") for one in given]
     compiled = compile_region(function, fakes, function.__name__)

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import zerofx
-from zerofx.codegen.merged_products import merge_products
+from zerofx.codegen.cpu.merged_products import merge_products
 
 aten = torch.ops.aten
 MM, INTO, CAT = aten.mm.default, torch.ops.zerofx.mm_into.default, aten.cat.default

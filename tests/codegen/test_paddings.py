@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zerofx
-from zerofx.codegen.region_decompositions import replication_pad_backward
+from zerofx.codegen.inductor.decompositions import replication_pad_backward
 
 pytestmark = [
     pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),

@@ -25,7 +25,7 @@ def _dropout_of_a_layer(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
 
 def test_a_buffer_is_read_after_what_is_written_into_it() -> None:
     """Inductor of torch 2.13 fuses the read with what was before the write where it fits their loops to each other."""
-    from zerofx.codegen.inductor import compile_region, fake_like
+    from zerofx.codegen.inductor.compile import compile_region, fake_like
 
     given = [torch.randn(16, 16), torch.randn(16, 32), torch.randn(32)]
     compiled = compile_region(
@@ -39,7 +39,7 @@ def test_a_buffer_is_read_after_what_is_written_into_it() -> None:
 
 
 def test_random_numbers_are_those_of_eager_mode() -> None:
-    from zerofx.codegen.inductor import compile_region, fake_like
+    from zerofx.codegen.inductor.compile import compile_region, fake_like
 
     def noise(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         (x,) = inputs

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensorMode
 
-from zerofx.codegen.record import memory_record
-from zerofx.scheduler.liveness import MemoryEvent
+from zerofx.codegen.inductor.memory_record import memory_record
+from zerofx.scheduler.cost.liveness import MemoryEvent
 
 
 def record(body: str, inputs: list[tuple[int, ...]], owners: list[int]) -> list[tuple[int, int | None]]:

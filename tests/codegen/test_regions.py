@@ -7,9 +7,9 @@ from torch import nn
 
 from tests.graphs import Averaging, Normed, Prepared, Shifts, Tied, TwoBlocks, features, prepare, token_ids
 from tests.report.lowered import Deep
-from zerofx import ops
 from zerofx.codegen.regions import Event, Region, cut, is_free_view
-from zerofx.node_facts import Phase, origin
+from zerofx.ir import ops
+from zerofx.ir.facts import Phase, origin
 
 _MODELS = [
     (TwoBlocks, features), (Averaging, features), (Tied, token_ids), (Normed, features), (Shifts, features),

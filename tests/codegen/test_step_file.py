@@ -15,9 +15,9 @@ from tests.passes.test_quantise_gathers import wired
 from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.regions import cut
 from zerofx.codegen.step_file import Call, RegionText, StepFile, region_text
-from zerofx.disk_cache import MALFORMED
-from zerofx.graph_json import Name, decoded
-from zerofx.scheduler.liveness import liveness
+from zerofx.disk.cache import MALFORMED
+from zerofx.ir.serialise import Name, decoded
+from zerofx.scheduler.cost.liveness import liveness
 
 CODE = "__import__('os').system('false')"
 

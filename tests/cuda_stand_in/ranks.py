@@ -13,9 +13,9 @@ if __name__ == "__main__":
     from torch._subclasses import FakeTensorMode
 
     from tests.cuda_stand_in.model import plan
-    from zerofx.batch import Batch
     from zerofx.codegen.region_facts import region_facts
     from zerofx.codegen.regions import regions_of
+    from zerofx.ir.batch import Batch
 
     found = []
     for index in (0, 1):

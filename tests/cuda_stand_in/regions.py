@@ -70,13 +70,13 @@ def written(options: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from tests.cuda_stand_in.model import plan
-    from zerofx.codegen.inductor import compile_region
+    from zerofx.codegen.inductor.compile import compile_region
+    from zerofx.codegen.inductor.memory_record import memory_record
     from zerofx.codegen.kernels.table import kernels_in_use
-    from zerofx.codegen.record import memory_record
     from zerofx.codegen.region_facts import region_facts
     from zerofx.codegen.regions import regions_of
     from zerofx.codegen.source import load_source
-    from zerofx.compiler import with_memory
+    from zerofx.lowering.load import with_memory
 
     planned = plan(0, **options)
     lowered = planned.lowered
@@ -89,7 +89,7 @@ def written(options: dict[str, Any]) -> dict[str, Any]:
             continue
         name = lowered.emitted.functions[region.key]
 
-        with mock.patch("zerofx.codegen.inductor.memory_record", wraps=memory_record) as recorded:
+        with mock.patch("zerofx.codegen.inductor.compile.memory_record", wraps=memory_record) as recorded:
             memory[region.key] = compile_region(namespace[name], region.inputs, name, kernels).memory
         sources[name] = recorded.call_args.args[0]
     compiled = with_memory(lowered, planned.layout, memory)

@@ -26,9 +26,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofx.runtime import collectives, nccl, tiers
-from zerofx.runtime.copies import CudaCopies
-from zerofx.runtime.nccl import Nccl
+from zerofx.runtime.comm import collectives, nccl
+from zerofx.runtime.comm.nccl import Nccl
+from zerofx.runtime.tiers import tiers
+from zerofx.runtime.tiers.copies import CudaCopies
 
 CPU = torch.device("cpu")
 

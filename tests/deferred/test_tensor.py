@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 import zerofx
 from zerofx import UsageError
 from zerofx.deferred import DeferredTensor
-from zerofx.peaks import CpuPeak
+from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 
 
 def made(tensor: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from tqdm import tqdm
 import zerofx
 from tests.distributed import _PRELOADED, _environment
 from tests.nets.records import Record, read_records, results_path, write_records
-from zerofx.runtime import channels
+from zerofx.runtime.comm.same_host import channels
 
 PATIENCE_SECONDS = 4
 _SLACK_SECONDS = 40.0  # for a busy machine, and much less than any timeout of torch's own

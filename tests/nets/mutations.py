@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import zerofx
 from tests.nets.records import Record, results_path, write_records
-from zerofx.disk_cache import DiskCache
+from zerofx.disk.cache import DiskCache
 from zerofx.errors import PlanError, ZeroFXError
 from zerofx.report.saved import SavedPlan
 
@@ -168,9 +168,9 @@ def _trained_from(world: World, name: str, data: bytes) -> bool:
 
 
 def _read(world: World, name: str, data: bytes) -> bool:
-    from zerofx.graph_json import from_json
-    from zerofx.kept_step import KeptStep
-    from zerofx.plan_cache import Answer
+    from zerofx.driver.step_cache import KeptStep
+    from zerofx.ir.serialise import from_json
+    from zerofx.scheduler.search.cache import Answer
 
     path = world.folder / "cache" / name
     path.write_bytes(data)
@@ -189,14 +189,14 @@ def _read(world: World, name: str, data: bytes) -> bool:
 def _blank() -> Any:
     from torch import fx
 
-    from zerofx.graph import StepGraph, parameter_infos
+    from zerofx.ir.graph import StepGraph, parameter_infos
 
     model = nn.Sequential(*(Layer() for _ in range(4)))
     return StepGraph(fx.Graph(), torch.device("cpu"), parameter_infos(model, None, {}), frozenset())
 
 
 def _fake_mode() -> Any:
-    from zerofx.capture import fake_mode
+    from zerofx.capture.trace import fake_mode
 
     return fake_mode()
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.graphs import Averaging, Peeking, Prepared, Tied, TwoBlocks, calls, prepare, token_ids
-from zerofx import ops
 from zerofx.codegen.regions import Region, cut
-from zerofx.node_facts import Phase, Role, is_random, origin, placeholder, value
-from zerofx.passes.base import consumers
-from zerofx.scheduler.activations import segments
-from zerofx.scheduler.crossing import crossing_values
+from zerofx.ir import ops
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import Phase, Role, is_random, origin, placeholder, value
+from zerofx.scheduler.analysis.saved_values import crossing_values
+from zerofx.scheduler.decide.activations import segments
 
 aten = torch.ops.aten
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from tests.graphs import Averaging, TwoBlocks, calls, prepare
-from zerofx import ops
-from zerofx.passes.base import consumers
+from zerofx.ir import ops
+from zerofx.ir.edit import consumers
 
 aten = torch.ops.aten
 

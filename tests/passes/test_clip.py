@@ -10,11 +10,11 @@ import torch
 
 from tests.graphs import Prepared, calls, prepare
 from tests.passes.test_states import placed
-from zerofx import ops
 from zerofx.errors import InvalidGraphError, PlanError
-from zerofx.node_facts import Phase, origin
-from zerofx.scheduler.streams import runs_on_host
-from zerofx.verify import verify
+from zerofx.ir import ops
+from zerofx.ir.facts import Phase, origin
+from zerofx.ir.streams import runs_on_host
+from zerofx.passes.verify import verify
 
 aten = torch.ops.aten
 

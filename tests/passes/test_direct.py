@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tests.graphs import DIM, Prepared, Tied, calls, prepare, token_ids
-from zerofx import ops
-from zerofx.passes.base import consumers
-from zerofx.scheduler.liveness import liveness
+from zerofx.ir import ops
+from zerofx.ir.edit import consumers
+from zerofx.scheduler.cost.liveness import liveness
 
 aten = torch.ops.aten
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zerofx.capture import Batch, capture
+from zerofx.capture.trace import Batch, capture
 from zerofx.codegen.regions import cut, is_free_view, regions_of
 from zerofx.errors import PlanError
-from zerofx.graph import StepGraph
-from zerofx.node_facts import piece_of
+from zerofx.ir.facts import piece_of
+from zerofx.ir.graph import StepGraph
 from zerofx.passes.divide import divide
+from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.recompute import recompute
-from zerofx.passes.simplify import simplify
-from zerofx.scheduler.decisions import PieceDecision
+from zerofx.scheduler.plan.decisions import PieceDecision
 
 
 class Unlike(nn.Module):

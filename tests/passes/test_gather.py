@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from tests.graphs import Normed, Prepared, Tied, TwoBlocks, calls, features, prepare, token_ids
-from zerofx import ops
 from zerofx.errors import PlanError
-from zerofx.node_facts import Phase, origin
-from zerofx.passes.base import consumers
+from zerofx.ir import ops
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import Phase, origin
 
 aten = torch.ops.aten
 

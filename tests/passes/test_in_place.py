@@ -10,9 +10,9 @@ from torch import nn
 
 from tests.graphs import Normed, Peeking, Prepared, Tied, TwoBlocks, calls, features, prepare, token_ids
 from tests.offloads import parameters_away
-from zerofx import ops
-from zerofx.graph import insert_call
-from zerofx.node_facts import Origin, Phase, Role, placeholder
+from zerofx.ir import ops
+from zerofx.ir.facts import Origin, Phase, Role, placeholder
+from zerofx.ir.graph import insert_call
 from zerofx.passes.in_place import InPlace, gathers_of_lasting_slices
 
 aten = torch.ops.aten

@@ -10,12 +10,12 @@ import pytest
 from tests.graphs import Prepared, calls, order_of, prepare
 from tests.offloads import parameters_away
 from tests.report.lowered import Deep
-from zerofx import ops
 from zerofx.errors import InvalidGraphError, PlanError
-from zerofx.scheduler.liveness import liveness
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.streams import num_gathers_behind
-from zerofx.verify import verify
+from zerofx.ir import ops
+from zerofx.ir.streams import num_gathers_behind
+from zerofx.passes.verify import verify
+from zerofx.scheduler.cost.liveness import liveness
+from zerofx.scheduler.plan.plan import Plan
 
 
 def merging(plan: Plan, *numbers: int) -> Plan:

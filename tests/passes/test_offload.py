@@ -11,12 +11,12 @@ from torch import Tensor, fx, nn
 
 from tests.graphs import Block, Prepared, calls, prepare
 from tests.offloads import offloading, recomputing
-from zerofx import ops
 from zerofx.codegen.regions import Region, cut, is_free_view
 from zerofx.errors import PlanError
-from zerofx.node_facts import Phase, origin, tensor, tier_of
-from zerofx.passes.base import consumers
-from zerofx.scheduler.decisions import OffloadDecision
+from zerofx.ir import ops
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import Phase, origin, tensor, tier_of
+from zerofx.scheduler.plan.decisions import OffloadDecision
 
 aten = torch.ops.aten
 

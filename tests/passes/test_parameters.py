@@ -11,14 +11,14 @@ from torch import nn
 
 from tests.graphs import Prepared, TwoBlocks, adagrad, calls, prepare
 from tests.offloads import parameters_away
-from zerofx import ops
 from zerofx.errors import InvalidGraphError, PlanError
-from zerofx.graph import insert_call
-from zerofx.node_facts import Role, origin, tier_of
-from zerofx.report.memory import Category, category_of
-from zerofx.scheduler.liveness import liveness
-from zerofx.scheduler.streams import slice_behind
-from zerofx.verify import verify
+from zerofx.ir import ops
+from zerofx.ir.facts import Role, origin, tier_of
+from zerofx.ir.graph import insert_call
+from zerofx.ir.streams import slice_behind
+from zerofx.passes.verify import verify
+from zerofx.scheduler.cost.categories import Category, category_of
+from zerofx.scheduler.cost.liveness import liveness
 
 aten = torch.ops.aten
 STATES = [None, ("host", "device"), ("host", "host"), ("nvme", "device"), ("nvme", "host")]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.graphs import Normed, Prepared, Tied, TwoBlocks, calls, prepare, token_ids
-from zerofx import ops
+from zerofx.ir import ops
 from zerofx.passes.base import op_counts
 from zerofx.passes.prefetch import Prefetch
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.graphs import DIM, ROWS, Prepared, TwoBlocks, calls, order_of, prepare
-from zerofx import ops
 from zerofx.errors import InvalidGraphError, PlanError
-from zerofx.quantise import BLOCK
-from zerofx.scheduler.decisions import ParameterDecision, WireDecision
-from zerofx.scheduler.liveness import liveness
-from zerofx.verify import verify
+from zerofx.ir import ops
+from zerofx.ir.op_kernels.quantise import BLOCK
+from zerofx.passes.verify import verify
+from zerofx.scheduler.cost.liveness import liveness
+from zerofx.scheduler.plan.decisions import ParameterDecision, WireDecision
 
 
 def wired(gather: str = "int8", second_shard: bool = True, buckets: tuple[int, ...] = (0, 1, 2), **kwargs: object) -> (

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from tests.graphs import Prepared, calls, order_of, prepare
-from zerofx import ops
 from zerofx.errors import PlanError
-from zerofx.quantise import BLOCK
-from zerofx.scheduler.decisions import WireDecision
-from zerofx.scheduler.liveness import liveness
+from zerofx.ir import ops
+from zerofx.ir.op_kernels.quantise import BLOCK
+from zerofx.scheduler.cost.liveness import liveness
+from zerofx.scheduler.plan.decisions import WireDecision
 
 
 def wired(

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.graphs import DIM, ROWS, calls, prepare
-from zerofx import ops
 from zerofx.codegen.emit import emit
 from zerofx.codegen.regions import cut
-from zerofx.graph import StepGraph
-from zerofx.node_facts import Role, placeholder
-from zerofx.scheduler.liveness import liveness
-from zerofx.scheduler.storage import mutated_inputs
+from zerofx.ir import ops
+from zerofx.ir.aliasing import mutated_inputs
+from zerofx.ir.facts import Role, placeholder
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.cost.liveness import liveness
 
 
 class _Mix(nn.Module):

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.graphs import Block
-from zerofx.capture import Batch, capture
+from zerofx.capture.trace import Batch, capture
 from zerofx.errors import PlanError
-from zerofx.graph import StepGraph
-from zerofx.node_facts import Phase, copied_from, origin
+from zerofx.ir.facts import Phase, copied_from, origin
+from zerofx.ir.graph import StepGraph
+from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.recompute import recompute
-from zerofx.passes.simplify import simplify
-from zerofx.scheduler.crossing import crossing_values
+from zerofx.scheduler.analysis.saved_values import crossing_values
 
 
 class Dropping(nn.Module):

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from tests.graphs import Normed, Prepared, Shifts, Tied, TwoBlocks, calls, prepare, token_ids
-from zerofx import ops
-from zerofx.node_facts import tensor
-from zerofx.passes.base import consumers
-from zerofx.scheduler.storage import storage_source
+from zerofx.ir import ops
+from zerofx.ir.aliasing import storage_source
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import tensor
 
 aten = torch.ops.aten
 

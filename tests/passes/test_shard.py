@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.graphs import DIM, Tied, calls, prepare, token_ids
-from zerofx import ops
-from zerofx.node_facts import Role, placeholder, tensor
+from zerofx.ir import ops
+from zerofx.ir.facts import Role, placeholder, tensor
 
 aten = torch.ops.aten
 

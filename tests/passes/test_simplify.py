@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.graphs import DIM, ROWS, TwoBlocks, calls, difference, features
-from zerofx.capture import Batch, capture
-from zerofx.graph import StepGraph
+from zerofx.capture.trace import Batch, capture
+from zerofx.ir.graph import StepGraph
 from zerofx.passes.base import op_counts
-from zerofx.passes.simplify import simplify
+from zerofx.passes.prepare.simplify import simplify
 
 aten = torch.ops.aten
 

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.graphs import Tied, calls, captured, difference, prepare, run_graph, token_ids
-from zerofx import ops
-from zerofx.buckets import BucketLayout
 from zerofx.errors import PlanError, UsageError
-from zerofx.graph import StepGraph
-from zerofx.node_facts import Phase, origin, slice_of, tensor
+from zerofx.ir import ops
+from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import Phase, origin, slice_of, tensor
+from zerofx.ir.graph import StepGraph
 from zerofx.options import Tiling
-from zerofx.passes.base import consumers
-from zerofx.passes.slice import slice_parameters
-from zerofx.scheduler.chains import find_chains
-from zerofx.scheduler.decisions import SliceDecision
-from zerofx.scheduler.slices import named_slices, slice_rungs
-from zerofx.verify import verify
+from zerofx.passes.prepare.slice import slice_parameters
+from zerofx.passes.verify import verify
+from zerofx.scheduler.analysis.slices import named_slices, slice_rungs
+from zerofx.scheduler.analysis.tile_chains import find_chains
+from zerofx.scheduler.plan.decisions import SliceDecision
 
 aten = torch.ops.aten
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from tests.graphs import Prepared, TwoBlocks, adagrad, calls, prepare
-from zerofx import ops
 from zerofx.codegen.regions import Region, cut
 from zerofx.errors import InvalidGraphError, PlanError
-from zerofx.graph import insert_call
-from zerofx.node_facts import Role, delayed_bucket, origin, placeholder, tier_of
-from zerofx.scheduler.decisions import StateDecision
-from zerofx.scheduler.streams import hops_of, runs_on_host
-from zerofx.verify import verify
+from zerofx.ir import ops
+from zerofx.ir.facts import Role, delayed_bucket, origin, placeholder, tier_of
+from zerofx.ir.graph import insert_call
+from zerofx.ir.streams import hops_of, runs_on_host
+from zerofx.passes.verify import verify
+from zerofx.scheduler.plan.decisions import StateDecision
 
 aten = torch.ops.aten
 PLACES = [("host", "device"), ("host", "host"), ("nvme", "device"), ("nvme", "host")]

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 import zerofx
 from gpt import GPT
 from tests.graphs import calls, run_graph
-from zerofx.capture import Batch, capture
+from zerofx.capture.trace import Batch, capture
 from zerofx.errors import PlanError, UsageError
-from zerofx.graph import StepGraph
-from zerofx.node_facts import tensor
+from zerofx.ir.facts import tensor
+from zerofx.ir.graph import StepGraph
 from zerofx.options import Tiling
-from zerofx.passes.simplify import simplify
+from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.tile import tile
-from zerofx.scheduler.budget import BudgetMissedError
-from zerofx.scheduler.decisions import TileDecision
-from zerofx.scheduler.heads import find_heads
-from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.analysis.loss_heads import find_heads
+from zerofx.scheduler.plan.decisions import TileDecision
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.budget import BudgetMissedError
 
 VOCAB = 512
 TILINGS: tuple[Tiling, ...] = ("none", "auto")

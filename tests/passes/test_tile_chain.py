@@ -15,16 +15,16 @@ from tests.chains import MLP, Attention, Block, Stack, mlps
 from tests.graphs import captured, difference, prepare, run_graph
 from zerofx.codegen.regions import Region, cut
 from zerofx.errors import PlanError
-from zerofx.graph import StepGraph
-from zerofx.node_facts import Phase, tensor, tile_of
+from zerofx.ir.aliasing import is_view
+from zerofx.ir.facts import Phase, tensor, tile_of
+from zerofx.ir.graph import StepGraph
 from zerofx.passes.tile import tile
-from zerofx.scheduler.chains import find_chains
-from zerofx.scheduler.decisions import TileDecision
-from zerofx.scheduler.liveness import liveness
-from zerofx.scheduler.policy import PolicyOptions, decide
-from zerofx.scheduler.storage import is_view
-from zerofx.scheduler.tiling import named_tiles
-from zerofx.verify import verify
+from zerofx.passes.verify import verify
+from zerofx.scheduler.analysis.tile_chains import find_chains
+from zerofx.scheduler.cost.liveness import liveness
+from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.decide.tiling import named_tiles
+from zerofx.scheduler.plan.decisions import TileDecision
 
 aten = torch.ops.aten
 

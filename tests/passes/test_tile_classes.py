@@ -9,18 +9,18 @@ from torch import Tensor, nn
 import zerofx
 from tests.graphs import calls, run_graph
 from tests.passes.test_tile import VOCAB, Classifier, captured, classified, gpt
-from zerofx import ops
-from zerofx.capture import Batch, capture
+from zerofx.capture.trace import Batch, capture
 from zerofx.errors import PlanError
-from zerofx.graph import StepGraph
-from zerofx.node_facts import tensor
-from zerofx.passes.simplify import simplify
+from zerofx.ir import ops
+from zerofx.ir.facts import tensor
+from zerofx.ir.graph import StepGraph
+from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.tile import tile
-from zerofx.report.why import why
-from zerofx.scheduler.decisions import TileDecision
-from zerofx.scheduler.heads import MIN_CLASSES, find_heads
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.tiling import rungs
+from zerofx.scheduler.analysis.loss_heads import MIN_CLASSES, find_heads
+from zerofx.scheduler.decide.tiling import rungs
+from zerofx.scheduler.plan.decisions import TileDecision
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.text.why import why
 
 aten = torch.ops.aten
 

@@ -9,10 +9,10 @@ import torch
 from torch import fx, nn
 
 from tests.graphs import Averaging, Peeking, Prepared, Tied, TwoBlocks, calls, features, prepare, token_ids
-from zerofx import ops
-from zerofx.node_facts import Role, placeholder, tensor
-from zerofx.passes.base import consumers
-from zerofx.scheduler.storage import mutated_inputs
+from zerofx.ir import ops
+from zerofx.ir.aliasing import mutated_inputs
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import Role, placeholder, tensor
 
 aten = torch.ops.aten
 

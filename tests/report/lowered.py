@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from tests.graphs import DIM, Block, prepare, settings
 from tests.offloads import offloading
-from zerofx.lowering import LoweredStep, lower
-from zerofx.scheduler.machine import Machine
+from zerofx.lowering.lower import LoweredStep, lower
+from zerofx.scheduler.cost.machine import Machine
 
 
 class Deep(nn.Module):

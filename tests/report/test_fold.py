@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerofx.report.fold import Block, fold, span
+from zerofx.scheduler.plan.text.fold import Block, fold, span
 
 
 def blocks(shapes: str, anchors: str = "abcdefghijklmnopqrstuvwxyz") -> list[tuple[str, int]]:

@@ -18,15 +18,15 @@ import zerofx
 from tests.graphs import sgd
 from tests.models import CASES, batches
 from tests.report.lowered import lowered
-from zerofx import ops
+from zerofx.ir import ops
 from zerofx.report.axes import time_axis
-from zerofx.report.memory import Category
 from zerofx.report.page import ABOUT_INSTRUCTIONS
 from zerofx.report.pictures import COLOURS, KINDS, timeline_picture
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.report.table import schedule_lines
-from zerofx.report.units import format_bytes, format_seconds
-from zerofx.scheduler.plan_json import typed
+from zerofx.scheduler.cost.categories import Category
+from zerofx.scheduler.plan.json_format import typed
+from zerofx.units import format_bytes, format_seconds
 
 _EMPTY = {"meta", "link", "img", "br"}  # elements that have no end
 

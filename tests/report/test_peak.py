@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.report.lowered import lowered
-from zerofx.report.memory import peak_memory
 from zerofx.report.peak import peak_of
+from zerofx.scheduler.cost.categories import peak_memory
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tests.report.lowered import lowered
-from zerofx.scheduler.decisions import RecomputeDecision, StateDecision
-from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan.decisions import RecomputeDecision, StateDecision
+from zerofx.scheduler.plan.plan import Plan
 
 
 def recomputing(plan: Plan, layers: int, level: int = 1, size: int = 1024) -> Plan:

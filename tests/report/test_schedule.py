@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.report.lowered import lowered
-from zerofx import ops
-from zerofx.report.memory import memory_curve, peak_memory
+from zerofx.ir import ops
+from zerofx.ir.aliasing import is_view
 from zerofx.report.schedule import make_schedule
-from zerofx.scheduler.storage import is_view
+from zerofx.scheduler.cost.categories import memory_curve, peak_memory
 
 STAGES = [(0, 1), (0, 2), (1, 2), (2, 2), (3, 2), (3, 8)]
 

@@ -12,9 +12,9 @@ import torch
 import zerofx
 from tests.graphs import features, sgd
 from tests.report.lowered import Deep, lowered
-from zerofx.report.reasons import one_line, reasons
-from zerofx.scheduler.decisions import RecomputeDecision
-from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan.decisions import RecomputeDecision
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.text.reasons import one_line, reasons
 
 
 def compiled_step(depth: int = 4) -> zerofx.Step:

@@ -9,8 +9,8 @@ import pytest
 
 from tests.report.lowered import lowered
 from zerofx.errors import PlanError
-from zerofx.scheduler.decisions import RecomputeDecision
-from zerofx.scheduler.plan import Plan
+from zerofx.scheduler.plan.decisions import RecomputeDecision
+from zerofx.scheduler.plan.plan import Plan
 
 REASON = "level 1 of 2 for layers.2: the last move frees 1.5 KiB for 3 µs of computation"
 

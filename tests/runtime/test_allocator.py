@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.distributed import PATIENCE_SECONDS
-from zerofx.runtime.allocator import keep_freed_memory
+from zerofx.runtime.tiers.allocator import keep_freed_memory
 
 PROGRAM = """
 import json, resource

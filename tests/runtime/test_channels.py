@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import PATIENCE_SECONDS, run_ranks
-from zerofx.runtime import channels
-from zerofx.runtime.channels import GlooChannel, MemoryChannel, open_channels, read_memory
-from zerofx.runtime.copies import Workers
-from zerofx.runtime.lines import Calls
+from zerofx.runtime.comm.same_host import channels
+from zerofx.runtime.comm.same_host.channels import GlooChannel, MemoryChannel, open_channels, read_memory
+from zerofx.runtime.comm.same_host.lines import Calls
+from zerofx.runtime.tiers.copies import Workers
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
 SIZES = (0, 1, 3, 1000, 300_001)

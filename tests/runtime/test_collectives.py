@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
-from zerofx.buckets import BucketLayout
-from zerofx.runtime.collectives import make_transport
+from zerofx.ir.buckets import BucketLayout
+from zerofx.runtime.comm.collectives import make_transport
+from zerofx.runtime.comm.nccl import gather_coalesced, gather_single, reduce_single
+from zerofx.runtime.comm.transport import Pending
 from zerofx.runtime.executor import Runtime
-from zerofx.runtime.nccl import gather_coalesced, gather_single, reduce_single
-from zerofx.runtime.tiers import Tiers
-from zerofx.runtime.transport import Pending
+from zerofx.runtime.tiers.tiers import Tiers
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zerofx
-from zerofx.runtime.current_device import on_device
+from zerofx.codegen.kernels.current_device import on_device
 
 
 def test_a_cpu_has_no_current_device() -> None:
@@ -25,7 +25,7 @@ def test_a_step_is_built_and_runs_with_its_own_device_as_the_current_one(monkeyp
         entered.append(device)
         return nullcontext()
 
-    monkeypatch.setattr("zerofx.step.on_device", noted)
+    monkeypatch.setattr("zerofx.session.step.on_device", noted)
     model = nn.Linear(2, 1)
     step = zerofx.compile(
         model, torch.optim.SGD(model.parameters()), 0, loss_fn=lambda y, x: y.sum(), backend="eager",

@@ -22,8 +22,8 @@ from tests.models import CASES, batches
 from tests.training import build
 from tests.tuning import tune
 from tests.users import adamw, ids, tiny
-from zerofx import trial
 from zerofx.errors import MemoryBudgetError, RankMismatchError, UsageError, ZeroFXError
+from zerofx.tuning import trial
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="open sockets are counted in /proc")
 

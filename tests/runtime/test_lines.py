@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from zerofx.runtime import lines
-from zerofx.runtime.lines import AnnouncingEnd, Calls, ReadingEnd
+from zerofx.runtime.comm.same_host import lines
+from zerofx.runtime.comm.same_host.lines import AnnouncingEnd, Calls, ReadingEnd
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="names without files are Linux's")
 

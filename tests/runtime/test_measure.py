@@ -14,7 +14,7 @@ import zerofx
 from gpt import GPT
 from tests.distributed import run_ranks
 from zerofx.options import Precision
-from zerofx.runtime.measure import Measurement, persistent_bytes
+from zerofx.runtime.measure.measure import Measurement, persistent_bytes
 
 # Small things that operators keep to themselves are not predicted; with these shapes there is next to nothing.
 TOLERANCE = 0.001

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerofx.errors import TierError, UsageError, ZeroFXWarning
-from zerofx.runtime.host_memory import HostMemory
-from zerofx.runtime.nvme import BLOCK_BYTES, NvmeFile, NvmeFiles, Part
-from zerofx.runtime.tiers import Tiers
-from zerofx.scheduler.blocks import PAGE, whole_pages
+from zerofx.runtime.tiers.host_memory import HostMemory
+from zerofx.runtime.tiers.nvme import BLOCK_BYTES, NvmeFile, NvmeFiles, Part
+from zerofx.runtime.tiers.tiers import Tiers
+from zerofx.scheduler.cost.blocks import PAGE, whole_pages
 
 CPU = torch.device("cpu")
 LONG = 5 * BLOCK_BYTES + 12_345
@@ -207,7 +207,7 @@ def test_folders_are_removed_again_where_one_cannot_be_made(tmp_path: Path) -> N
 _LEAVES_FILES = """
 import os, sys
 from pathlib import Path
-from zerofx.runtime.nvme import NvmeFiles
+from zerofx.runtime.tiers.nvme import NvmeFiles
 files = NvmeFiles([Path(sys.argv[1])])
 files.take(1).parts[0].path.write_bytes(b"left" * 5000)
 if sys.argv[2] == "killed":

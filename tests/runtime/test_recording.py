@@ -20,8 +20,8 @@ from tests.pairs import Pair, momentum
 from tests.training import Trained, differences, train_compiled, train_plain
 from tests.users import ids
 from zerofx import CompilerError, UsageError, ZeroFXWarning
-from zerofx.runtime.graphed import MOST_RECORDINGS, NUM_WARM_UP_STEPS
-from zerofx.runtime.recording import record
+from zerofx.runtime.cuda_graphs.graphed import MOST_RECORDINGS, NUM_WARM_UP_STEPS
+from zerofx.runtime.cuda_graphs.recording import record
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> EmulatedCapturer:
 def emulate(monkeypatch: pytest.MonkeyPatch) -> EmulatedCapturer:
     """Have steps captured on the CPU; what else would be in the way of it still is."""
     capturer = EmulatedCapturer()
-    monkeypatch.setattr("zerofx.step_builder.machine_obstacle", lambda device: "")
-    monkeypatch.setattr("zerofx.step_builder.CudaCapturer", lambda device: capturer)
+    monkeypatch.setattr("zerofx.session.step_builder.machine_obstacle", lambda device: "")
+    monkeypatch.setattr("zerofx.session.step_builder.CudaCapturer", lambda device: capturer)
     return capturer
 
 

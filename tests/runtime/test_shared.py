@@ -17,13 +17,13 @@ import zerofx
 from tests.distributed import run_ranks
 from tests.models import CASES, batches
 from tests.training import build, differences, train_compiled, train_plain
-from zerofx.buckets import BucketLayout
-from zerofx.runtime import channels, shared
-from zerofx.runtime.collectives import make_transport
+from zerofx.ir.buckets import BucketLayout
+from zerofx.runtime.comm.collectives import make_transport
+from zerofx.runtime.comm.gloo import PointToPoint
+from zerofx.runtime.comm.same_host import channels, shared
+from zerofx.runtime.comm.transport import Transport
 from zerofx.runtime.executor import Runtime
-from zerofx.runtime.messages import PointToPoint
-from zerofx.runtime.tiers import Tiers
-from zerofx.runtime.transport import Transport
+from zerofx.runtime.tiers.tiers import Tiers
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name that is shared is Linux's")
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from zerofx.runtime.spans import Span, SpanLog, StreamUse, stream_uses, transfers_of
+from zerofx.runtime.measure.spans import Span, SpanLog, StreamUse, stream_uses, transfers_of
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerofx.errors import TierError
-from zerofx.peaks import CpuPeak
-from zerofx.runtime.host_memory import HostMemory
-from zerofx.runtime.tiers import Tiers
-from zerofx.scheduler.blocks import PAGE, size_class
+from zerofx.runtime.tiers.host_memory import HostMemory
+from zerofx.runtime.tiers.tiers import Tiers
+from zerofx.scheduler.cost.blocks import PAGE, size_class
+from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 
 CPU = torch.device("cpu")
 VALUES = {

@@ -16,8 +16,8 @@ import itertools
 from dataclasses import dataclass, replace
 
 from zerofx.errors import MemoryBudgetError, UsageError
-from zerofx.report.units import format_bytes, format_count
-from zerofx.scheduler.machine import Machine, copy_seconds
+from zerofx.scheduler.cost.machine import Machine, copy_seconds
+from zerofx.units import format_bytes, format_count
 
 # Bytes per parameter that each kind of data holds, and that flow along each edge in one step.
 STATE_BYTES = {"parameters": 2, "gradients": 2, "master": 4, "momentum": 4, "variance": 4}
@@ -32,7 +32,7 @@ _FLOWS = (
     ("update", "cast", 4),
     ("cast", "parameters", 2),
 )
-_UPDATE_FLOPS = 14  # Adam, per parameter: as scheduler/costs.py counts
+_UPDATE_FLOPS = 14  # Adam, per parameter: as scheduler/cost/roofline.py counts
 _UPDATE_BYTES = 28  # gradients, master and moments read; master, moments and parameters written
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.graphs import prepare
-from zerofx.scheduler.accumulate import choose_micro_batches
-from zerofx.scheduler.budget import BudgetMissedError
-from zerofx.scheduler.decisions import RecomputeDecision
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.plan_facts import Prediction
+from zerofx.scheduler.plan.decisions import RecomputeDecision
+from zerofx.scheduler.plan.facts import Prediction
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.scheduler.search.micro_batches import choose_micro_batches
 
 CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 24)
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.test_joint import small_machine
-from zerofx.scheduler.arrivals import Arrival, starts_of
-from zerofx.scheduler.machine import Link, Machine, Nvme, copy_seconds
-from zerofx.scheduler.tiers import Tier
+from zerofx.scheduler.cost.machine import Link, Machine, Nvme, copy_seconds
+from zerofx.scheduler.decide.prefetch import Arrival, starts_of
+from zerofx.scheduler.plan.tiers import Tier
 
 
 def machine(link: float, drive: float) -> Machine:

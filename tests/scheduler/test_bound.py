@@ -15,28 +15,28 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from gpt import GPT
-from zerofx.buckets import BucketLayout, layout_of
-from zerofx.capture import Batch, capture
+from zerofx.capture.trace import Batch, capture
 from zerofx.codegen.regions import Region, cut
+from zerofx.driver.plan_only import plan
 from zerofx.errors import MemoryBudgetError
-from zerofx.graph import StepGraph
+from zerofx.ir.aliasing import storage_bytes, storage_source, tensors_of
+from zerofx.ir.buckets import BucketLayout, layout_of
+from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
-from zerofx.passes.simplify import simplify
+from zerofx.passes.prepare.simplify import simplify
 from zerofx.pipeline import run_quietly
-from zerofx.planning import plan
-from zerofx.runtime.optimizer import OptimizerBinding, group_of_parameters
-from zerofx.scheduler.activations import Segment, segments
-from zerofx.scheduler.bound import Exchange, bound, convex_hull, least_seconds_to_free, with_least_seconds
-from zerofx.scheduler.captured import Captured
-from zerofx.scheduler.costs import node_cost
-from zerofx.scheduler.crossing import crossing_storages, value_node
-from zerofx.scheduler.decisions import OffloadDecision, RecomputeDecision
-from zerofx.scheduler.liveness import liveness, with_profiles
-from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.policy import PolicyOptions, decide
-from zerofx.scheduler.simulate import predict, simulate
-from zerofx.scheduler.storage import storage_bytes, storage_source, tensors_of
+from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
+from zerofx.scheduler.analysis.saved_values import crossing_storages, value_node
+from zerofx.scheduler.cost.liveness import liveness, with_profiles
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.roofline import node_cost
+from zerofx.scheduler.cost.simulate import predict, simulate
+from zerofx.scheduler.decide.activations import Segment, segments
+from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.plan.decisions import OffloadDecision, RecomputeDecision
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.bound import Exchange, bound, convex_hull, least_seconds_to_free, with_least_seconds
+from zerofx.scheduler.search.graph_facts import Captured
 from zerofx.settings import read_settings
 
 MACHINE = Machine.named("cpu")

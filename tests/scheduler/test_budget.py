@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 import zerofx
 from gpt import GPT
-from zerofx.capture import Batch, capture
+from zerofx.capture.trace import Batch, capture
+from zerofx.driver.plan_only import PlannedStep, plan
 from zerofx.errors import MemoryBudgetError
 from zerofx.options import Backend
-from zerofx.passes.simplify import simplify
-from zerofx.planning import PlannedStep, plan
-from zerofx.scheduler.activations import menu, segments
-from zerofx.scheduler.crossing import crossing_storages
-from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.moves import order_moves
+from zerofx.passes.prepare.simplify import simplify
+from zerofx.scheduler.analysis.saved_values import crossing_storages
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.decide.activations import menu, segments
+from zerofx.scheduler.search.moves import order_moves
 
 BUDGETS = (1.0, 0.6, 0.3, 0.1, 0.0)  # between the least possible and what keeping everything takes
 

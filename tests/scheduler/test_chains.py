@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.chains import MLP, Attention, Stack
 from tests.graphs import captured
-from zerofx.scheduler.chains import find_chains
+from zerofx.scheduler.analysis.tile_chains import find_chains
 
 aten = torch.ops.aten
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.scheduler.test_workspace import call
-from zerofx.peaks import CpuPeak
-from zerofx.scheduler import calls
-from zerofx.scheduler.convolutions import compiled_convolution_bytes, convolution_bytes
+from zerofx.scheduler.cost.cpu import calls
+from zerofx.scheduler.cost.cpu.convolutions import compiled_convolution_bytes, convolution_bytes
+from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 
 aten = torch.ops.aten
 TOLERANCE_BYTES = 1024

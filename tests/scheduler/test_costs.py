@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from zerofx.errors import InvalidGraphError
-from zerofx.scheduler.costs import node_cost, node_flops
-from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.storage import is_view
+from zerofx.ir.aliasing import is_view
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.roofline import node_cost, node_flops
 
 aten = torch.ops.aten
 H100 = Machine.named("h100-sxm")

@@ -11,23 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from zerofx.buckets import BucketLayout
-from zerofx.capture import Batch, capture
-from zerofx.errors import MemoryBudgetError, UsageError
-from zerofx.graph import StepGraph, insert_call
-from zerofx.node_facts import Origin, Phase, Placeholder, Role, set_placeholder, set_value
-from zerofx.passes.recompute import recompute
-from zerofx.passes.simplify import simplify
-from zerofx.scheduler.budget import fit
-from zerofx.scheduler.captured import Captured
-from zerofx.scheduler.exact import SEARCH_NODES, search, solve
-from zerofx.scheduler.held import Held, held
-from zerofx.scheduler.items import Question
-from zerofx.scheduler.liveness import liveness
-from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.plan_facts import Prediction
-from zerofx.scheduler.problem import (
+from tests.oracles.exact import SEARCH_NODES, search, solve
+from tests.oracles.problem import (
     Compute,
     Drop,
     Problem,
@@ -37,7 +22,22 @@ from zerofx.scheduler.problem import (
     with_drops,
     without_recomputation,
 )
-from zerofx.scheduler.simulate import predict, simulate
+from zerofx.capture.trace import Batch, capture
+from zerofx.errors import MemoryBudgetError, UsageError
+from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.facts import Origin, Phase, Placeholder, Role, set_placeholder, set_value
+from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.passes.prepare.simplify import simplify
+from zerofx.passes.recompute import recompute
+from zerofx.scheduler.cost.liveness import liveness
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.simulate import predict, simulate
+from zerofx.scheduler.plan.facts import Prediction
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.budget import fit
+from zerofx.scheduler.search.graph_facts import Captured
+from zerofx.scheduler.search.held import Held, held
+from zerofx.scheduler.search.problem import Question
 
 # A chain of n + 1 forward nodes and n backward ones, each of which also reads the forward node opposite, all of one
 # size and one second: least computations with room for 3, 4, ... values, the one being computed included.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.formulas import Transformer, bandwidth_efficiency, reversal_steps
+from tests.oracles.exact import search
+from tests.oracles.problem import Problem
 from zerofx.errors import UsageError
-from zerofx.scheduler.exact import search
-from zerofx.scheduler.problem import Problem
 
 TIB, GIB, MIB = 2**40, 2**30, 2**20
 

@@ -13,11 +13,11 @@ from gpt import GPT
 from tests.graphs import features, prepare
 from tests.scheduler.test_budget import convnet, encoder_decoder, gpt, least_and_most, llama, run
 from zerofx.codegen.regions import Region, cut
-from zerofx.node_facts import Phase
-from zerofx.planning import plan
-from zerofx.scheduler.budget import BudgetMissedError
-from zerofx.scheduler.fusion import estimated_memory
-from zerofx.scheduler.liveness import liveness, with_profiles
+from zerofx.driver.plan_only import plan
+from zerofx.ir.facts import Phase
+from zerofx.scheduler.cost.fusion import estimated_memory
+from zerofx.scheduler.cost.liveness import liveness, with_profiles
+from zerofx.scheduler.search.budget import BudgetMissedError
 
 # What torch itself deprecates is imported with Inductor.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -9,9 +9,9 @@ import torch
 
 import zerofx
 from gpt import GPT
+from zerofx.driver.plan_only import PlannedStep
 from zerofx.options import Recompute
-from zerofx.planning import PlannedStep
-from zerofx.scheduler.machine import Link, Machine
+from zerofx.scheduler.cost.machine import Link, Machine
 
 FAST = Machine.named("h100-sxm")
 SLOW = replace(FAST, name="slow-network", intra_node=Link(1e9, 1e-5), inter_node=Link(1e9, 1e-5))

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 import zerofx
 from tests import graphs
 from tests.graphs import prepare, sgd
-from zerofx.buckets import BucketLayout
-from zerofx.graph import StepGraph
+from zerofx.driver.plan_only import PlannedStep
+from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.graph import StepGraph
+from zerofx.passes.verify import verify
 from zerofx.pipeline import run_quietly
-from zerofx.planning import PlannedStep
-from zerofx.scheduler.budget import BudgetMissedError
-from zerofx.scheduler.hiding import hide_collectives
-from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.policy import PolicyOptions, decide
-from zerofx.scheduler.simulate import Simulation, simulate
-from zerofx.verify import verify
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.simulate import Simulation, simulate
+from zerofx.scheduler.decide.overlap import hide_collectives
+from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.budget import BudgetMissedError
 
 DIM, CLASSES, ROWS, RANKS = 32, 256, 8, 4
 NO_LIMIT = 1 << 40

@@ -15,12 +15,12 @@ from tests.offloads import placing, prepare_case
 from tests.scheduler.test_budget import gpt, run
 from tests.scheduler.test_joint import small_machine
 from tests.training import build
+from zerofx.driver.plan_only import PlannedStep
 from zerofx.errors import MemoryBudgetError, TierError, UsageError, ZeroFXWarning
 from zerofx.options import Offload
-from zerofx.planning import PlannedStep
-from zerofx.runtime.host_memory import HostMemory
-from zerofx.scheduler.blocks import PAGE
-from zerofx.scheduler.machine import Machine
+from zerofx.runtime.tiers.host_memory import HostMemory
+from zerofx.scheduler.cost.blocks import PAGE
+from zerofx.scheduler.cost.machine import Machine
 
 H100 = Machine.named("h100-sxm")
 

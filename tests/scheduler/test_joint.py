@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import zerofx
 from tests.scheduler.test_budget import OPERATORS, Chain, convnet, gpt, llama, run
+from zerofx.driver.plan_only import PlannedStep, plan
 from zerofx.errors import MemoryBudgetError
 from zerofx.options import Offload, Recompute
-from zerofx.planning import PlannedStep, plan
-from zerofx.scheduler.machine import Device, Link, Machine
+from zerofx.scheduler.cost.machine import Device, Link, Machine
 
 WAYS: dict[str, tuple[Recompute, Offload]] = {
     "joint": ("auto", "host"), "recompute": ("auto", "none"), "offload": ("none", "host"),

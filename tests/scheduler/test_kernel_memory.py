@@ -10,9 +10,9 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from tests.scheduler.test_workspace import call, rand
-from zerofx.peaks import CpuPeak
-from zerofx.scheduler import kernel_memory
-from zerofx.scheduler.kernel_memory import kernel_memories
+from zerofx.scheduler.cost.cpu import kernel_memory
+from zerofx.scheduler.cost.cpu.kernel_memory import kernel_memories
+from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 from zerofx.torch_private import without_onednn
 
 aten = torch.ops.aten

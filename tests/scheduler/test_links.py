@@ -9,8 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerofx.errors import PlanError
-from zerofx.scheduler.links import MeasuredLink, Transfer, corrected_machine, fit_link, measured_links, predicted_link
-from zerofx.scheduler.machine import Link, Machine, collective_seconds, copy_seconds, wire_bytes
+from zerofx.scheduler.cost.links import (
+    MeasuredLink,
+    Transfer,
+    corrected_machine,
+    fit_link,
+    measured_links,
+    predicted_link,
+)
+from zerofx.scheduler.cost.machine import Link, Machine, collective_seconds, copy_seconds, wire_bytes
 
 H100 = Machine.named("h100-sxm")
 STREAMS = ("collective", "to_host", "to_device", "nvme_read", "nvme_write")

@@ -15,10 +15,10 @@ from torch import Tensor, fx
 
 from tests.graphs import TwoBlocks, calls, prepare
 from tests.report.lowered import lowered
-from zerofx import ops
-from zerofx.graph import StepGraph
-from zerofx.node_facts import Placeholder, Role, set_placeholder, set_value, tensor
-from zerofx.scheduler.liveness import Liveness, MemoryEvent, liveness, with_profiles
+from zerofx.ir import ops
+from zerofx.ir.facts import Placeholder, Role, set_placeholder, set_value, tensor
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.cost.liveness import Liveness, MemoryEvent, liveness, with_profiles
 
 aten = torch.ops.aten
 SIDE = 4

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerofx.errors import UsageError
-from zerofx.scheduler.machine import (
+from zerofx.scheduler.cost.catalog import built_in_machines, machine_of_device
+from zerofx.scheduler.cost.machine import (
     Device,
     Efficiency,
     Host,
@@ -28,7 +29,6 @@ from zerofx.scheduler.machine import (
     copy_seconds,
     wire_bytes,
 )
-from zerofx.scheduler.machines import built_in_machines, machine_of_device
 
 rates = st.floats(1e3, 1e18)
 latencies = st.floats(0, 1)

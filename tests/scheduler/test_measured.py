@@ -16,16 +16,16 @@ from tests.report.lowered import Deep
 from tests.test_search import WIDTH, Waves
 from zerofx.codegen.regions import Region, cut, regions_of
 from zerofx.errors import PlanError
-from zerofx.node_facts import origin
+from zerofx.ir.facts import origin
 from zerofx.options import Recompute, check_options
-from zerofx.plan_choice import make_plan
-from zerofx.rehearsal import predict_plan
-from zerofx.scheduler.costs import node_cost
-from zerofx.scheduler.links import MeasuredLink, predicted_link
-from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.measured import MeasuredCosts
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.simulate import Simulation, simulate
+from zerofx.scheduler.cost.links import MeasuredLink, predicted_link
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.measured import MeasuredCosts
+from zerofx.scheduler.cost.roofline import node_cost
+from zerofx.scheduler.cost.simulate import Simulation, simulate
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.evaluate import predict_plan
+from zerofx.scheduler.search.planner import make_plan
 
 CPU = Machine.named("cpu")
 

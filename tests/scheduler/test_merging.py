@@ -17,13 +17,13 @@ import zerofx
 from tests import graphs
 from tests.graphs import prepare, sgd
 from tests.passes.test_states import delaying as with_delayed_updates
-from zerofx.graph import StepGraph
+from zerofx.ir.graph import StepGraph
+from zerofx.passes.verify import verify
 from zerofx.pipeline import run_quietly
-from zerofx.scheduler.machine import Link, Machine, collective_latency, collective_seconds
-from zerofx.scheduler.merging import merge_gathers
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.simulate import Simulation, simulate
-from zerofx.verify import verify
+from zerofx.scheduler.cost.machine import Link, Machine, collective_latency, collective_seconds
+from zerofx.scheduler.cost.simulate import Simulation, simulate
+from zerofx.scheduler.decide.coalesce import merge_gathers
+from zerofx.scheduler.plan.plan import Plan
 
 DIM, ROWS, RANKS = 32, 64, 4
 SMALL = (DIM,) * 6

@@ -11,21 +11,21 @@ import torch
 from gpt import GPT
 from tests.models import CASES
 from tests.offloads import prepare_case
-from zerofx.buckets import layout_of
-from zerofx.capture import Batch, capture
-from zerofx.node_facts import Phase, origin
-from zerofx.passes.accumulate import accumulate
-from zerofx.passes.base import consumers
-from zerofx.passes.simplify import simplify
-from zerofx.scheduler.activations import Level, Segment, menu, segments
-from zerofx.scheduler.captured import Captured
-from zerofx.scheduler.crossing import crossing_values, storage_size
-from zerofx.scheduler.items import Activations, Question, items_of, plan_of
-from zerofx.scheduler.machine import Link, Machine, Nvme, copy_seconds
-from zerofx.scheduler.moves import order_moves
-from zerofx.scheduler.offload import Room, Wish, away_seconds, entries, joint_menu, place
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.timeline import runs, seconds_by_place
+from zerofx.capture.trace import Batch, capture
+from zerofx.ir.buckets import layout_of
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import Phase, origin
+from zerofx.passes.prepare.accumulate import accumulate
+from zerofx.passes.prepare.simplify import simplify
+from zerofx.scheduler.analysis.saved_values import crossing_values, storage_size
+from zerofx.scheduler.cost.machine import Link, Machine, Nvme, copy_seconds
+from zerofx.scheduler.cost.timeline import runs, seconds_by_place
+from zerofx.scheduler.decide.activations import Level, Segment, menu, segments
+from zerofx.scheduler.decide.offload import Room, Wish, away_seconds, entries, joint_menu, place
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.graph_facts import Captured
+from zerofx.scheduler.search.moves import order_moves
+from zerofx.scheduler.search.problem import Activations, Question, items_of, plan_of
 
 H100 = Machine.named("h100-sxm")
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.scheduler.offload_cuts import best_cuts, cuts, place
 from zerofx.errors import MemoryBudgetError, UsageError
-from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.cost.machine import Machine
 
 STATES = frozenset({"master", "momentum", "variance", "update", "cast"})
 V100 = Machine.named("v100-32")

@@ -13,16 +13,16 @@ import zerofx
 from gpt import GPT
 from tests.scheduler.test_budget import gpt, run
 from tests.scheduler.test_joint import small_machine
-from zerofx.buckets import layout_of
-from zerofx.capture import Batch, capture
+from zerofx.capture.trace import Batch, capture
+from zerofx.driver.plan_only import PlannedStep
+from zerofx.ir.buckets import layout_of
 from zerofx.options import Offload
-from zerofx.planning import PlannedStep
-from zerofx.scheduler.machine import Link, Machine, Nvme
-from zerofx.scheduler.parameters import Home, copies_menu, parameter_menus
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.policy import PolicyOptions, residencies
-from zerofx.scheduler.tiers import Tier
-from zerofx.scheduler.timeline import seconds_by_place
+from zerofx.scheduler.cost.machine import Link, Machine, Nvme
+from zerofx.scheduler.cost.timeline import seconds_by_place
+from zerofx.scheduler.decide.parameters import Home, copies_menu, parameter_menus
+from zerofx.scheduler.decide.residency import PolicyOptions, residencies
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.tiers import Tier
 
 H100 = Machine.named("h100-sxm")
 

@@ -17,23 +17,23 @@ from torch import Tensor, nn
 import zerofx
 from tests.graphs import prepare
 from tests.scheduler.test_joint import small_machine
-from zerofx.capture import Batch, capture
+from zerofx.capture.trace import Batch, capture
 from zerofx.codegen.regions import cut, regions_of
+from zerofx.driver.plan_only import plan
 from zerofx.errors import MemoryBudgetError
-from zerofx.graph import StepGraph
-from zerofx.node_facts import Phase, origin, piece_of
+from zerofx.ir.aliasing import is_view, storage_source
+from zerofx.ir.facts import Phase, origin, piece_of
+from zerofx.ir.graph import StepGraph
 from zerofx.passes.divide import divide
-from zerofx.passes.simplify import simplify
-from zerofx.planning import plan
-from zerofx.report.reasons import reasons
-from zerofx.scheduler.activations import segments
-from zerofx.scheduler.budget import BudgetMissedError
-from zerofx.scheduler.captured import Captured
-from zerofx.scheduler.crossing import crossing_storages, storage_size
-from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.pieces import forward_runs, pieces
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.storage import is_view, storage_source
+from zerofx.passes.prepare.simplify import simplify
+from zerofx.scheduler.analysis.pieces import forward_runs, pieces
+from zerofx.scheduler.analysis.saved_values import crossing_storages, storage_size
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.decide.activations import segments
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.text.reasons import reasons
+from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.scheduler.search.graph_facts import Captured
 
 MACHINE = Machine.named("cpu")
 SHARES = (1.0, 0.5, 0.0)  # of what lies between the least possible and keeping everything

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from tests.graphs import Tied, prepare, token_ids
 from zerofx.errors import PlanError
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.plan_facts import Prediction
+from zerofx.scheduler.plan.facts import Prediction
+from zerofx.scheduler.plan.plan import Plan
 
 _ROOT = Path(__file__).parent.parent.parent
 

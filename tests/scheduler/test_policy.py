@@ -11,10 +11,10 @@ from torch import nn
 
 from gpt import GPT
 from tests.graphs import Normed, Peeking, Prepared, Shifts, Tied, TwoBlocks, features, prepare, token_ids
-from zerofx.buckets import layout_of
 from zerofx.codegen.regions import Region, cut
-from zerofx.node_facts import Phase, origin
-from zerofx.scheduler.policy import PolicyOptions, decide
+from zerofx.ir.buckets import layout_of
+from zerofx.ir.facts import Phase, origin
+from zerofx.scheduler.decide.residency import PolicyOptions, decide
 
 
 def _residencies(prepared: Prepared) -> list[tuple[str, str, str]]:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from zerofx.graph import insert_call
-from zerofx.node_facts import Origin, Phase, set_value, value
-from zerofx.scheduler.row_rules import Given, rows_of_result, takes_sizes
-from zerofx.scheduler.rows import SUM, Rows, leading_rows, tile_shape
+from zerofx.ir.facts import Origin, Phase, set_value, value
+from zerofx.ir.graph import insert_call
+from zerofx.scheduler.analysis.row_rules import Given, rows_of_result, takes_sizes
+from zerofx.scheduler.analysis.rows import SUM, Rows, leading_rows, tile_shape
 
 aten = torch.ops.aten
 NUM_ROWS = 4

@@ -10,12 +10,12 @@ import torch
 
 from tests.graphs import Tied, TwoBlocks, calls, prepare, token_ids
 from tests.report.lowered import lowered
-from zerofx import ops
-from zerofx.graph import StepGraph
-from zerofx.scheduler.machine import Link, Machine, collective_seconds, copy_seconds
-from zerofx.scheduler.simulate import Leg, Simulation, predict, simulate
-from zerofx.scheduler.storage import storage_bytes
-from zerofx.scheduler.streams import STREAMS, stream_of
+from zerofx.ir import ops
+from zerofx.ir.aliasing import storage_bytes
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.streams import STREAMS, stream_of
+from zerofx.scheduler.cost.machine import Link, Machine, collective_seconds, copy_seconds
+from zerofx.scheduler.cost.simulate import Leg, Simulation, predict, simulate
 
 CASES = [(stage, ranks, prefetch) for stage in range(4) for ranks in (2, 4) for prefetch in (0, 1, 2)]
 CPU = Machine.named("cpu")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.scheduler.test_workspace import call, inside
-from zerofx.scheduler import calls, kernel_memory
-from zerofx.scheduler.calls import Like
-from zerofx.scheduler.kernel_memory import kernel_memories
+from zerofx.scheduler.cost.cpu import calls, kernel_memory
+from zerofx.scheduler.cost.cpu.calls import Like
+from zerofx.scheduler.cost.cpu.kernel_memory import kernel_memories
 
 aten = torch.ops.aten
 

@@ -12,12 +12,12 @@ import zerofx
 from gpt import GPT
 from tests.scheduler.test_budget import gpt, run
 from tests.scheduler.test_joint import small_machine
-from zerofx.buckets import layout_of
-from zerofx.capture import Batch, capture
-from zerofx.planning import PlannedStep
-from zerofx.scheduler.machine import Link, Machine
-from zerofx.scheduler.states import Placement, state_menus
-from zerofx.scheduler.timeline import seconds_by_place
+from zerofx.capture.trace import Batch, capture
+from zerofx.driver.plan_only import PlannedStep
+from zerofx.ir.buckets import layout_of
+from zerofx.scheduler.cost.machine import Link, Machine
+from zerofx.scheduler.cost.timeline import seconds_by_place
+from zerofx.scheduler.decide.states import Placement, state_menus
 
 H100 = Machine.named("h100-sxm")
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from zerofx.scheduler.storage import (
+from zerofx.ir.aliasing import (
     aliased_input,
     is_view,
     mutated_inputs,

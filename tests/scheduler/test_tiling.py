@@ -12,7 +12,7 @@ from gpt import GPT
 from tests.chains import MLP, Attention, Block, Stack, mlps
 from zerofx.errors import MemoryBudgetError, UsageError
 from zerofx.options import Tiling
-from zerofx.scheduler.budget import BudgetMissedError
+from zerofx.scheduler.search.budget import BudgetMissedError
 
 
 def least_of(model: nn.Module, x: Tensor, tiling: Tiling) -> int:

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from tests.formulas import Transformer
-from zerofx.capture import Batch, capture
-from zerofx.graph import StepGraph
-from zerofx.node_text import target_name
+from zerofx.capture.trace import Batch, capture
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.text import target_name
+from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.recompute import recompute
-from zerofx.passes.simplify import simplify
-from zerofx.scheduler.activations import menu, segments
-from zerofx.scheduler.costs import node_flops
-from zerofx.scheduler.crossing import crossing_storages, storage_size, value_node
-from zerofx.scheduler.machine import Machine
+from zerofx.scheduler.analysis.saved_values import crossing_storages, storage_size, value_node
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.roofline import node_flops
+from zerofx.scheduler.decide.activations import menu, segments
 
 MIB = 2**20
 

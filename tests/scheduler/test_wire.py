@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, fx, nn
 
 import zerofx
+from zerofx.driver.plan_only import PlannedStep
 from zerofx.errors import UsageError
-from zerofx.ops import COLLECTIVES
-from zerofx.planning import PlannedStep
-from zerofx.quantise import BLOCK
-from zerofx.scheduler.machine import Link, Machine
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.simulate import Simulation
-from zerofx.scheduler.wire_volume import node_wire_bytes
+from zerofx.ir.op_kernels.quantise import BLOCK
+from zerofx.ir.ops import COLLECTIVES
+from zerofx.scheduler.cost.machine import Link, Machine
+from zerofx.scheduler.cost.simulate import Simulation
+from zerofx.scheduler.cost.wire_volume import node_wire_bytes
+from zerofx.scheduler.plan.plan import Plan
 
 WIDTH = 256
 H100 = Machine.named("h100-sxm")

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from zerofx import ops
 from zerofx.codegen.kernels.table import ATTENTION, PRODUCTS
-from zerofx.peaks import CpuPeak
-from zerofx.products import scratch_bytes
-from zerofx.scheduler import calls
-from zerofx.scheduler.storage import storage_bytes
-from zerofx.scheduler.workspace import compiled_workspace_bytes, is_unknown, workspace_bytes
+from zerofx.ir import ops
+from zerofx.ir.aliasing import storage_bytes
+from zerofx.ir.op_kernels.products import scratch_bytes
+from zerofx.scheduler.cost.cpu import calls
+from zerofx.scheduler.cost.cpu.peaks import CpuPeak
+from zerofx.scheduler.cost.cpu.workspace import compiled_workspace_bytes, is_unknown, workspace_bytes
 
 aten = torch.ops.aten
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerofx.buckets import ALIGNMENT_BYTES
-from zerofx.planning import PlannedStep, plan
+from zerofx.driver.plan_only import PlannedStep, plan
+from zerofx.ir.buckets import ALIGNMENT_BYTES
 
 # Table 1: GB per device for 1, 4, 16, 64, 256 and 1024 ranks, at stages 1, 2 and 3.
 RANKS = (1, 4, 16, 64, 256, 1024)

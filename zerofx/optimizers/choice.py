@@ -9,8 +9,8 @@ import torch
 
 from zerofx.errors import OptimizerError
 from zerofx.optimizers.complex_parts import check_parts
-from zerofx.optimizers.followed import Follower
-from zerofx.optimizers.stand_in import StandIn
+from zerofx.optimizers.following.follower import Follower
+from zerofx.optimizers.following.stand_in import StandIn
 from zerofx.optimizers.support import refuse_by_name
 from zerofx.optimizers.update import scalars_by_shape, state_names
 

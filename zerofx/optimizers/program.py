@@ -56,8 +56,8 @@ class UpdateProgram:
     for no longer holds: trace again. It needs ``torch`` in its namespace.
 
     Where ``host_source`` is empty, the scalars are what the optimizer's own step gives to the operators, heard at every
-    step (``zerofx.optimizers.followed``); the states that are no flat tensors, and which states have values before and
-    after, are then known when it has run, and not by the program.
+    step (``zerofx.optimizers.following.follower``); the states that are no flat tensors, and which states have values
+    before and after, are then known when it has run, and not by the program.
 
     ``first_step_only``: right for the step that creates the state, after which another variant has to be traced.
     ``state_before`` and ``state_after`` name the states that have values before and after the update.

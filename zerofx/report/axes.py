@@ -7,7 +7,7 @@ from html import escape
 from itertools import count
 from typing import TypeVar
 
-from zerofx.report.units import format_seconds
+from zerofx.units import format_seconds
 
 WIDTH = 1200  # units of the pictures' coordinates; a page shows them about one to one
 LEFT, RIGHT = 96, 1190  # of the plot: names of tracks and sizes stand to its left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from zerofx.lowering import LoweredStep
+from zerofx.lowering.lower import LoweredStep
 from zerofx.report.schedule import make_schedule
 
 

@@ -12,13 +12,13 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zerofx.own_files import write_text
+from zerofx.disk.own_files import write_text
 from zerofx.report.page_style import SCRIPT, STYLE
 from zerofx.report.page_tables import decisions_table, layer_bars, peak_table, schedule_html
 from zerofx.report.pictures import KINDS, colour_of, legend, memory_data, memory_picture, tier_picture, timeline_picture
 from zerofx.report.rows import legs_of
 from zerofx.report.table import totals_line
-from zerofx.report.units import format_bytes, format_count, format_seconds
+from zerofx.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from zerofx.report.schedule import Schedule

@@ -9,7 +9,7 @@ from zerofx.report.peak import PeakTensor
 from zerofx.report.pictures import COLOURS, colour_of
 from zerofx.report.rows import Row
 from zerofx.report.table import HEADERS, INDENT, schedule_lines
-from zerofx.report.units import format_bytes
+from zerofx.units import format_bytes
 
 _MOST_BARS = 24  # layers with a bar of their own, the largest; the others share one
 _FIRST_NUMBER = 5  # column of the schedule: names stand before it

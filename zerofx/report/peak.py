@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from zerofx import ops
-from zerofx.graph import StepGraph
-from zerofx.node_facts import (
+from zerofx.ir import ops
+from zerofx.ir.aliasing import storage_bytes, tensors_of
+from zerofx.ir.facts import (
     DEVICE,
     Phase,
     Role,
@@ -20,13 +20,13 @@ from zerofx.node_facts import (
     source_line,
     tier_of,
 )
-from zerofx.node_text import target_name, type_text
-from zerofx.report.fold import span
-from zerofx.report.memory import OF_ROLE, Category, Moment, category_of, peak_moment
-from zerofx.scheduler.liveness import Liveness
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.storage import storage_bytes, tensors_of
-from zerofx.scheduler.streams import ends_of
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.streams import ends_of
+from zerofx.ir.text import target_name, type_text
+from zerofx.scheduler.cost.categories import OF_ROLE, Category, Moment, category_of, peak_moment
+from zerofx.scheduler.cost.liveness import Liveness
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.text.fold import span
 
 _LARGEST = 10  # lines of tensors: a table that is read at a glance
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from zerofx.ir.streams import COMPUTE, HOST, STREAMS
 from zerofx.report.axes import LEFT, RIGHT, byte_axis, dashed_line, steps, svg_open, thinned, time_axis, x_of
-from zerofx.report.memory import Category
 from zerofx.report.rows import Row, legs_of
-from zerofx.report.units import format_bytes, format_count, format_seconds
-from zerofx.scheduler.streams import COMPUTE, HOST, STREAMS
+from zerofx.scheduler.cost.categories import Category
+from zerofx.units import format_bytes, format_count, format_seconds
 
 _TOP, _HEIGHT = 22, 300  # of the memory plot
 _TIER_HEIGHT = 90  # of the plot of a slower tier

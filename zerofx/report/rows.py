@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from zerofx.scheduler.simulate import Leg
+from zerofx.scheduler.cost.simulate import Leg
 
 
 @dataclass(frozen=True)

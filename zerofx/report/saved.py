@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from zerofx.disk.own_files import write_text
 from zerofx.errors import PlanError
-from zerofx.lowering import LoweredStep
-from zerofx.own_files import write_text
+from zerofx.lowering.lower import LoweredStep
 from zerofx.report.schedule import Schedule, make_schedule
-from zerofx.scheduler.machine import Machine
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.plan_json import typed
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.plan.json_format import typed
+from zerofx.scheduler.plan.plan import Plan
 
 _ENTRY = "report"
 

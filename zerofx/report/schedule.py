@@ -14,24 +14,24 @@ from pathlib import Path
 
 from torch import fx
 
-from zerofx import ops
 from zerofx.codegen.regions import Event, Instruction
-from zerofx.lowering import LoweredStep
-from zerofx.node_facts import copied_from, origin, tier_of
-from zerofx.node_text import target_name
-from zerofx.own_files import write_text
-from zerofx.report.memory import memory_curve
+from zerofx.disk.own_files import write_text
+from zerofx.ir import ops
+from zerofx.ir.aliasing import is_view, storage_bytes, storage_source, tensors_of
+from zerofx.ir.facts import copied_from, origin, tier_of
+from zerofx.ir.streams import stream_of
+from zerofx.ir.text import target_name
+from zerofx.lowering.lower import LoweredStep
 from zerofx.report.page import write_html
 from zerofx.report.peak import Peak, peak_of
-from zerofx.report.plan_text import tiles_words
-from zerofx.report.reasons import reasons
 from zerofx.report.rows import Row, Totals
 from zerofx.report.table import schedule_table
 from zerofx.report.trace import chrome_trace
-from zerofx.scheduler.liveness import TierUse
-from zerofx.scheduler.plan import Plan
-from zerofx.scheduler.storage import is_view, storage_bytes, storage_source, tensors_of
-from zerofx.scheduler.streams import stream_of
+from zerofx.scheduler.cost.categories import memory_curve
+from zerofx.scheduler.cost.liveness import TierUse
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.text.overview import tiles_words
+from zerofx.scheduler.plan.text.reasons import reasons
 
 FORMAT = 2
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from zerofx.report.fold import Block, fold, span
 from zerofx.report.rows import Row, Totals
-from zerofx.report.units import format_bytes, format_count, format_seconds, on_tiers
+from zerofx.scheduler.plan.text.fold import Block, fold, span
+from zerofx.units import format_bytes, format_count, format_seconds, on_tiers
 
 HEADERS = ("#", "what", "layer", "phase", "stream", "in", "out", "live", "peak", "wire", "FLOPs", "waits", "time")
 _ALIGN = ("right", *["left"] * 4, *["right"] * 8)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zerofx.ir.streams import STREAMS
 from zerofx.report.rows import Row, legs_of
-from zerofx.scheduler.streams import STREAMS
 
 _PROCESS = 0
 _TRACKS = {stream: number for number, stream in enumerate(STREAMS, 1)}

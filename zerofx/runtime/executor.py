@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from zerofx.buckets import BucketLayout
 from zerofx.errors import NonFiniteLossError
-from zerofx.runtime.collectives import Joint
-from zerofx.runtime.tiers import Stored, Tiers
-from zerofx.runtime.transport import Group, LostRankError, Pending, Transport
+from zerofx.ir.buckets import BucketLayout
+from zerofx.runtime.comm.collectives import Joint
+from zerofx.runtime.comm.transport import Group, LostRankError, Pending, Transport
+from zerofx.runtime.tiers.tiers import Stored, Tiers
 
 T = TypeVar("T")
 

@@ -97,7 +97,7 @@ def updated(stage: int, precision: str | None, num_micro_batches: int) -> list[t
     from zerofx.codegen.emit import region_source
     from zerofx.codegen.kernels.choose import update_kernels
     from zerofx.codegen.regions import cut, regions_of
-    from zerofx.node_facts import value
+    from zerofx.ir.facts import value
 
     model = TwoBlocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerofx import attention as facts
-from zerofx import ops
 from zerofx.codegen.kernels.table import ATTENTION
-from zerofx.peaks import CpuPeak
+from zerofx.ir import ops
+from zerofx.ir.op_kernels import attention as facts
+from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 
 aten = torch.ops.aten
 pytestmark = [
@@ -271,8 +271,8 @@ def _attended(inputs: list[Any]) -> tuple[Tensor, ...]:
 def test_a_compiled_region_has_it_where_it_is_in_use(
     kernels: set[str], masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zerofx.codegen import record
-    from zerofx.codegen.inductor import compile_region
+    from zerofx.codegen.inductor import memory_record as record
+    from zerofx.codegen.inductor.compile import compile_region
 
     seen: list[str] = []
 
@@ -280,7 +280,7 @@ def test_a_compiled_region_has_it_where_it_is_in_use(
         seen.append(code)
         return record.memory_record(code, *rest)
 
-    monkeypatch.setattr("zerofx.codegen.inductor.memory_record", noted)
+    monkeypatch.setattr("zerofx.codegen.inductor.compile.memory_record", noted)
     given = [torch.randn(2, 2, 10, 16), torch.randn(2, 10, 96)]
     if masked:
         given.append(torch.ones(2, 1, 10, 10, dtype=torch.bool).tril())

@@ -15,9 +15,9 @@ import torch
 from tests.codegen.kernels.interpreted import region_of
 from tests.optimizers.cases import CASES
 from zerofx.codegen.kernels.update import BLOCK, NUM_WARPS, load_kernel, make_update_kernel
-from zerofx.norms import ROW
+from zerofx.ir.op_kernels.norms import ROW
+from zerofx.ir.op_kernels.quantise import ENCODINGS
 from zerofx.optimizers import trace_update
-from zerofx.quantise import ENCODINGS
 
 pytest.importorskip("triton")
 norms, softmax, wire = (import_module(f"zerofx.codegen.kernels.{name}") for name in ("norms", "softmax", "wire"))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from zerofx import ops, quantise, softmax
-from zerofx.quantise import BLOCK
+from zerofx.ir import ops
+from zerofx.ir.op_kernels import quantise, softmax
+from zerofx.ir.op_kernels.quantise import BLOCK
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,8 +35,8 @@ def _launched(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("function", [_rounded, _launched])
 def test_rounding_is_launched_where_the_file_says_so(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zerofx.codegen import record
-    from zerofx.codegen.inductor import compile_region
+    from zerofx.codegen.inductor import memory_record as record
+    from zerofx.codegen.inductor.compile import compile_region
 
     seen: list[str] = []
 
@@ -43,7 +44,7 @@ def test_rounding_is_launched_where_the_file_says_so(function: Any, monkeypatch:
         seen.append(code)
         return record.memory_record(code, *rest)
 
-    monkeypatch.setattr("zerofx.codegen.inductor.memory_record", noted)
+    monkeypatch.setattr("zerofx.codegen.inductor.compile.memory_record", noted)
     values = torch.randn(4 * BLOCK)
     packed, total = compile_region(function, [values], "rounded").call([values])
     expected = quantise.quantise(values, 2, "fp8")
@@ -62,7 +63,7 @@ def _gradient(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
 
 
 def test_gradients_written_in_place_are_seen_by_the_products_behind_them() -> None:
-    from zerofx.codegen.inductor import compile_region
+    from zerofx.codegen.inductor.compile import compile_region
 
     given = [torch.randn(6, 4), torch.randn(4, 5), torch.tensor([3, 4, 1, 0, 7, 9]), torch.randn(6), torch.tensor(0.5)]
     (found,) = compile_region(_gradient, given, "gradient").call(list(given))

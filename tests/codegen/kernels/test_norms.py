@@ -9,7 +9,7 @@ import torch
 
 from tests.codegen.kernels.conftest import Interpret
 from tests.codegen.kernels.interpreted import launch
-from zerofx.norms import ROW, square_sum
+from zerofx.ir.op_kernels.norms import ROW, square_sum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerofx import ops
-from zerofx import products as facts
 from zerofx.codegen.kernels.products import build
 from zerofx.codegen.kernels.table import PRODUCTS
-from zerofx.peaks import CpuPeak
-from zerofx.scheduler.workspace import workspace_bytes
+from zerofx.ir import ops
+from zerofx.ir.op_kernels import products as facts
+from zerofx.scheduler.cost.cpu.peaks import CpuPeak
+from zerofx.scheduler.cost.cpu.workspace import workspace_bytes
 
 aten = torch.ops.aten
 pytestmark = [
@@ -159,8 +159,8 @@ def _layer(inputs: list[Any]) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("kernels", [{PRODUCTS}, set()], ids=["kernel", "ATen"])
 def test_a_compiled_region_has_them_where_they_are_in_use(kernels: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from zerofx.codegen import record
-    from zerofx.codegen.inductor import compile_region
+    from zerofx.codegen.inductor import memory_record as record
+    from zerofx.codegen.inductor.compile import compile_region
 
     seen: list[str] = []
 
@@ -168,7 +168,7 @@ def test_a_compiled_region_has_them_where_they_are_in_use(kernels: set[str], mon
         seen.append(code)
         return record.memory_record(code, *rest)
 
-    monkeypatch.setattr("zerofx.codegen.inductor.memory_record", noted)
+    monkeypatch.setattr("zerofx.codegen.inductor.compile.memory_record", noted)
     given = [torch.randn(130, 300), torch.randn(130, 260), torch.randn(300, 260), torch.randn(300), torch.ones(78_016)]
     copies = [one.clone() for one in given]
     compiled = compile_region(_layer, given, "layer", frozenset(kernels))

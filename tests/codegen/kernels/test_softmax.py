@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.codegen.kernels.conftest import Interpret
 from tests.codegen.kernels.interpreted import launch
-from zerofx import softmax
+from zerofx.ir.op_kernels import softmax
 
 IGNORED = -100
 

@@ -1,4 +1,4 @@
-"""Rounding for the wire in one kernel: the bits of ``zerofx/quantise.py``, for any layout of the parts."""
+"""Rounding for the wire in one kernel: the bits of ``op_kernels/quantise.py``, for any layout of the parts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.codegen.kernels.conftest import Interpret
 from tests.codegen.kernels.interpreted import launch
-from zerofx import quantise
-from zerofx.quantise import BLOCK, ENCODINGS
+from zerofx.ir.op_kernels import quantise
+from zerofx.ir.op_kernels.quantise import BLOCK, ENCODINGS
 
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 

@@ -1,0 +1,1 @@
+"""Rewrites of regions for CPUs."""

@@ -1,0 +1,1 @@
+"""Regions compiled by Inductor."""

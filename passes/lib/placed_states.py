@@ -1,0 +1,257 @@
+"""How optimizer states that live in a slower tier meet their update: helpers of the update pass.
+
+    update on the device                              update on the host
+    reduce_0 = reduce_scatter(grads_0, 0, 2)          reduce_0 = reduce_scatter(grads_0, 0, 2)
+    exp_avg_0_reload = reload(exp_avg_0)              ...
+    ...                                               grad_0 = wait(reduce_0, grads_0)
+    grad_0 = wait(reduce_0, grads_0)                  grad_0_down = wait(offload(grad_0, "host"), grad_0)
+    exp_avg_0_up = wait(exp_avg_0_reload, exp_avg_0)  mul_(exp_avg_0, ...); addcdiv_(master_0, ...)   # on the host
+    mul_(exp_avg_0_up, ...); addcdiv_(shard_0, ...)   copy_(low_0, master_0)                          # in bf16
+    exp_avg_0_down = copy_into(exp_avg_0, ...)        shard_0_up = copy_into(shard_0, low_0)
+    ...                                               ...
+    wait(exp_avg_0_down, exp_avg_0_up)                wait(shard_0_up, low_0)
+
+Where gradients are clipped all updates are behind the last reduction. A bucket's states then start on their way where
+the bucket before it is updated. A gradient that the host updates with goes down as soon as it is reduced and its
+squares are summed, is awaited behind the next bucket's reduction, and waits on the host.
+
+The last copies of a bucket are awaited where the next one is updated, so that they run meanwhile, or where the step
+ends. States on nvme whose update runs on the host are read into its memory and written back.
+
+A delayed update (2101.06840, section 5) leaves the host to itself. What it did in the step before is awaited where
+computation needs the old parameters no more; then the new ones come up, this step's gradient goes down, and the host
+begins with that. It runs on beside the rest of this step and the next one:
+
+    settle(0)                                         # what the host began in the step before is done
+    shard_0_up = copy_into(shard_0, master_0)         # low_0, where the compute dtype is lower
+    grad_0_down = copy_into(grad_0_host, grad_0)
+    mul_(exp_avg_0, ...); addcdiv_(master_0, ...)     # on the host, which waits for both copies by itself
+
+A slice of parameters that lives in a slower tier is brought to its update like a state. Where it is the optimizer's
+fp32 master that is updated, the slice is written only: the new values are cast, and copied over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zerofx.errors import PlanError
+from zerofx.ir import ops
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.edit import consumers, named, start_of_unit
+from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier, tensor, tier_of
+from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.streams import ends_of
+from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.tiers import TIERS
+
+_aten = torch.ops.aten
+
+HOST = "host"
+
+
+@dataclass(frozen=True)
+class Started:
+    """A copy that is still to be awaited: its node, what it reads until then, and whose it is."""
+
+    node: fx.Node
+    source: fx.Node
+    bucket: Bucket
+
+
+def state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
+    """Where a bucket's states live; None for on the device.
+
+    Raises:
+        PlanError: the plan says what cannot be.
+    """
+    found = [decision for decision in plan.states if decision.bucket == bucket.index]
+    if not found:
+        return None
+    decision = found[0]
+    if len(found) > 1 or decision.tier not in TIERS or decision.tier == DEVICE or decision.update not in (DEVICE, HOST):
+        raise PlanError(
+            f"expected one decision about the states of {bucket.name}, with tier host or nvme and update on device or "
+            f"host; found {found}: make the plan anew"
+        )
+    away = [one for one in plan.parameters if one.bucket == bucket.index]
+    if decision.delayed and (decision.tier != HOST or decision.update != HOST or away):
+        raise PlanError(
+            f"expected a delayed update of {bucket.name} with states on host, the update on host and parameters on the "
+            f"device, found states on {decision.tier}, the update on {decision.update} and parameters on "
+            f"{away[0].tier if away else DEVICE}: make the plan anew"
+        )
+    return decision
+
+
+class PlacedStates:
+    """A bucket's tensors that may be in a slower tier, by the name that the update has for them.
+
+    What the update does not work on where it lives is copied to it from where the plan says, or else from where the
+    bucket's reduction starts: on one rank where the unit's run starts that completes its gradients; or from ``start``,
+    if that is given. ``at_once``: it is copied where it is awaited. ``free``: the node behind which the buffers that it
+    passes through are free, if it has to wait for that.
+    """
+
+    def __init__(
+        self,
+        step: StepGraph,
+        bucket: Bucket,
+        kept: Mapping[str, fx.Node],
+        decision: StateDecision | None,
+        free: fx.Node | None = None,
+        start: fx.Node | None = None,
+    ) -> None:
+        self._step, self._bucket, self._kept = step, bucket, kept
+        self._where = Origin(bucket.name, Phase.UPDATE)
+        self._target = DEVICE if decision is None else decision.update
+        away = {name: node for name, node in kept.items() if tier_of(node) != self._target}
+        self._source = dict(away)  # what each is copied from last
+        self._pending: dict[str, fx.Node] = {}
+        self.at_once = decision is not None and decision.at_once
+        if not away or self.at_once:
+            return
+        by_name = step.by_name()
+        if decision is not None and decision.reload is not None:
+            start = start_of_unit(step, named(by_name, decision.reload))
+        elif start is None:
+            start = _start_of_reduction(step, bucket)
+        if free is not None:
+            start = max(start, free.next)  # nodes compare by their place in the graph
+        if decision is not None and decision.read is not None and self._target == DEVICE:
+            first = start_of_unit(step, named(by_name, decision.read))
+            with step.graph.inserting_before(first if free is None else max(first, free.next)):
+                on_nvme = {name: node for name, node in away.items() if tier_of(node) == "nvme"}
+                reads = {name: self._copy(node, HOST, f"{node.name}_read") for name, node in on_nvme.items()}
+            with step.graph.inserting_before(start):
+                for name, pending in reads.items():
+                    self._source[name] = self._await(pending, away[name], HOST, f"{away[name].name}_staged")
+        with step.graph.inserting_before(start):
+            self._reload()
+
+    def _reload(self) -> None:
+        for name, node in self._source.items():
+            self._pending[name] = self._copy(node, self._target, f"{self._kept[name].name}_reload")
+
+    def _copy(self, node: fx.Node, tier: str, name: str) -> fx.Node:
+        args = (node,) if tier == DEVICE else (node, tier)
+        return set_tier(insert_call(self._step.graph, ops.reload, args, self._where, name=name), tier)
+
+    def _await(self, pending: fx.Node, source: fx.Node, tier: str, name: str) -> fx.Node:
+        return set_tier(insert_call(self._step.graph, ops.wait, (pending, source), self._where, name=name), tier)
+
+    def await_reloads(self) -> dict[str, fx.Node]:
+        """What the update works on, awaited at the insertion point."""
+        if self.at_once:
+            self._reload()
+        found = dict(self._kept)
+        for name, pending in self._pending.items():
+            found[name] = self._await(pending, self._source[name], self._target, f"{self._kept[name].name}_up")
+        return found
+
+    def write_back(self, updated: Mapping[str, fx.Node]) -> list[Started]:
+        """Start copying what was reloaded, and has been updated, back over what is stored."""
+        return [copy_into(self._step, self._bucket, self._kept[name], updated[name]) for name in self._pending]
+
+
+def _start_of_reduction(step: StepGraph, bucket: Bucket) -> fx.Node:
+    """The node before which copies start: behind the start of the reduction, or on one rank before the unit's run that
+    completes the gradients."""
+    for node in step.calls():
+        if node.target in ops.REDUCTIONS and node.args[1] == bucket.index:
+            return node.next
+    return start_of_unit(step, max(consumers(step.reduced[bucket.index])))
+
+
+@dataclass(frozen=True)
+class Descent:
+    """A copy of a reduced gradient to the host that is still to be awaited."""
+
+    node: fx.Node
+    gradient: fx.Node
+    bucket: Bucket
+
+    def finish(self, step: StepGraph) -> fx.Node:
+        """Await it at the insertion point: the bucket's reduced gradient is what is on the host then."""
+        where = Origin(self.bucket.name, Phase.UPDATE)
+        args, name = (self.node, self.gradient), f"{self.gradient.name}_down"
+        down = set_tier(insert_call(step.graph, ops.wait, args, where, name=name), HOST)
+        step.reduced[self.bucket.index] = down
+        return down
+
+
+def start_descent(step: StepGraph, bucket: Bucket, gradient: fx.Node) -> Descent:
+    """Start copying the reduced gradient to the host at the insertion point."""
+    where = Origin(bucket.name, Phase.UPDATE)
+    down = insert_call(step.graph, ops.offload, (gradient, HOST), where, name=f"{gradient.name}_offload")
+    return Descent(set_tier(down, HOST), gradient, bucket)
+
+
+def descend_early(step: StepGraph, plan: Plan, layout: BucketLayout) -> None:
+    """Have the reduced gradients of buckets that are updated on the host wait there, rather than on the device."""
+    started: list[Descent] = []
+    for reduction in plan.reduces:
+        bucket = layout.buckets[reduction.bucket]
+        decision, reduced = state_decision(plan, bucket), step.reduced[bucket.index]
+        place = max([reduced, *consumers(reduced)])  # nodes compare by their place in the graph
+        ready = [one for one in started if one.node < place]
+        with step.graph.inserting_before(place.next):
+            for descent in ready:
+                descent.finish(step)
+            started = [one for one in started if one not in ready]
+            if decision is not None and decision.update == HOST:
+                started.append(start_descent(step, bucket, reduced))
+    with step.graph.inserting_before(step.output):
+        for descent in started:
+            descent.finish(step)
+
+
+def copy_into(step: StepGraph, bucket: Bucket, into: fx.Node, source: fx.Node) -> Started:
+    """Start copying ``source`` over ``into`` at the insertion point."""
+    where = Origin(bucket.name, Phase.UPDATE)
+    node = insert_call(step.graph, ops.copy_into, (into, source), where, name=f"{into.name}_copy")
+    return Started(node, source, bucket)
+
+
+def new_values(step: StepGraph, bucket: Bucket, low: fx.Node, stored: fx.Node, update: str) -> list[Started]:
+    """Give ``low``, which the model computes with, the values of ``stored``, which have been updated on ``update``."""
+    where = Origin(bucket.name, Phase.UPDATE)
+    if tier_of(low) == update:
+        written = insert_call(step.graph, _aten.copy_.default, (low, stored), where)
+        set_tier(written, update)
+        return []
+    if update == DEVICE:
+        low_dtype = {"dtype": bucket.compute_dtype}
+        cast = insert_call(step.graph, _aten._to_copy.default, (stored,), where, low_dtype, name=f"low_{bucket.index}")
+        return [copy_into(step, bucket, low, cast)]
+    if bucket.compute_dtype == bucket.dtype:
+        return [copy_into(step, bucket, low, stored)]
+    args, kwargs = (tensor(low).numel(), bucket.compute_dtype, HOST), {"device": step.device}
+    cast = insert_call(
+        step.graph, ops.empty_stored, args, where, kwargs, name=f"low_{bucket.index}",
+        fake=step.fake((tensor(low).numel(),), bucket.compute_dtype),
+    )  # fmt: skip
+    set_tier(cast, HOST)
+    set_tier(insert_call(step.graph, _aten.copy_.default, (cast, stored), where), HOST)
+    return [copy_into(step, bucket, low, cast)]
+
+
+def await_copies(step: StepGraph, started: Sequence[Started]) -> dict[int, fx.Node]:
+    """Await copies at the insertion point; returns the last wait for what each bucket has written to nvme."""
+    written = {}
+    for one in started:
+        where = Origin(one.bucket.name, Phase.UPDATE)
+        done = insert_call(step.graph, ops.wait, (one.node, one.source), where, name=f"{one.node.name}_done")
+        if leads_to_nvme(one):
+            written[one.bucket.index] = done
+    return written
+
+
+def leads_to_nvme(copy: Started) -> bool:
+    """Whether a copy ends on nvme."""
+    return ends_of(copy.node)[1] == "nvme"

@@ -1,0 +1,1 @@
+"""Rewrites of a captured graph before there is a plan."""

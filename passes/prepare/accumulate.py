@@ -1,0 +1,84 @@
+"""Run a step on several micro-batches, one after the other, and add their gradients up.
+
+    y = mm(x, w); loss = div(sum(y), 2)     y = mm(x_0, w); loss = div(sum(y), 2)
+    gw = mm(t(x), gy)                       gw = mm(t(x_0), gy)
+    return loss, gw                         micro1_y = mm(x_1, w); micro1_loss = div(sum(micro1_y), 2)
+                                            total = add(loss, micro1_loss)
+                                            micro1_gw = mm(t(x_1), micro1_gy)
+                                            return total, gw, micro1_gw
+
+The captured graph is that of one micro-batch, whose loss is divided by their number already. Forward and backward are
+copied for each further one. A divided batch tensor becomes a placeholder for each micro-batch, so that an offset makes
+no region different from another. A buffer that the model changes is read as the micro-batch before leaves it. Every
+micro-batch keeps its own gradients: the reduce pass adds them up where they arrive. Random operators draw in the
+order in which a loop over the micro-batches would.
+
+Like ``simplify`` it runs before the plan is made, which names the nodes of the graph it leaves.
+
+Does not handle: micro-batches of unequal size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from zerofx.ir.facts import Role, origin, placeholder, set_placeholder, set_value, tensor
+from zerofx.ir.graph import StepGraph, insert_call
+
+
+def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]) -> None:
+    """Unroll ``step``, the graph of one micro-batch, in place; ``divided`` names the batch tensors that are divided."""
+    if num_micro_batches == 1:
+        return
+    calls, mutations = list(step.calls()), step.mutations
+    inputs = [node for node in step.placeholders(Role.INPUT) if placeholder(node).name in divided]
+    buffers = {placeholder(node).name: node for node in step.placeholders(Role.BUFFER)}
+    for node in inputs:
+        set_placeholder(node, replace(placeholder(node), part=0))
+    losses, extras, gradients = [step.loss], [*step.extras], [step.gradients]
+    latest = dict(mutations)
+    for number in range(1, num_micro_batches):
+        copies = {node: node for node in step.placeholders()}
+        copies |= {node: _part_of(step, node, number) for node in inputs}
+        copies |= {buffers[name]: node for name, node in latest.items()}
+        for node in calls:
+            copies[node] = _copy(step, node, copies, number)
+        losses.append(copies[losses[0]])
+        extras += [copies[node] for node in extras[: step.num_extras]]
+        gradients.append({name: copies[node] for name, node in gradients[0].items()})
+        latest = {name: copies[node] for name, node in mutations.items()}
+    step.num_micro_batches = num_micro_batches
+    step.set_outputs(_total(step, losses), latest, *gradients, extras=extras)
+
+
+def _part_of(step: StepGraph, first: fx.Node, number: int) -> fx.Node:
+    """The placeholder of a divided tensor's part for a further micro-batch."""
+    what = replace(placeholder(first), part=number)
+    node = step.add_placeholder(_name(first, number), what, (), tensor(first).dtype)
+    return set_value(node, tensor(first))  # with the strides of the batch
+
+
+def _copy(step: StepGraph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], number: int) -> fx.Node:
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
+    with step.graph.inserting_before(step.output):
+        copy = step.graph.create_node("call_function", node.target, tuple(args), kwargs, name=_name(node, number))
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def _name(node: fx.Node, number: int) -> str:
+    return f"micro{number}_{node.name}"
+
+
+def _total(step: StepGraph, losses: list[fx.Node]) -> fx.Node:
+    """The sum of the losses, made where the last one is."""
+    total, *others = losses
+    place = losses[-1]
+    for loss in others:
+        with step.graph.inserting_after(place):
+            total = place = insert_call(step.graph, torch.ops.aten.add.Tensor, (total, loss), origin(loss))
+    return total

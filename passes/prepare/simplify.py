@@ -1,0 +1,63 @@
+"""Remove nodes that only autograd needed, before a plan names any.
+
+    a = detach(x); b = t(w); c = t(b); d = mm(a, c)      ->      d = mm(x, w)
+    y = where(m, v, x); z = copy(x, y)                   ->      z = where(m, v, x)
+    z = copy(slice(x), y); a = slice_scatter(x, z)       ->      a = slice_scatter(x, y)
+
+The second is what tracing makes of ``x.copy_(...)``, where nothing else reads ``y``; the third of ``x[a:b] = y``, where
+the copy would have memory for all of ``x``.
+
+Does not handle: anything that computes. Arithmetic is left exactly as it was captured.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zerofx.ir.aliasing import aliased_input
+from zerofx.ir.facts import tensor
+from zerofx.ir.graph import StepGraph
+
+_aten = torch.ops.aten
+_IDENTITIES = frozenset({_aten.detach.default, _aten.alias.default})
+_SCATTERS = frozenset({
+    _aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default,
+    _aten.as_strided_scatter.default,
+})  # fmt: skip
+
+
+def simplify(step: StepGraph) -> None:
+    """Drop ``detach`` and ``alias``, pairs of transposes, chains of reshapes, and copies of what is new; in place."""
+    for node in list(step.calls()):
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            continue
+        if node.target in _IDENTITIES:
+            node.replace_all_uses_with(source)
+        elif node.target is _aten.t.default and source.target is _aten.t.default:
+            inner = source.args[0]
+            assert isinstance(inner, fx.Node)
+            node.replace_all_uses_with(inner)
+        elif node.target is _aten.view.default and source.target is _aten.view.default:
+            node.update_arg(0, source.args[0])
+        elif node.target is _aten.copy.default and isinstance(copied := node.args[1], fx.Node):
+            is_needless = _is_like(copied, node) or _is_scattered(copied, node)
+            if is_needless:
+                node.replace_all_uses_with(copied)
+    step.graph.eliminate_dead_code()
+
+
+def _is_scattered(source: fx.Node, copy: fx.Node) -> bool:
+    """Whether a copy, in the source's dtype and shape, is only put into other tensors."""
+    one, other = tensor(source), tensor(copy)
+    is_put = all(user.target in _SCATTERS and user.args[0] is not copy for user in copy.users)
+    return is_put and (one.dtype, one.shape) == (other.dtype, other.shape)
+
+
+def _is_like(made: fx.Node, copy: fx.Node) -> bool:
+    """Whether a copy is of something that an operator has made for it alone, and in its dtype and strides."""
+    if made.op != "call_function" or aliased_input(made) is not None or len(made.users) > 1:
+        return False
+    one, other = tensor(made), tensor(copy)
+    return (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())

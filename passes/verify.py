@@ -1,0 +1,340 @@
+"""Check a step graph after a pass: every rule that the emitted step relies on.
+
+=====================  =====================================================================================
+order                  a node comes behind everything that it reads
+names                  no two nodes have one: what is emitted is made of them
+release                a gathered buffer is released once, and nothing reads it afterwards
+residency              once the gather pass has run, every whole parameter buffer, gathered or copied up, is released
+launches               gathers that start as one collective stand one behind the other, and all of them are there
+waits                  nothing but its wait reads a started collective or copy; each is awaited once
+gradients              every trained bucket is reduced at most once
+update                 a slice is not written before its last gather, or copy to a faster tier, is done with it
+in place               no slice that is gathered in place is written before all ranks are done with what they gathered
+plan                   behind the last pass: one gather, reduction or offload for each decision of the plan, no others,
+                       gathers merged as it says, states and parameters in the tiers that it says, and what it says sent
+                       in few bits
+gather before use      a gather's buffer is not read before its wait (follows from order and waits)
+random operators       none is run twice
+clipping               nothing is updated before the factor that gradients are multiplied by is known
+delayed                the host is done with a bucket's delayed update before the next one of it begins
+states                 what lives in a slower tier is only copied, or read where it lives
+offload                what is stored in a slower tier is reloaded, and read by nothing else; a value is not read on the
+                       device behind the wait that frees it
+=====================  =====================================================================================
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NoReturn
+
+from torch import fx
+
+from zerofx.errors import InvalidGraphError
+from zerofx.ir import ops
+from zerofx.ir.aliasing import mutated_inputs, storage_source
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import DEVICE, Phase, Role, copied_from, delayed_bucket, is_random, origin, placeholder, tier_of
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.streams import num_gathers_behind, runs_on_host, slice_behind
+from zerofx.ir.text import target_name
+from zerofx.passes.in_place import gathers_of_lasting_slices
+from zerofx.scheduler.plan.plan import Plan
+
+_NEIGHBOURS = 6
+_GATHERS = frozenset({ops.all_gather, ops.gather_on_node})
+_STARTED = frozenset({*_GATHERS, ops.all_gather_into, *ops.REDUCTIONS, ops.exchange, *ops.TRANSFERS})
+
+
+def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
+    """Check all rules; with ``plan``, also that the graph does all that the plan says.
+
+    Collectives are then in the same order on all ranks, since the graph follows from the captured graph and the plan,
+    and both are compared between ranks.
+
+    Raises:
+        InvalidGraphError: names the rule, the pass ``after`` which it was broken, and shows the nodes around the spot.
+    """
+    order = step.positions()
+    _check_names(step, after)
+    for node in step.calls():
+        for source in node.all_input_nodes:
+            if order[source] > order[node]:
+                _fail(step, after, node, f"order: {node.name} reads {source.name}, which comes later")
+        if node.target in _STARTED:
+            _check_started(step, after, node)
+        if node.target is ops.release:
+            _check_release(step, after, node, order)
+        if node.target is ops.offload:
+            _check_offload(step, after, node, order)
+    _check_launches(step, after)
+    _check_placed(step, after)
+    _check_delayed(step, after, order)
+    _check_residencies(step, after)
+    _check_reductions(step, after)
+    _check_updates(step, after, order)
+    _check_in_place(step, after)
+    _check_clipped(step, after, order)
+    _check_random(step, after)
+    if plan is not None:
+        _check_plan(step, after, plan)
+
+
+def _check_started(step: StepGraph, after: str, node: fx.Node) -> None:
+    waits = [user for user in node.users if user.target is ops.wait]
+    others = [user.name for user in node.users if user.target is not ops.wait]
+    if len(waits) != 1 or others:
+        _fail(step, after, node, f"waits: {node.name} has {len(waits)} waits and is read by {others}")
+
+
+def _check_launches(step: StepGraph, after: str) -> None:
+    behind = 0
+    for node in step.calls():
+        more = num_gathers_behind(node)
+        if behind and (node.target is not ops.all_gather or more != behind - 1):
+            what = f"launches: {node.name} stands where one of {behind} gathers should that start with those before it"
+            _fail(step, after, node, what)
+        behind = more
+    if behind:
+        _fail(step, after, step.output, f"launches: {behind} gathers are missing that should start with the last one")
+
+
+def _check_release(step: StepGraph, after: str, node: fx.Node, order: dict[fx.Node, int]) -> None:
+    full = node.args[0]
+    assert isinstance(full, fx.Node)
+    for reader in consumers(full):
+        if reader.target is ops.release and reader is not node:
+            _fail(step, after, reader, f"release: {full.name} is released twice")
+        if order[reader] > order[node]:
+            _fail(step, after, reader, f"release: {reader.name} reads {full.name} after its release")
+
+
+def _check_offload(step: StepGraph, after: str, node: fx.Node, order: dict[fx.Node, int]) -> None:
+    value, stored = node.all_input_nodes[0], next(iter(node.users))
+    if stored.args != (node, value):
+        _fail(
+            step, after, stored, f"offload: {stored.name} awaits {node.name} and does not hold {value.name} until then"
+        )
+    for reader in consumers(value):
+        if order[reader] > order[stored]:
+            _fail(
+                step, after, reader, f"offload: {reader.name} reads {value.name} behind {stored.name}, which frees it"
+            )
+    readers = consumers(stored)
+    reloads = [reader for reader in readers if reader.target is ops.reload]
+    others = [
+        reader.name
+        for reader in readers
+        if reader not in reloads
+        and not (reader.target is ops.wait and reader.args[0] in reloads)
+        and not runs_on_host(reader)
+    ]
+    if others or not any(reader in reloads or runs_on_host(reader) for reader in readers):
+        _fail(step, after, stored, f"offload: {stored.name} has {len(reloads)} reloads and is read by {others}")
+    for reload in reloads:
+        held = [wait for wait in reload.users if wait.args != (reload, stored)]
+        if held:
+            _fail(step, after, reload, f"offload: {held[0].name} does not hold {stored.name} until its reload is done")
+
+
+def _check_placed(step: StepGraph, after: str) -> None:
+    for node in step.placeholders():
+        if tier_of(node) == DEVICE:
+            continue
+        for reader in consumers(node):
+            is_copy = reader.target in ops.TRANSFERS or reader.target is ops.wait
+            if not is_copy and not (tier_of(node) == "host" and runs_on_host(reader)):
+                _fail(step, after, reader, f"states: {reader.name} reads {node.name} on {tier_of(node)}")
+
+
+def _check_delayed(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
+    settled = {node.args[0]: order[node] for node in step.calls() if node.target is ops.settle}
+    for node in step.calls():
+        bucket = delayed_bucket(node)
+        if bucket is not None and settled.get(bucket, len(order)) > order[node]:
+            _fail(
+                step, after, node, f"delayed: {node.name} begins before the last update of bucket {bucket} is awaited"
+            )
+
+
+def _check_residencies(step: StepGraph, after: str) -> None:
+    # The shard pass gathers everything once at the start; releases come with the gather pass.
+    if not any(node.target is ops.release for node in step.calls()):
+        return
+    for node in _parameter_gathers(step):
+        readers = consumers(node)
+        whole = next((reader for reader in readers if reader.target is ops.dequantise), None)
+        if not any(reader.target is ops.release for reader in (readers if whole is None else consumers(whole))):
+            _fail(step, after, node, f"residency: what {node.name} gathers is never released")
+
+
+def _parameter_gathers(step: StepGraph) -> list[fx.Node]:
+    """What makes a whole bucket of a rank's slice: its gather, or on one rank its copy to the device."""
+    found = []
+    for node in step.calls():
+        gathers = node.target in _GATHERS
+        comes_up = node.target is ops.reload and tier_of(node) == DEVICE and origin(node).phase is not Phase.UPDATE
+        if (gathers or comes_up) and slice_behind(node) is not None:
+            if any(reader.target in (ops.all_gather, ops.quantise) for reader in consumers(node)):
+                continue  # a copy of what is gathered next
+            found.append(node)
+    return found
+
+
+def _bucket_gathered(gather: fx.Node) -> int | None:
+    shard = slice_behind(gather)
+    assert shard is not None
+    return placeholder(shard).bucket
+
+
+def _check_updates(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
+    for shard in step.placeholders(Role.SHARD):
+        writers = [reader for reader in consumers(shard) if shard in mutated_inputs(reader)]
+        for started in (user for user in shard.users if user.target in (ops.all_gather, ops.reload, ops.quantise)):
+            done = max(order[user] for user in (started, *started.users))
+            for writer in writers:
+                if order[writer] < done:
+                    what = f"update: {writer.name} writes {shard.name} before {started.name} is done"
+                    _fail(step, after, writer, what)
+
+
+def _check_in_place(step: StepGraph, after: str) -> None:
+    marked = [node for node in step.calls() if node.kwargs.get("in_place")]
+    lasting = gathers_of_lasting_slices(step) if marked else []
+    for node in marked:
+        if node not in lasting:
+            what = f"in place: {node.name} reads slices that may be written before all ranks have released them"
+            _fail(step, after, node, what)
+
+
+def _check_clipped(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
+    if step.clipping is None:
+        return
+    known = order[step.clipping.factor]
+    for role in (Role.FULL, Role.SHARD, Role.MASTER, Role.STATE):
+        for stored in step.placeholders(role):
+            for writer in (reader for reader in consumers(stored) if stored in mutated_inputs(reader)):
+                if order[writer] < known and writer.target not in ops.COLLECTIVES:
+                    _fail(
+                        step, after, writer, f"clipping: {writer.name} writes {stored.name} before the factor is known"
+                    )
+
+
+def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
+    gathered = [_bucket_gathered(node) for node in _parameter_gathers(step)]
+    reduced = [node.args[1] for node in step.calls() if _is_reduction(node)]
+    wanted = [decision.bucket for decision in plan.reduces] if plan.num_ranks > 1 else []
+    offloaded = [
+        f"{node.all_input_nodes[0].name} to {node.args[1]}"
+        for node in step.calls()
+        if node.target is ops.offload and origin(node).phase is Phase.FORWARD
+    ]
+    placed = {
+        f"{placeholder(node).bucket} on {tier_of(node)}"
+        for role in (Role.MASTER, Role.STATE)
+        for node in step.placeholders(role)
+        if tier_of(node) != DEVICE
+    }
+    parameters = [
+        f"{placeholder(node).bucket} on {tier_of(node)}"
+        for node in step.placeholders(Role.SHARD)
+        if tier_of(node) != DEVICE
+    ]
+    launched = [num_gathers_behind(node) for node in step.calls() if node.target in _GATHERS and slice_behind(node)]
+    merged = [behind for numbers in plan.launches for behind in reversed(range(len(numbers)))]
+    waiting = [
+        f"{_bucket_of_gradients(node)} on {node.args[1]}"
+        for node in step.calls()
+        if node.target is ops.offload and origin(node).phase is Phase.BACKWARD
+    ]
+    planned_waiting = [f"{one.bucket} on {one.tier}" for one in plan.gradients for _ in one.free_after]
+    settled = [node.args[0] for node in step.calls() if node.target is ops.settle]
+    clipped = [ops.square_sum for _ in plan.reduces] if plan.max_grad_norm is not None else []
+    stateful = {placeholder(n).bucket for role in (Role.MASTER, Role.STATE) for n in step.placeholders(role)}
+    states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]
+    for what, found, planned in (
+        ("gathers buckets", gathered, [decision.bucket for decision in plan.gathers]),
+        ("merges gathers with as many behind them", launched, merged if plan.num_ranks > 1 else []),
+        ("reduces buckets", reduced, wanted),
+        ("keeps states of buckets", sorted(placed), states),
+        ("keeps parameters of buckets", parameters, [f"{one.bucket} on {one.tier}" for one in plan.parameters]),
+        ("has gradients waiting of buckets", waiting, planned_waiting),
+        ("sums squares of gradients", [n.target for n in step.calls() if n.target is ops.square_sum], clipped),
+        ("delays updates of buckets", settled, [one.bucket for one in plan.states if one.delayed]),
+        ("sends", _of_wire(step), _planned_wire(plan)),
+        ("offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]),
+    ):
+        if Counter(found) != Counter(planned):
+            _fail(
+                step, after, step.output,
+                f"plan: the graph {what} {sorted(map(str, found))}, the plan says {sorted(map(str, planned))}",
+            )  # fmt: skip
+
+
+def _bucket_of_gradients(offload: fx.Node) -> object:
+    """The bucket whose gradient buffer, or what was reloaded of it, is offloaded."""
+    node = offload
+    while node.target is not ops.empty_gradients:
+        node, _ = storage_source(node.all_input_nodes[0])
+    return node.args[0]
+
+
+def _check_reductions(step: StepGraph, after: str) -> None:
+    counts = Counter(node.args[1] for node in step.calls() if _is_reduction(node))
+    for bucket, count in counts.items():
+        if count > 1:
+            _fail(step, after, step.output, f"gradients: bucket {bucket} is reduced {count} times")
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    """Whether a bucket's reduction starts here: the hop across nodes belongs to one that has."""
+    return node.target in ops.REDUCTIONS or (node.target is ops.exchange and node.args[3] != "across")
+
+
+def _planned_wire(plan: Plan) -> list[str]:
+    found = []
+    for one in plan.wires:
+        found += [f"gathers {one.bucket} in {one.gather}"] if one.gather != "exact" else []
+        found += [f"second shard of {one.bucket}"] if one.second_shard else []
+        found += [f"reduces {one.bucket} in {one.reduce}"] if one.reduce != "exact" else []
+    return found
+
+
+def _of_wire(step: StepGraph) -> list[str]:
+    """How buckets are sent otherwise than exactly, in words."""
+    found = set()
+    for node in step.calls():
+        if node.target is ops.quantise and slice_behind(node) is not None:
+            found.add(f"gathers {_bucket_gathered(node)} in {node.args[2]}")
+        if node.target is ops.second_shard:
+            found.add(f"second shard of {node.args[1]}")
+        if node.target is ops.exchange:
+            (small,) = (source for source in node.all_input_nodes)
+            found.add(f"reduces {node.args[1]} in {small.args[2]}")
+    return sorted(found)
+
+
+def _check_names(step: StepGraph, after: str) -> None:
+    taken: set[str] = set()
+    for node in step.graph.nodes:
+        if node.name in taken:
+            _fail(step, after, node, f"names: {node.name} is the name of another node too")
+        taken.add(node.name)
+
+
+def _check_random(step: StepGraph, after: str) -> None:
+    seen: set[str] = set()
+    for node in step.calls():
+        if is_random(node):
+            original = copied_from(node) or node.name
+            if original in seen:
+                _fail(step, after, node, f"random operators: {node.name} runs {original} a second time")
+            seen.add(original)
+
+
+def _fail(step: StepGraph, after: str, node: fx.Node, what: str) -> NoReturn:
+    nodes = list(step.graph.nodes)
+    at = nodes.index(node)
+    around = nodes[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]
+    lines = [f"{'>' if n is node else ' '} {n.name} = {target_name(n)}{n.args}" for n in around]
+    raise InvalidGraphError(f"after pass {after}, {what}\n" + "\n".join(lines))

@@ -1,0 +1,117 @@
+"""Reduce gradients in few bits, first within nodes and then across them (qgZ of ZeRO++, 2306.10209).
+
+    reduce_0 = reduce_scatter(grads_0)      |   small_0 = quantise(grads_0, parts=4)
+    ...                                     |   reduce_0 = exchange(small_0, "all")
+    grad_0 = wait(reduce_0, grads_0)        |   ...
+                                            |   grad_0 = wait(reduce_0, small_0)
+                                            |   reduced_0 = dequantise_sum(grad_0)
+
+On several nodes of several ranks it is two hops. In the first, each rank gets from its node all slices of its own place
+on any node, and adds them up; in the second, each slice's sums travel from node to node, once. A value is rounded
+twice then, whatever the number of ranks, where a ring would round it at every rank.
+
+    small_0 = quantise(grads_0, parts=ranks of a node, interleave=nodes)
+    reduce_0 = exchange(small_0, "node")
+    ...                                                             # where the plan says
+    hop_0 = wait(reduce_0, small_0)
+    node_sum_0 = dequantise_sum(hop_0)
+    across_0 = quantise(node_sum_0, parts=nodes)
+    reduce_across_0 = exchange(across_0, "across")
+    ...
+    grad_0 = wait(reduce_across_0, across_0)
+    reduced_0 = dequantise_sum(grad_0)
+
+Runs behind all other passes: everything stays where those have put it. The gradient buffer dies with its quantisation.
+
+Does not handle: stage 0, whose reduced slices are gathered again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zerofx.errors import PlanError
+from zerofx.ir import ops
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.edit import after, end_of_unit, named
+from zerofx.ir.facts import origin, set_value, tensor
+from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.op_kernels.quantise import ENCODINGS
+from zerofx.passes.wire.gathers import check_block
+from zerofx.scheduler.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class QuantiseReductions:
+    """Change the reductions of the buckets that the plan names."""
+
+    layout: BucketLayout
+    name: str = "quantise_reductions"
+
+    def run(self, step: StepGraph, plan: Plan) -> None:
+        started = {node.args[1]: node for node in step.calls() if node.target is ops.reduce_scatter}
+        by_name = step.by_name()
+        for decision in plan.wires:
+            if decision.reduce == "exact":
+                continue
+            bucket = self.layout.buckets[decision.bucket]
+            check_block(plan, bucket)
+            if decision.reduce not in ENCODINGS or bucket.index not in started or plan.stage == 0:
+                raise PlanError(
+                    f"expected reductions in {' or '.join(ENCODINGS)} of a bucket that is trained, at stages 1 to 3, "
+                    f"found {decision.reduce!r} for {bucket.name} at stage {plan.stage}; make the plan anew"
+                )
+            hop = None if decision.hop_after is None else named(by_name, decision.hop_after)
+            _quantise(step, plan, bucket, started[bucket.index], decision.reduce, hop)
+
+
+def is_two_hops(num_nodes: int, ranks_per_node: int | None) -> bool:
+    """Whether a reduction that is not exact goes within nodes first: there are several nodes, of several ranks."""
+    return num_nodes > 1 and ranks_per_node is not None and ranks_per_node > 1
+
+
+def _quantise(step: StepGraph, plan: Plan, bucket: Bucket, reduce: fx.Node, encoding: str, hop: fx.Node | None) -> None:
+    graph, index, where = step.graph, bucket.index, origin(reduce)
+    (awaited,) = reduce.users
+    buffer, num_nodes, local = reduce.args[0], plan.num_nodes, plan.ranks_per_node
+    two_hops = is_two_hops(num_nodes, local)
+    first = local if two_hops and local is not None else bucket.num_ranks
+    with graph.inserting_before(reduce):
+        args = (buffer, first, encoding, num_nodes if two_hops else 1)
+        small = insert_call(graph, ops.quantise, args, where, name=f"small_grads_{index}")
+    reduce.target, reduce.args = ops.exchange, (small, index, first, "node" if two_hops else "all")
+    set_value(reduce, tensor(small))
+    last = first
+    if two_hops:
+        anchor = _behind(step, reduce, hop) if hop is not None else awaited.prev
+        with graph.inserting_before(anchor.next):
+            received = insert_call(graph, ops.wait, (reduce, small), where, name=f"hop_{index}")
+            summed = insert_call(
+                graph, ops.dequantise_sum, (received, first, encoding, torch.float32), where, name=f"node_sum_{index}"
+            )
+            small = insert_call(graph, ops.quantise, (summed, num_nodes, encoding), where, name=f"across_{index}")
+            reduce = insert_call(
+                graph, ops.exchange, (small, index, num_nodes, "across"), where, name=f"reduce_across_{index}"
+            )
+        last = num_nodes
+    awaited.args = (reduce, small)
+    set_value(awaited, tensor(reduce))
+    with graph.inserting_after(awaited):
+        total = insert_call(
+            graph, ops.dequantise_sum, (awaited, last, encoding, bucket.compute_dtype), where, name=f"reduced_{index}",
+            fake=step.fake((bucket.shard_numel,), bucket.compute_dtype),
+        )  # fmt: skip
+    awaited.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
+    if step.reduced.get(index) is awaited:
+        step.reduced[index] = total
+
+
+def _behind(step: StepGraph, reduce: fx.Node, hop: fx.Node) -> fx.Node:
+    """Where the second hop begins: behind the unit's run that ``hop`` ends, and what is released and started there."""
+    anchor = max(end_of_unit(step, after(hop)), reduce)  # nodes compare by their place in the graph
+    while anchor.next.target in (ops.release, ops.quantise, ops.reduce_scatter, ops.exchange):
+        anchor = anchor.next
+    return anchor

@@ -1,0 +1,1 @@
+"""What a graph offers to decide on: saved values, rows, chains, pieces."""

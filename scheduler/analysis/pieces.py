@@ -1,0 +1,310 @@
+"""Pieces of what is outside repeated layers: each has a menu of its own, as a layer has.
+
+Kept at the borders of pieces, and computed again one piece at a time, a run of operators holds the values at the
+borders and those of the largest piece: about the square root of what it makes, where its operators are alike
+(1604.06174, section 3). Here the borders with the least peak are found exactly, from the last piece to the first:
+operators need not be alike, and any number of values may cross a border.
+
+The gradients of a piece are backward's operators from the first that reads what only this piece makes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from zerofx.ir.aliasing import Storage, is_view, mutated_inputs, storage_source
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import Phase, is_random, origin, tile_of
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.analysis.saved_values import is_forward_call, outputs_of, storage_size, value_node
+from zerofx.scheduler.plan.decisions import PieceDecision
+
+_PLACES = 128  # of a run in which borders are looked for; far more than pieces, whose number grows with the square root
+_GRADIENTS = 2  # as large as its largest value that a piece's backward holds: of a result, and of what it is made from
+_PAYS = 0.1  # of what a micro-batch leaves to backward, which borders must save: others only make plans longer
+
+
+@dataclass(frozen=True)
+class ForwardRun:
+    """Operators of forward in a row: of the repeated layer ``unit``, or of a piece of what is outside layers (``""``).
+
+    ``name`` is that of the piece, and empty where what is outside layers is not divided. Behind those that are ``ends``
+    backward begins.
+    """
+
+    unit: str
+    name: str
+    nodes: tuple[fx.Node, ...]
+    ends: bool = False
+
+
+def forward_runs(step: StepGraph, crossing: Collection[Storage], *, ends_only: bool = False) -> list[ForwardRun]:
+    """All of forward in order, micro-batch by micro-batch, with what is outside layers divided where that pays.
+
+    A unit of which backward reads hardly more than what it hands on, such as a single convolution in a list of modules,
+    is no layer here: there is nothing to decide about it alone.
+
+    Args:
+        step: a captured graph; values may be tiled in it.
+        crossing: ``crossing_storages(step)``.
+        ends_only: only divide the runs that end in a loss. The others can then be computed again as a whole.
+    """
+    found: list[ForwardRun] = []
+    for runs in _by_micro_batch(step):
+        made = sum(storage_size(storage) for _, nodes in runs for node in nodes for storage in _made(node, crossing))
+        layers = {unit for unit, nodes in runs if unit and _is_layer(nodes, crossing)}
+        divided: list[tuple[list[tuple[str, list[fx.Node]]], list[list[fx.Node]]]] = []
+        marked = [(unit in layers, (unit, nodes)) for unit, nodes in runs]
+        for is_layer, group in itertools.groupby(marked, key=operator.itemgetter(0)):
+            stretch = [run for _, run in group]
+            nodes = [node for _, run in stretch for node in run]
+            whole = is_layer or (ends_only and stretch[-1] is not runs[-1])
+            divided.append((stretch, [] if whole else _divide(nodes, crossing, _PAYS * made)))
+        some = any(parts for _, parts in divided)
+        for stretch, parts in divided:
+            if parts:
+                found += [ForwardRun("", _name(part), tuple(part)) for part in parts]
+            else:
+                found += [ForwardRun(u, _name(run) if some and not u else "", tuple(run)) for u, run in stretch]
+        found[-1] = replace(found[-1], ends=not found[-1].unit)
+    return found
+
+
+def pieces(step: StepGraph, runs: Sequence[ForwardRun]) -> tuple[PieceDecision, ...]:
+    """The pieces among the ``forward_runs`` of a captured graph, as if all of their values stayed."""
+    if not any(run.name for run in runs):
+        return ()
+    behind = _backward_of(step, runs)
+    found = []
+    for run in runs:
+        back = behind.get(run.name)
+        if run.name:
+            first, last = (back[0].name, back[-1].name) if back else (None, None)
+            found.append(PieceDecision(run.name, run.nodes[0].name, run.nodes[-1].name, first, last))
+    return tuple(found)
+
+
+def _by_micro_batch(step: StepGraph) -> list[list[tuple[str, list[fx.Node]]]]:
+    """The runs of forward by unit, for each micro-batch."""
+    found: list[list[tuple[str, list[fx.Node]]]] = []
+    ended = True
+    for node in step.calls():
+        if not is_forward_call(node):
+            ended = True  # what follows is another micro-batch's forward
+        elif not is_view(node):
+            if ended:
+                found.append([])
+            unit, runs = step.unit_of(node), found[-1]
+            if not runs or runs[-1][0] != unit:
+                runs.append((unit, []))
+            runs[-1][1].append(node)
+            ended = False
+    return found
+
+
+def _is_layer(nodes: Sequence[fx.Node], crossing: Collection[Storage]) -> bool:
+    """Whether backward reads at least as much of what a run makes for itself as the run hands on."""
+    uses = list(_uses(nodes, crossing))
+    inside = sum(use.num_bytes for use in uses if use.crosses and use.last < len(nodes))
+    return inside >= sum(use.num_bytes for use in uses if use.last == len(nodes))
+
+
+def _made(node: fx.Node, crossing: Collection[Storage]) -> list[Storage]:
+    return [storage for storage in dict.fromkeys(outputs_of(node)) if storage in crossing]
+
+
+def _name(nodes: Sequence[fx.Node]) -> str:
+    """By operators, which no other piece has, and modules."""
+    modules = list(dict.fromkeys(layer for node in nodes if (layer := origin(node).layer)))
+    operators = nodes[0].name if len(nodes) == 1 else f"{nodes[0].name} to {nodes[-1].name}"
+    if not modules:
+        return operators
+    return f"{operators} ({modules[0]})" if len(modules) == 1 else f"{operators} ({modules[0]} to {modules[-1]})"
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes between places of a run; stretch ``i`` is what is behind place ``i - 1``, up to place ``i``.
+
+    ``read_in[a][b]`` are made in stretch ``a`` and read last by forward in stretch ``b``; ``crossing`` of them are read
+    by backward too. The last ``b`` is what is behind the run. ``largest[a]`` is the largest value of stretch ``a``.
+    """
+
+    read_in: list[list[int]]
+    crossing: list[list[int]]
+    largest: list[int]
+
+    @property
+    def whole(self) -> int:
+        """The peak of the run if it is not divided."""
+        inside = sum(sum(row[:-1]) for row in self.crossing)
+        return inside + sum(row[-1] for row in self.read_in) + _GRADIENTS * max(self.largest)
+
+
+def _divide(nodes: list[fx.Node], crossing: Collection[Storage], pays: float) -> list[list[fx.Node]]:
+    """A run in pieces; none if they do not hold ``pays`` bytes less than the run as a whole."""
+    uses = list(_uses(nodes, crossing))
+    places = _places(nodes, uses)
+    sizes = _sizes(uses, places)
+    peak, borders = _best_borders(sizes)
+    if peak > sizes.whole - max(pays, 1):
+        return []
+    starts = [0, *(places[i] + 1 for i in borders)]
+    return [nodes[start:end] for start, end in itertools.pairwise(starts)]
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A value of a run: made at position ``made``, read last by forward at ``last`` (past the end: outside the run)."""
+
+    made: int
+    last: int
+    num_bytes: int
+    crosses: bool
+    written: int  # the last position at which it is made or written to
+
+
+def _uses(nodes: Sequence[fx.Node], crossing: Collection[Storage]) -> Iterator[_Use]:
+    order = {node: position for position, node in enumerate(nodes)}
+    for node in nodes:
+        for storage in dict.fromkeys(outputs_of(node)):
+            readers = [reader for reader in consumers(storage[0]) if _reads(reader, storage)]
+            forward = [order.get(reader, len(nodes)) for reader in readers if is_forward_call(reader)]
+            writes = [
+                order[r] for r in readers if r in order and any(storage_source(w) == storage for w in mutated_inputs(r))
+            ]
+            # What a random operator makes is kept, wherever it is read.
+            last = len(nodes) if is_random(node) else max([order[node], *forward])
+            yield _Use(order[node], last, storage_size(storage), storage in crossing, max([order[node], *writes]))
+
+
+def _reads(reader: fx.Node, storage: Storage) -> bool:
+    return any(storage_source(source) == storage for source in reader.all_input_nodes)
+
+
+def _places(nodes: Sequence[fx.Node], uses: Sequence[_Use]) -> list[int]:
+    """Positions behind which a border may be, the run's last among them: of some in a row, the one that fewest bytes
+    are handed on at, those that backward reads counting half."""
+    handed_on, blocked = [0] * (len(nodes) + 1), [0] * (len(nodes) + 1)
+    made = [0] * len(nodes)
+    for use in uses:
+        made[use.made] += use.num_bytes if use.crosses else 0
+        weight = use.num_bytes if use.crosses else 2 * use.num_bytes
+        for counts, amount, end in ((handed_on, weight, use.last), (blocked, 1, use.written)):
+            counts[use.made] += amount
+            counts[min(end, len(nodes))] -= amount
+    for counts in (handed_on, blocked):
+        counts[:] = itertools.accumulate(counts)
+    for position, (node, following) in enumerate(itertools.pairwise(nodes)):
+        blocked[position] += tile_of(node) is not None and tile_of(following) is not None
+    # A run of few operators has all of them; of a long one, each share of the bytes has one.
+    share = max(1, sum(made)) / _PLACES
+    best: dict[int, int] = {}
+    for position, before in enumerate(itertools.accumulate(made[:-1])):
+        slot = position if len(nodes) <= _PLACES else int(before / share)
+        if not blocked[position] and (slot not in best or handed_on[position] < handed_on[best[slot]]):
+            best[slot] = position
+    return [*best.values(), len(nodes) - 1]
+
+
+def _sizes(uses: Sequence[_Use], places: Sequence[int]) -> _Sizes:
+    stretch = [i for i, (start, end) in enumerate(itertools.pairwise([-1, *places])) for _ in range(end - start)]
+    count = len(places)
+    read_in, crossing = ([[0] * (count + 1) for _ in range(count)] for _ in range(2))
+    largest = [0] * count
+    for use in uses:
+        made, last = stretch[use.made], stretch[use.last] if use.last < len(stretch) else count
+        read_in[made][last] += use.num_bytes
+        crossing[made][last] += use.num_bytes if use.crosses else 0
+        largest[made] = max(largest[made], use.num_bytes)
+    return _Sizes(read_in, crossing, largest)
+
+
+def _best_borders(sizes: _Sizes) -> tuple[int, list[int]]:
+    """The least peak that any borders lead to, and the stretches that pieces end with.
+
+    While a piece runs backward, all that those before it hand on is held: what the first piece hands on is on top of
+    the least peak of the pieces behind it. Of the borders with that peak, those are taken that hand on least.
+    """
+    count = len(sizes.largest)
+    own = [list(_pieces_from(sizes, start)) for start in range(count)]  # by first and last stretch: handed on, and held
+    least = [0] * (count + 1)
+    for start in range(count - 1, -1, -1):
+        least[start] = min(
+            handed_on + max(held, least[start + length + 1]) for length, (handed_on, held) in enumerate(own[start])
+        )
+    # By the stretch that pieces end with: bytes handed on, the number of pieces, and where the last one begins.
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]
+    for end in range(count):
+        options = []
+        for start in range(end + 1):
+            handed_on, held = own[start][end - start]
+            before, pieces_before, _ = best[start]
+            if before + handed_on + held <= least[0]:
+                options.append((before + handed_on, pieces_before + 1, start))
+        best.append(min(options, default=(least[0] + 1, 0, 0)))
+    borders, end = [], count
+    while end > 0:
+        borders.append(end - 1)
+        end = best[end][2]
+    return least[0], borders[::-1]
+
+
+def _pieces_from(sizes: _Sizes, start: int) -> Iterator[tuple[int, int]]:
+    """For each stretch that a piece from ``start`` on may end with: bytes it hands on, and holds in its backward."""
+    count = len(sizes.largest)
+    # Bytes of the piece so far that are read last in each stretch; of them, those that backward reads too.
+    read_in, crossing = [0] * (count + 1), [0] * (count + 1)
+    handed_on = kept = inside = widest = 0
+    for end in range(start, count):
+        handed_on += sum(sizes.read_in[end][end + 1 :]) - read_in[end]
+        kept += sum(sizes.crossing[end][end + 1 :]) - crossing[end]
+        inside += sum(sizes.crossing[end])
+        widest = max(widest, sizes.largest[end])
+        for stretch in range(end + 1, count + 1):
+            read_in[stretch] += sizes.read_in[end][stretch]
+            crossing[stretch] += sizes.crossing[end][stretch]
+        yield handed_on, inside - kept + _GRADIENTS * widest
+
+
+def _backward_of(step: StepGraph, runs: Sequence[ForwardRun]) -> dict[str, list[fx.Node]]:
+    """The operators of backward, outside layers, by piece; in order, backward goes from the last piece to the first."""
+    home = {node: number for number, run in enumerate(runs) for node in run.nodes}
+    inside = {
+        storage: number
+        for node, number in home.items()
+        for storage in outputs_of(node)
+        if all(home.get(reader) == number for reader in consumers(value_node(storage)) if is_forward_call(reader))
+    }
+    layers = {run.unit for run in runs if run.unit}
+    found: dict[str, list[fx.Node]] = {}
+    for stretch in _backward_stretches(step, layers):
+        waiting: list[fx.Node] = []
+        current: int | None = None
+        here: dict[str, list[fx.Node]] = {}
+        for node in stretch:
+            read = [inside[s] for source in node.all_input_nodes if (s := storage_source(source)) in inside]
+            mine = [number for number in read if runs[number].name]
+            if mine and (current is None or min(mine) < current):
+                current = min(mine)
+            waiting.append(node)
+            if current is not None:
+                here.setdefault(runs[current].name, []).extend(waiting)
+                waiting = []
+        found = {**here, **found}
+    return found
+
+
+def _backward_stretches(step: StepGraph, layers: Collection[str]) -> Iterator[list[fx.Node]]:
+    """Backward's operators outside ``layers``, in a row but for layers' own."""
+    computing = (node for node in step.calls() if not is_view(node))
+    for outside, nodes in itertools.groupby(
+        computing, lambda node: origin(node).phase is Phase.BACKWARD and step.unit_of(node) not in layers
+    ):
+        if outside:
+            yield list(nodes)

@@ -1,0 +1,59 @@
+"""What forward makes and backward reads: the values that live from the one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from zerofx.ir.aliasing import Storage, storage_bytes, storage_source
+from zerofx.ir.facts import Phase, origin
+from zerofx.ir.graph import StepGraph
+
+
+def crossing_storages(step: StepGraph) -> dict[Storage, None]:
+    """Storages that forward makes and backward reads, in the order in which they are made."""
+    order = step.positions()
+    found = {
+        storage_source(source)
+        for node in step.calls()
+        if origin(node).phase is Phase.BACKWARD
+        for source in node.all_input_nodes
+        if is_forward_call(source)
+    }
+    made = [s for s in found if is_forward_call(s[0])]
+    return dict.fromkeys(sorted(made, key=lambda s: (order[s[0]], s[1])))
+
+
+def crossing_values(step: StepGraph) -> list[fx.Node]:
+    """The nodes that name the crossing storages: an operator, or the getitem of one of its outputs."""
+    return [value_node(storage) for storage in crossing_storages(step)]
+
+
+def value_node(storage: Storage) -> fx.Node:
+    """The node that names a storage."""
+    node, index = storage
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        return node
+    return next(user for user in node.users if user.args[1] == index)
+
+
+def is_forward_call(node: fx.Node) -> bool:
+    """Whether the node computes in forward."""
+    return node.op == "call_function" and origin(node).phase is Phase.FORWARD
+
+
+def outputs_of(node: fx.Node) -> Iterator[Storage]:
+    """The storages of a node that has no storage of another: its result, or those of its outputs that are read."""
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        yield (node, 0)
+    else:
+        yield from ((node, int(user.args[1])) for user in node.users if isinstance(user.args[1], int))
+
+
+def storage_size(storage: Storage) -> int:
+    """Bytes of a storage."""
+    node, index = storage
+    fake = node.meta["val"]
+    return storage_bytes(fake if isinstance(fake, torch.Tensor) else fake[index])

@@ -1,0 +1,246 @@
+"""Which parameters can be worked with a slice at a time: what reads them, and what their gradients are made by.
+
+A slice is some rows of a parameter: a part of its first dimension. A product with some rows gives some columns (or
+rows) of its result, or one term of a sum; a lookup finds those of its indices that lie in it; a gradient's rows are
+what the same operator gives for rows of its factors. ``passes/prepare/slice.py`` writes these down.
+
+A parameter that anything else reads, or whose gradient is made otherwise, has to be there whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.errors import PlanError, UsageError
+from zerofx.ir.facts import Role, placeholder, tensor
+from zerofx.ir.graph import ParameterInfo, StepGraph
+from zerofx.ir.text import target_name
+from zerofx.scheduler.analysis.loss_heads import find_heads
+from zerofx.scheduler.analysis.tile_chains import find_chains
+from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.scheduler.plan.units import unit_of
+from zerofx.units import format_bytes
+
+_aten = torch.ops.aten
+
+Slices = tuple[SliceDecision, ...]
+
+_NUM_SLICES = (4, 16)  # of the largest parameter, on the rungs of the search for a plan within a budget
+_MOST_SLICES = 64  # on a rung, in all: each has decisions of its own, among which plans are searched for
+# What a layer's parameters can have on the device at once, times their own bytes: themselves, their gradients, two
+# states (Adam's), and two values inside the update. Slices can free no more of it than all.
+_HELD = 6
+
+
+class Way(StrEnum):
+    """What a slice of a parameter gives to the result of an operator that reads it."""
+
+    COLUMNS = "columns"  # mm(x, t(w)): some columns
+    ROWS = "rows"  # mm(w, x): some rows
+    SUM = "sum"  # mm(x, w), mm(t(w), x): a term of a sum
+    LOOKUP = "lookup"  # embedding(w, indices): what the indices find there
+
+
+@dataclass(frozen=True)
+class Use:
+    """An operator that reads a parameter; ``turned``: a transpose of it, ``on_left``: as its left factor."""
+
+    node: fx.Node
+    way: Way
+    turned: bool = False
+    on_left: bool = False
+
+
+@dataclass(frozen=True)
+class Sliceable:
+    """A parameter that can be worked with in slices; ``gradient``: the operators that make its gradient, in order."""
+
+    info: ParameterInfo
+    node: fx.Node
+    uses: tuple[Use, ...]
+    gradient: tuple[fx.Node, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole parameter in the compute dtype."""
+        return self.info.numel * self.info.compute_dtype.itemsize
+
+
+def sliceable(step: StepGraph, name: str) -> Sliceable | str:
+    """The parameter called ``name``, or why it has to be there whole."""
+    info = next(info for info in step.parameters if info.name == name)
+    node = next(node for node in step.placeholders(Role.PARAMETER) if placeholder(node).name == name)
+    if len(info.shape) != 2:
+        return f"has {len(info.shape)} dimensions, where slices are rows of a matrix"
+    # A model that has been taken over shows parameters without memory: all strides are 0.
+    if not tensor(node).is_contiguous() and any(tensor(node).stride()):
+        return "does not lie in memory row by row"
+    uses: list[Use] = []
+    for reader, read in _readers(node):
+        use = _use(reader, read, turned=read is not node)
+        if use is None:
+            return f"is read by {target_name(reader)} ({reader.name})"
+        uses.append(use)
+    if not uses:
+        return "is read by nothing"
+    gradient: list[fx.Node] = []
+    if name in step.gradients:
+        blocker = _collect(step, step.gradients[name], gradient)
+        if blocker is not None:
+            return f"has a gradient that is made by {target_name(blocker)} ({blocker.name})"
+    order = step.positions()
+    return Sliceable(
+        info, node, tuple(sorted(uses, key=lambda use: order[use.node])), tuple(sorted(gradient, key=order.__getitem__))
+    )
+
+
+def is_transpose(node: fx.Node) -> bool:
+    """Whether a node is the transpose of a matrix."""
+    if node.target is _aten.t.default:
+        return True
+    dims: Any = node.args[1:]
+    if node.target is _aten.transpose.int:
+        return sorted(d % 2 for d in dims) == [0, 1]
+    return node.target is _aten.permute.default and [d % 2 for d in dims[0]] == [1, 0]
+
+
+def _readers(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """What reads a parameter, and as what: itself, or a transpose of it."""
+    found = []
+    for user in node.users:
+        if is_transpose(user) and not any(is_transpose(source) for source in user.all_input_nodes):
+            found += [(reader, user) for reader in user.users]
+        else:
+            found.append((user, node))
+    return found
+
+
+def _use(reader: fx.Node, read: fx.Node, *, turned: bool) -> Use | None:
+    target, args = reader.target, reader.args
+    if args.count(read) != 1:
+        return None
+    if target is _aten.embedding.default:
+        return Use(reader, Way.LOOKUP) if args[0] is read and not turned else None
+    factors = args[1:] if target is _aten.addmm.default else args
+    if (
+        target not in (_aten.mm.default, _aten.addmm.default)
+        or reader.kwargs
+        or len(factors) != 2
+        or read not in factors
+    ):
+        return None
+    on_left = factors[0] is read
+    ways = {(False, True): Way.COLUMNS, (False, False): Way.SUM, (True, False): Way.ROWS, (True, True): Way.SUM}
+    return Use(reader, ways[on_left, turned], turned, on_left)
+
+
+def product_of(node: fx.Node) -> fx.Node | None:
+    """The matrix product that a gradient is, or that it is the transpose of and nothing else reads."""
+    if node.target is _aten.mm.default:
+        return node
+    source = node.args[0] if is_transpose(node) else None
+    is_own = isinstance(source, fx.Node) and source.target is _aten.mm.default and len(source.users) == 1
+    return source if is_own and isinstance(source, fx.Node) else None
+
+
+def _collect(step: StepGraph, node: fx.Node, found: list[fx.Node]) -> fx.Node | None:
+    """Add what makes a gradient to ``found``; returns what cannot give some rows of it, if anything."""
+    allowed = {step.output, *found}
+    if node in found or any(user not in allowed for user in node.users):
+        return node
+    found.append(node)
+    if node.target is _aten.embedding_dense_backward.default or product_of(node) is not None:
+        return None
+    if node.target is _aten.add.Tensor and not node.kwargs:
+        parts = [source for source in node.args if isinstance(source, fx.Node)]
+        if len(parts) == 2 and all(tensor(part).shape == tensor(node).shape for part in parts):
+            blockers = (_collect(step, part, found) for part in parts)
+            return next((blocker for blocker in blockers if blocker is not None), None)
+    return node
+
+
+def named_slices(step: StepGraph, asked: Mapping[str, int]) -> Slices:
+    """The parameters among what ``asked`` names, in so many slices; other names are those of modules.
+
+    Raises:
+        UsageError: a parameter cannot be worked with in slices, or has not so many rows.
+    """
+    names = {alias: info for info in step.parameters for alias in info.aliases}
+    found: dict[str, SliceDecision] = {}
+    for name, num_slices in asked.items():
+        if name not in names:
+            continue
+        info = names[name]
+        what = sliceable(step, info.name)
+        if isinstance(what, str):
+            raise UsageError(
+                f"expected tile to name a parameter that can be worked with in slices, found that {name} {what}: leave "
+                f"it out"
+            )
+        if num_slices > info.shape[0]:
+            raise UsageError(f"expected up to {info.shape[0]} slices of {name}, one for each row, found {num_slices}")
+        if info.name in found and found[info.name].num_slices != num_slices:
+            raise UsageError(
+                f"expected one number of slices of {info.name}, which is the same parameter as {name}, found "
+                f"{found[info.name].num_slices} and {num_slices}"
+            )
+        found[info.name] = SliceDecision(info.name, num_slices, what.num_bytes, f"as asked for {name}")
+    return tuple(found[info.name] for info in step.parameters if info.name in found)
+
+
+def slice_rungs(step: StepGraph, missing_bytes: int) -> list[Slices]:
+    """The ways to slice huge parameters, in the order in which they are turned to where no plan with whole ones fits.
+
+    On each rung no slice is larger than a part of the largest parameter. Rungs that have too many slices to search
+    among are left out, and those that cannot free what is missing, but for the last one where none can: a refusal then
+    says the least that is possible. What is in a product whose values are larger than its weight is left alone: tiles
+    of rows serve it better.
+
+    Args:
+        step: the captured graph with whole parameters.
+        missing_bytes: by how much the least peak with them is over the budget.
+    """
+    values = {head.product: head.num_bytes for head in find_heads(step)}
+    values |= {node: chain.num_bytes for chain in find_chains(step) for node in chain.members}
+    found, layers = [], Counter[str]()
+    for info in step.parameters:
+        what = sliceable(step, info.name)
+        if isinstance(what, Sliceable) and all(values.get(use.node, 0) <= what.num_bytes for use in what.uses):
+            found.append(what)
+            layers[unit_of(info.name, step.units)] += what.num_bytes
+    largest = max((what.num_bytes for what in found), default=0)
+    most = _HELD * max(layers.values(), default=0)
+    rungs: dict[Slices, bool] = {}  # whether it may free what is missing
+    for number in _NUM_SLICES:
+        whole, each = format_bytes(largest), format_bytes(largest // number)
+        reason = f"no plan with whole parameters (up to {whole}) fits; a slice takes up to {each}"
+        counts = {what: min(-(-what.num_bytes * number // largest), what.info.shape[0]) for what in found}
+        rung = tuple(SliceDecision(w.info.name, n, w.num_bytes, reason) for w, n in counts.items() if n > 1)
+        if rung and sum(decision.num_slices for decision in rung) <= _MOST_SLICES:
+            rungs[rung] = missing_bytes <= most * (1 - 1 / number)
+    return [rung for rung, is_enough in rungs.items() if is_enough] or list(rungs)[-1:]
+
+
+def find_sliceable(step: StepGraph, decision: SliceDecision) -> Sliceable:
+    """What a decision is about.
+
+    Raises:
+        PlanError: the graph has no such parameter, or not so many rows of it, or needs it whole.
+    """
+    known = any(info.name == decision.parameter for info in step.parameters)
+    what = sliceable(step, decision.parameter) if known else "is no parameter of this model"
+    if isinstance(what, Sliceable) and not 2 <= decision.num_slices <= what.info.shape[0]:
+        what = f"has {what.info.shape[0]} rows for {decision.num_slices} slices"
+    if isinstance(what, str):
+        raise PlanError(
+            f"expected a plan whose slices are of parameters of this graph, found that {decision.parameter} {what}: "
+            f"make the plan anew for this model"
+        )
+    return what

@@ -1,0 +1,345 @@
+"""Find chains of operators whose values tower over what goes into them and comes out, and that rows pass independently.
+
+    up = addmm(b1, x, w1)                   # [tokens, 4 dim]
+    h = gelu(up)
+    y = addmm(b2, h, w2)                    # [tokens, dim]
+    ...
+    gh = mm(gy, w2);  gup = gelu_backward(gh, up);  gx = mm(gup, w1)
+    gw2 = mm(t(gy), h);  gw1 = mm(t(gup), x)
+
+A chain begins at a matrix product that gives at least twice what it reads, and has all that reads or makes a value of
+about that size, in forward and in backward: in between nothing else needs such a value whole. Chains are found by data
+flow and shapes: the first part of an MLP, gated or not, with its activation and down-projection; the projection to
+queries, keys and values with its attention; the logits of attention that is not fused. ``passes/lib/tile_chain.py``
+runs them a few rows at a time.
+
+Not found: chains with random operators (dropout), and those that leave their layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import fx
+
+from zerofx.ir.aliasing import storage_bytes, storage_source, tensors_of
+from zerofx.ir.facts import Phase, Role, origin, slice_of, tensor, value
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.analysis.loss_heads import MIN_ROWS
+from zerofx.scheduler.analysis.row_rules import Given, rows_of_result
+from zerofx.scheduler.analysis.rows import OWN, Found, Kind, Rows, leading_rows
+
+_aten = torch.ops.aten
+_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
+_TOWERS = 2  # how many times as large as what it reads a value must be
+_MAX_ASKED = 4  # values of which a node's rule is asked whether they are split or whole
+
+
+@dataclass(frozen=True)
+class Part:
+    """The forward or the backward nodes of a chain, in order.
+
+    ``again`` are forward nodes that backward's part computes again, a tile at a time.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    again: tuple[fx.Node, ...] = ()
+
+    def outputs(self, chain: Chain) -> list[fx.Node]:
+        """The values that something outside the chain reads."""
+        return [
+            node
+            for node in self.nodes
+            if isinstance(value(node), torch.Tensor) and any(user not in chain.members for user in node.users)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Operators that can be run ``num_rows`` rows in any tiles.
+
+    ``product`` makes the first of the large values, ``num_bytes`` large. ``given`` and ``found`` have where the rows
+    lie in what each node reads and gives.
+    """
+
+    product: fx.Node
+    num_rows: int
+    num_bytes: int
+    forward: Part
+    backward: Part
+    given: Mapping[fx.Node, Given] = field(repr=False)
+    found: Mapping[fx.Node, Found] = field(repr=False)
+
+    @property
+    def members(self) -> frozenset[fx.Node]:
+        return frozenset((*self.forward.nodes, *self.backward.nodes))
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Those that are not empty."""
+        return tuple(part for part in (self.forward, self.backward) if part.nodes)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the chain's nodes still read what they did when it was found."""
+        nodes = (*self.forward.nodes, *self.backward.nodes)
+        return all(source in self.given[node] for node in nodes for source in node.all_input_nodes)
+
+    def most_tiles(self) -> int:
+        """How many tiles still leave enough rows to matrix products."""
+        found, shape = self.found[self.product], tensor(self.product).shape
+        assert isinstance(found, Rows)
+        each = found.each * (int(shape[1]) if len(shape) > 2 else 1)
+        return min(self.num_rows, max(1, self.num_rows * each // MIN_ROWS))
+
+
+def find_chains(step: StepGraph) -> list[Chain]:
+    """All chains of ``step``, in order; no two have a node in common."""
+    finder = _Finder(step)
+    found: list[Chain] = []
+    taken: set[fx.Node] = set()
+    for product in [n for n in step.calls() if n.target in _PRODUCTS and origin(n).phase is Phase.FORWARD]:
+        if product in taken or not finder.towers(product):
+            continue
+        for num_rows in _row_counts(product):
+            chain = finder.chain(product, num_rows)
+            if chain is not None and not taken & chain.members:
+                found.append(chain)
+                taken |= chain.members
+                break
+    return found
+
+
+def _row_counts(product: fx.Node) -> Iterator[int]:
+    """What may be a row: the most rows first. Shapes of the product and of its views tell."""
+    counts: set[int] = set()
+    pending = [product]
+    while pending:
+        node = pending.pop()
+        shape = tuple(tensor(node).shape)
+        counts.update(prod(shape[:end]) for end in range(1, len(shape)))
+        pending += [u for u in node.users if u.target in (_aten.view.default, _aten._unsafe_view.default)]
+    whole = int(tensor(product).shape[0])
+    yield from sorted((n for n in counts if 2 <= n <= whole and whole % n == 0), reverse=True)
+
+
+class _Finder:
+    """Grows chains; remembers where rows lie, by their number, in each layer."""
+
+    def __init__(self, step: StepGraph) -> None:
+        self._step = step
+        self._units: dict[str, list[fx.Node]] = {}
+        self._weights = set(step.placeholders(Role.PARAMETER))
+        for node in step.calls():
+            self._units.setdefault(step.unit_of(node), []).append(node)
+            sources = node.all_input_nodes
+            if sources and all(source in self._weights for source in sources):
+                self._weights.add(node)
+        self._order = step.positions()
+        self._labels: dict[tuple[str, int], _Labels] = {}
+
+    def towers(self, product: fx.Node) -> bool:
+        read = [_bytes(source) for source in product.all_input_nodes if source not in self._weights]
+        return bool(read) and _bytes(product) >= _TOWERS * max(read)
+
+    def chain(self, product: fx.Node, num_rows: int) -> Chain | None:
+        """The chain that begins at ``product``, or None where something in it needs all rows at once."""
+        unit = self._step.unit_of(product)
+        labels = self._labels.get((unit, num_rows))
+        if labels is None:
+            labels = self._labels[unit, num_rows] = _Labels(self._units[unit], self._weights, num_rows)
+        members = _grow(product, labels)
+        if members is None:
+            return None
+        ordered = sorted(members, key=self._order.__getitem__)
+        forward = Part(tuple(n for n in ordered if origin(n).phase is Phase.FORWARD))
+        backward = [n for n in ordered if origin(n).phase is Phase.BACKWARD]
+        again = _needed(backward, set(forward.nodes))
+        chain = Chain(
+            product, num_rows, _bytes(product), forward,
+            Part(tuple(backward), tuple(n for n in forward.nodes if n in again)), labels.given, labels.found,
+        )  # fmt: skip
+        return chain if self._can_stand_together(chain) and _is_worth_it(chain) else None
+
+    def _can_stand_together(self, chain: Chain) -> bool:
+        """Whether each part can run in one place: nothing it needs depends on what it gives."""
+        for part in chain.parts:
+            behind: set[fx.Node] = set()
+            node, last, members = part.nodes[0], part.nodes[-1], set(part.nodes)
+            if self._step.unit_of(node) != self._step.unit_of(last):
+                return False
+            while node is not last.next:
+                reads_behind = any(source in behind for source in node.all_input_nodes)
+                if node in members and reads_behind:
+                    return False
+                if node not in members and (reads_behind or any(s in members for s in node.all_input_nodes)):
+                    behind.add(node)
+                node = node.next
+        return True
+
+
+class _Labels:
+    """Where the rows lie in the values of one layer."""
+
+    def __init__(self, nodes: list[fx.Node], weights: set[fx.Node], num_rows: int) -> None:
+        self._weights, self._num_rows = weights, num_rows
+        self.given: dict[fx.Node, Given] = {}
+        self.found: dict[fx.Node, Found] = {}
+        for node in nodes:
+            if node not in weights:
+                self._label(node)
+
+    def kind(self, node: fx.Node) -> Kind:
+        """Of a value that a rule has found, or that enters the layer."""
+        if node in self.found:
+            found = self.found[node]
+            return None if isinstance(found, tuple) else found
+        fake = value(node)
+        if node in self._weights or not isinstance(fake, torch.Tensor):
+            return None
+        return leading_rows(fake, self._num_rows)
+
+    def _label(self, node: fx.Node) -> None:
+        if slice_of(node) is not None:
+            return  # its weight would have to be there for all tiles
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node)
+            found = self.found.get(source)
+            if isinstance(found, tuple) and isinstance(index, int):
+                kind = self.found[node] = found[index]
+                self.given[node] = {source: kind if isinstance(kind, Rows) else None}
+            return
+        sources = node.all_input_nodes
+        if not sources or any(not isinstance(value(source), torch.Tensor) for source in sources):
+            return
+        kinds = [self.kind(source) for source in sources]
+        # A value may look as if it had rows, and be the same for all of them: a mask, a table.
+        options: list[tuple[Rows | None, ...]] = [(kind, None) if isinstance(kind, Rows) else (None,) for kind in kinds]
+        if sum(len(option) for option in options) > len(options) + _MAX_ASKED:
+            options = [option[:1] for option in options]
+        for kinds_given in sorted(itertools.product(*options), key=lambda one: sum(kind is None for kind in one)):
+            given = dict(zip(sources, kinds_given, strict=True))
+            found = rows_of_result(node, given, self._num_rows)
+            if found is not None:
+                self.given[node], self.found[node] = given, found
+                return
+
+
+def _grow(product: fx.Node, labels: _Labels) -> set[fx.Node] | None:
+    """All that reads or makes a value about as large as the product's, or None where one of these needs all rows."""
+    least = _bytes(product) / 2
+    unit_nodes = labels.found
+    members: set[fx.Node] = set()
+    pending = [product]
+    while pending:
+        node = pending.pop()
+        if node in members:
+            continue
+        if node.op != "call_function" or node not in unit_nodes:
+            return None
+        members.add(node)
+        is_tuple = isinstance(value(node), list | tuple)
+        if is_tuple:
+            pending += node.users
+            outputs = []
+        else:
+            outputs = [node]
+        if node.target is operator.getitem:
+            pending += node.all_input_nodes
+        for output in outputs:
+            if isinstance(unit_nodes[output], Rows) and _bytes(output) >= least:
+                pending += output.users
+            else:
+                pending += [u for u in output.users if _makes_large(u, labels, least)]
+        for source, rows in labels.given[node].items():
+            if rows is None and source in members and OWN not in (labels.found[node], labels.found[source]):
+                return None
+            if isinstance(value(source), torch.Tensor) and rows is not None and _bytes(source) >= least:
+                pending.append(source)
+    # What one member reads whole, no other may give in tiles.
+    if any(
+        rows is None and s in members and labels.found[s] is not OWN
+        for n in members
+        for s, rows in labels.given[n].items()
+        if _is_tensor(s)
+    ):
+        return None
+    return members
+
+
+def _makes_large(node: fx.Node, labels: _Labels, least: float) -> bool:
+    return isinstance(labels.found.get(node), Rows) and isinstance(value(node), torch.Tensor) and _bytes(node) >= least
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(value(node), torch.Tensor)
+
+
+def _needed(nodes: list[fx.Node], available: set[fx.Node]) -> set[fx.Node]:
+    """What of ``available`` has to be computed for ``nodes``."""
+    found: set[fx.Node] = set()
+    pending = [source for node in nodes for source in node.all_input_nodes]
+    while pending:
+        node = pending.pop()
+        if node in available and node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _is_worth_it(chain: Chain) -> bool:
+    """Whether tiles can be cut from what goes in and put together to what comes out, and this is smaller."""
+    for part in chain.parts:
+        inside = {*part.nodes, *part.again}
+        entering = {
+            (source, rows)
+            for node in inside
+            for source, rows in chain.given[node].items()
+            if rows is not None and source not in inside
+        }
+        if any(not is_mergeable(tensor(source), rows) for source, rows in entering):
+            return False
+        if any(chain.found[output] is OWN for output in part.outputs(chain)):
+            return False  # there is one for each tile, and outside one is wanted for all
+        joined = {output: rows for output in part.outputs(chain) if isinstance(rows := chain.found[output], Rows)}
+        if not all(is_restorable(tensor(output), rows) for output, rows in joined.items()):
+            return False
+        if sum(_bytes(output) for output in joined) > chain.num_bytes / 2:
+            return False
+    return True
+
+
+def is_mergeable(fake: torch.Tensor, rows: Rows) -> bool:
+    """Whether the dimensions of the rows can be made one by a view."""
+    strides, shape = fake.stride(), fake.shape
+    dims = [d for d in rows.dims if shape[d] != 1]
+    return all(strides[a] == strides[b] * shape[b] for a, b in itertools.pairwise(dims))
+
+
+def is_restorable(fake: torch.Tensor, rows: Rows) -> bool:
+    """Whether a value joined from tiles can have the strides of ``fake``."""
+    if fake.is_contiguous():
+        return True
+    return rows.span == 1 and fake.permute(by_stride(fake)).is_contiguous()
+
+
+def by_stride(fake: torch.Tensor) -> list[int]:
+    """The dimensions of a value in the order in which they lie in memory, the outermost first."""
+    strides = fake.stride()
+    return sorted(range(fake.dim()), key=lambda d: (-strides[d], d))
+
+
+def _bytes(node: fx.Node) -> int:
+    """Bytes of the storage that a value lives in."""
+    owner, index = storage_source(node)
+    found = tensors_of(owner)
+    if isinstance(value(owner), torch.Tensor):
+        return storage_bytes(found[0])
+    outputs = value(owner)
+    return storage_bytes(outputs[index])

@@ -1,0 +1,1 @@
+"""What operators hold on a CPU while they run."""

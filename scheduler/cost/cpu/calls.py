@@ -1,0 +1,217 @@
+"""A call of an operator but for its values: shapes, strides, dtypes and other arguments, to compare and to resize."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from zerofx.ir.aliasing import tensors_in
+
+# What is made at once: some milliseconds, bytes of inputs and outputs and multiplications.
+QUICK_BYTES, QUICK_STEPS = 2**22, 2**24
+# What is made at all: some tenths of a second.
+MOST_BYTES, MOST_STEPS = 2**26, 2**28
+_PRODUCTS_A_STEP = 8  # of a convolution, which takes less time for one
+_CUBIC = ("linalg_", "_linalg_", "cholesky", "lu_", "cdist", "_cdist", "_euclidean_dist", "_trilinear")
+_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "linear", "_grouped_mm", "_int_mm", "_scaled_mm"})
+_NAMESPACES = ("aten", "torch_nn", "zerofx")
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+
+
+class KernelMemory(NamedTuple):
+    """``inside``: bytes that a call takes at its worst moment, beyond inputs and outputs. ``excess``: bytes that each
+    output's memory has beyond those that it shows; fewer than 0 where one is empty that fakes have elements of."""
+
+    inside: int
+    excess: tuple[int, ...]
+
+
+class Like(NamedTuple):
+    """A tensor on a CPU but for its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_conjugated: bool = False  # is to be, once its values are read
+    is_negated: bool = False
+
+    @property
+    def span(self) -> int:
+        """Elements of the memory that it reaches over."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.span * self.dtype.itemsize
+
+    def resized(self, sizes: Mapping[int, int]) -> Like | None:
+        """With other sizes, in the same order and with the same gaps in memory; None where dimensions overlap."""
+        shape = tuple(sizes.get(size, size) for size in self.shape)
+        if shape == self.shape:
+            return self
+        stride, before, extent = list(self.stride), 1, 1
+        for dim in sorted(range(len(shape)), key=lambda d: (self.stride[d], -d)):
+            step, size = self.stride[dim], self.shape[dim]
+            if step == 0 or size == 1:
+                continue
+            if step < before:
+                return None
+            factor, rest = divmod(step, before)
+            stride[dim] = factor * extent + rest
+            before, extent = step * size, stride[dim] * shape[dim]
+        return self._replace(shape=shape, stride=tuple(stride))
+
+
+class _Number(NamedTuple):
+    """A number that is no ``int``: 1.0 and True are other arguments than 1."""
+
+    kind: type
+    value: Any
+
+
+class _OtherDeviceError(Exception):
+    """A tensor is not on a CPU."""
+
+
+class Call(NamedTuple):
+    """``args`` and ``kwargs`` have a ``Like`` for each tensor and tuples for lists."""
+
+    target: OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    made: tuple[Like, ...]
+
+    @staticmethod
+    def of(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], made: Iterable[Tensor]) -> Call | None:
+        """A call with nodes or (fake) tensors, which gives tensors like ``made``; None if any is not on a CPU."""
+        try:
+            return Call(
+                target,
+                tuple([_described(arg) for arg in args]),
+                tuple([(name, _described(value)) for name, value in kwargs.items()]),
+                tuple([_like(tensor) for tensor in made]),
+            )
+        except _OtherDeviceError:
+            return None
+
+    @property
+    def given(self) -> list[Like]:
+        """Its tensors, in order."""
+        return list(_likes([*self.args, *(value for _, value in self.kwargs)]))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(like.num_bytes for like in (*self.given, *self.made))
+
+    @property
+    def num_steps(self) -> int:
+        """What takes its time, if that is not to read and to write."""
+        if self.target in _CONVOLUTIONS:
+            is_backward = self.target is torch.ops.aten.convolution_backward.default
+            result, filters = (self.args[0], self.args[2]) if is_backward else (self.made[0], self.args[1])
+            return int(math.prod(result.shape) * math.prod(filters.shape[1:])) // _PRODUCTS_A_STEP
+        if "_scaled_dot_product_" in self.target._schema.name:
+            return max(
+                (math.prod(like.shape) * like.shape[-2] for like in self.given if len(like.shape) > 2), default=0
+            )
+        if not is_cubic(self.target):
+            return 0
+        numels = sorted(math.prod(like.shape) for like in (*self.given, *self.made))[-3:]
+        return math.isqrt(math.prod(numels) * numels[-1] ** (3 - len(numels))) if numels else 0
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it takes so little time that it is made as it is."""
+        return self.num_bytes <= QUICK_BYTES and self.num_steps <= QUICK_STEPS
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether it is made as it is where nothing else tells what it takes."""
+        return self.num_bytes <= MOST_BYTES and self.num_steps <= MOST_STEPS
+
+    @property
+    def sizes(self) -> list[int]:
+        """All sizes of its tensors, the largest first."""
+        return sorted({size for like in (*self.given, *self.made) for size in like.shape}, reverse=True)
+
+    def resized(self, sizes: Mapping[int, int]) -> Call | None:
+        """With other sizes wherever they occur, in numbers too; None where that cannot be."""
+        try:
+            args, kwargs, made = (_resized(part, sizes) for part in (self.args, self.kwargs, self.made))
+        except ValueError:
+            return None
+        return self._replace(args=args, kwargs=kwargs, made=made)
+
+    def filled(self, values: Callable[[Like], Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments, with ``values`` in the place of tensors."""
+        return [_filled(arg, values) for arg in self.args], {name: _filled(arg, values) for name, arg in self.kwargs}
+
+
+def call_of(node: fx.Node) -> Call | None:
+    """The call that a node makes; None if it is none of torch's or zerofx's operators, or not on CPU tensors."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace not in _NAMESPACES:
+        return None
+    return Call.of(target, node.args, node.kwargs, tensors_in(node.meta.get("val")))
+
+
+def chosen_by() -> tuple[object, ...]:
+    """What ATen chooses between kernels by, next to a call's arguments: threads, whether there is oneDNN, and whether
+    results have to be the same each time."""
+    return torch.get_num_threads(), torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()
+
+
+def is_cubic(target: OpOverload) -> bool:
+    """Whether it takes more time than to read and to write: products and linear algebra."""
+    own = target._schema.name.removeprefix("aten::").removesuffix("_")
+    return own in _PRODUCTS or own.startswith(_CUBIC)
+
+
+def _like(tensor: Tensor) -> Like:
+    if tensor.device.type != "cpu":
+        raise _OtherDeviceError
+    return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return _described(value.meta["val"])
+    if isinstance(value, Tensor):
+        return _like(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    return _Number(type(value), value) if isinstance(value, (bool, float, complex)) else value
+
+
+def _likes(values: Iterable[Any]) -> Iterable[Like]:
+    for value in values:
+        if isinstance(value, Like):
+            yield value
+        elif type(value) is tuple:
+            yield from _likes(value)
+
+
+def _resized(value: Any, sizes: Mapping[int, int]) -> Any:
+    if isinstance(value, Like):
+        like = value.resized(sizes)
+        if like is None:
+            raise ValueError
+        return like
+    if type(value) is tuple:
+        return tuple(_resized(item, sizes) for item in value)
+    return sizes.get(value, value) if type(value) is int else value
+
+
+def _filled(value: Any, values: Callable[[Like], Tensor]) -> Any:
+    if isinstance(value, Like):
+        return values(value)
+    if isinstance(value, _Number):
+        return value.value
+    return [_filled(item, values) for item in value] if type(value) is tuple else value

@@ -1,0 +1,212 @@
+"""What a call of an operator takes inside its kernel, and what memory its outputs keep: found by making the call.
+
+Kernels on CPU hold memory where one would not look. A number beside a tensor becomes a tensor, operands of mixed dtypes
+are converted, layouts are copied, each thread has a buffer of its own; and an output may keep more than it shows, as
+the mean of ``mse_loss`` keeps the memory of all the squares. No list of such things is ever whole. So the call is made,
+on the CPU at hand, with values that are made up, once for each combination of shapes, strides, dtypes and other
+arguments, and the profiler's record of its allocations is read. Nothing that a caller can see changes: the tensors are
+the call's own, and random generators are put back. What a call takes that would take long to make is told from smaller
+ones (``scheduler/cost/cpu/smaller_calls.py``).
+
+While a profiler of the user's runs, next to which there can be no other, and where memory for a call is short, nothing
+is known of calls that have not been made before; that is not remembered.
+
+Not covered, and so ``None``: operators of others than ATen and zerofx (their kernels may do anything), calls that fail
+on values that are made up, and outputs whose shapes depend on values. Where an operator's memory depends on values
+(``linalg_matrix_exp``: on the norm), what is known is that for large, well-conditioned matrices, for values between 0
+and 1, or for conditions that all hold. Operators of zerofx take the same for all
+(``zerofx/ir/op_kernels/value_gradients.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from zerofx.ir.aliasing import tensors_in
+from zerofx.scheduler.cost.cpu.calls import Call, KernelMemory, Like, call_of, chosen_by, is_cubic
+from zerofx.scheduler.cost.cpu.peaks import CpuPeak
+from zerofx.scheduler.cost.cpu.smaller_calls import approximate, extrapolated, two_smaller
+from zerofx.torch_private import is_profiling, without_modes
+
+
+def kernel_memories(nodes: Iterable[fx.Node]) -> dict[fx.Node, KernelMemory | None]:
+    """What each of some operators on CPU tensors takes; None where it cannot be known, or not yet."""
+    known = _known(chosen_by())
+    calls: dict[fx.Node, Call | None] = {}
+    fresh: dict[Call, None] = {}
+    for node in nodes:
+        call = call_of(node)
+        with contextlib.suppress(TypeError):  # an argument that cannot be hashed: sizes that are symbols
+            if call is not None and call not in known:
+                fresh[call] = None
+            calls[node] = call
+    with contextlib.suppress(_NotYetError):
+        _learn(list(fresh))
+    return {node: None if call is None else known.get(call) for node, call in calls.items()}
+
+
+def call_memory(target: OpOverload, args: Sequence[Any], made: Sequence[Tensor]) -> KernelMemory | None:
+    """What a call on (fake) tensors takes that gives tensors like ``made``, if it can be made as it is."""
+    call = Call.of(target, args, {}, made)
+    if call is None or not call.is_feasible:
+        return None
+    with contextlib.suppress(_NotYetError):
+        return _record(call)
+    return None
+
+
+_FROM_ONE = ("lu_", "ldl_", "_embedding_bag_backward")  # bags have something in each then
+
+
+class _NotYetError(Exception):
+    """What a call takes cannot be found at the moment: an exception, since it is not to be remembered."""
+
+
+class _ValuesError(Exception):
+    """There are no such values, or the operator does not take them: it will not another time."""
+
+
+@functools.cache
+def _known(_chosen_by: tuple[object, ...]) -> dict[Call, KernelMemory | None]:
+    """What is known of calls in this process, by what ATen chooses between kernels by."""
+    return {}
+
+
+def _learn(calls: Sequence[Call]) -> None:
+    """Make calls that nothing is known of, or smaller ones, as many as can be under one profiler.
+
+    Raises:
+        _NotYetError: it cannot be found at the moment what they take.
+    """
+    known = _known(chosen_by())
+    pairs = {call: (call, call) if call.is_quick else two_smaller(call) for call in calls}
+    found = _records([one for pair in pairs.values() if pair is not None for one in dict.fromkeys(pair)])
+    for call, pair in pairs.items():
+        first, second = (None, None) if pair is None else (found[pair[0]], found[pair[1]])
+        if call.is_quick or (first is not None and first == second):
+            known[call] = first
+        else:
+            told = extrapolated(call, _records)
+            known[call] = told or (_record(call) if call.is_feasible else approximate(call, _records))
+
+
+def _record(call: Call) -> KernelMemory | None:
+    known = _known(chosen_by())
+    if call not in known:
+        known[call] = _records([call])[call]
+    return known[call]
+
+
+def _records(calls: Sequence[Call]) -> dict[Call, KernelMemory | None]:
+    """What each of some calls takes; None for one that fails, or does not give what is expected.
+
+    Raises:
+        _NotYetError: it cannot be found at the moment.
+    """
+    if not calls:
+        return {}
+    if is_profiling():
+        raise _NotYetError
+    with without_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            # The first call of an operator may set things up that stay.
+            ready = [(call, arguments) for call in calls if (arguments := _tried(call)) is not None]
+            peak = CpuPeak()
+            with peak:
+                sizes = [_run(call, arguments, peak) for call, arguments in ready]
+        except (MemoryError, RuntimeError) as error:  # no memory, or the profiler's own
+            raise _NotYetError from error
+    found: dict[Call, KernelMemory | None] = dict.fromkeys(calls)
+    for (call, _), made, most in zip(ready, sizes, peak.parts, strict=True):
+        if made is not None:
+            excess = tuple(
+                max(0 if shape == like.shape else -like.num_bytes, size - like.num_bytes)
+                for (size, shape), like in zip(made, call.made, strict=True)
+            )
+            found[call] = KernelMemory(max(0, most - sum(size for size, _ in made)), excess)
+    return found
+
+
+Arguments = tuple[list[Any], dict[str, Any]]
+
+
+def _tried(call: Call) -> Arguments | None:
+    """The arguments of a call with which it has been made once; None if it fails with them."""
+    try:
+        with _refusing_values():
+            arguments = call.filled(lambda like: _values(like, call.target))
+        return None if _run(call, arguments, None) is None else arguments
+    except _ValuesError:
+        return None
+
+
+def _run(call: Call, arguments: Arguments, peak: CpuPeak | None) -> list[tuple[int, tuple[int, ...]]] | None:
+    """Make a call, as a part of ``peak``; bytes of each output's own memory, 0 where it has none, and its shape. None
+    if the call fails, or an output has another shape than expected and is not empty.
+
+    Raises:
+        MemoryError, RuntimeError: it fails for a reason that may pass.
+    """
+    args, kwargs = arguments
+    given = {_memory(one) for one in tensors_in([*args, *kwargs.values()])}
+    with peak.part() if peak is not None else contextlib.nullcontext():
+        try:
+            with _refusing_values():
+                made: Any = call.target(*args, **kwargs)
+        except _ValuesError:
+            return None
+    outputs = list(tensors_in(made))
+    shapes = [tuple(one.shape) for one in outputs]
+    if len(shapes) != len(call.made) or any(
+        shape != like.shape and 0 not in shape for shape, like in zip(shapes, call.made, strict=True)
+    ):
+        return None
+    sizes = []
+    for one in outputs:
+        sizes.append(0 if _memory(one) in given else one.untyped_storage().nbytes())
+        given.add(_memory(one))
+    return list(zip(sizes, shapes, strict=True))
+
+
+@contextlib.contextmanager
+def _refusing_values() -> Iterator[None]:
+    """What fails inside does so because of values that are made up, unless memory is short."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        # torch's allocator on CPU raises a plain RuntimeError (torch 2.13).
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+            raise
+        raise _ValuesError from error
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _values(like: Like, target: OpOverload) -> Tensor:
+    """Numbers between 0 and 1, and square matrices that can be inverted for linear algebra; conditions that hold; the
+    first of everything where integers are asked for, or one, from which linear algebra counts."""
+    if like.dtype == torch.bool:
+        flat = torch.ones(like.span, dtype=torch.bool)
+    elif like.dtype.is_complex:
+        parts = torch.linspace(0.25, 0.75, 2 * like.span, dtype=like.dtype.to_real())
+        flat = torch.view_as_complex(parts.view(-1, 2))
+    elif like.dtype.is_floating_point:
+        flat = torch.linspace(0.25, 0.75, like.span, dtype=like.dtype)
+    else:
+        first = int(any(part in target._schema.name for part in _FROM_ONE))
+        flat = torch.full((like.span,), first, dtype=torch.int64).to(like.dtype)
+    tensor = flat.as_strided(like.shape, like.stride)
+    is_matrix = tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and 0 not in like.stride
+    if is_matrix and like.dtype.is_floating_point and is_cubic(target):
+        tensor.diagonal(0, -2, -1).add_(tensor.shape[-1])
+    tensor = tensor.conj() if like.is_conjugated else tensor
+    return torch._neg_view(tensor) if like.is_negated else tensor

@@ -1,0 +1,124 @@
+"""What a call takes that would take long to make, told from smaller ones.
+
+Most take as much whatever their sizes are, mostly nothing: so do two of a fraction of all large sizes. What others take
+is a polynomial in any one size: three make one, a fourth has to agree, to the byte. What is in none of these ways, and
+too large to be made, is taken to grow with the bytes of inputs and outputs: an approximation.
+
+The smaller calls are large enough that kernels divide them among threads. Kernels that go other ways for larger sizes
+than these have rules of their own (``scheduler/cost/cpu/workspace.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+from zerofx.scheduler.cost.cpu.calls import Call, KernelMemory
+
+Records = Callable[[Sequence[Call]], Mapping[Call, KernelMemory | None]]
+
+_LARGE = 16  # sizes beyond this one are divided
+_STEPS = (64, 16)  # between the sizes that are compared: sizes of one kind for kernels that work on blocks
+_NUM_POINTS = 4
+_DEPTH = 2  # sizes but one that may have to be made smaller at once
+
+
+def two_smaller(call: Call) -> tuple[Call, Call] | None:
+    """A call with a fraction of all large sizes, and one with half of that: what takes as much for both, takes as much
+    for any. None if there are none."""
+    large = [size for size in call.sizes if size > _LARGE]
+    for power in range(1, 24):
+        by = 2**power
+        if not large or large[-1] // by < 4:
+            return None
+        smaller = call.resized({size: size // by for size in large})
+        if smaller is None:
+            return None
+        if smaller.is_quick:
+            again = call.resized({size: size // by // 2 for size in large})
+            return None if again is None else (smaller, again)
+    return None
+
+
+def extrapolated(call: Call, records: Records, depth: int = _DEPTH) -> KernelMemory | None:
+    """What a call takes by the polynomial in one of its sizes that smaller ones follow; None if there is none.
+
+    Where no one size makes calls that are quick, what those of a smaller one take is found in the same way by another.
+    """
+    for is_quick in (True, False) if depth else (True,):
+        for size in call.sizes:
+            points = _points(call, size, is_quick=is_quick)
+            if not points:
+                continue
+            if is_quick:
+                found = list(records(list(points.values())).values())
+            else:
+                found = [extrapolated(point, records, depth - 1) for point in points.values()]
+            told = _told(list(points), found, size)
+            if told is not None:
+                return told
+    return None
+
+
+def _points(call: Call, size: int, *, is_quick: bool) -> dict[int, Call]:
+    """Calls of equally spaced smaller sizes that leave the same rest, by size, the largest first: the largest that are
+    quick, or else the smallest that will do; empty if there are none."""
+    for step in _STEPS:
+        top = size - step
+        while top >= _NUM_POINTS * step:
+            largest = call.resized({size: top})
+            if largest is None:
+                return {}
+            is_last = top < (_NUM_POINTS + 1) * step
+            if largest.is_quick if is_quick else is_last:
+                gap = max(step, top // (_NUM_POINTS + 1) // step * step)
+                places = [top - number * gap for number in range(_NUM_POINTS)]
+                calls = {place: call.resized({size: place}) for place in places if place > 0}
+                found = {place: one for place, one in calls.items() if one is not None}
+                return found if len(found) == _NUM_POINTS else {}
+            top -= max(step, top // 4 // step * step)
+    return {}
+
+
+def _told(places: Sequence[int], found: Sequence[KernelMemory | None], at: int) -> KernelMemory | None:
+    known = [one for one in found if one is not None]
+    if len(known) < len(places):
+        return None
+    inside = _continued(places, [one.inside for one in known], at)
+    excess = [_continued(places, values, at) for values in zip(*(one.excess for one in known), strict=True)]
+    if inside is None or None in excess:
+        return None
+    return KernelMemory(inside, tuple(value or 0 for value in excess))
+
+
+def _continued(places: Sequence[int], values: Sequence[int], at: int) -> int | None:
+    """The value at ``at`` of the polynomial through equally spaced points; None if it has as many terms as points."""
+    ahead = Fraction(places[0] - at, places[0] - places[1])
+    found, share, differences = Fraction(), Fraction(1), list(values)
+    for degree in range(len(values)):  # Newton's forward formula
+        found += share * differences[0]
+        if len(differences) == 1 and differences[0]:
+            return None
+        share *= (ahead - degree) / (degree + 1)
+        differences = [second - first for first, second in pairwise(differences)]
+    return int(found) if found.denominator == 1 and found >= 0 else None
+
+
+def approximate(call: Call, records: Records) -> KernelMemory | None:
+    """What a call takes that is too large to be made, going by one of smaller sizes and by bytes."""
+    for power in range(1, 24):
+        sizes = {size: max(_LARGE, size // 2**power) for size in call.sizes if size > _LARGE}
+        smaller = call.resized(sizes)
+        if smaller is None:
+            return None
+        if smaller.is_feasible:
+            found = records([smaller])[smaller]
+            if found is None:
+                return None
+            growth = call.num_bytes / smaller.num_bytes
+            return KernelMemory(
+                math.ceil(found.inside * growth), tuple(math.ceil(value * growth) for value in found.excess)
+            )
+    return None

@@ -1,0 +1,277 @@
+"""What a compiled region will hold, estimated before it is compiled.
+
+Inductor inlines pointwise operators and normalisations into their readers: such a value takes memory only where an
+operator with a kernel of its own (a matrix product, attention), or another region, reads it; and it is written over an
+operand of the same size that dies there (``scheduler/cost/overwriting.py``). Once a region is compiled, its real record
+takes the estimate's place (``scheduler.cost.liveness.with_profiles``), and a plan that it makes too tight is made
+again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from zerofx.ir.aliasing import Storage, aliased_input, is_view, mutated_inputs, storage_source
+from zerofx.scheduler.analysis.saved_values import storage_size
+from zerofx.scheduler.cost.cpu.workspace import compiled_workspace_bytes
+from zerofx.scheduler.cost.liveness import MemoryEvent, RegionLike
+from zerofx.scheduler.cost.overwriting import overwriting_order, overwritten
+
+# Operators that Inductor decomposes into loops over their elements, beside those that are tagged pointwise.
+_INLINED = frozenset({
+    "aten::_log_softmax", "aten::_log_softmax_backward_data", "aten::_softmax", "aten::_softmax_backward_data",
+    "aten::_to_copy", "aten::cat", "aten::clone", "aten::full", "aten::full_like", "aten::native_layer_norm",
+    "aten::native_layer_norm_backward", "aten::nll_loss_backward", "aten::zeros", "aten::zeros_like",
+    "aten::select_backward", "aten::slice_backward", "aten::stack", "aten::_fused_rms_norm", "aten::embedding",
+    "aten::native_dropout", "aten::native_dropout_backward", "aten::threshold_backward",
+})  # fmt: skip
+
+
+_OF_ROWS = frozenset({
+    "aten::_log_softmax", "aten::_log_softmax_backward_data", "aten::_softmax", "aten::_softmax_backward_data",
+    "aten::native_layer_norm", "aten::native_layer_norm_backward", "aten::_fused_rms_norm",
+})  # fmt: skip
+
+
+# Operators that Inductor turns into loops which inline what they reduce, and store their result.
+_REDUCTIONS = frozenset({
+    "aten::all", "aten::amax", "aten::amin", "aten::any", "aten::linalg_vector_norm", "aten::logsumexp", "aten::max",
+    "aten::mean", "aten::min", "aten::prod", "aten::sum", "aten::var", "aten::var_mean",
+})  # fmt: skip
+
+
+def estimated_memory(
+    region: RegionLike, kernels_in_use: Collection[str], *, on_cpu: bool = True
+) -> tuple[MemoryEvent, ...]:
+    """What ``region`` takes and gives back on its way, its outputs included, as if it were compiled.
+
+    ``kernels_in_use``: those of zerofx's own, by name, which hold other memory than ATen's. ``on_cpu``: whether the
+    step will run on a CPU, whose kernels keep workspaces, wherever it was captured.
+    """
+    order = [node for node in region.own if not is_view(node) and node.target is not operator.getitem]
+    members = set(region.own)
+    kept = _stored(order, members)
+    reads = {node: _read(node, members, kept) for node in order}
+    needs = {node: {storage[0] for storage in reads[node] if storage[0] in reads} for node in order}
+    behind = _ancestors(order, needs)
+    kernels = _kernels([n for n in _together(order, reads, needs, behind, kept) if _runs(n, kept)], reads, needs)
+    last: dict[Storage, int] = {}
+    for number, kernel in enumerate(kernels):
+        for node in kernel:
+            last.update(dict.fromkeys(reads[node], number))
+    leaving = _leaving(order, members)
+    dying: dict[int, list[Storage]] = {}
+    for storage, number in last.items():
+        dying.setdefault(number, []).append(storage)
+    given = {storage_source(value): number for number, value in enumerate(region.inputs)}
+    live: dict[Storage, int] = {}
+    events: list[MemoryEvent] = []
+    for number, kernel in enumerate(kernels):
+        free = [s for s in dying.get(number, ()) if s in live and s not in leaving]
+        kernel, over = _overwriting(kernel, free, reads, behind)
+        for node in kernel:
+            for storage in (s for s in _outputs(node) if s in kept):
+                size = storage_size(storage)
+                taken = next((s for s in free if s in over[node] and live[s] == size), None)
+                if taken is None:
+                    events.append(MemoryEvent(size))
+                else:
+                    free.remove(taken)
+                    del live[taken]
+                live[storage] = size
+                if storage not in last and storage not in leaving:
+                    free.append(storage)
+        aten = [node for node in kernel if not _is_loop(node)] if on_cpu else []
+        scratch = sum(compiled_workspace_bytes(node, kernels_in_use) for node in aten)
+        events += [MemoryEvent(scratch), MemoryEvent(-scratch)] if scratch else []
+        events += [MemoryEvent(-live.pop(storage)) for storage in free]
+        events += [MemoryEvent(freed=given[storage]) for storage in dying.get(number, ()) if storage in given]
+    return tuple(events)
+
+
+def _kernels(
+    order: Iterable[fx.Node], reads: Mapping[fx.Node, set[Storage]], needs: Mapping[fx.Node, set[fx.Node]]
+) -> list[list[fx.Node]]:
+    """``order`` in kernels: loops that stand in a row, run over as many elements and read the same, or each other."""
+    found: list[list[fx.Node]] = []
+    for node in order:
+        before = found[-1] if found else []
+        alike = [n for n in before if _is_loop(n) and _extent(n, reads) == _extent(node, reads)]
+        if _is_loop(node) and any(other in needs[node] or reads[node] & reads[other] for other in alike):
+            before.append(node)
+        else:
+            found.append([node])
+    return found
+
+
+def _extent(node: fx.Node, reads: Mapping[fx.Node, set[Storage]]) -> int:
+    """Elements that a loop runs over, in bytes."""
+    storages = reads[node] if _is_reduction(node) else _outputs(node)
+    return max(map(storage_size, storages), default=0)
+
+
+def _overwriting(
+    kernel: list[fx.Node],
+    dying: Sequence[Storage],
+    reads: Mapping[fx.Node, set[Storage]],
+    behind: Mapping[fx.Node, set[fx.Node]],
+) -> tuple[list[fx.Node], dict[fx.Node, set[Storage]]]:
+    """The order of a kernel's loops, and which storages, of those that die there, each is written over if it fits.
+
+    Without reductions that is what ``codegen/inductor/kernel_passes.py`` has Inductor do, else what it does by itself:
+    a loop overwrites what it reads, and nothing else in its kernel but what it needs.
+    """
+    if all(_is_inlined(node) and not _has_rows(node) for node in kernel):
+        sizes = {node: {storage_size(storage) for storage in _outputs(node)} for node in kernel}
+        fitting = {s for s in dying if all(storage_size(s) in sizes[node] for node in kernel if s in reads[node])}
+        ends = {node: reads[node] & fitting for node in kernel}
+        order = overwriting_order(kernel, ends, behind)
+        last = overwritten(order, ends)
+        return order, {node: last.get(node, set()) for node in kernel}
+    over: dict[fx.Node, set[Storage]] = {}
+    for node in kernel:
+        others = [other for other in kernel if other is not node and other not in behind[node]]
+        # A normalisation's gradients are several loops.
+        alone = _is_inlined(node) and "layer_norm_backward" not in str(node.target)
+        over[node] = {s for s in reads[node] if not any(s in reads[other] for other in others)} if alone else set()
+    return kernel, over
+
+
+def _together(
+    order: Sequence[fx.Node],
+    reads: Mapping[fx.Node, set[Storage]],
+    needs: Mapping[fx.Node, set[fx.Node]],
+    behind: Mapping[fx.Node, set[fx.Node]],
+    kept: set[Storage],
+) -> list[fx.Node]:
+    """``order`` with loops over the same elements of the same value in one place, as Inductor fuses them: what the
+    later of two needs is then computed before the earlier."""
+    found: list[fx.Node] = []
+    placed: set[fx.Node] = set()
+    rank = {node: number for number, node in enumerate(order)}
+
+    def place(node: fx.Node) -> None:
+        for source in sorted(needs[node] - placed, key=rank.__getitem__):
+            place(source)
+        if node not in placed:
+            placed.add(node)
+            found.append(node)
+
+    alike: dict[Storage, list[fx.Node]] = {}  # loops over the elements of a value that they read
+    shared: dict[fx.Node, list[Storage]] = {}
+    for node in order:
+        if _is_inlined(node) and _runs(node, kept):
+            shared[node] = [s for s in reads[node] if storage_size(s) == _extent(node, reads)]
+            for storage in shared[node]:
+                alike.setdefault(storage, []).append(node)
+    for node in order:
+        if node in placed:
+            continue
+        group, met = {node: None}, {node}
+        pending = [node]
+        while pending:
+            for storage in shared.get(pending.pop(), ()):
+                for other in alike[storage]:
+                    if other not in met and other not in placed:
+                        met.add(other)
+                        if rank[other] > rank[node] and behind[other].isdisjoint(group):
+                            group[other] = None
+                            pending.append(other)
+        for one in group:
+            for source in sorted(needs[one] - placed, key=rank.__getitem__):
+                place(source)
+        for one in sorted(group, key=rank.__getitem__):
+            place(one)
+    return found
+
+
+def _ancestors(order: Iterable[fx.Node], needs: Mapping[fx.Node, set[fx.Node]]) -> dict[fx.Node, set[fx.Node]]:
+    """What each node needs, and what that needs, and so on."""
+    found: dict[fx.Node, set[fx.Node]] = {}
+    for node in order:
+        found[node] = set(needs[node]).union(*(found[source] for source in needs[node]))
+    return found
+
+
+def _stored(order: Iterable[fx.Node], members: set[fx.Node]) -> set[Storage]:
+    """The storages that take memory."""
+    nodes = list(order)
+    found = {s for node in nodes if not _is_inlined(node) and aliased_input(node) is None for s in _outputs(node)}
+    found |= _leaving(nodes, members)
+    for node in nodes:
+        if not _is_loop(node):
+            found.update(storage_source(source) for source in node.all_input_nodes if source in members)
+    return found
+
+
+def _leaving(order: Iterable[fx.Node], members: set[fx.Node]) -> set[Storage]:
+    """The storages that are read outside the region, through views or not."""
+    found = set()
+    for node in order:
+        pending = list(node.users)
+        while pending:
+            user = pending.pop()
+            if user not in members and not is_view(user):
+                found |= {s for source in user.all_input_nodes if (s := storage_source(source))[0] is node}
+            elif is_view(user) or user.target is operator.getitem:
+                pending.extend(user.users)
+    return found
+
+
+def _runs(node: fx.Node, kept: set[Storage]) -> bool:
+    return not _is_inlined(node) or any(storage in kept for storage in _outputs(node))
+
+
+def _read(node: fx.Node, members: set[fx.Node], kept: set[Storage]) -> set[Storage]:
+    """The storages in memory that are read to compute ``node``, through ``members`` that are inlined into it."""
+    found: set[Storage] = set()
+    seen: set[fx.Node] = set()
+    pending = list(node.all_input_nodes)
+    while pending:
+        source = pending.pop()
+        storage = storage_source(source)
+        owner = storage[0]
+        if storage in kept or owner not in members or not _is_inlined(owner):
+            found.add(storage)
+        elif owner not in seen:
+            seen.add(owner)
+            pending.extend(owner.all_input_nodes)
+    return found
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, OpOverload) or mutated_inputs(node):
+        return False
+    return torch.Tag.pointwise in target.tags or target._schema.name in _INLINED
+
+
+def _has_rows(node: fx.Node) -> bool:
+    """Whether it is one of the operators that Inductor inlines which reduce on their way."""
+    return isinstance(node.target, OpOverload) and node.target._schema.name in _OF_ROWS
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.name in _REDUCTIONS
+
+
+def _is_loop(node: fx.Node) -> bool:
+    return _is_inlined(node) or _is_reduction(node)
+
+
+def _outputs(node: fx.Node) -> list[Storage]:
+    if aliased_input(node) is not None:
+        return []
+    found = node.meta.get("val")
+    if isinstance(found, torch.Tensor):
+        return [(node, 0)]
+    if not isinstance(found, list | tuple):
+        return []
+    used = {user.args[1] for user in node.users if user.target is operator.getitem}
+    made = [i for i, output in enumerate(found) if isinstance(output, torch.Tensor)]
+    return [(node, i) for i in made if i in used or not _is_inlined(node)]

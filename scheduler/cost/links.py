@@ -1,0 +1,152 @@
+"""Links as they were measured: what collectives and copies between tiers have taken, as latency and bandwidth.
+
+Every transfer of a step takes ``latency + bytes / bandwidth`` in the machine's model. From transfers of different sizes
+both are found by least squares of the relative errors, so that small transfers count as much as large ones. Where all
+are of about one size the two cannot be told apart: both are then off by the same factor.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from zerofx.errors import PlanError
+from zerofx.ir.streams import COLLECTIVE, LINKS, NVME_READ, NVME_WRITE, TO_DEVICE, TO_HOST
+from zerofx.scheduler.cost.machine import (
+    Link,
+    Machine,
+    collective_latency,
+    collective_seconds,
+    copy_seconds,
+    wire_bytes,
+)
+from zerofx.scheduler.plan.tiers import Tier
+
+_APART = 2.0  # sizes differ enough to tell latency from bandwidth if the largest is as many times the smallest
+_PROBE_BYTES = 1 << 30
+_COPIES: Mapping[str, tuple[Tier, Tier]] = {
+    TO_HOST: ("device", "host"),
+    TO_DEVICE: ("host", "device"),
+    NVME_READ: ("nvme", "host"),
+    NVME_WRITE: ("host", "nvme"),
+}
+
+
+class Transfer(NamedTuple):
+    """Bytes that one rank has sent in a collective, or copied between tiers, and the seconds that this took."""
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """One transfer of n bytes takes ``latency + n * seconds_per_byte`` seconds."""
+
+    latency: float
+    seconds_per_byte: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.latency < math.inf and 0 < self.seconds_per_byte < math.inf):
+            raise PlanError(f"expected a latency and seconds per byte that are finite and positive, found {self}")
+
+    def seconds(self, num_bytes: int) -> float:
+        return self.latency + num_bytes * self.seconds_per_byte
+
+
+def predicted_link(stream: str, machine: Machine, num_ranks: int) -> MeasuredLink | None:
+    """What ``machine`` says of a stream; None where it has no such link."""
+    if stream == COLLECTIVE:
+        if num_ranks < 2:
+            return None
+        latency = collective_latency("all_gather", num_ranks, machine)
+        seconds = collective_seconds("all_gather", _PROBE_BYTES, num_ranks, machine)
+        return MeasuredLink(latency, (seconds - latency) / wire_bytes("all_gather", _PROBE_BYTES, num_ranks))
+    if stream not in LINKS or (machine.nvme is None and stream in (NVME_READ, NVME_WRITE)):
+        return None
+    source, destination = _COPIES[stream]
+    latency = copy_seconds(0, source, destination, machine)
+    seconds = copy_seconds(_PROBE_BYTES, source, destination, machine)
+    return MeasuredLink(latency, (seconds - latency) / _PROBE_BYTES)
+
+
+def measured_links(
+    transfers: Mapping[str, Iterable[Transfer]], machine: Machine, num_ranks: int
+) -> dict[str, MeasuredLink]:
+    """What was measured of each stream that ``machine`` has; streams without transfers are left out."""
+    found = {}
+    for stream, made in transfers.items():
+        predicted = predicted_link(stream, machine, num_ranks)
+        sizes: dict[int, list[float]] = {}
+        for num_bytes, seconds in made:
+            if num_bytes > 0 and seconds > 0:
+                sizes.setdefault(num_bytes, []).append(seconds)
+        if predicted is not None and sizes:
+            samples = [(size, statistics.median(taken), len(taken)) for size, taken in sorted(sizes.items())]
+            found[stream] = fit_link(samples, predicted)
+    return dict(sorted(found.items()))
+
+
+def fit_link(samples: Sequence[tuple[int, float, int]], predicted: MeasuredLink) -> MeasuredLink:
+    """The link that explains ``samples``: bytes in increasing order, seconds, and how many transfers took them."""
+    if samples[-1][0] < _APART * samples[0][0]:
+        return _scaled(samples, predicted)
+    # Least squares of (latency + bytes * per_byte) / seconds = 1: for each transfer 1 / seconds and bytes / seconds.
+    a = sum(n / t**2 for _, t, n in samples)
+    b = sum(n * x / t**2 for x, t, n in samples)
+    c = sum(n * x**2 / t**2 for x, t, n in samples)
+    d = sum(n / t for _, t, n in samples)
+    e = sum(n * x / t for x, t, n in samples)
+    determinant = a * c - b * b
+    latency, per_byte = (c * d - b * e) / determinant, (a * e - b * d) / determinant
+    if per_byte <= 0:  # larger transfers took no longer: all is latency, and bytes as fast as the machine says
+        return MeasuredLink(max(0.0, d / a - predicted.seconds_per_byte * b / a), predicted.seconds_per_byte)
+    return MeasuredLink(latency, per_byte) if latency >= 0 else MeasuredLink(0.0, e / c)
+
+
+def _scaled(samples: Sequence[tuple[int, float, int]], predicted: MeasuredLink) -> MeasuredLink:
+    taken = sum(n * t for _, t, n in samples)
+    factor = taken / sum(n * predicted.seconds(x) for x, _, n in samples)
+    return MeasuredLink(predicted.latency * factor, predicted.seconds_per_byte * factor)
+
+
+def corrected_machine(machine: Machine, links: Mapping[str, MeasuredLink], num_ranks: int) -> Machine:
+    """``machine`` with links that take, for transfers among ``num_ranks`` ranks, what was measured."""
+    for stream, measured in links.items():
+        predicted = predicted_link(stream, machine, num_ranks)
+        if predicted is None:
+            continue
+        if stream == COLLECTIVE:
+            machine = _with_collectives(machine, measured, predicted, num_ranks)
+        elif stream in (TO_HOST, TO_DEVICE):
+            machine = _with_host_link(machine, stream, measured)
+        else:
+            assert machine.nvme is not None
+            drive, nvme = Link(machine.ranks_per_node / measured.seconds_per_byte, measured.latency), machine.nvme
+            nvme = replace(nvme, read=drive) if stream == NVME_READ else replace(nvme, write=drive)
+            machine = replace(machine, nvme=nvme)
+    return machine
+
+
+def _with_collectives(machine: Machine, measured: MeasuredLink, predicted: MeasuredLink, num_ranks: int) -> Machine:
+    """Which of the links sets the pace is left as it is: within a node and between nodes are off by the same factor."""
+    slower = measured.seconds_per_byte / predicted.seconds_per_byte
+
+    def corrected(link: Link) -> Link:
+        hop = measured.latency / (num_ranks - 1)  # where the machine says nothing of hops they are alike
+        latency = link.latency * measured.latency / predicted.latency if predicted.latency else hop
+        return Link(link.bandwidth / slower, latency)
+
+    return replace(machine, intra_node=corrected(machine.intra_node), inter_node=corrected(machine.inter_node))
+
+
+def _with_host_link(machine: Machine, stream: str, measured: MeasuredLink) -> Machine:
+    rate = 1.0 / measured.seconds_per_byte
+    link = Link(rate / machine.efficiency.link, measured.latency)
+    # A copy that is faster than one rank's share of the host's memory shows that the memory is faster.
+    least = rate * machine.ranks_per_node / machine.efficiency.memory
+    host = replace(machine.host, memory_bandwidth=max(machine.host.memory_bandwidth, least))
+    return replace(machine, host=replace(host, to_host=link) if stream == TO_HOST else replace(host, to_device=link))

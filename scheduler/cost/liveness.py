@@ -1,0 +1,277 @@
+"""Live bytes at every node of a step graph, by storage: on the device, and on the slower tiers that the step uses.
+
+A value's storage is allocated when the node that owns it runs, and freed behind the last node that reads it, itself or
+through views: exactly where the emitted step deletes the last name that holds it. Placeholders (parameters, states,
+buffers, the batch) live throughout. A copy between tiers holds its source and its result from its start to its wait;
+one that leads to or comes from nvme passes through a buffer of its size on the host.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.aliasing import Storage, aliased_input, is_view, storage_bytes, storage_source, tensors_of
+from zerofx.ir.facts import DEVICE, placeholder, tier_of
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.streams import passes_through_host, runs_on_host
+from zerofx.scheduler.cost.blocks import size_class
+from zerofx.scheduler.cost.cpu.workspace import memories
+from zerofx.scheduler.plan.tiers import TIERS
+
+
+class RegionLike(Protocol):
+    """What is asked of a region here: its input values in order, and the nodes of the graph that it runs, in order."""
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]: ...
+
+    @property
+    def own(self) -> tuple[fx.Node, ...]: ...
+
+
+@dataclass(frozen=True)
+class TierUse:
+    """Bytes on one slower tier by node, as in ``Liveness``; ``peak_block_bytes`` with each tensor in a block of the
+    host's pool."""
+
+    during: dict[fx.Node, int]
+    after: dict[fx.Node, int]
+    persistent_bytes: int
+    peak_block_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max([self.persistent_bytes, *self.during.values()])
+
+
+@dataclass(frozen=True)
+class FusedRegion:
+    """The moment at which a compiled region holds most: bytes on the device then, and the storages that the region has
+    read for the last time, and given back, by then."""
+
+    peak_bytes: int
+    freed: frozenset[Storage]
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Bytes on the device by node: live while it runs (``during``, outputs and workspace included) and behind it
+    (``after``).
+
+    ``last_use`` and ``sizes`` are the last reader and the bytes of each storage on the device that a call owns.
+    ``slower`` has the other tiers that the step uses, the faster first. ``fused`` are the compiled regions: what
+    ``after`` says inside one of them holds for its nodes run one by one.
+    """
+
+    during: dict[fx.Node, int]
+    after: dict[fx.Node, int]
+    persistent_bytes: int
+    last_use: dict[Storage, fx.Node]
+    sizes: dict[Storage, int]
+    slower: dict[str, TierUse] = field(default_factory=dict)
+    fused: dict[tuple[fx.Node, ...], FusedRegion] = field(default_factory=dict)
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Peak bytes by tier: the device's, and that of each slower tier in use."""
+        return {DEVICE: self.peak_bytes, **{tier: use.peak_bytes for tier, use in self.slower.items()}}
+
+    @property
+    def host_block_bytes(self) -> int:
+        """What the host's pool takes at the most: what a ``host_budget`` holds for."""
+        return self.slower["host"].peak_block_bytes if "host" in self.slower else 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak bytes on the device."""
+        return max([self.persistent_bytes, *self.during.values()])
+
+    @property
+    def peak_node(self) -> fx.Node | None:
+        """The first node at which the device's peak is reached."""
+        return max(self.during, key=self.during.__getitem__, default=None)
+
+
+def liveness(step: StepGraph, on_cpu: bool, *, fused: bool = False) -> Liveness:
+    """Walk the graph in order.
+
+    ``on_cpu``: whether the step runs on a CPU, where operators keep workspaces, some of them as long as their outputs
+    live (``scheduler/cost/cpu/workspace.py``), and reductions receive every other rank's slice into a buffer of its own
+    (``zerofx/runtime/comm/gloo.py``) rather than sum inside the collective. ``fused``: whether regions are compiled,
+    whose outputs keep nothing more.
+    """
+    taken = memories(node for node in step.calls() if not runs_on_host(node)) if on_cpu else {}
+    excess = {} if fused else {node: one.excess for node, one in taken.items() if one is not None and any(one.excess)}
+    last_use, owned = _last_uses(step, excess)
+    here = {node: storages for node, storages in owned.items() if tier_of(node) == DEVICE}
+    last_here = {storage: reader for storage, reader in last_use.items() if storage[0] in here}
+    dying = _by_reader(last_here)
+    persistent = _persistent_bytes(step, DEVICE)
+    live, during, behind = persistent, {}, {}
+    for node in step.calls():
+        live += sum(size for _, size in here.get(node, ()))
+        inside = taken.get(node)
+        during[node] = live + (0 if inside is None else inside.inside)
+        for source, index in dying.get(node, ()):
+            live -= next(size for i, size in here[source] if i == index)
+        live += _held_by_pending(node) if on_cpu else 0
+        during[node] = max(during[node], live)
+        behind[node] = live
+    sizes = {(node, index): size for node, storages in here.items() for index, size in storages}
+    away = any(tier_of(node) != DEVICE for node in step.graph.nodes)
+    tiers = [tier for tier in TIERS if tier != DEVICE] if away else []
+    slower: dict[str, TierUse] = {tier: _tier_use(step, tier, last_use, owned) for tier in tiers}
+    used = {tier: use for tier, use in slower.items() if use.peak_bytes}
+    return Liveness(during, behind, persistent, last_here, sizes, used)
+
+
+def _tier_use(
+    step: StepGraph,
+    tier: str,
+    last_use: Mapping[Storage, fx.Node],
+    owned: Mapping[fx.Node, list[tuple[int, int]]],
+) -> TierUse:
+    """Bytes on a slower tier: what is kept and copied there, without what operators on the host hold inside."""
+    held = {node for node in owned if node.target in ops.EVENTS and tier_of(node) == tier}
+    dying = _by_reader({storage: reader for storage, reader in last_use.items() if storage[0] in held})
+    persistent = _persistent_bytes(step, tier)
+    live, during, behind = persistent, {}, {}
+    blocks = most_blocks = _persistent_bytes(step, tier, size_class)
+    for node in step.calls():
+        taken = [size for _, size in owned.get(node, ())] if node in held else []
+        freed = [next(size for i, size in owned[source] if i == index) for source, index in dying.get(node, ())]
+        passing = _passing_through(node) if tier == "host" else 0
+        if passing:
+            (taken if passing > 0 else freed).append(abs(passing))
+        live += sum(taken)
+        blocks += sum(map(size_class, taken))
+        during[node] = live
+        most_blocks = max(most_blocks, blocks)
+        live -= sum(freed)
+        blocks -= sum(map(size_class, freed))
+        behind[node] = live
+    return TierUse(during, behind, persistent, most_blocks)
+
+
+def _persistent_bytes(step: StepGraph, tier: str, size_of: Callable[[int], int] = int) -> int:
+    kept = (n for n in step.placeholders() if placeholder(n).alias_of is None and tier_of(n) == tier)
+    return sum(size_of(storage_bytes(t)) for node in kept for t in tensors_of(node))
+
+
+def _by_reader(last_use: Mapping[Storage, fx.Node]) -> dict[fx.Node, list[Storage]]:
+    found: dict[fx.Node, list[Storage]] = {}
+    for storage, reader in last_use.items():
+        found.setdefault(reader, []).append(storage)
+    return found
+
+
+@dataclass(frozen=True)
+class MemoryEvent:
+    """One change of a compiled region's memory: ``num_bytes`` taken (given back, if negative), or input ``freed``."""
+
+    num_bytes: int = 0
+    freed: int | None = None
+
+
+def with_profiles(
+    live: Liveness, step: StepGraph, regions: Sequence[tuple[RegionLike, Sequence[MemoryEvent]]]
+) -> Liveness:
+    """``live`` with what compiled regions hold inside them in the place of their nodes' own temporaries.
+
+    The most that a region holds is said of the last of its nodes that computes.
+    """
+    during = dict(live.during)
+    before = {second: live.after[first] for first, second in itertools.pairwise(step.calls())}
+    fused = dict(live.fused)
+    for region, events in regions:
+        members, freed = set(region.own), dict[Storage, None]()
+        current = peak = before.get(region.own[0], live.persistent_bytes)
+        num_freed = 0
+        for event in events:
+            current += event.num_bytes
+            if event.freed is not None:
+                storage = storage_source(region.inputs[event.freed])
+                if live.last_use.get(storage) in members and storage not in freed:
+                    freed[storage] = None  # once, though several inputs may be parts of it
+                    current -= live.sizes[storage]
+            if current > peak:
+                peak, num_freed = current, len(freed)
+        for node in region.own:
+            during[node] = min(live.after[node], peak)
+        last = next((node for node in reversed(region.own) if not is_view(node)), region.own[-1])
+        during[last] = max(peak, live.after[last])
+        fused[region.own] = FusedRegion(during[last], frozenset(itertools.islice(freed, num_freed)))
+    return replace(live, during=during, fused=fused)
+
+
+def _last_uses(
+    step: StepGraph, excess: Mapping[fx.Node, tuple[int, ...]]
+) -> tuple[dict[Storage, fx.Node], dict[fx.Node, list[tuple[int, int]]]]:
+    """The last reader of each storage that a call owns (the call itself when nothing reads it), and each call's own
+    storages as ``(output index, bytes)``, with the ``excess`` that an output does not show."""
+    owned: dict[fx.Node, list[tuple[int, int]]] = {}
+    last_use: dict[Storage, fx.Node] = {}
+    sources: dict[fx.Node, Storage] = {}
+    for node in step.graph.nodes:
+        if node.op == "output":
+            continue
+        sources[node] = storage_source(node)
+        if node.op == "call_function" and sources[node][0] is node and aliased_input(node) is None:
+            sizes = _output_bytes(node, excess.get(node, ()))
+            if sizes:
+                owned[node] = sizes
+                last_use.update({(node, index): node for index, _ in sizes})
+        for arg in node.all_input_nodes:
+            # A getitem names one output; its source's other outputs are not read by it.
+            storage = sources[node] if is_getitem(node) else sources[arg]
+            if storage in last_use:
+                last_use[storage] = node
+    for arg in step.output.all_input_nodes:
+        last_use.pop(sources[arg], None)
+    return last_use, owned
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether a call only names one output of an operator with several."""
+    return node.target is operator.getitem
+
+
+def _output_bytes(node: fx.Node, excess: Sequence[int]) -> list[tuple[int, int]]:
+    found = node.meta.get("val")
+    outputs = found if isinstance(found, list | tuple) else (found,)
+    sizes = [(index, storage_bytes(out)) for index, out in enumerate(outputs) if isinstance(out, torch.Tensor)]
+    if not excess:
+        return sizes
+    return [(index, size + more) for (index, size), more in zip(sizes, excess, strict=True)]
+
+
+def _passing_through(node: fx.Node) -> int:
+    """Bytes that a started copy to or from nvme holds on the host (+), and its wait gives back (-)."""
+    if passes_through_host(node):
+        return storage_bytes(tensors_of(node)[0])
+    if node.target is ops.wait and isinstance(node.args[0], fx.Node) and node.args[0].target in ops.TRANSFERS:
+        return -_passing_through(node.args[0])
+    return 0
+
+
+def _held_by_pending(node: fx.Node) -> int:
+    """Bytes beyond its result that a started point-to-point reduction takes (+), and its wait gives back (-).
+
+    Each other rank's part is received apart, one of them where the result will be if that is not in the buffer.
+    """
+    if node.target in ops.REDUCTIONS:
+        num_ranks = node.args[2]
+        assert isinstance(num_ranks, int)
+        num_apart = num_ranks - 1 if node.target is ops.reduce_scatter_into else num_ranks - 2
+        return num_apart * storage_bytes(tensors_of(node)[0])
+    if node.target is ops.wait and isinstance(node.args[0], fx.Node):
+        return -_held_by_pending(node.args[0]) if node.args[0].target in ops.REDUCTIONS else 0
+    return 0

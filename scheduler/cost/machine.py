@@ -1,0 +1,369 @@
+"""What a plan is made for: the speeds and sizes of a machine, as plain data, and the formulas that need nothing else.
+
+A `Machine` describes one accelerator, the node it sits in and the links between nodes. Numbers are what the datasheet
+says; `Efficiency` is the part of them that programs get. Times are seconds, sizes are bytes, bandwidths are bytes per
+second in one direction. Nothing here needs the hardware: `Machine.named("h100-sxm")` works on a laptop.
+
+The collective model is the ring of NCCL's own tuning model (github.com/NVIDIA/nccl, src/graph/tuning.cc): every rank
+sends (N - 1) / N of the bytes, and the first byte travels N - 1 hops, of which (nodes - 1) leave a node. It is
+pessimistic for small messages on many ranks, where a tree or a switch that reduces does better than a ring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from zerofx.errors import UsageError
+from zerofx.scheduler.plan.tiers import Tier
+
+if TYPE_CHECKING:
+    import torch
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+
+# float64 runs at half the float32 rate on data-centre parts (A100, H100, MI300X datasheets) and far below on others.
+_FLOAT64_OF_FLOAT32 = 0.5
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Peak FLOP/s of matrix multiplication by input type, dense (never "with sparsity"); None where there is none."""
+
+    float32: float
+    tf32: float | None = None
+    bfloat16: float | None = None
+    float16: float | None = None
+    fp8: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator: peak FLOP/s, memory traffic (read + written bytes/s), capacity, seconds to start a kernel."""
+
+    peak: Peaks
+    memory_bandwidth: float
+    memory_bytes: int
+    launch_latency: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link as one end sees it: bytes per second in one direction, and seconds before the first byte arrives."""
+
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclass(frozen=True)
+class Host:
+    """The host of one node. Memory, its bandwidth and `flops` (float32) are totals that the node's ranks share.
+
+    `to_host` and `to_device` are the copy paths of *one* device (device to host, host to device; pinned memory).
+    """
+
+    memory_bytes: int
+    memory_bandwidth: float
+    flops: float
+    to_host: Link
+    to_device: Link
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclass(frozen=True)
+class Nvme:
+    """All drives of one node together, shared by its ranks: capacity in bytes, and the read and write paths."""
+
+    num_bytes: int
+    read: Link
+    write: Link
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Fractions of the datasheet that programs get: large matmuls, memory-bound kernels, links. 1.0 where measured."""
+
+    matmul: float
+    memory: float
+    link: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+        for name, value in dataclasses.asdict(self).items():
+            if value > 1.0:
+                raise UsageError(f"Efficiency.{name} must be a fraction of the peak, at most 1.0, found {value}")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One rank's accelerator, its node and the network. `inter_node` is one rank's share of the node's network."""
+
+    name: str
+    source: str
+    device: Device
+    efficiency: Efficiency
+    intra_node: Link
+    inter_node: Link
+    ranks_per_node: int
+    host: Host
+    nvme: Nvme | None
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+        if not self.name:
+            raise UsageError("Machine.name must not be empty")
+
+    @staticmethod
+    def named(name: str) -> Machine:
+        """The built-in machine `name` ("h100-sxm"; case, blanks and underscores do not matter).
+
+        Raises UsageError that lists the nearest names, and all of them, when there is none.
+        """
+        from zerofx.scheduler.cost.catalog import named_machine  # The table is made of Machines: import it when asked.
+
+        return named_machine(name)
+
+    @staticmethod
+    def measure(device: torch.device | str | None = None, *, nvme_path: str | None = None) -> Machine:
+        """Measure the machine at hand in some five seconds.
+
+        Args:
+            device: the current CUDA device if there is one, else the CPU with its current threads.
+            nvme_path: a folder to time reads and writes in; None for a drive's typical numbers.
+
+        Raises:
+            UsageError: the device is neither a CPU nor a CUDA GPU, or ``nvme_path`` is no folder.
+        """
+        from zerofx.scheduler.cost.probe import measure_machine
+
+        return measure_machine(device, nvme_path=nvme_path)
+
+    def matmul_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
+        """Achievable FLOP/s of a large matmul on `dtype` inputs; `tf32` says float32 matmuls may use TF32."""
+        return self.peak_flops(dtype, tf32=tf32) * self.efficiency.matmul
+
+    def peak_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
+        """FLOP/s of matmuls on `dtype` inputs in the device's row: a datasheet's, or measured. `tf32` as there.
+
+        A type without units of its own runs at the rate of the next wider one: fp8 as float16, others as float32.
+        """
+        import torch  # the table of machines is read without it
+
+        peak = self.device.peak
+        rate: float | None
+        if dtype is torch.float64:
+            rate = peak.float32 * _FLOAT64_OF_FLOAT32
+        elif dtype is torch.bfloat16:
+            rate = peak.bfloat16
+        elif dtype is torch.float16:
+            rate = peak.float16
+        elif dtype.is_floating_point and dtype.itemsize == 1:
+            rate = peak.fp8 or peak.float16
+        else:
+            rate = peak.tf32 if tf32 and dtype is torch.float32 else None
+        return rate or peak.float32
+
+    def vector_flops(self, dtype: torch.dtype) -> float:
+        """Achievable FLOP/s outside matmuls: the float32 rate for all types (half for float64); no tensor cores."""
+        import torch  # as there
+
+        return self.device.peak.float32 * (_FLOAT64_OF_FLOAT32 if dtype is torch.float64 else 1.0)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the device is a CPU: the built-in row, or a measurement of one."""
+        return self.name.partition("-")[0] == "cpu"
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Achievable device memory traffic, bytes read plus written per second."""
+        return self.device.memory_bandwidth * self.efficiency.memory
+
+    @property
+    def host_bytes_per_rank(self) -> int:
+        """Bytes of host memory that are one rank's share."""
+        return self.host.memory_bytes // self.ranks_per_node
+
+    @property
+    def nvme_bytes_per_rank(self) -> int:
+        """Bytes of NVMe that are one rank's share, 0 without drives."""
+        return 0 if self.nvme is None else self.nvme.num_bytes // self.ranks_per_node
+
+    def host_seconds(self, flops: float, num_bytes: float) -> float:
+        """Seconds of work on one rank's share of the host's cores and memory (an optimizer step on the CPU)."""
+        share = 1.0 / self.ranks_per_node
+        memory = self.host.memory_bandwidth * self.efficiency.memory * share
+        return max(flops / (self.host.flops * self.efficiency.matmul * share), num_bytes / memory)
+
+    def to_json(self) -> str:
+        """The machine as indented JSON text; `from_json` gives back an equal machine."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @staticmethod
+    def from_json(text: str) -> Machine:
+        """Read what `to_json` wrote. Raises UsageError naming the field that is missing, unknown or of a wrong kind."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"machine: not valid JSON: {error}") from error
+        machine = _read(Machine, data, "machine")
+        assert isinstance(machine, Machine)
+        return machine
+
+
+def wire_bytes(kind: CollectiveKind, full_bytes: int, world_size: int) -> int:
+    """Bytes that one rank sends in a ring collective over `full_bytes` (the whole tensor, not the shard).
+
+    full * (N - 1) / N for all_gather, reduce_scatter and all_to_all (of which each rank has `full_bytes`), twice that
+    for all_reduce, full for broadcast (which every rank but the last hands on whole); 0 alone. Exact when N divides
+    `full_bytes` (padded buckets), else rounded up.
+    """
+    _check_collective(kind, full_bytes, world_size)
+    if world_size == 1:
+        return 0
+    if kind == "broadcast":
+        return full_bytes
+    once = -(-full_bytes * (world_size - 1) // world_size)
+    return 2 * once if kind == "all_reduce" else once
+
+
+def collective_seconds(
+    kind: CollectiveKind,
+    num_bytes_full: int,
+    world_size: int,
+    machine: Machine,
+    *,
+    ranks_on_node: int | None = None,
+) -> float:
+    """Seconds of a ring collective over `num_bytes_full` bytes (the whole tensor), without the launch.
+
+    `ranks_on_node` is how many members of the group share a node (default: the group fills nodes). A group within one
+    node runs at `intra_node`; one that spans nodes is bound by the slower of `intra_node` and the network of its
+    members on a node together, and pays the network's latency once for every node boundary.
+    """
+    sent = wire_bytes(kind, num_bytes_full, world_size)
+    if world_size == 1:
+        return 0.0
+    local = _ranks_on_node(world_size, machine, ranks_on_node)
+    nodes = math.ceil(world_size / local)
+    if nodes == 1:
+        bandwidth = machine.intra_node.bandwidth
+    elif local == 1:
+        bandwidth = machine.inter_node.bandwidth
+    else:
+        bandwidth = min(machine.intra_node.bandwidth, local * machine.inter_node.bandwidth)
+    latency = collective_latency(kind, world_size, machine, ranks_on_node=ranks_on_node)
+    return latency + sent / (bandwidth * machine.efficiency.link)
+
+
+def collective_latency(
+    kind: CollectiveKind, world_size: int, machine: Machine, *, ranks_on_node: int | None = None
+) -> float:
+    """Seconds of ``collective_seconds`` that do not depend on the bytes: what collectives that are merged pay once."""
+    _check_collective(kind, 0, world_size)
+    if world_size == 1:
+        return 0.0
+    nodes = math.ceil(world_size / _ranks_on_node(world_size, machine, ranks_on_node))
+    rounds = 2 if kind == "all_reduce" else 1
+    return rounds * ((world_size - nodes) * machine.intra_node.latency + (nodes - 1) * machine.inter_node.latency)
+
+
+def _ranks_on_node(world_size: int, machine: Machine, asked: int | None) -> int:
+    local = min(world_size, machine.ranks_per_node) if asked is None else asked
+    if not 1 <= local <= world_size:
+        raise UsageError(f"ranks_on_node must be between 1 and world_size={world_size}, found {local}")
+    return local
+
+
+def first_with_room(left: Mapping[Tier, int], num_bytes: int) -> Tier | None:
+    """The first tier of which at least ``num_bytes`` are left; None if there is none."""
+    return next((tier for tier in left if left[tier] >= num_bytes), None)
+
+
+def copy_seconds(num_bytes: int, source: Tier, destination: Tier, machine: Machine) -> float:
+    """Seconds for one rank to copy `num_bytes` between tiers while every other rank of the node does the same.
+
+    Shared resources (host memory, drives) therefore count with one rank's share: with bandwidth-centric partitioning
+    every rank moves its own slice at once (ZeRO-Infinity, arXiv 2104.07857). Between device and nvme the
+    bytes pass through the host, one hop after the other. Raises UsageError for nvme on a machine without drives.
+    """
+    if num_bytes < 0:
+        raise UsageError(f"num_bytes must not be negative, found {num_bytes}")
+    share = machine.ranks_per_node
+    host_traffic = machine.host.memory_bandwidth * machine.efficiency.memory / share
+    match source, destination:
+        case ("device", "device"):
+            return machine.device.launch_latency + 2 * num_bytes / machine.memory_bandwidth
+        case ("host", "host"):
+            return 2 * num_bytes / host_traffic
+        case ("device", "host") | ("host", "device"):
+            link = machine.host.to_host if destination == "host" else machine.host.to_device
+            return link.latency + num_bytes / min(link.bandwidth * machine.efficiency.link, host_traffic)
+        case ("nvme", "host") | ("host", "nvme"):
+            if machine.nvme is None:
+                raise UsageError(f"machine {machine.name!r} has no nvme: give it one, or do not offload to nvme")
+            drive = machine.nvme.read if source == "nvme" else machine.nvme.write
+            return drive.latency + num_bytes / (drive.bandwidth / share)
+        case ("device", "nvme") | ("nvme", "device"):
+            hops: tuple[tuple[Tier, Tier], ...] = ((source, "host"), ("host", destination))
+            return sum(copy_seconds(num_bytes, first, second, machine) for first, second in hops)
+        case _:
+            raise UsageError(f"cannot copy from {source!r} to {destination!r}: tiers are device, host and nvme")
+
+
+def _check_collective(kind: str, num_bytes: int, world_size: int) -> None:
+    if kind not in typing.get_args(CollectiveKind):
+        raise UsageError(f"collective must be one of {', '.join(typing.get_args(CollectiveKind))}, found {kind!r}")
+    if num_bytes < 0 or world_size < 1:
+        raise UsageError(f"{kind}: need num_bytes >= 0 and world_size >= 1, found {num_bytes} and {world_size}")
+
+
+def _check_positive(facts: Any) -> None:
+    """Every number positive and finite; a latency may be 0."""
+    for field in dataclasses.fields(facts):
+        value = getattr(facts, field.name)
+        if isinstance(value, (int, float)) and not (
+            math.isfinite(value) and (value > 0 or (value == 0 and "latency" in field.name))
+        ):
+            raise UsageError(f"{type(facts).__name__}.{field.name} must be positive and finite, found {value}")
+
+
+def _read(kind: Any, data: object, where: str) -> object:
+    """`data` (parsed JSON) as the annotated type `kind`; `where` is the dotted path for messages."""
+    if isinstance(kind, types.UnionType):  # Only "X | None" occurs.
+        return None if data is None else _read(next(a for a in kind.__args__ if a is not types.NoneType), data, where)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if not isinstance(data, Mapping):
+            raise UsageError(f"{where}: expected an object with the fields of {kind.__name__}, found {data!r}")
+        hints = typing.get_type_hints(kind)
+        if unknown := sorted(set(data) - set(hints)):
+            raise UsageError(f"{where}: unknown field {unknown[0]!r}; fields are {', '.join(hints)}")
+        if missing := [name for name in hints if name not in data]:
+            raise UsageError(f"{where}: missing field {missing[0]!r}")
+        values = {name: _read(hint, data[name], f"{where}.{name}") for name, hint in hints.items()}
+        return kind(**values)
+    if kind is float and isinstance(data, (int, float)) and not isinstance(data, bool):
+        return float(data)
+    if kind is not float and isinstance(data, kind) and not isinstance(data, bool):
+        return data
+    raise UsageError(f"{where}: expected {kind.__name__}, found {data!r}")

@@ -1,0 +1,124 @@
+"""Costs that were measured, in the place of those that a machine's numbers lead to.
+
+What is measured is a region as a whole: one run of nodes that is compiled, and timed, as one piece. Equal regions have
+equal keys, whatever the plan, so that what one plan's run has shown holds for every plan that leads to the same region.
+Collectives and copies between tiers are measured too, and correct the machine's links (``scheduler.cost.links``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+from torch import fx
+
+from zerofx.errors import PlanError
+from zerofx.scheduler.cost.links import MeasuredLink, Transfer, corrected_machine, measured_links
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.roofline import node_cost
+
+FORMAT = 2
+
+
+class TimedRegion(Protocol):
+    """What of a region matters here: its nodes, and the key that equal regions share (``codegen.regions.Region``)."""
+
+    @property
+    def own(self) -> tuple[fx.Node, ...]: ...
+
+    @property
+    def key(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """Measured seconds of one call of each distinct region, by the region's key, and ``links`` by stream.
+
+    ``scale`` is how much longer all measured regions took together than was predicted for them. A region that was never
+    measured is taken to be off by as much: a plan must not look better for what is not known of it. A link over which
+    nothing was moved is as the machine has it.
+    """
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    scale: float = 1.0
+    links: Mapping[str, MeasuredLink] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in (("scale", self.scale), *self.seconds.items()):
+            if not (math.isfinite(value) and (value > 0 or (value == 0 and name != "scale"))):
+                raise PlanError(f"expected measured costs to be finite and positive, found {value} as {name}")
+
+    @staticmethod
+    def of(
+        seconds: Mapping[str, float],
+        regions: Iterable[TimedRegion],
+        machine: Machine,
+        transfers: Mapping[str, Iterable[Transfer]] | None = None,
+        num_ranks: int = 1,
+    ) -> MeasuredCosts:
+        """What was measured, compared with what ``machine`` predicts.
+
+        Args:
+            seconds: of one call, by region key.
+            regions: the regions that ran; those that were not measured do not count.
+            transfers: collectives among ``num_ranks`` ranks, and copies between tiers, by stream.
+        """
+        measured = predicted = 0.0
+        for region in regions:
+            if region.key in seconds:
+                measured += seconds[region.key]
+                predicted += sum(_predicted(region, machine))
+        scale = measured / predicted if measured and predicted else 1.0
+        return MeasuredCosts(dict(seconds), scale, measured_links(transfers or {}, machine, num_ranks))
+
+    def machine(self, machine: Machine, num_ranks: int) -> Machine:
+        """``machine`` with the links that were measured, for steps of ``num_ranks`` ranks."""
+        return corrected_machine(machine, self.links, num_ranks)
+
+    def of_nodes(self, regions: Iterable[TimedRegion], machine: Machine) -> dict[str, float]:
+        """Seconds of every node of ``regions``, by name, for ``simulate``.
+
+        The nodes of a region share its seconds in proportion to what ``machine`` predicts for them.
+        """
+        found: dict[str, float] = {}
+        for region in regions:
+            predicted = _predicted(region, machine)
+            total = sum(predicted)
+            taken = self.seconds.get(region.key, self.scale * total)
+            # Where nothing is predicted to take time, the region's last node stands for all of it.
+            shares = predicted if total else [0.0] * (len(predicted) - 1) + [1.0]
+            for node, share in zip(region.own, shares, strict=True):
+                found[node.name] = taken * share / (total or 1.0)
+        return found
+
+    def to_json(self) -> str:
+        """The costs as JSON text; ``MeasuredCosts.from_json`` gives equal costs back."""
+        links = {stream: asdict(link) for stream, link in self.links.items()}
+        data = {"format": FORMAT, "scale": self.scale, "seconds": dict(self.seconds), "links": links}
+        return json.dumps(data, indent=1, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> MeasuredCosts:
+        """Read measured costs.
+
+        Raises:
+            PlanError: the text holds none.
+        """
+        try:
+            data = json.loads(text)
+            if data["format"] != FORMAT:
+                raise PlanError(f"expected measured costs of format {FORMAT}, found {data['format']!r}: measure anew")
+            seconds = {str(key): float(value) for key, value in data["seconds"].items()}
+            links = {str(stream): MeasuredLink(**link) for stream, link in data["links"].items()}
+            return MeasuredCosts(seconds, float(data["scale"]), links)
+        except PlanError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise PlanError(f"expected the JSON of measured costs, found something else: {error!r}") from error
+
+
+def _predicted(region: TimedRegion, machine: Machine) -> list[float]:
+    return [node_cost(node, machine).seconds for node in region.own]

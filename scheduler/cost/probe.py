@@ -1,0 +1,286 @@
+"""Measures the machine at hand: a `Machine` from a few seconds of matmuls, copies, launches, messages and files.
+
+Best of several runs each, so that noise makes a machine look slower only when it always is. What is not measured is
+filled in from the built-in row of the same accelerator, and the `source` field says which parts those are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from zerofx.errors import UsageError
+from zerofx.scheduler.cost.catalog import machine_of_device, named_machine
+from zerofx.scheduler.cost.machine import Device, Efficiency, Host, Link, Machine, Nvme, Peaks
+
+_MIB = 2**20
+_BUDGET = 0.25  # seconds for one quantity: a dozen of them stay below five seconds
+_MIN_RUNS = 3
+_COPY_BYTES_CPU = 64 * _MIB  # beyond any cache share of a few cores, cheap to allocate
+_COPY_BYTES_CUDA = 1024 * _MIB
+_MATMUL_CPU, _MATMUL_CUDA = 1024, 8192  # side of the square matrices: large enough for the peak, 20 ms and 2 ms or so
+_MESSAGE_BYTES = (64 * 1024, 8 * _MIB)  # one where latency is most of the time, one where bandwidth is
+_FILE_BYTES, _BLOCK_BYTES = 64 * _MIB, 8 * _MIB
+_LEAST_LATENCY = 1e-7  # seconds; a fit through two noisy points may come out negative
+
+
+def measure_machine(device: torch.device | str | None = None, *, nvme_path: str | None = None) -> Machine:
+    """Measure a device, its host and the links to other ranks: up to about five seconds, and at most 200 MB on a CPU or
+    4 GB of a GPU's memory.
+
+    With an initialised process group of more than one rank every rank must call this: all measure at the same time,
+    so that what they share (cores, memory bandwidth) is shared as in training, links are measured by passing messages
+    round a ring, and every rank returns rank 0's numbers.
+
+    Args:
+        device: the current CUDA device if there is one, else the CPU with its current threads.
+        nvme_path: a folder to time reads and writes in; None for a drive's typical numbers.
+
+    Raises:
+        UsageError: the device is neither a CPU nor a CUDA GPU, or ``nvme_path`` is no folder.
+    """
+    where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if where.type not in ("cpu", "cuda"):
+        raise UsageError(f"can measure cpu and cuda devices, found {where}: describe it with Machine.from_json instead")
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    # torchrun says how many ranks share the node; without it they are taken to be all on one.
+    ranks_on_node = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    with torch.no_grad():
+        machine = _measure_cpu(ranks_on_node) if where.type == "cpu" else _measure_cuda(where, ranks_on_node)
+        if nvme_path is not None:
+            machine = replace(machine, nvme=_measure_files(Path(nvme_path), ranks_on_node))
+        if world > 1:
+            link = _measure_link(where, world)
+            # One ring over all ranks: across nodes it shows the network only, which the node's ranks share.
+            inter = Link(link.bandwidth / ranks_on_node, link.latency) if world > ranks_on_node else machine.inter_node
+            machine = replace(machine, intra_node=link, inter_node=inter)
+            machine = _of_rank_zero(machine)
+    return machine
+
+
+def _measure_cpu(ranks: int) -> Machine:
+    cpu = torch.device("cpu")
+    row = named_machine("cpu")
+    traffic = _copy_traffic(cpu, _COPY_BYTES_CPU)
+    launch = _launch_seconds(cpu)
+    float32 = _matmul_flops(cpu, torch.float32, _MATMUL_CPU)
+    # bfloat16 without matrix units can be far slower than float32: one quarter of the side keeps that case short.
+    bfloat16 = _matmul_flops(cpu, torch.bfloat16, _MATMUL_CPU // 4)
+    if bfloat16 > float32 / 2:
+        bfloat16 = _matmul_flops(cpu, torch.bfloat16, _MATMUL_CPU)
+    total = _memory_bytes()
+    # A copy to the "host" of a CPU machine is a copy in the same memory: each byte is read once and written once.
+    link = Link(traffic / 2, launch)
+    return Machine(
+        name="cpu-measured",
+        source=f"measured: {torch.get_num_threads()} threads, {ranks} ranks a node; links and nvme of {row.name!r}",
+        device=Device(Peaks(float32, bfloat16=bfloat16), traffic, max(1, total // ranks), launch),
+        efficiency=Efficiency(1.0, 1.0, 1.0),
+        intra_node=row.intra_node,
+        inter_node=row.inter_node,
+        ranks_per_node=ranks,
+        host=Host(total, traffic * ranks, float32 * ranks, link, link),
+        nvme=row.nvme,
+    )
+
+
+def _measure_cuda(device: torch.device, ranks: int) -> Machine:
+    properties = torch.cuda.get_device_properties(device)
+    row = machine_of_device(properties.name, properties.total_memory) or named_machine("h100-pcie")
+    with _float32_matmul("highest"):
+        float32 = _matmul_flops(device, torch.float32, _MATMUL_CUDA // 2)
+    with _float32_matmul("high"):
+        tf32 = _matmul_flops(device, torch.float32, _MATMUL_CUDA)
+    peak = Peaks(
+        float32,
+        tf32=max(tf32, float32),
+        bfloat16=_matmul_flops(device, torch.bfloat16, _MATMUL_CUDA),
+        float16=_matmul_flops(device, torch.float16, _MATMUL_CUDA),
+        fp8=row.device.peak.fp8 and row.device.peak.fp8 * row.efficiency.matmul,
+    )
+    to_host, to_device = _host_links(device)
+    host_traffic = _copy_traffic(torch.device("cpu"), _COPY_BYTES_CPU)
+    host_flops = _matmul_flops(torch.device("cpu"), torch.float32, _MATMUL_CPU)
+    return Machine(
+        name=f"{row.name}-measured",
+        source=f"measured on {properties.name}; fp8, nvme and links not measured are those of {row.name!r}",
+        device=Device(peak, _copy_traffic(device, _COPY_BYTES_CUDA), properties.total_memory, _launch_seconds(device)),
+        efficiency=Efficiency(1.0, 1.0, 1.0),
+        intra_node=Link(row.intra_node.bandwidth * row.efficiency.link, row.intra_node.latency),
+        inter_node=Link(row.inter_node.bandwidth * row.efficiency.link, row.inter_node.latency),
+        ranks_per_node=ranks,
+        host=Host(_memory_bytes(), host_traffic * ranks, host_flops * ranks, to_host, to_device),
+        nvme=row.nvme,
+    )
+
+
+def _best_seconds(run: Callable[[], object], synchronize: Callable[[], object]) -> float:
+    """The least seconds of several runs, after one to warm up."""
+    run()
+    synchronize()
+    best, spent, runs = float("inf"), 0.0, 0
+    while runs < _MIN_RUNS or spent < _BUDGET:
+        start = time.perf_counter()
+        run()
+        synchronize()
+        seconds = time.perf_counter() - start
+        best, spent, runs = min(best, seconds), spent + seconds, runs + 1
+    return max(best, 1e-9)
+
+
+def _synchronizer(device: torch.device) -> Callable[[], None]:
+    if device.type == "cpu":
+        return lambda: None
+    return lambda: torch.cuda.synchronize(device)
+
+
+def _matmul_flops(device: torch.device, dtype: torch.dtype, side: int) -> float:
+    a = torch.ones(side, side, device=device, dtype=dtype)
+    b, out = torch.ones_like(a), torch.empty_like(a)
+    return 2 * side**3 / _best_seconds(lambda: torch.mm(a, b, out=out), _synchronizer(device))
+
+
+def _copy_traffic(device: torch.device, num_bytes: int) -> float:
+    """Bytes read plus bytes written per second by a large copy."""
+    a = torch.ones(num_bytes, device=device, dtype=torch.uint8)
+    b = torch.zeros_like(a)
+    return 2 * num_bytes / _best_seconds(lambda: b.copy_(a), _synchronizer(device))
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """Seconds of a kernel without work, when many follow each other."""
+    x = torch.zeros(1, device=device)
+    repeats = 500
+
+    def run() -> None:
+        for _ in range(repeats):
+            x.add_(1.0)
+
+    return _best_seconds(run, _synchronizer(device)) / repeats
+
+
+def _host_links(device: torch.device) -> tuple[Link, Link]:
+    """Device to host and host to device, through pinned memory: latency from a small copy, bandwidth from a large."""
+    sizes = (4096, 256 * _MIB)
+    pinned = torch.empty(sizes[1], dtype=torch.uint8, pin_memory=True)
+    remote = torch.empty(sizes[1], dtype=torch.uint8, device=device)
+    synchronize = _synchronizer(device)
+
+    def link(destination: torch.Tensor, source: torch.Tensor) -> Link:
+        def seconds(num_bytes: int) -> float:
+            into, read = destination[:num_bytes], source[:num_bytes]
+            return _best_seconds(lambda: into.copy_(read, non_blocking=True), synchronize)
+
+        return _fit(sizes, (seconds(sizes[0]), seconds(sizes[1])))
+
+    return link(pinned, remote), link(remote, pinned)
+
+
+def _fit(sizes: tuple[int, int], seconds: tuple[float, float]) -> Link:
+    """The line latency + bytes / bandwidth through two points; bandwidth of the larger alone if the line falls."""
+    rise = seconds[1] - seconds[0]
+    bandwidth = (sizes[1] - sizes[0]) / rise if rise > 0 else sizes[1] / seconds[1]
+    return Link(bandwidth, max(seconds[0] - sizes[0] / bandwidth, _LEAST_LATENCY))
+
+
+def _measure_link(device: torch.device, world: int) -> Link:
+    """One hop of a ring in which all ranks send to the next at the same time, as ring collectives do."""
+    rank = dist.get_rank()
+    after, before = (rank + 1) % world, (rank - 1) % world
+    # Every rank must send as often: a fixed number of runs, no time budget.
+    runs = 8
+
+    def seconds(num_bytes: int) -> float:
+        outgoing = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        incoming = torch.empty_like(outgoing)
+        best = float("inf")
+        for _ in range(runs):
+            start = time.perf_counter()
+            operations = [dist.P2POp(dist.isend, outgoing, after), dist.P2POp(dist.irecv, incoming, before)]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            _synchronizer(device)()
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    small, large = (seconds(num_bytes) for num_bytes in _MESSAGE_BYTES)
+    return _fit(_MESSAGE_BYTES, (small, large))
+
+
+def _of_rank_zero(machine: Machine) -> Machine:
+    texts = [machine.to_json()]
+    dist.broadcast_object_list(texts, src=0)
+    return Machine.from_json(texts[0])
+
+
+def _measure_files(folder: Path, ranks: int) -> Nvme:
+    """Sequential write and read of one file in `folder`, past the page cache where the file system allows it.
+
+    All `ranks` of the node do this at once, so their rates add up to the node's.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"nvme_path must be an existing folder, found {str(folder)!r}")
+    handle, name = tempfile.mkstemp(dir=folder, prefix="zerofx-measure-")
+    os.close(handle)
+    # Anonymous maps are page-aligned, which direct I/O asks for.
+    with mmap.mmap(-1, _BLOCK_BYTES) as block:
+        try:
+            write = _file_seconds(name, os.O_WRONLY, lambda descriptor: os.write(descriptor, block))
+            read = _file_seconds(name, os.O_RDONLY, lambda descriptor: os.readv(descriptor, [block]))
+        finally:
+            os.unlink(name)
+    typical = named_machine("cpu").nvme
+    assert typical is not None
+    return Nvme(
+        max(1, shutil.disk_usage(folder).free),
+        Link(ranks * _FILE_BYTES / read, typical.read.latency),
+        Link(ranks * _FILE_BYTES / write, typical.write.latency),
+    )
+
+
+def _file_seconds(name: str, flags: int, move: Callable[[int], int]) -> float:
+    """Seconds to move `_FILE_BYTES` through `move`, which moves one block."""
+    try:
+        descriptor = os.open(name, flags | getattr(os, "O_DIRECT", 0))
+    except (
+        OSError
+    ):  # tmpfs and some network file systems have no direct I/O; the page cache is then part of the answer.
+        descriptor = os.open(name, flags)
+    try:
+        start = time.perf_counter()
+        moved = sum(move(descriptor) for _ in range(_FILE_BYTES // _BLOCK_BYTES))
+        os.fsync(descriptor)
+        seconds = time.perf_counter() - start
+    finally:
+        os.close(descriptor)
+    if moved != _FILE_BYTES:
+        raise UsageError(f"nvme_path: moved {moved} of {_FILE_BYTES} bytes of {name!r}: is the disk full?")
+    return seconds
+
+
+def _memory_bytes() -> int:
+    """Bytes of main memory that this process may use: the machine's, or its container's limit if that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")  # Linux control groups, version 2
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdigit() else total
+
+
+@contextlib.contextmanager
+def _float32_matmul(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,93 @@
+"""A simulated step as a list of events, which can be changed and run again in microseconds.
+
+Who decides about collectives asks how long the step takes with a few of them otherwise, hundreds of times. So all
+computation between two events is one number of seconds here, and the graph is not looked at any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.facts import delayed_bucket
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.streams import COLLECTIVE
+from zerofx.scheduler.cost.simulate import Simulation
+
+
+@dataclass(frozen=True)
+class Start:
+    """Something starts: the seconds that it takes on each stream, one leg behind the other."""
+
+    name: str
+    legs: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Computation waits for what was started under this name, and then takes ``seconds`` for it."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Until:
+    """Computation waits for an update of the last step, which ends so many seconds behind this step's begin."""
+
+    seconds: float
+
+
+# A number is seconds of computation.
+Event = float | Start | Wait | Until
+
+
+def events_of(step: StepGraph, simulation: Simulation) -> list[Event]:
+    """The step as ``simulation`` has run it; what is started has the name of its node."""
+    found: list[Event] = []
+    computing = 0.0
+    for node in step.calls():
+        timing = simulation.timings[node]
+        if node.target in ops.COLLECTIVES:
+            event: Event = Start(node.name, ((COLLECTIVE, timing.seconds),))
+        elif node.target in ops.TRANSFERS:
+            event = Start(node.name, tuple((leg.stream, leg.seconds) for leg in timing.legs))
+        elif node.target is ops.wait:
+            pending = node.args[0]
+            assert isinstance(pending, fx.Node)
+            event = Wait(pending.name, timing.seconds)
+        elif node.target is ops.settle:
+            event = Until(timing.start_seconds if timing.exposed_seconds else 0.0)
+        elif delayed_bucket(node) is not None:
+            continue  # beside the next step
+        else:
+            computing += timing.seconds
+            continue
+        found += [computing, event]
+        computing = 0.0
+        if node.target is ops.broadcast:
+            found.append(Wait(node.name, 0.0))
+    return [*found, computing]
+
+
+def end_seconds(events: Iterable[Event]) -> float:
+    """When a step of these events ends, in seconds from its begin."""
+    now = 0.0
+    free: dict[str, float] = {}  # by stream
+    done: dict[str, float] = {}  # by name
+    for event in events:
+        if isinstance(event, float):
+            now += event
+        elif isinstance(event, Until):
+            now = max(now, event.seconds)
+        elif isinstance(event, Wait):
+            now = max(now, done[event.name]) + event.seconds
+        else:
+            ready = now
+            for stream, seconds in event.legs:
+                ready = free[stream] = max(ready, free.get(stream, 0.0)) + seconds
+            done[event.name] = ready
+    return max([now, *done.values()])

@@ -1,0 +1,313 @@
+"""Run a step graph on paper: streams as resources, time and bytes of every node, on a machine that need not exist.
+
+Computation runs in the graph's order on one stream, collectives in theirs on another, and the copies between tiers on
+one for each link and direction. What is started begins when its stream is free and computation has reached it, a second
+leg when the first is done; a wait holds computation until then, and so does an update on the host. What computation
+waits for is *exposed*. A delayed update on the host holds nothing: it begins when the host is free and its copies are
+there, and where it ends beyond the step, the next step begins with it under way. (The emitted step behaves so; see
+``zerofx/runtime/comm/gloo.py``, ``zerofx/runtime/comm/nccl.py`` and ``zerofx/runtime/tiers/tiers.py``.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.aliasing import storage_bytes, storage_source
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.facts import Role, delayed_bucket, tensor
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.streams import HOST, LINKS, hops_of, num_gathers_behind, runs_on_host, stream_of
+from zerofx.scheduler.cost.categories import peak_memory
+from zerofx.scheduler.cost.liveness import Liveness, liveness
+from zerofx.scheduler.cost.machine import Machine, collective_latency, collective_seconds, copy_seconds, wire_bytes
+from zerofx.scheduler.cost.roofline import node_cost
+from zerofx.scheduler.cost.wire_volume import collective_of, node_wire_bytes
+from zerofx.scheduler.plan.facts import Prediction
+from zerofx.scheduler.plan.plan import Plan
+
+_STEPS_TO_SETTLE = 8  # simulated steps until each begins with the same delayed updates under way; two, as a rule
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One leg of a copy between tiers on its stream: seconds from the step's begin, and bytes moved."""
+
+    stream: str
+    start_seconds: float
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class NodeTiming:
+    """One node in the simulated step: seconds from its begin, and what it moves and computes.
+
+    ``legs`` are those of a copy between tiers, in order; the node's own time spans them.
+    """
+
+    start_seconds: float
+    seconds: float
+    exposed_seconds: float
+    bytes_read: int
+    bytes_written: int
+    wire_bytes: int
+    flops: int
+    legs: tuple[Leg, ...] = ()
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A simulated step, per rank: a timing for each call of the graph in order, and its live bytes.
+
+    ``node_wire_bytes``: what the ranks of the first node send together, ``"within"`` it and ``"across"`` nodes.
+    """
+
+    timings: dict[fx.Node, NodeTiming]
+    live: Liveness
+    node_wire_bytes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def step_seconds(self) -> float:
+        """Until the last node ends that the next step does not run beside."""
+        ends = (t.start_seconds + t.seconds for n, t in self.timings.items() if delayed_bucket(n) is None)
+        return max(ends, default=0.0)
+
+    @property
+    def exposed_seconds(self) -> float:
+        return sum(t.exposed_seconds for t in self.timings.values())
+
+    @property
+    def exposed_by_stream(self) -> dict[str, float]:
+        """Seconds that computation waits for each stream that it waits for; a copy's are those of its last leg."""
+        found: dict[str, float] = {}
+        for node, timing in self.timings.items():
+            if timing.exposed_seconds:
+                stream = _awaited_stream(node)
+                found[stream] = found.get(stream, 0.0) + timing.exposed_seconds
+        return found
+
+    @property
+    def busy_by_stream(self) -> dict[str, float]:
+        """Seconds in which each stream has something to do; streams without are left out."""
+        found: dict[str, float] = {}
+        for node, timing in self.timings.items():
+            for stream, seconds in (
+                [(leg.stream, leg.seconds) for leg in timing.legs] or [(stream_of(node), timing.seconds)]
+            ):  # fmt: skip
+                if seconds:
+                    found[stream] = found.get(stream, 0.0) + seconds
+        return found
+
+    @property
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes moved between tiers by stream; streams without are left out."""
+        found: dict[str, int] = {}
+        for timing in self.timings.values():
+            for leg in timing.legs:
+                found[leg.stream] = found.get(leg.stream, 0) + leg.num_bytes
+        return {stream: found[stream] for stream in LINKS if stream in found}
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(t.wire_bytes for t in self.timings.values())
+
+    @property
+    def flops(self) -> int:
+        return sum(t.flops for t in self.timings.values())
+
+
+def simulate(
+    step: StepGraph,
+    machine: Machine,
+    num_ranks: int,
+    *,
+    on_cpu: bool,
+    fused: bool = False,
+    measured: Mapping[str, float] | None = None,
+) -> Simulation:
+    """Simulate one step of one rank; see the module for the rules and ``liveness`` for ``on_cpu`` and ``fused``.
+
+    ``measured``: seconds by node name that replace what ``machine`` predicts (``MeasuredCosts.of_nodes``). With delayed
+    updates it is a step among steps like it.
+    """
+    live, before = liveness(step, on_cpu, fused=fused), dict[int, float]()
+    collectives = [node for node in step.calls() if node.target in ops.COLLECTIVES]
+    sent = node_wire_bytes(collectives, num_ranks, machine.ranks_per_node, pairwise=on_cpu)
+    for _ in range(_STEPS_TO_SETTLE):
+        simulation = Simulation(_timings(step, machine, num_ranks, measured, before), live, sent)
+        left = _under_way(simulation)
+        if left == before:
+            break
+        before = left
+    return simulation
+
+
+def _under_way(simulation: Simulation) -> dict[int, float]:
+    """Seconds from the step's end to that of each delayed update that ends beyond it, by bucket."""
+    end, found = simulation.step_seconds, dict[int, float]()
+    for node, timing in simulation.timings.items():
+        bucket, done = delayed_bucket(node), timing.start_seconds + timing.seconds
+        if bucket is not None and done > end:
+            found[bucket] = done - end
+    return found
+
+
+def _timings(
+    step: StepGraph, machine: Machine, num_ranks: int, measured: Mapping[str, float] | None, before: Mapping[int, float]
+) -> dict[fx.Node, NodeTiming]:
+    """A timing for each call; ``before`` are the seconds that delayed updates of the last step still take."""
+    timings: dict[fx.Node, NodeTiming] = {}
+    compute_free = collective_free = 0.0
+    host_free = max(before.values(), default=0.0)
+    settled = dict(before)
+    landed: dict[fx.Node, float] = {}  # when what is kept in a slower tier was last copied
+    link_free = dict.fromkeys(LINKS, 0.0)
+    done: dict[fx.Node, float] = {}
+    together: list[fx.Node] = []
+    for node in step.calls():
+        if node.target in ops.COLLECTIVES:
+            together.append(node)
+            if num_gathers_behind(node):
+                continue
+            start = max(collective_free, compute_free)
+            for one, timing in zip(together, _collectives(together, start, num_ranks, machine), strict=True):
+                timings[one] = timing
+                collective_free = timing.start_seconds + timing.seconds
+            done.update(dict.fromkeys(together, collective_free))
+            if node.target is ops.broadcast:
+                compute_free = collective_free
+            together = []
+        elif node.target in ops.TRANSFERS:
+            legs = _legs(node, machine, compute_free, link_free)
+            done[node] = legs[-1].start_seconds + legs[-1].seconds
+            landed.update(dict.fromkeys((storage_source(end)[0] for end in node.all_input_nodes), done[node]))
+            start, size = legs[0].start_seconds, legs[0].num_bytes
+            timings[node] = NodeTiming(start, done[node] - start, 0.0, size, size, 0, 0, legs)
+        elif node.target is ops.wait:
+            pending = node.args[0]
+            assert isinstance(pending, fx.Node)
+            exposed = max(0.0, done[pending] - compute_free)
+            added = _sum_seconds(pending, machine)
+            timings[node] = NodeTiming(compute_free + exposed, added, exposed, 0, 0, 0, 0)
+            compute_free += exposed + added
+        elif node.target is ops.settle:
+            bucket = node.args[0]
+            assert isinstance(bucket, int)
+            exposed = max(0.0, settled.get(bucket, 0.0) - compute_free)
+            timings[node] = NodeTiming(compute_free + exposed, 0.0, exposed, 0, 0, 0, 0)
+            compute_free += exposed
+        elif node.target is ops.second_shard:
+            size = storage_bytes(tensor(node))
+            seconds = copy_seconds(size, "device", "device", machine)
+            timings[node] = NodeTiming(compute_free, seconds, 0.0, size, size, 0, 0)
+            compute_free += seconds
+        elif node.target in ops.EVENTS:
+            timings[node] = NodeTiming(compute_free, 0.0, 0.0, 0, 0, 0, 0)  # bookkeeping on the host
+        elif runs_on_host(node):
+            cost = node_cost(node, machine)
+            seconds = machine.host_seconds(cost.flops, cost.bytes_read + cost.bytes_written)
+            start, exposed = compute_free, seconds
+            if delayed_bucket(node) is not None:
+                ready = (landed.get(storage_source(source)[0], 0.0) for source in node.all_input_nodes)
+                start, exposed = max(compute_free, host_free, *ready), 0.0
+                host_free = start + seconds
+            timings[node] = NodeTiming(start, seconds, exposed, cost.bytes_read, cost.bytes_written, 0, cost.flops)
+            compute_free += exposed
+        else:
+            cost = node_cost(node, machine, overrides=measured)
+            timings[node] = NodeTiming(
+                compute_free, cost.seconds, 0.0, cost.bytes_read, cost.bytes_written, 0, cost.flops
+            )
+            compute_free += cost.seconds
+    return timings
+
+
+def _legs(node: fx.Node, machine: Machine, reached: float, free: dict[str, float]) -> tuple[Leg, ...]:
+    """The legs of a copy that computation has reached; ``free``, when each stream is free, moves on."""
+    num_bytes = storage_bytes(tensor(node))
+    legs = []
+    for hop in hops_of(node):
+        start = max(reached, free[hop.stream])
+        seconds = copy_seconds(num_bytes, hop.source, hop.destination, machine)
+        reached = free[hop.stream] = start + seconds
+        legs.append(Leg(hop.stream, start, seconds, num_bytes))
+    return tuple(legs)
+
+
+def _awaited_stream(node: fx.Node) -> str:
+    """The stream that computation waits for at a node."""
+    if node.target is ops.settle:
+        return HOST
+    if node.target is not ops.wait:
+        return stream_of(node)
+    pending = node.args[0]
+    assert isinstance(pending, fx.Node)
+    hops = hops_of(pending)
+    return hops[-1].stream if hops else stream_of(pending)
+
+
+def predict(step: StepGraph, plan: Plan, layout: BucketLayout, simulation: Simulation) -> Prediction:
+    """The simulation's totals as a plan carries them; the bound on its seconds is kept from its earlier prediction."""
+    peak_node = simulation.live.peak_node
+    return Prediction(
+        peak_bytes=simulation.live.peaks,
+        peak_node=peak_node.name if peak_node is not None else "",
+        peak_live={str(category): size for category, size in peak_memory(step, simulation.live).items()},
+        model_state_bytes=model_state_bytes(step, plan, layout),
+        wire_bytes=simulation.wire_bytes,
+        step_seconds=simulation.step_seconds,
+        exposed_seconds=simulation.exposed_seconds,
+        flops=simulation.flops,
+        link_bytes=simulation.link_bytes,
+        node_wire_bytes={} if plan.wire == "exact" else simulation.node_wire_bytes,
+        least_seconds=plan.prediction.least_seconds if plan.prediction is not None else None,
+    )
+
+
+def model_state_bytes(step: StepGraph, plan: Plan, layout: BucketLayout) -> int:
+    """Bytes of parameters, gradients, master copies and flat optimizer states on one rank, padding included.
+
+    Counted as ZeRO does (1910.02054, section 3): gradients as if all of a step's lived at once, whole at stages 0 and
+    1 and sliced from stage 2 on. In bf16 with Adam that is 16Ψ, 4Ψ + 12Ψ/N, 2Ψ + 14Ψ/N and 16Ψ/N bytes at stages 0 to
+    3. A step holds less than that: each gradient goes with its update.
+    """
+    total = 0
+    for bucket in layout.buckets:
+        total += bucket.shard_bytes if plan.gathers_parameters else bucket.full_bytes
+        if bucket.trainable:
+            total += gradient_bytes(bucket, plan)
+    for role in (Role.MASTER, Role.STATE):
+        total += sum(storage_bytes(tensor(node)) for node in step.placeholders(role))
+    return total
+
+
+def gradient_bytes(bucket: Bucket, plan: Plan) -> int:
+    """Bytes of a trained bucket's gradients on one rank as ``model_state_bytes`` counts them."""
+    return bucket.shard_bytes if plan.stage >= 2 else bucket.full_bytes
+
+
+def _collectives(together: list[fx.Node], start: float, num_ranks: int, machine: Machine) -> list[NodeTiming]:
+    """What starts as one collective at ``start``: one latency, which is the first one's, and the bytes of all."""
+    timings: list[NodeTiming] = []
+    first = collective_of(together[0], num_ranks, machine.ranks_per_node)
+    latency = collective_latency(first.kind, num_ranks, machine)
+    for node in together:
+        one = collective_of(node, num_ranks, machine.ranks_per_node)
+        alone = collective_seconds(one.kind, one.full_bytes, one.num_ranks, machine, ranks_on_node=one.ranks_on_node)
+        seconds = alone - (latency if timings else 0.0)
+        sent = wire_bytes(one.kind, one.full_bytes, one.num_ranks)
+        exposed = seconds if node.target is ops.broadcast else 0.0
+        timings.append(NodeTiming(start, seconds, exposed, one.full_bytes, one.full_bytes, sent, 0))
+        start += seconds
+    return timings
+
+
+def _sum_seconds(pending: fx.Node, machine: Machine) -> float:
+    """Time of adding up the received slices of a reduction."""
+    if pending.target not in ops.REDUCTIONS:
+        return 0.0
+    return 3 * storage_bytes(tensor(pending)) / machine.memory_bandwidth

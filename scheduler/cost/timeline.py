@@ -1,0 +1,72 @@
+"""When each layer computes: the runs of a step's units in order, with the seconds that each takes.
+
+The scale on which transfers are placed: what is moved beside a run hides behind it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx.ir.aliasing import is_view
+from zerofx.ir.facts import Phase, copied_from, origin, piece_of, slice_of
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.roofline import node_cost
+
+Place = tuple[str, Phase]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A unit's nodes in a row in one phase: the first, the last, and when they run, in seconds from the step's begin.
+
+    Those that work on a slice of a weight are a run of their own, and so are those of a piece. ``unit`` is ``""`` for
+    nodes outside all units.
+    """
+
+    unit: str
+    phase: Phase
+    first: fx.Node
+    last: fx.Node
+    start_seconds: float
+    end_seconds: float
+
+
+def seconds_by_place(step: StepGraph, machine: Machine) -> dict[Place, float]:
+    """Seconds of computation in each unit and phase, over all its runs."""
+    found: dict[Place, float] = {}
+    for node in step.calls():
+        if not is_view(node):
+            place = (step.unit_of(node), origin(node).phase)
+            found[place] = found.get(place, 0.0) + node_cost(node, machine).seconds
+    return found
+
+
+def runs(step: StepGraph, seconds: Mapping[Place, float]) -> list[Run]:
+    """All runs in order of a captured step, whether or not recomputation has been carried out.
+
+    ``seconds`` are divided evenly between the runs of one unit and phase.
+    """
+    spans: list[tuple[Place, fx.Node, fx.Node]] = []
+    parts: list[tuple[str | None, str | None]] = []
+    for node in step.calls():
+        if is_view(node) or copied_from(node) is not None:
+            continue
+        place = (step.unit_of(node), origin(node).phase)
+        part = slice_of(node), piece_of(node)
+        if spans and spans[-1][0] == place and parts[-1] == part:
+            spans[-1] = (place, spans[-1][1], node)
+        else:
+            spans.append((place, node, node))
+            parts.append(part)
+    times = Counter(place for place, _, _ in spans)
+    found, now = [], 0.0
+    for place, first, last in spans:
+        end = now + seconds.get(place, 0.0) / times[place]
+        found.append(Run(*place, first, last, now, end))
+        now = end
+    return found

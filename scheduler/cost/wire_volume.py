@@ -1,0 +1,81 @@
+"""Bytes that collectives send, by link: within nodes and across them.
+
+On a CPU every rank sends its part to every other (``zerofx/runtime/comm/gloo.py``). Elsewhere gathers and reductions
+are rings, which leave each node once, and only exchanges go from rank to rank. A node's bytes are those that its ranks
+send together: (N - 1) / N of a bucket cross a node's boundary in a ring over N ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.aliasing import storage_bytes, tensors_of
+from zerofx.ir.facts import tensor
+from zerofx.scheduler.cost.machine import CollectiveKind
+
+WITHIN, ACROSS = "within", "across"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective: what it is, bytes of the whole tensor, its ranks, and how many of them are on one node.
+
+    ``one_place``: its ranks have the same place on their nodes, so that each rank of a node is in another group.
+    """
+
+    kind: CollectiveKind
+    full_bytes: int
+    num_ranks: int
+    ranks_on_node: int
+    one_place: bool = False
+
+
+def collective_of(node: fx.Node, num_ranks: int, ranks_per_node: int) -> Collective:
+    """What a collective's node stands for in a world of ``num_ranks``."""
+    local = min(num_ranks, ranks_per_node)
+    if node.target is ops.broadcast:
+        size = sum(storage_bytes(t) for source in node.all_input_nodes for t in tensors_of(source))
+        return Collective("broadcast", size, num_ranks, local)
+    if node.target in ops.REDUCTIONS:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return Collective("reduce_scatter", storage_bytes(tensor(source)), num_ranks, local)
+    size = storage_bytes(tensor(node))
+    if node.target is ops.gather_on_node:
+        (_, _, members) = node.args
+        assert isinstance(members, int)
+        return Collective("all_gather", size, members, members)
+    if node.target is ops.exchange:
+        (_, _, members, group) = node.args
+        assert isinstance(members, int)
+        on_node = {"all": local, "node": members, "across": 1}[str(group)]
+        return Collective("all_to_all", size, members, on_node, one_place=group == "across")
+    return Collective("all_gather", size, num_ranks, local)
+
+
+def node_wire_bytes(
+    collectives: Iterable[fx.Node], num_ranks: int, ranks_per_node: int, *, pairwise: bool
+) -> dict[str, int]:
+    """What the first node's ranks send in all ``collectives``; ``pairwise``: gathers are no rings, as on a CPU."""
+    within = across = 0
+    for node in collectives:
+        one = collective_of(node, num_ranks, ranks_per_node)
+        inside, outside = _sent(one, min(num_ranks, ranks_per_node), pairwise=pairwise)
+        within, across = within + inside, across + outside
+    return {WITHIN: within, ACROSS: across}
+
+
+def _sent(one: Collective, local: int, *, pairwise: bool) -> tuple[int, int]:
+    others = one.num_ranks - one.ranks_on_node
+    if one.kind == "broadcast":  # from the first rank alone
+        return one.full_bytes * (one.ranks_on_node - 1), one.full_bytes * others
+    part = one.full_bytes // one.num_ranks
+    if one.one_place:
+        return 0, local * others * part
+    if pairwise or one.kind == "all_to_all" or not others:
+        return one.ranks_on_node * (one.ranks_on_node - 1) * part, one.ranks_on_node * others * part
+    return (one.ranks_on_node - 1) * (one.num_ranks - 1) * part, (one.num_ranks - 1) * part

@@ -1,0 +1,1 @@
+"""One kind of decision a file."""

@@ -1,0 +1,268 @@
+"""What lives from forward to backward, and the ways to have less of it: a menu for each layer and each piece.
+
+A menu entry is a set of forward values to keep; the rest of what backward reads is computed again. The best set for a
+price mu (bytes that a second of computation is worth) is a minimum cut: cutting the edge from an operator to a value
+keeps the value and pays its bytes, cutting the edge from the source to an operator runs it again and pays mu times its
+seconds. Lowering mu from "nothing is worth computing again" gives sets that keep less and less: the lower convex hull
+of bytes against seconds. (The cut without prices is AOTAutograd's partitioner's; see also Checkmate, 1910.02653.)
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+from torch import fx
+
+from zerofx.ir.aliasing import Storage, is_view, storage_source, tensors_of
+from zerofx.ir.facts import is_random
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.text import target_name
+from zerofx.scheduler.analysis.pieces import ForwardRun, forward_runs
+from zerofx.scheduler.analysis.saved_values import crossing_storages, is_forward_call, outputs_of, storage_size
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.roofline import node_cost
+
+_PRICES = 24  # how many prices are tried between the cheapest and the dearest value
+_STEPS = 64  # between keeping all and nothing, those at most that are looked for between prices
+
+
+@dataclass(frozen=True)
+class Level:
+    """One entry of a menu, as positions in its segment's list of values (see ``Segment.values``).
+
+    ``offloaded`` are those of the ``kept`` that wait for backward in a slower tier. ``num_bytes`` are kept on the
+    device, ``seconds`` are computed again (or spent waiting for copies).
+    """
+
+    kept: frozenset[int]
+    num_bytes: int
+    seconds: float
+    offloaded: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Links:
+    """How the operators and values of a segment hang together, by their numbers.
+
+    ``makers`` has the operator that makes each value, -1 for what is made elsewhere; ``reads`` the values that each
+    operator reads; ``random`` whether it draws.
+    """
+
+    makers: tuple[int, ...]
+    reads: tuple[tuple[int, ...], ...]
+    random: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The forward run of one repeated layer, or of a piece of what is outside layers; ``unit`` is then ``""``.
+
+    ``piece`` is the piece's name, empty where what is outside layers is not divided.
+    ``operators`` compute; ``values`` are the storages they make and the ones of other segments that they read.
+    ``needed`` are positions in ``values`` that backward reads, ``fixed`` those that are kept whatever is chosen.
+    """
+
+    unit: str
+    piece: str
+    operators: tuple[fx.Node, ...]
+    values: tuple[Storage, ...]
+    needed: frozenset[int]
+    fixed: frozenset[int]
+    key: str
+
+    @functools.cached_property
+    def links(self) -> Links:
+        """Its structure, which menus are made from many times."""
+        position = {storage: i for i, storage in enumerate(self.values)}
+        number = {node: n for n, node in enumerate(self.operators)}
+        found = [[position.get(storage_source(source)) for source in node.all_input_nodes] for node in self.operators]
+        return Links(
+            tuple(number.get(storage[0], -1) for storage in self.values),
+            tuple(tuple(i for i in reads if i is not None) for reads in found),
+            tuple(map(is_random, self.operators)),
+        )
+
+    @property
+    def name(self) -> str:
+        """What to call it in a reason."""
+        if self.unit:
+            return self.unit
+        return f"the piece {self.piece}" if self.piece else "what is outside layers"
+
+
+def segments(step: StepGraph, runs: Sequence[ForwardRun] | None = None) -> list[Segment]:
+    """The forward runs of all repeated layers, and of the pieces of what is outside them, in order.
+
+    Outside layers, the piece that ends in the loss is left as it is: backward begins there. ``runs``: forward's
+    runs and pieces, found here if not given.
+    """
+    crossing = crossing_storages(step)
+    if runs is None:
+        runs = forward_runs(step, crossing)
+    home = {node: number for number, run in enumerate(runs) for node in run.nodes}
+    leaving = _read_elsewhere(step, home)
+    return [_segment(run, crossing, leaving) for run in runs if run.unit or not run.ends]
+
+
+def _read_elsewhere(step: StepGraph, home: Mapping[fx.Node, int]) -> set[Storage]:
+    """Storages that a forward operator outside their own run reads."""
+    found = set()
+    for node in step.calls():
+        if is_forward_call(node) and not is_view(node):
+            for source in node.all_input_nodes:
+                storage = storage_source(source)
+                if home.get(storage[0]) != home[node]:
+                    found.add(storage)
+    return found
+
+
+def _segment(run: ForwardRun, crossing: Mapping[Storage, None], leaving: set[Storage]) -> Segment:
+    nodes, members = run.nodes, set(run.nodes)
+    values: dict[Storage, int] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            storage = storage_source(source)
+            if is_forward_call(storage[0]):
+                values.setdefault(storage, len(values))
+        for storage in outputs_of(node):
+            values.setdefault(storage, len(values))
+    needed = frozenset(i for s, i in values.items() if s in crossing and s[0] in members)
+    # What another run reads stays: that run's own choice counts on it.
+    fixed = frozenset(i for s, i in values.items() if s in crossing and (s in leaving or s[0] not in members))
+    return Segment(run.unit, run.name, nodes, tuple(values), needed, fixed, _key(nodes, values, needed, fixed))
+
+
+def _key(nodes: Sequence[fx.Node], values: Mapping[Storage, int], needed: frozenset[int], fixed: frozenset[int]) -> str:
+    """Equal for segments that have the same menu."""
+    lines = []
+    for node in nodes:
+        reads = [values.get(storage_source(s), -1) for s in node.all_input_nodes]
+        shapes = [(str(t.dtype), tuple(t.shape), tuple(t.stride())) for t in tensors_of(node)]
+        lines.append(f"{target_name(node)} {reads} {shapes}")
+    lines += [str(sorted(needed)), str(sorted(fixed))]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def menu(segment: Segment, machine: Machine) -> tuple[Level, ...]:
+    """The levels of a segment, from keeping all to computing most again; each keeps less than the one before."""
+    seconds = {node: node_cost(node, machine).seconds for node in segment.operators}
+    sizes = [storage_size(storage) for storage in segment.values]
+    rates = [sizes[i] / seconds[s[0]] for i, s in enumerate(segment.values) if seconds.get(s[0]) and sizes[i]]
+    found = [keep_all(segment)]
+    if not rates:
+        return tuple(found)
+    high, low = 2 * max(rates), min(rates) / len(segment.operators)
+    prices = [high * (low / high) ** (step / (_PRICES - 1)) for step in range(_PRICES)]
+    for level in at_prices(prices, lambda price: cheapest(segment, sizes, seconds, price)):
+        if level.num_bytes < found[-1].num_bytes:
+            grain = found[0].num_bytes // _STEPS
+            found += [*_between(segment, sizes, seconds, found[-1], level, grain), level]
+    return tuple(found)
+
+
+def at_prices(prices: Sequence[float], cut: Callable[[float], Level]) -> list[Level]:
+    """What ``cut`` gives for each of ``prices``, which go down: where two give the same, all between them do.
+
+    At a lower price of a second, no value is kept that a higher price computes again: minimum cuts are nested.
+    """
+    found = {0: cut(prices[0]), len(prices) - 1: cut(prices[-1])}
+    pending = [(0, len(prices) - 1)]
+    while pending:
+        first, last = pending.pop()
+        middle = (first + last) // 2
+        if (found[first].kept, found[first].seconds) == (found[last].kept, found[last].seconds):
+            found |= dict.fromkeys(range(first + 1, last), found[first])
+        elif middle > first:
+            found[middle] = cut(prices[middle])
+            pending += [(first, middle), (middle, last)]
+    return [found[number] for number in range(len(prices))]
+
+
+def keep_all(segment: Segment) -> Level:
+    """The level at which nothing is computed again."""
+    kept = segment.needed | segment.fixed
+    return Level(kept, sum(storage_size(segment.values[i]) for i in kept), 0.0)
+
+
+def _between(
+    segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], before: Level, after: Level, grain: int
+) -> Iterator[Level]:
+    """Steps on the way from one level to the next, a value at a time, the best first: a budget may lie between.
+
+    Where operators cost about as much for each byte that they make, as matrix products do, one price takes them all.
+    Steps of fewer than ``grain`` bytes are not worth the time that they take to find.
+    """
+    current = before
+    while current.num_bytes - after.num_bytes > grain:
+        tried = [_keeping(segment, sizes, seconds, current.kept - {i}) for i in current.kept - after.kept]
+        steps = [
+            level
+            for level in tried
+            if level is not None
+            and after.num_bytes < level.num_bytes < current.num_bytes - grain
+            and current.seconds < level.seconds < after.seconds
+        ]
+        if not steps:
+            return
+        rates = {level: (current.num_bytes - level.num_bytes) / (level.seconds - current.seconds) for level in steps}
+        current = max(steps, key=lambda level: (rates[level], sorted(level.kept)))
+        yield current
+
+
+def _keeping(
+    segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], kept: frozenset[int]
+) -> Level | None:
+    """The level that computes again what ``kept`` lacks; None where that would run a random operator again."""
+    links, free = segment.links, kept | segment.fixed
+    again = set[int]()
+    read = {*segment.fixed, *(segment.needed & kept)}
+    pending = [links.makers[i] for i in segment.needed - kept]
+    while pending:
+        number = pending.pop()
+        if links.random[number]:
+            return None
+        if number in again:
+            continue
+        again.add(number)
+        for i in links.reads[number]:
+            if i in free or links.makers[i] < 0:
+                read.add(i)
+            else:
+                pending.append(links.makers[i])
+    return Level(frozenset(read), sum(sizes[i] for i in read), _sum(segment, seconds, again))
+
+
+def cheapest(segment: Segment, sizes: Sequence[float], seconds: Mapping[fx.Node, float], price: float) -> Level:
+    """The minimum cut when keeping value i costs ``sizes[i]``, and a second of computing again ``price`` (in bytes).
+
+    ``num_bytes`` of the result are the costs of what it keeps.
+    """
+    graph: nx.DiGraph[Hashable] = nx.DiGraph()
+    links = segment.links
+    for number, node in enumerate(segment.operators):
+        operator = ("operator", number)
+        cost = float("inf") if links.random[number] else price * seconds[node]
+        graph.add_edge("source", operator, capacity=cost)
+        for i in links.reads[number]:
+            graph.add_edge(("value", i), operator, capacity=float("inf"))
+    for i, maker in enumerate(links.makers):
+        size = 0.0 if i in segment.fixed else float(sizes[i])
+        graph.add_edge("source" if maker < 0 else ("operator", maker), ("value", i), capacity=size)
+        if i in segment.needed:
+            graph.add_edge(("value", i), "sink", capacity=float("inf"))
+    if "sink" not in graph:
+        return Level(segment.fixed, int(sum(sizes[i] for i in segment.fixed)), 0.0)
+    _, (_, sink_side) = nx.minimum_cut(graph, "source", "sink")
+    again = {number for number in range(len(segment.operators)) if ("operator", number) in sink_side}
+    kept = {i for i, maker in enumerate(links.makers) if ("value", i) in sink_side and maker not in again}
+    kept |= segment.fixed
+    return Level(frozenset(kept), int(sum(sizes[i] for i in kept)), _sum(segment, seconds, again))
+
+
+def _sum(segment: Segment, seconds: Mapping[fx.Node, float], numbers: set[int]) -> float:
+    """Seconds of operators, added up in the segment's order: a set's own order changes from run to run."""
+    return sum(seconds[segment.operators[number]] for number in sorted(numbers))

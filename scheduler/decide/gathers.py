@@ -1,0 +1,94 @@
+"""What memory buys for collectives: buckets kept between forward and backward, gathers issued early, reductions awaited
+late.
+
+A bucket that is kept saves its second gather, as far as that was not hidden: in backward, the gather and the reduction
+of a layer hide behind the computation of one layer. A gather issued a layer ahead hides behind that layer, and has its
+bucket on the device for as long. A reduction that is awaited a layer later hides behind that layer, and has its buffer
+and the reduced slice on the device for as long.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.facts import Phase
+from zerofx.scheduler.cost.machine import Machine, collective_seconds
+from zerofx.scheduler.cost.timeline import Place
+from zerofx.scheduler.decide.residency import PolicyOptions, Residency
+from zerofx.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """One level of a menu about gathers: bytes held, and seconds exposed."""
+
+    num_bytes: int
+    seconds: float
+
+
+def keep_menus(
+    residencies: Sequence[Residency], asked: PolicyOptions, seconds: Mapping[Place, float], machine: Machine
+) -> dict[Bucket, tuple[Gathering, Gathering]]:
+    """For each bucket whose second gather would be exposed: kept, and gathered again; in order of first use."""
+    times = Counter(residency.bucket for residency in residencies)
+    menus = {}
+    for bucket in sorted(times, key=lambda bucket: bucket.index):
+        if times[bucket] < 2 or asked.keeps(bucket):
+            continue
+        beside = _seconds_beside(bucket, Phase.BACKWARD, seconds) if asked.prefetch else 0.0
+        gather = collective_seconds("all_gather", bucket.full_bytes, bucket.num_ranks, machine)
+        reduction = collective_seconds("reduce_scatter", bucket.full_bytes, bucket.num_ranks, machine)
+        if not bucket.trainable:
+            reduction = 0.0
+        exposed = max(0.0, gather + reduction - beside) - max(0.0, reduction - beside)
+        if exposed > 0:
+            again = (times[bucket] - 1) * exposed
+            menus[bucket] = (Gathering(bucket.full_bytes, 0.0), Gathering(0, again))
+    return menus
+
+
+def why_kept(bucket: Bucket, menu: tuple[Gathering, Gathering]) -> str:
+    """The reason of a bucket that is kept."""
+    return f"holding {format_bytes(bucket.full_bytes)} saves {format_seconds(menu[1].seconds)} of exposed gathering"
+
+
+def prefetch_menu(
+    residencies: Sequence[Residency],
+    layout: BucketLayout,
+    prefetch: int,
+    seconds: Mapping[Place, float],
+    machine: Machine,
+) -> tuple[Gathering, ...]:
+    """The levels from gathers issued ``prefetch`` units ahead to gathers issued where they are needed.
+
+    All but the last hide what fits beside the computation of a unit; one more unit ahead holds one more unit.
+    """
+    units: Counter[str] = Counter()
+    for bucket in layout.buckets:
+        units[bucket.unit] += bucket.full_bytes
+    hidden = 0.0
+    for residency in residencies:
+        gather = collective_seconds("all_gather", residency.bucket.full_bytes, layout.num_ranks, machine)
+        hidden += min(gather, _seconds_beside(residency.bucket, Phase.FORWARD, seconds))
+    largest = max(units.values(), default=0)
+    return tuple(Gathering(ahead * largest, 0.0 if ahead else hidden) for ahead in range(prefetch, -1, -1))
+
+
+def reduction_menu(
+    layout: BucketLayout, seconds: Mapping[Place, float], machine: Machine
+) -> tuple[Gathering, Gathering]:
+    """The levels of reductions that are awaited a unit later, and where they are issued."""
+    held, hidden = 0, 0.0
+    for bucket in filter(lambda bucket: bucket.trainable, layout.buckets):
+        held = max(held, bucket.full_bytes + bucket.shard_bytes)
+        reduction = collective_seconds("reduce_scatter", bucket.full_bytes, bucket.num_ranks, machine)
+        hidden += min(reduction, _seconds_beside(bucket, Phase.BACKWARD, seconds))
+    return Gathering(held, 0.0), Gathering(0, hidden)
+
+
+def _seconds_beside(bucket: Bucket, phase: Phase, seconds: Mapping[Place, float]) -> float:
+    """Computation that a collective of the bucket runs beside: that of a unit, or of what is outside all units."""
+    return seconds.get((bucket.unit, phase), seconds.get(("", phase), 0.0))

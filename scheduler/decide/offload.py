@@ -1,0 +1,272 @@
+"""Activations on a slower tier: what it costs to have a value there, and when it is copied out and back.
+
+A copy hides behind computation as long as the link is free; what does not fit beside it is exposed. So a layer's menu
+(``entries``) prices the link: at price 0 a copy is free, at price 1 every second of it is exposed. For each price of
+the link and of a byte a minimum cut says what to compute again; of the rest, as much is offloaded as some share of the
+layer's own computation hides. Those on the lower convex hull of bytes against seconds are the menu. (The rule for
+one tensor alone: offload it if the exposed part of its two copies is less than computing it again; compare POET,
+2207.07697, and Capuchin.)
+
+``place`` puts the copies on the timeline: out behind the last reader in forward, first come first served; back as late
+as they can be without keeping backward waiting, or as soon as they can be where that is no time at all. What is needed
+again before it could be gone stays on the device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from zerofx.ir.aliasing import storage_bytes, tensors_of
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import Phase, origin, piece_of
+from zerofx.ir.graph import StepGraph
+from zerofx.passes.offload import refusal
+from zerofx.scheduler.analysis.saved_values import storage_size
+from zerofx.scheduler.cost.machine import Machine, copy_seconds, first_with_room
+from zerofx.scheduler.cost.roofline import node_cost
+from zerofx.scheduler.cost.timeline import Place, Run, runs
+from zerofx.scheduler.decide.activations import Level, Segment, at_prices, cheapest, keep_all, menu
+from zerofx.scheduler.plan.decisions import OffloadDecision
+from zerofx.scheduler.plan.tiers import Tier
+from zerofx.units import format_seconds
+
+_LINK_PRICES = (0.0, 0.25, 0.5, 1.0, float("inf"))  # seconds that a second of copying costs
+_LINK_SHARES = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, float("inf"))  # seconds of copying out for one of the layer's forward
+_NUM_BYTE_PRICES = 24  # how many prices of a byte are tried, between the cheapest and the dearest value
+_BACKWARD = 2.0  # seconds of backward for one of forward: two matrix products for each
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A level, and the seconds that its values take to go out and come back."""
+
+    level: Level
+    copy_seconds: float
+
+
+def entries(segment: Segment, machine: Machine, tier: Tier, num_layers: int, *, recompute: bool) -> list[Entry]:
+    """Levels of a segment whose values may be offloaded to ``tier`` and, with ``recompute``, computed again.
+
+    Their ``seconds`` are those of computing again and the exposed part of copying, if the segment's own run is all
+    there is to hide it. Of ``num_layers`` such layers, one has its values back at any time of backward: that part of
+    what is offloaded counts in ``num_bytes``. The first level keeps all.
+    """
+    seconds = {node: node_cost(node, machine).seconds for node in segment.operators}
+    links = _Links(segment, machine, tier, sum(seconds.values()), num_layers)
+    levels = {keep_all(segment): None}
+    if recompute:
+        levels |= dict.fromkeys([*menu(segment, machine), *_cuts(segment, links, seconds)])
+    return [links.offload(level, share) for level in levels for share in _LINK_SHARES]
+
+
+def joint_menu(found: Sequence[Entry], away_seconds: float) -> tuple[Level, ...]:
+    """A menu of the entries whose values can be gone and back in ``away_seconds``.
+
+    It goes from keeping all to keeping least, each level with fewer bytes than the one before, for more and more
+    seconds a byte.
+    """
+    return _hull([entry.level for entry in found if entry.copy_seconds <= away_seconds])
+
+
+def away_seconds(segment: Segment, spans: Sequence[Run]) -> float:
+    """Seconds between the last run of the segment's layer in forward and its next in backward: little for the last."""
+    if segment.piece:
+        mine = [run for run in spans if piece_of(run.first) == segment.piece]
+    else:
+        mine = [run for run in spans if run.unit == segment.unit]
+    gone = next(run for run in mine if run.first <= segment.operators[-1] <= run.last)
+    back = next((run for run in mine if run.phase is Phase.BACKWARD and run.first > gone.last), gone)
+    return max(0.0, back.start_seconds - gone.end_seconds)
+
+
+class _Links:
+    """What copying a segment's values takes; ``forward`` are the seconds of its own run in forward."""
+
+    def __init__(self, segment: Segment, machine: Machine, tier: Tier, forward: float, num_layers: int) -> None:
+        made = set(segment.operators)
+        self.forward, self.num_layers = forward, num_layers
+        self.sizes = [storage_size(storage) for storage in segment.values]
+        self.down = [copy_seconds(size, "device", tier, machine) for size in self.sizes]
+        self.up = [copy_seconds(size, tier, "device", machine) for size in self.sizes]
+        # What takes longer to order than to move stays.
+        shortest = copy_seconds(0, "device", tier, machine) + machine.device.launch_latency
+        self.movable = [i for i, (node, _) in enumerate(segment.values) if node in made and self.down[i] > shortest]
+
+    def offload(self, level: Level, share: float) -> Entry:
+        """``level`` with its largest values offloaded, as long as copying them out takes ``share`` of the forward."""
+        left, out = share * self.forward, []
+        for i in sorted(level.kept.intersection(self.movable), key=lambda i: (-self.sizes[i], i)):
+            if self.down[i] <= left:
+                left -= self.down[i]
+                out.append(i)
+        down, up = sum(self.down[i] for i in out), sum(self.up[i] for i in out)
+        exposed = max(0.0, down - self.forward) + max(0.0, up - _BACKWARD * self.forward - level.seconds)
+        stays = (
+            sum(self.sizes[i] for i in level.kept.difference(out)) + sum(self.sizes[i] for i in out) // self.num_layers
+        )
+        return Entry(Level(level.kept, stays, level.seconds + exposed, frozenset(out)), down + up)
+
+
+def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> Iterator[Level]:
+    """What to keep, on whatever tier, at each price of a byte and of the link."""
+    busy = [s for s in seconds.values() if s]
+    if not busy or not links.movable:
+        return
+    high = 2 * max(links.sizes) / min(busy)
+    low = min(size for size in links.sizes if size) / sum(busy)
+    prices = [high * (low / high) ** (number / (_NUM_BYTE_PRICES - 1)) for number in range(_NUM_BYTE_PRICES)]
+    for link_price in _LINK_PRICES:
+
+        def cut(price: float, link_price: float = link_price) -> Level:
+            weights: list[float] = list(links.sizes)
+            for i in links.movable:
+                weights[i] = min(weights[i], price * link_price * (links.down[i] + links.up[i]))
+            return replace(cheapest(segment, weights, seconds, price), num_bytes=0)
+
+        yield from at_prices(prices, cut)
+
+
+def _hull(levels: Sequence[Level]) -> tuple[Level, ...]:
+    """The lower convex hull of bytes against seconds behind the first level, from the most bytes to the least."""
+    found = [levels[0]]
+    for level in sorted(levels[1:], key=lambda level: (level.seconds, level.num_bytes)):
+        if level.num_bytes >= found[-1].num_bytes:
+            continue
+        while len(found) > 1 and _rate(found[-2], found[-1]) <= _rate(found[-1], level):
+            found.pop()
+        found.append(level)
+    return tuple(found)
+
+
+def _rate(before: Level, after: Level) -> float:
+    spent = after.seconds - before.seconds
+    return (before.num_bytes - after.num_bytes) / spent if spent > 0 else float("inf")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A forward value that shall be offloaded, by the name of its node in the captured graph, and why."""
+
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes of each tier that activations may take, the first being filled first, and what the host has left to them:
+    for those that stay there, and for copies that pass through it."""
+
+    tiers: Mapping[Tier, int]
+    host: int
+
+
+@dataclass(frozen=True)
+class _Copy:
+    wish: Wish
+    node: fx.Node
+    num_bytes: int
+    tier: Tier
+    made: int  # index of the run behind which it is copied out
+    needed: int  # index of the run that reads it again
+
+
+def place(
+    step: StepGraph, wishes: Sequence[Wish], seconds: Mapping[Place, float], machine: Machine, room: Room
+) -> tuple[OffloadDecision, ...]:
+    """When each value goes out and comes back, on links that carry one copy at a time.
+
+    Args:
+        step: the captured graph with recomputation carried out.
+        wishes: what to offload. What would be needed again as soon as it is gone is left out.
+        seconds: computation by unit and phase (``scheduler.cost.timeline.seconds_by_place``).
+        machine: its links.
+        room: what they may take.
+    """
+    spans = runs(step, seconds)
+    copies = _copies(step, spans, wishes, room)
+    gone = _ways_out(copies, spans, machine)
+    back = _ways_back(copies, spans, machine)
+    decisions = []
+    passing = [room.host - sum(copy.num_bytes for copy in copies if copy.tier == "host")] * len(spans)
+    for copy in copies:
+        freed, reload = gone[copy.wish], back[copy.wish]
+        if freed + 1 >= reload:
+            # Beside the one run in between it would not be gone at all: backward waits for it.
+            reload = copy.needed
+        if freed + 1 >= reload:
+            continue
+        if copy.tier == "nvme":
+            under_way = [*range(copy.made, freed + 1), *range(reload, copy.needed + 1)]
+            if any(passing[run] < copy.num_bytes for run in under_way):
+                continue
+            for run in under_way:
+                passing[run] -= copy.num_bytes
+        down = copy_seconds(copy.num_bytes, "device", copy.tier, machine)
+        up = copy_seconds(copy.num_bytes, copy.tier, "device", machine)
+        decisions.append(
+            OffloadDecision(
+                value=copy.wish.value,
+                tier=copy.tier,
+                num_bytes=copy.num_bytes,
+                free_after=spans[freed].last.name,
+                reload_before=spans[reload].first.name,
+                reason=f"{copy.wish.reason}; {format_seconds(down)} out, {format_seconds(up)} back",
+                layer=origin(copy.node).layer,
+            )
+        )
+    return tuple(decisions)
+
+
+def _copies(step: StepGraph, spans: Sequence[Run], wishes: Sequence[Wish], room: Room) -> list[_Copy]:
+    order = step.positions()
+    starts = [order[run.first] for run in spans]
+    by_name = {node.name: node for node in step.graph.nodes}
+    left = dict(room.tiers)
+    sizes = [storage_bytes(tensors_of(by_name[wish.value])[0]) for wish in wishes]
+    if "host" in left and "nvme" in left and sum(sizes) > left["host"]:
+        left["host"] -= min(2 * max(sizes), left["host"] // 2)  # for those on their way to nvme, and back
+    found = []
+    for wish in sorted(wishes, key=lambda wish: order[by_name[wish.value]]):
+        node = by_name[wish.value]
+        num_bytes = storage_bytes(tensors_of(node)[0])
+        readers = [order[reader] for reader in consumers(node) if origin(reader).phase is Phase.FORWARD]
+        again = [order[reader] for reader in consumers(node) if origin(reader).phase is not Phase.FORWARD]
+        tier = first_with_room(left, num_bytes)
+        # A buffer is read by the next micro-batch's forward: behind its reload it would be needed twice.
+        needed_twice = bool(again) and max(readers, default=0) > min(again)
+        if tier is None or not again or needed_twice or refusal(node) is not None:
+            continue
+        left[tier] -= num_bytes
+        made = bisect_right(starts, max([order[node], *readers])) - 1
+        found.append(_Copy(wish, node, num_bytes, tier, made, bisect_right(starts, min(again)) - 1))
+    return found
+
+
+def _ways_out(copies: Sequence[_Copy], spans: Sequence[Run], machine: Machine) -> dict[Wish, int]:
+    """The run behind which each value has been copied out, or else the last one of forward."""
+    ends = [run.end_seconds for run in spans]
+    free: dict[Tier, float] = {}
+    found = {}
+    for copy in sorted(copies, key=lambda copy: copy.made):
+        begin = max(free.get(copy.tier, 0.0), ends[copy.made])
+        free[copy.tier] = begin + copy_seconds(copy.num_bytes, "device", copy.tier, machine)
+        last_forward = next(i for i in range(copy.needed - 1, -1, -1) if spans[i].phase is Phase.FORWARD)
+        found[copy.wish] = min(bisect_left(ends, free[copy.tier], lo=copy.made), last_forward)
+    return found
+
+
+def _ways_back(copies: Sequence[_Copy], spans: Sequence[Run], machine: Machine) -> dict[Wish, int]:
+    """The run before which each copy back starts to be there in time, or else the first one of backward."""
+    starts = [run.start_seconds for run in spans]
+    free: dict[Tier, float] = {}
+    found = {}
+    for copy in sorted(copies, key=lambda copy: (-copy.needed, -copy.made)):
+        finish = min(free.get(copy.tier, float("inf")), starts[copy.needed])
+        free[copy.tier] = finish - copy_seconds(copy.num_bytes, copy.tier, "device", machine)
+        first_backward = next(i for i in range(copy.made, len(spans)) if spans[i].phase is not Phase.FORWARD)
+        found[copy.wish] = min(max(bisect_right(starts, free[copy.tier]) - 1, first_backward), copy.needed)
+    return found

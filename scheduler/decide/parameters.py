@@ -1,0 +1,88 @@
+"""Parameters off the device: what it frees, and what it costs to bring them up for each use.
+
+A bucket's slice is copied to the device for each of its residencies, beside the computation of its layer in that
+phase, and once more for its update, from which it goes down again beside the layer's backward. There the copies of the
+bucket's states have the links already: what a slice costs is how much longer both are exposed than the states alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.facts import Phase, origin
+from zerofx.scheduler.cost.machine import Machine, copy_seconds, first_with_room
+from zerofx.scheduler.cost.timeline import Place
+from zerofx.scheduler.decide.gathers import Gathering
+from zerofx.scheduler.decide.residency import Residency
+from zerofx.scheduler.plan.decisions import ParameterDecision
+from zerofx.scheduler.plan.tiers import Tier
+from zerofx.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Home:
+    """One level of a menu about a bucket's parameters: bytes on the device, exposed seconds, tier."""
+
+    num_bytes: int
+    seconds: float
+    tier: Tier = "device"
+
+    def decision(self, bucket: Bucket, freed_bytes: int) -> ParameterDecision:
+        """The decision, with its reason."""
+        reason = f"frees {format_bytes(freed_bytes)} between uses for {format_seconds(self.seconds)} exposed"
+        return ParameterDecision(bucket.index, self.tier, reason)
+
+
+def parameter_menus(
+    residencies: Sequence[Residency],
+    layout: BucketLayout,
+    state_bytes: Mapping[int, int],
+    seconds: Mapping[Place, float],
+    machine: Machine,
+    room: Mapping[Tier, int],
+) -> dict[Bucket, tuple[Home, Home]]:
+    """For each bucket: its parameters on the device, and off it.
+
+    Args:
+        residencies: when buckets are used (``scheduler.decide.residency.residencies``).
+        layout: the buckets.
+        state_bytes: bytes of one rank's states and masters, by bucket index.
+        seconds: computation by unit and phase.
+        machine: its links.
+        room: bytes that each slower tier has for a rank's parameters; the first is filled first.
+    """
+    left, menus = dict(room), {}
+    for bucket in layout.buckets:
+        size = bucket.shard_bytes
+        tier = first_with_room(left, size)
+        if not size or tier is None:
+            continue
+        left[tier] -= size
+        up, down = copy_seconds(size, tier, "device", machine), copy_seconds(size, "device", tier, machine)
+        exposed = 0.0
+        for residency in residencies:
+            if residency.bucket is bucket:
+                exposed += max(0.0, up - seconds.get((bucket.unit, origin(residency.first).phase), 0.0))
+        if bucket.trainable:
+            beside, states = seconds.get((bucket.unit, Phase.BACKWARD), 0.0), state_bytes.get(bucket.index, 0)
+            for extra, states_alone in (
+                (up, copy_seconds(states, tier, "device", machine)),
+                (down, copy_seconds(states, "device", tier, machine)),
+            ):
+                exposed += max(0.0, states_alone + extra - beside) - max(0.0, states_alone - beside)
+        menus[bucket] = (Home(size, 0.0), Home(0, exposed, tier))
+    return menus
+
+
+def copies_menu(
+    layout: BucketLayout, state_bytes: Mapping[int, int], tier: Tier, machine: Machine
+) -> tuple[Gathering, Gathering]:
+    """On one rank: copies from ``tier`` that start ahead of their use, and copies that start where they are wanted.
+
+    One bucket with its states is there ahead of time, or every copy is waited for.
+    """
+    sizes = [bucket.shard_bytes + state_bytes.get(bucket.index, 0) for bucket in layout.buckets]
+    waited = sum(copy_seconds(size, tier, "device", machine) for size in sizes)
+    return Gathering(max(sizes, default=0), 0.0), Gathering(0, waited)

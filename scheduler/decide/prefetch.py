@@ -1,0 +1,213 @@
+"""When what lives in slower tiers comes to its use: each copy as late as it can be without keeping computation waiting.
+
+Parameters are wanted where a residency begins (or its gather is issued), states where their bucket is updated. Copies
+are made in the order in which they are wanted, one at a time on each link. First the links set the pace: every copy is
+made as soon as its link is free, and computation waits where it is not there in time; fetching farther ahead would not
+make it wait less. On that timeline every copy is then put as late as it can be. So a link that is slower than
+computation is always busy, and yet little has arrived before it is wanted; one that is faster is used just in time.
+From nvme there are two copies, into the host's memory and from there to the device, each as late as it can be:
+with a gather behind them that is the three-deep prefetch of ZeRO-Infinity (2104.07857), as deep as the timeline says.
+
+Where gradients are clipped, states are wanted behind the last reduction, one bucket after the other, and nothing but
+their updates runs beside their copies: each bucket's start where the bucket before it is updated.
+
+States from nvme pass through the host in the buffers of three buckets, whatever the number of buckets: one is read
+while the one before it is updated and the one before that is written back. A read waits for its buffers to be free.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.cost.machine import Machine, copy_seconds
+from zerofx.scheduler.cost.timeline import Place, Run, runs
+from zerofx.scheduler.decide.residency import parameter_uses
+from zerofx.scheduler.plan.decisions import GatherDecision, ReduceDecision, StateDecision
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.tiers import Tier
+
+NUM_BUFFERS = 3  # buckets whose states are on their way from and to nvme: read, updated, written back
+_ROUNDING = 1e-9  # of the step's seconds: sums of the same numbers in another order may differ by as much
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """``num_bytes`` that are wanted on tier ``to`` before run ``needed``, and may be asked for up to run ``latest``."""
+
+    num_bytes: int
+    tier: Tier
+    to: Tier
+    needed: int
+    latest: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """The runs before which a copy is issued, and (if it is from nvme to the device) its read into host memory."""
+
+    copy: int
+    read: int
+
+
+def starts_of(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine: Machine) -> list[Start]:
+    """Where each copy starts, given the seconds of each run of the step."""
+    reached = _reached(arrivals, run_seconds, machine)
+    free: dict[tuple[Tier, Tier], float] = {}
+    found: dict[int, Start] = {}
+    for number in sorted(range(len(arrivals)), key=lambda n: (arrivals[n].needed, n), reverse=True):
+        arrival = arrivals[number]
+        place, places, wanted = arrival.latest, [], reached[arrival.needed]
+        for leg in reversed(_legs(arrival)):
+            wanted = min(free.get(leg, wanted), wanted) - copy_seconds(arrival.num_bytes, *leg, machine)
+            free[leg] = wanted
+            place = max(0, min(place, bisect_right(reached, wanted + _ROUNDING * reached[-1]) - 1))
+            places.append(place)
+            wanted = reached[place]
+        found[number] = Start(places[0], places[-1])
+    return [found[number] for number in range(len(arrivals))]
+
+
+def _reached(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine: Machine) -> list[float]:
+    """When computation reaches each run, and the step's end, if every copy is made as soon as its link is free."""
+    free: dict[tuple[Tier, Tier], float] = {}
+    there = [0.0] * (len(run_seconds) + 1)
+    for arrival in sorted(arrivals, key=lambda one: one.needed):
+        now = 0.0
+        for leg in _legs(arrival):
+            now = free[leg] = max(now, free.get(leg, 0.0)) + copy_seconds(arrival.num_bytes, *leg, machine)
+        there[arrival.needed] = max(there[arrival.needed], now)
+    reached, now = [], 0.0
+    for ready, seconds in zip(there, (*run_seconds, 0.0), strict=True):
+        reached.append(max(now, ready))
+        now = reached[-1] + seconds
+    return reached
+
+
+def _legs(arrival: Arrival) -> list[tuple[Tier, Tier]]:
+    if arrival.tier == "nvme" and arrival.to == "device":
+        return [("nvme", "host"), ("host", "device")]
+    return [(arrival.tier, arrival.to)]
+
+
+def place_arrivals(
+    plan: Plan,
+    step: StepGraph,
+    layout: BucketLayout,
+    state_bytes: Mapping[int, int],
+    seconds: Mapping[Place, float],
+    machine: Machine,
+    *,
+    ahead: bool,
+) -> Plan:
+    """``plan`` with the nodes before which parameters and states in slower tiers start on their way.
+
+    Args:
+        plan: what is where, and when buckets are gathered, reduced and updated.
+        step: the captured graph with tiles and recomputation carried out.
+        layout: the buckets.
+        state_bytes: bytes of one rank's states and masters, by bucket index.
+        seconds: computation by unit and phase (``scheduler.cost.timeline.seconds_by_place``).
+        machine: its links.
+        ahead: whether copies run beside computation, for memory that is held meanwhile, or are awaited at once.
+    """
+    if not plan.parameters and not plan.states:
+        return plan
+    spans = runs(step, seconds)
+    at = _Positions(step, spans)
+    tiers: dict[int, Tier] = {d.bucket: "host" if d.tier == "host" else "nvme" for d in plan.parameters}
+    gathers: list[tuple[int, Arrival]] = []
+    for number, gather in enumerate(plan.gathers):
+        if gather.bucket in tiers:
+            bucket = layout.buckets[gather.bucket]
+            run = at.run(gather.issue if bucket.num_ranks > 1 else gather.first)
+            gathers.append((number, Arrival(bucket.shard_bytes, tiers[gather.bucket], "device", run, run)))
+    states: list[tuple[int, Arrival]] = []
+    updated = _updates(plan, step, layout, at)
+    for number, decision in enumerate(plan.states):
+        size = state_bytes.get(decision.bucket, 0)
+        if decision.bucket in tiers and not layout.buckets[decision.bucket].has_master:
+            size += layout.buckets[decision.bucket].shard_bytes
+        if decision.tier != decision.update and size and plan.max_grad_norm is None:
+            source: Tier = "host" if decision.tier == "host" else "nvme"
+            side: Tier = "host" if decision.update == "host" else "device"
+            last = updated[decision.bucket]
+            states.append((number, Arrival(size, source, side, last + 1, last)))
+    wanted = [arrival for _, arrival in (*gathers, *states)]
+    found = [Start(arrival.latest, arrival.latest) for arrival in wanted]
+    new_gathers, new_states = list(plan.gathers), list(plan.states)
+    if ahead:
+        found = starts_of(wanted, [run.end_seconds - run.start_seconds for run in spans], machine)
+    names = [run.first.name for run in spans]
+    for (number, arrival), start in zip(gathers, found, strict=False):
+        new_gathers[number] = _gather(plan.gathers[number], arrival, start, names)
+    for (number, _), start in zip(states, found[len(gathers) :], strict=True):
+        new_states[number] = _state(plan.states[number], start, names)
+    new_states = _in_turn(new_states, updated) if ahead else [_at_once(decision) for decision in plan.states]
+    return replace(plan, gathers=tuple(new_gathers), states=tuple(new_states))
+
+
+def _gather(decision: GatherDecision, arrival: Arrival, start: Start, names: Sequence[str]) -> GatherDecision:
+    read = names[start.read] if start.read < start.copy else None
+    ahead = arrival.needed - start.copy
+    reason = decision.reason + (
+        f", copied up {ahead} runs of layers ahead" if ahead else ", copied up where it is used"
+    )
+    if read is not None:
+        reason += f", read from nvme {arrival.needed - start.read} ahead"
+    return replace(decision, reload=names[start.copy], read=read, reason=reason)
+
+
+def _at_once(decision: StateDecision) -> StateDecision:
+    return replace(decision, at_once=True, reason=f"{decision.reason}; copied and awaited where the update is")
+
+
+def _in_turn(decisions: Sequence[StateDecision], updated: Mapping[int, int]) -> list[StateDecision]:
+    """States from nvme with the buckets whose buffers they take over, in the order of updates."""
+    order = [bucket for bucket in updated if any(d.bucket == bucket and d.tier == "nvme" for d in decisions)]
+    before = dict(zip(order[NUM_BUFFERS:], order, strict=False))
+    return [replace(decision, behind=before.get(decision.bucket)) for decision in decisions]
+
+
+def _state(decision: StateDecision, start: Start, names: Sequence[str]) -> StateDecision:
+    read = names[start.read] if start.read < start.copy else None
+    return replace(decision, reload=names[start.copy], read=read)
+
+
+class _Positions:
+    """Finds the run of a node by its name."""
+
+    def __init__(self, step: StepGraph, spans: Sequence[Run]) -> None:
+        self.order = step.positions()
+        self._by_name = {node.name: node for node in step.graph.nodes}
+        self._starts = [self.order[run.first] for run in spans]
+
+    def run(self, name: str) -> int:
+        return self.run_of(self._by_name[name])
+
+    def run_of(self, node: fx.Node) -> int:
+        return max(0, bisect_right(self._starts, self.order[node]) - 1)
+
+
+def _updates(plan: Plan, step: StepGraph, layout: BucketLayout, at: _Positions) -> dict[int, int]:
+    """The run behind which each trained bucket is updated."""
+    readers = {bucket.index: nodes[-1] for bucket, nodes in parameter_uses(step, layout)}
+    found = {}
+    for decision in plan.reduces:
+        last = _reduced(decision, plan, step, layout, at)
+        if decision.bucket in readers:
+            last = max(last, at.run_of(readers[decision.bucket]))
+        found[decision.bucket] = last
+    return found
+
+
+def _reduced(decision: ReduceDecision, plan: Plan, step: StepGraph, layout: BucketLayout, at: _Positions) -> int:
+    """The run behind which a bucket's reduced gradient is there."""
+    if plan.num_ranks > 1:
+        return at.run(decision.updated_after) if decision.updated_after else at.run_of(step.output)
+    return max(at.run_of(step.gradients[slot.name]) for slot in layout.buckets[decision.bucket].slots)

@@ -1,0 +1,311 @@
+"""Which buckets go over the wire in few bits, where the user allows it: only those with which the step takes less time.
+
+Gathers in 8 bits, a second shard on each node and reductions in few bits (ZeRO++, 2306.10209) shorten what collectives
+take, and add computation before and behind them. The exact plan is simulated, and its collectives and waits are
+replayed with each bucket's in one form or the other. From all buckets compressed, each part of that is taken back
+where the step is not longer without it: what hides behind computation stays exact.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zerofx.errors import UsageError
+from zerofx.ir import ops
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.op_kernels.quantise import ENCODINGS, packed_bytes
+from zerofx.ir.streams import COLLECTIVE, slice_behind
+from zerofx.passes.wire.reductions import is_two_hops
+from zerofx.scheduler.cost.machine import Machine, collective_seconds
+from zerofx.scheduler.cost.replay import Event, Start, Wait, end_seconds, events_of
+from zerofx.scheduler.cost.simulate import Simulation
+from zerofx.scheduler.plan.decisions import ReduceDecision, WireDecision
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.units import format_bytes, format_seconds
+
+_LESS = 1e-9  # seconds that make no difference
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a bucket is sent: the fields of a ``WireDecision`` that cost and save."""
+
+    gather: bool = False
+    second_shard: bool = False
+    reduce: bool = False
+
+    def without(self, part: str) -> Choice:
+        return replace(self, **{part: False})
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """What a collective of the exact step moves: ``turn`` counts the gathers of one bucket's parameters, and is None
+    for other collectives."""
+
+    bucket: int | None
+    turn: int | None
+    reduces: bool
+
+
+@dataclass(frozen=True)
+class _Exact:
+    """The exact step's events, and its collectives by name."""
+
+    events: Sequence[Event]
+    collectives: Mapping[str, _Collective]
+
+
+def check_nodes(num_ranks: int, machine: Machine) -> None:
+    """Check that ranks fill nodes, as hops within nodes and across them ask for.
+
+    Raises:
+        UsageError: they are on several nodes, and do not fill the last.
+    """
+    local = machine.ranks_per_node
+    if num_ranks > local and num_ranks % local:
+        raise UsageError(
+            f"expected whole nodes of {local} ranks ({machine.name}) for a wire that is not exact, found {num_ranks} "
+            f"ranks: use a multiple of {local}, give a machine with other nodes, or wire='exact'"
+        )
+
+
+def with_wire(
+    plan: Plan,
+    layout: BucketLayout,
+    machine: Machine,
+    wire: str,
+    carried_out: Callable[[Plan], tuple[StepGraph, Simulation]],
+    memory_budget: int | None,
+) -> Plan:
+    """``plan``, which is exact, with the collectives of some buckets in few bits.
+
+    ``carried_out`` runs and simulates a plan. Second shards are given up, those of the last buckets first, where they
+    do not fit ``memory_budget``; a plan that does not fit, or is not faster as simulated, stays exact.
+
+    Raises:
+        UsageError: ranks do not fill nodes.
+    """
+    check_nodes(layout.num_ranks, machine)
+    allowed = replace(plan, wire=wire, ranks_per_node=min(machine.ranks_per_node, layout.num_ranks))
+    if layout.num_ranks == 1:
+        return _all_exact(allowed, layout, "there is one rank")
+    step, exact = carried_out(plan)
+    sends = _Sends(allowed, layout, machine)
+    moments = _moments(step, exact)
+    most = {b.index: sends.most(b, moments) for b in layout.buckets}
+    chosen = _least(most, lambda choices: _replay(moments, choices, sends))
+    found = _plan(allowed, layout, chosen, most, moments, sends)
+    budget = memory_budget if memory_budget is not None else float("inf")
+    shards = [index for index, choice in chosen.items() if choice.second_shard]
+    while found.wires and not all(one.is_exact for one in found.wires):
+        simulation = carried_out(found)[1]
+        if simulation.live.peak_bytes <= budget:
+            if simulation.step_seconds < exact.step_seconds:
+                return replace(found, prediction=None)
+            return _all_exact(allowed, layout, "the step would not be faster with it")
+        if not shards:
+            break
+        for index in shards[len(shards) // 2 :]:
+            chosen[index] = replace(chosen[index].without("second_shard"), gather=True)
+        shards = shards[: len(shards) // 2]
+        found = _plan(allowed, layout, chosen, most, moments, sends)
+    hidden = all(one.is_exact for one in found.wires)
+    return _all_exact(allowed, layout, "it hides behind computation" if hidden else "the budget has no room for more")
+
+
+def _all_exact(plan: Plan, layout: BucketLayout, why: str) -> Plan:
+    decisions = (WireDecision(b.index, "exact", False, "exact", f"sent exactly: {why}") for b in layout.buckets)
+    return replace(plan, wires=tuple(decisions))
+
+
+class _Sends:
+    """What a bucket's collectives take in few bits on a machine, in seconds."""
+
+    def __init__(self, plan: Plan, layout: BucketLayout, machine: Machine) -> None:
+        assert plan.ranks_per_node is not None
+        self.plan, self.layout, self.machine = plan, layout, machine
+        self.local, self.num_nodes = plan.ranks_per_node, plan.num_nodes
+        self.two_hops = is_two_hops(self.num_nodes, self.local)
+        self._away = {decision.bucket for decision in plan.parameters}
+
+    def most(self, bucket: Bucket, moments: _Exact) -> Choice:
+        """All that can be compressed of a bucket."""
+        if not bucket.compute_dtype.is_floating_point:
+            return Choice()
+        turns = sum(c.turn is not None and c.bucket == bucket.index for c in moments.collectives.values())
+        second = turns > 1 and self.num_nodes > 1 and bucket.index not in self._away
+        return Choice(gather=turns > 0, second_shard=second, reduce=bucket.trainable)
+
+    def compute(self, num_bytes: float) -> float:
+        """Reading and writing so many bytes together, in one kernel."""
+        return self.machine.device.launch_latency + num_bytes / self.machine.memory_bandwidth
+
+    def gather(self, bucket: Bucket) -> tuple[float, float, float]:
+        """Before, during and behind a gather in 8 bits."""
+        small = packed_bytes(bucket.shard_numel, ENCODINGS[self.plan.wire].gathers)
+        total = small * bucket.num_ranks
+        during = collective_seconds("all_gather", total, bucket.num_ranks, self.machine)
+        return self.compute(bucket.shard_bytes + small), during, self.compute(total + bucket.full_bytes)
+
+    def gather_on_node(self, bucket: Bucket) -> float:
+        return collective_seconds("all_gather", bucket.full_bytes, self.local, self.machine, ranks_on_node=self.local)
+
+    def second_shard(self, bucket: Bucket) -> float:
+        return self.compute(2 * bucket.full_bytes / self.local)
+
+    def reduction(self, bucket: Bucket) -> tuple[float, tuple[tuple[float, float], ...]]:
+        """Seconds before the first hop, and of each hop on the wire and behind it."""
+        small = packed_bytes(bucket.numel, self.plan.wire)
+        before = self.compute(bucket.full_bytes + small)
+        if not self.two_hops:
+            during = collective_seconds("all_to_all", small, bucket.num_ranks, self.machine)
+            return before, ((during, self.compute(small + bucket.shard_bytes)),)
+        part, summed = small // self.local, 4 * bucket.numel // self.local
+        within = collective_seconds("all_to_all", small, self.local, self.machine, ranks_on_node=self.local)
+        across = collective_seconds("all_to_all", part, self.num_nodes, self.machine, ranks_on_node=1)
+        between = self.compute(small + summed) + self.compute(summed + part)
+        return before, ((within, between), (across, self.compute(part + bucket.shard_bytes)))
+
+
+def _moments(step: StepGraph, simulation: Simulation) -> _Exact:
+    turns: Counter[int] = Counter()
+    found: dict[str, _Collective] = {}
+    for node in step.calls():
+        if node.target in ops.COLLECTIVES and node.target is not ops.broadcast:
+            index = node.args[2] if node.target is ops.all_gather_into else node.args[1]
+            assert isinstance(index, int)
+            gathers = node.target is ops.all_gather and slice_behind(node) is not None
+            about = None if index == ops.NO_BUCKET else index
+            found[node.name] = _Collective(about, turns[index] if gathers else None, node.target in ops.REDUCTIONS)
+            turns[index] += gathers
+    return _Exact(events_of(step, simulation), found)
+
+
+def _replay(moments: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> float:
+    """Seconds of the step with these choices."""
+    return end_seconds(_chosen(moments, choices, sends))
+
+
+def _chosen(exact: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> Iterator[Event]:
+    """The exact step's events with these choices."""
+    late: list[Wait] = []  # for the hops across nodes that have started
+    for event in exact.events:
+        about = exact.collectives.get(event.name) if isinstance(event, Start | Wait) else None
+        if about is None or not isinstance(event, Start | Wait):
+            yield event
+            continue
+        bucket = sends.layout.buckets[about.bucket] if about.bucket is not None else None
+        choice = choices.get(bucket.index, Choice()) if bucket is not None else Choice()
+        if bucket is not None and about.reduces and choice.reduce:
+            before, hops = sends.reduction(bucket)
+            if isinstance(event, Start):
+                yield before
+                yield _start(event.name, hops[0][0])
+                continue
+            yield Wait(event.name, hops[0][1])
+            earlier, late = late, []
+            for seconds, behind in hops[1:]:
+                across = f"{event.name} across nodes"
+                yield _start(across, seconds)
+                late = [Wait(across, behind)]
+            yield from earlier
+        elif bucket is not None and about.turn is not None and (choice.gather or choice.second_shard):
+            yield from _gather(event, bucket, choice, about.turn, sends)
+        else:
+            yield event
+            if isinstance(event, Wait) and about.reduces:
+                yield from late
+                late = []
+    yield from late
+
+
+def _gather(event: Start | Wait, bucket: Bucket, choice: Choice, turn: int, sends: _Sends) -> Iterator[Event]:
+    """A gather of parameters, or the wait for it, in few bits or from second shards."""
+    on_node = choice.second_shard and turn > 0
+    before, during, behind = sends.gather(bucket) if choice.gather and not on_node else (0.0, None, 0.0)
+    if isinstance(event, Wait):
+        yield Wait(event.name, behind)
+        if choice.second_shard and turn == 0:
+            yield sends.second_shard(bucket)
+        return
+    yield before
+    if on_node:
+        during = sends.gather_on_node(bucket)
+    yield event if during is None else _start(event.name, during)
+
+
+def _start(name: str, seconds: float) -> Start:
+    return Start(name, ((COLLECTIVE, seconds),))
+
+
+def _least(most: Mapping[int, Choice], seconds: Callable[[Mapping[int, Choice]], float]) -> dict[int, Choice]:
+    """Of all that can be compressed, what the step is longer without; one part of one bucket after the other."""
+    chosen = dict(most)
+    best = seconds(chosen)
+    for part in ("reduce", "gather", "second_shard"):
+        for index in chosen:
+            if getattr(chosen[index], part):
+                tried = {**chosen, index: chosen[index].without(part)}
+                now = seconds(tried)
+                if now <= best + _LESS:
+                    chosen, best = tried, now
+    return chosen
+
+
+def _plan(
+    plan: Plan,
+    layout: BucketLayout,
+    chosen: Mapping[int, Choice],
+    most: Mapping[int, Choice],
+    moments: _Exact,
+    sends: _Sends,
+) -> Plan:
+    """The plan with the choices; a reduction of two hops is awaited where the next bucket's was."""
+    best = _replay(moments, chosen, sends)
+    waits = [decision.wait_after for decision in plan.reduces]
+    reduces: list[ReduceDecision] = []
+    hops: dict[int, str | None] = {}
+    for number, decision in enumerate(plan.reduces):
+        if chosen[decision.bucket].reduce and sends.two_hops:
+            hops[decision.bucket] = decision.wait_after
+            following = waits[number + 1] if number + 1 < len(waits) else None
+            reason = f"{decision.reason}; the hop across nodes hides behind what follows"
+            decision = replace(decision, wait_after=following, reason=reason)
+        reduces.append(decision)
+    wires = []
+    for bucket in layout.buckets:
+        choice = chosen[bucket.index]
+        saved = _replay(moments, {**chosen, bucket.index: Choice()}, sends) - best
+        wires.append(
+            WireDecision(
+                bucket=bucket.index,
+                gather=ENCODINGS[plan.wire].gathers if choice.gather else "exact",
+                second_shard=choice.second_shard,
+                reduce=plan.wire if choice.reduce else "exact",
+                reason=_reason(plan, bucket, choice, most[bucket.index], saved, sends),
+                hop_after=hops.get(bucket.index),
+            )
+        )
+    return replace(plan, wires=tuple(wires), reduces=tuple(reduces))
+
+
+def _reason(plan: Plan, bucket: Bucket, choice: Choice, most: Choice, saved: float, sends: _Sends) -> str:
+    if choice == Choice():
+        return "sent exactly: " + (
+            "it hides behind computation" if most != Choice() else "it is not sent, or cannot be rounded"
+        )
+    parts = [
+        *([f"gathered in {ENCODINGS[plan.wire].gathers}"] if choice.gather else []),
+        *(
+            [f"gathered again from second shards of {format_bytes(bucket.full_bytes // sends.local)} on each node"]
+            if choice.second_shard
+            else []
+        ),
+        *([f"reduced in {plan.wire}"] if choice.reduce else []),
+    ]
+    rest = "" if choice == most else "; the rest hides behind computation"
+    return f"{', '.join(parts)}: the step is {format_seconds(max(0.0, saved))} shorter than with it sent exactly{rest}"

@@ -1,0 +1,263 @@
+"""A deterministic plan: when each bucket is gathered, released, reduced and updated. Reads the graph, changes nothing.
+
+A bucket is resident while its unit runs: a residency ends where another unit's parameters are used before this
+bucket's next use. Outside of layers it ends where a layer runs: what is between two layers is one region, such as that
+around the loss, and stays one though a tied head is of another bucket. Gathers are issued a fixed number of units
+ahead, and a reduction is awaited where the next unit's gradients are complete, so that each hides behind the
+computation of one unit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import Phase, Role, origin, placeholder
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.text import target_name, type_name
+from zerofx.passes.divide import divide
+from zerofx.passes.recompute import put_off, recompute
+from zerofx.passes.tile import tile
+from zerofx.scheduler.decide.overlap import awaited_behind, gathered_behind, issued_ahead
+from zerofx.scheduler.plan.decisions import (
+    GatherDecision,
+    GradientDecision,
+    OffloadDecision,
+    ParameterDecision,
+    PieceDecision,
+    RecomputeDecision,
+    ReduceDecision,
+    StateDecision,
+    TileDecision,
+)
+from zerofx.scheduler.plan.facts import BucketSummary, GraphSummary
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.units import unit_of
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """``prefetch``: units that a gather is issued ahead (0: where it is needed). ``keep``: names of buckets that
+    stay gathered between forward and backward, or ``"all"``; where it is a mapping, names to reasons.
+    ``hide_reductions``: whether reductions are awaited a unit later, or else where they are issued."""
+
+    prefetch: int = 1
+    keep: Collection[str] | str = ()
+    hide_reductions: bool = True
+
+    def why_kept(self, bucket: Bucket) -> str:
+        """Why a bucket that is kept is, as the end of a sentence."""
+        return f": {self.keep[bucket.name]}" if isinstance(self.keep, Mapping) else ""
+
+    def keeps(self, bucket: Bucket) -> bool:
+        return self.keep == "all" or (not isinstance(self.keep, str) and bucket.name in self.keep)
+
+
+@dataclass(frozen=True)
+class GraphIdentity:
+    """What a plan records of the captured graph that it is for: its hash, and what tells it from others."""
+
+    fingerprint: str
+    summary: GraphSummary
+
+
+@dataclass(frozen=True)
+class Residency:
+    """A bucket is gathered from ``first``, which reads it first, to ``last``."""
+
+    bucket: Bucket
+    first: fx.Node
+    last: fx.Node
+    reason: str
+
+
+def decide(
+    step: StepGraph,
+    layout: BucketLayout,
+    *,
+    stage: int,
+    precision: str | None,
+    machine: str,
+    options: PolicyOptions,
+    recomputes: tuple[RecomputeDecision, ...] = (),
+    extra_keeps: tuple[str, ...] = (),
+    pieces: tuple[PieceDecision, ...] = (),
+    states: tuple[StateDecision, ...] = (),
+    parameters: tuple[ParameterDecision, ...] = (),
+    gradients: tuple[GradientDecision, ...] = (),
+    tiles: tuple[TileDecision, ...] = (),
+    memory_budget: int | None = None,
+    max_grad_norm: float | None = None,
+    offloads: tuple[OffloadDecision, ...] = (),
+    carried_out: StepGraph | None = None,
+    identity: GraphIdentity | None = None,
+) -> Plan:
+    """Make the plan for a captured graph. Equal inputs give an equal plan, on any machine and rank.
+
+    Residencies are decided for the graph as it is once ``tiles`` and ``recomputes`` are carried out: ``carried_out``,
+    or else a copy that is made here. ``identity`` is the captured graph's, if it is known.
+    """
+    sharded = stage == 3 and layout.num_ranks > 1
+    identity = identity or identify(step)
+    away = {decision.bucket for decision in parameters}
+    resident = frozenset(bucket.index for bucket in layout.buckets if not sharded and bucket.index not in away)
+    if carried_out is not None:
+        step = carried_out
+    elif recomputes or tiles:
+        step = step.clone()
+        tile(step, tiles)
+        divide(step, pieces)
+        recompute(step, frozenset(decision.value for decision in recomputes), frozenset(extra_keeps))
+        if not offloads:
+            put_off(step)
+    return Plan(
+        stage=stage,
+        num_ranks=layout.num_ranks,
+        precision=precision,
+        machine=machine,
+        graph=identity.fingerprint,
+        buckets=tuple(summarise(bucket) for bucket in layout.buckets),
+        gathers=_decide_gathers(step, layout, options, resident) if sharded or parameters else (),
+        reduces=_decide_reduces(step, layout, options, stage),
+        recomputes=recomputes,
+        extra_keeps=extra_keeps,
+        pieces=pieces,
+        offloads=offloads,
+        states=states,
+        parameters=parameters,
+        gradients=gradients,
+        tiles=tiles,
+        slices=step.slices,
+        memory_budget=memory_budget,
+        max_grad_norm=max_grad_norm,
+        num_micro_batches=step.num_micro_batches,
+        summary=identity.summary,
+    )
+
+
+def identify(step: StepGraph) -> GraphIdentity:
+    """The part of a captured graph that a plan records."""
+    placeholders = {
+        f"{placeholder(node).role} {placeholder(node).name}": type_name(node) for node in step.placeholders()
+    }
+    operators = Counter(target_name(node) for node in step.calls())
+    return GraphIdentity(step.fingerprint(), GraphSummary(placeholders, dict(sorted(operators.items()))))
+
+
+def summarise(bucket: Bucket) -> BucketSummary:
+    """The part of a bucket that a plan records."""
+    return BucketSummary(
+        name=bucket.name,
+        group=bucket.group,
+        num_parameters=bucket.num_parameters,
+        shard_numel=bucket.shard_numel,
+        dtype=str(bucket.dtype),
+        compute_dtype=str(bucket.compute_dtype),
+    )
+
+
+def _decide_gathers(
+    step: StepGraph, layout: BucketLayout, options: PolicyOptions, resident: Collection[int]
+) -> tuple[GatherDecision, ...]:
+    """``resident`` are the buckets that are on the device, whole, all the time."""
+    found = [one for one in residencies(step, layout, options) if one.bucket.index not in resident]
+    needed = [
+        GatherDecision(one.bucket.index, one.first.name, one.last.name, one.first.name, one.reason) for one in found
+    ]
+    return issued_ahead(needed, layout, options.prefetch)
+
+
+def residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -> list[Residency]:
+    """All residencies of all buckets in the order of their first use."""
+    order = step.positions()
+    uses = parameter_uses(step, layout)
+    timeline = sorted((order[node], bucket.unit, _home(step, bucket)) for bucket, nodes in uses for node in nodes)
+    found = []
+    for bucket, nodes in uses:
+        start = 0
+        for i in range(1, len(nodes) + 1):
+            if i < len(nodes) and (
+                options.keeps(bucket)
+                or not _other_unit_between(timeline, order, bucket, step.units, nodes[i - 1], nodes[i])
+            ):
+                continue
+            run = nodes[start:i]
+            phases = {origin(node).phase for node in run}
+            if phases == {Phase.FORWARD, Phase.BACKWARD}:
+                begins_in_forward = origin(run[0]).phase is Phase.FORWARD
+                span = "forward to backward" if begins_in_forward else "backward to the next micro-batch's forward"
+                between = options.why_kept(bucket) if options.keeps(bucket) else ": no layer runs in between"
+                why = f"kept from {span}{between}"
+            else:
+                why = f"resident while {bucket.name} runs in {min(phases)}"
+            found.append(Residency(bucket, run[0], run[-1], why))
+            start = i
+    return sorted(found, key=lambda residency: (order[residency.first], residency.bucket.index))
+
+
+def parameter_uses(step: StepGraph, layout: BucketLayout) -> list[tuple[Bucket, list[fx.Node]]]:
+    """For each bucket that is used, the nodes that read its parameters, in order."""
+    order = step.positions()
+    by_name = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
+    found = []
+    for bucket in layout.buckets:
+        nodes = {user for slot in bucket.slots for user in consumers(by_name[slot.name])}
+        if nodes:
+            found.append((bucket, sorted(nodes, key=order.__getitem__)))
+    return found
+
+
+def _home(step: StepGraph, bucket: Bucket) -> str:
+    """The unit that a bucket is of; that of a slice is the layer whose weight it is of."""
+    return unit_of(bucket.slots[0].name, step.units) if bucket.is_slice else bucket.unit
+
+
+def _other_unit_between(
+    timeline: list[tuple[int, str, str]],
+    order: dict[fx.Node, int],
+    bucket: Bucket,
+    layers: Collection[str],
+    before: fx.Node,
+    after: fx.Node,
+) -> bool:
+    """Whether what lets go of a bucket is used in between: another unit's parameters, and for those outside of
+    ``layers`` a layer's, or slices. A layer stays while slices of its own weights pass."""
+    lower = bisect_right(timeline, (order[before], "\U0010ffff", ""))
+    upper = bisect_left(timeline, (order[after], "", ""))
+    others = [(unit, home) for _, unit, home in timeline[lower:upper] if bucket.unit not in (unit, home)]
+    if bucket.unit in layers or bucket.is_slice:
+        return bool(others)
+    return any(unit in layers or unit != home for unit, home in others)
+
+
+def _decide_reduces(
+    step: StepGraph, layout: BucketLayout, options: PolicyOptions, stage: int
+) -> tuple[ReduceDecision, ...]:
+    order, gradients = step.positions(), step.gradients
+    complete = sorted(
+        (max(order[gradients[slot.name]] for slot in bucket.slots), bucket.index)
+        for bucket in layout.buckets
+        if bucket.trainable
+    )
+    nodes = list(step.graph.nodes)
+    at_once = [ReduceDecision(index, nodes[last].name, _why_at_once(layout.buckets[index])) for last, index in complete]
+    if not options.hide_reductions:
+        return tuple(at_once)
+    # Slices of weights are held for communication that runs beside computation, or else not.
+    hidden = tuple(
+        early if layout.buckets[early.bucket].is_slice and not options.prefetch else late
+        for early, late in zip(at_once, awaited_behind(at_once, layout), strict=True)
+    )
+    return gathered_behind(hidden) if stage == 0 and layout.num_ranks > 1 else hidden
+
+
+def _why_at_once(bucket: Bucket) -> str:
+    if bucket.is_slice:
+        return "awaited at once: no other slice is computed while it is under way"
+    return "awaited at once: beside what follows there is no room for it"

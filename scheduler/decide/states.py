@@ -1,0 +1,167 @@
+"""Optimizer states off the device: what it frees, what it costs, and on which side the update is cheaper.
+
+A bucket's states and fp32 masters come up for its update and go down again (``update="device"``): copies that run
+beside the backward computation of the bucket's layer, of which the longer is exposed as far as it takes longer. Or the
+update runs on the host (``update="host"``; ZeRO-Offload, 2101.06840): the gradient goes down, the host computes, and
+computation on the device waits for both; the updated parameters come up beside what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.facts import Phase
+from zerofx.scheduler.cost.machine import Machine, copy_seconds
+from zerofx.scheduler.cost.timeline import Place
+from zerofx.scheduler.decide.prefetch import NUM_BUFFERS
+from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.plan.tiers import Tier
+from zerofx.units import format_bytes, format_seconds
+
+_FLOPS = 14  # of an Adam update for one element, as in scheduler.cost.roofline
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One level of a menu about a bucket's states: bytes on the device, exposed seconds, tier, side of the update.
+
+    ``stored_bytes`` are what it takes of its tier throughout, ``passing_bytes`` of the host while the bucket is
+    updated, ``waiting_bytes`` of the host from the bucket's reduction to its update where gradients are clipped.
+    ``delayed_bytes`` are those that a delayed update frees on the device.
+    """
+
+    num_bytes: int
+    seconds: float
+    tier: Tier = "device"
+    update: Tier = "device"
+    stored_bytes: int = 0
+    passing_bytes: int = 0
+    waiting_bytes: int = 0
+    delayed_bytes: int = 0
+
+    def decision(self, bucket: Bucket, freed_bytes: int) -> StateDecision:
+        """The decision, with its reason."""
+        side = "update on the host: gradients down, parameters up" if self.update == "host" else "states up and down"
+        reason = f"frees {format_bytes(freed_bytes)} for {format_seconds(self.seconds)} exposed; {side}"
+        return StateDecision(bucket.index, self.tier, self.update, reason)
+
+
+def state_menus(
+    layout: BucketLayout,
+    state_bytes: Mapping[int, int],
+    stage: int,
+    seconds: Mapping[Place, float],
+    machine: Machine,
+    tiers: tuple[Tier, ...],
+    *,
+    clipped: bool = False,
+) -> dict[Bucket, tuple[Placement, Placement]]:
+    """For each bucket with states: on the device, and off it.
+
+    Args:
+        layout: the buckets.
+        state_bytes: bytes of one rank's states and masters, by bucket index.
+        stage: the ZeRO stage.
+        seconds: computation by unit and phase.
+        machine: its links, its host, and how much its tiers hold for a rank.
+        tiers: where states may go; the first is filled first.
+        clipped: whether updates are behind all reductions: no backward is beside them, and gradients of buckets that
+            are updated on the host wait there.
+    """
+    ways = {}
+    for bucket in layout.buckets:
+        num_bytes = state_bytes.get(bucket.index, 0)
+        if num_bytes:
+            local = bucket.shard_numel if stage >= 1 else bucket.numel
+            beside = 0.0 if clipped else seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
+            ways[bucket] = [
+                _off_the_device(bucket, num_bytes, local, beside, tier, machine, clipped=clipped) for tier in tiers
+            ]
+    found = _filled(ways, machine)
+    if len(found) < len(ways) and tiers[:2] == ("host", "nvme"):
+        # Not all go to the host: some of it is left to what passes through on its way to nvme and back.
+        found = _filled(ways, machine, reserve=4 * max(state_bytes.values()))
+    return {bucket: (Placement(state_bytes[bucket.index], 0.0), off) for bucket, off in found.items()}
+
+
+def _filled(ways: Mapping[Bucket, Sequence[Placement]], machine: Machine, reserve: int = 0) -> dict[Bucket, Placement]:
+    """The first of each bucket's placements that there is room for, with ``reserve`` bytes of the host kept free of
+    states; buckets without one are left out."""
+    room = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
+    found = {}
+    for bucket, placements in ways.items():
+        for off in placements:
+            on_host = NUM_BUFFERS * off.passing_bytes + off.waiting_bytes
+            on_host += off.stored_bytes + reserve if off.tier == "host" else 0
+            if room[off.tier] >= off.stored_bytes and room["host"] >= on_host:
+                room[off.tier] -= off.stored_bytes
+                room["host"] -= off.waiting_bytes
+                found[bucket] = off
+                break
+    return found
+
+
+def _off_the_device(
+    bucket: Bucket, num_bytes: int, numel: int, beside: float, tier: Tier, machine: Machine, *, clipped: bool
+) -> Placement:
+    """The states of ``numel`` elements in ``tier``, updated where that exposes less.
+
+    ``beside``: seconds of computation that copies run beside. ``clipped``: as for ``state_menus``.
+    """
+    gradient_bytes = numel * bucket.compute_dtype.itemsize
+    through = max(0.0, _through_device(num_bytes, tier, machine) - beside)
+    on_host = _on_host(num_bytes, gradient_bytes, numel, tier, machine)
+    if through <= on_host:
+        return Placement(0, through, tier, "device", num_bytes, num_bytes if tier == "nvme" else 0)
+    # What is updated on the host has its parameters there, and takes gradients and gives parameters back.
+    stored = num_bytes if bucket.has_master else num_bytes + numel * bucket.dtype.itemsize
+    passing = 2 * gradient_bytes + (stored if tier == "nvme" else 0)
+    waiting = gradient_bytes if clipped else 0
+    return Placement(0, on_host, tier, "host", stored, passing, waiting_bytes=waiting)
+
+
+def _through_device(num_bytes: int, tier: Tier, machine: Machine) -> float:
+    return max(copy_seconds(num_bytes, tier, "device", machine), copy_seconds(num_bytes, "device", tier, machine))
+
+
+def _on_host(num_bytes: int, gradient_bytes: int, numel: int, tier: Tier, machine: Machine) -> float:
+    waits = copy_seconds(gradient_bytes, "device", "host", machine)
+    waits += machine.host_seconds(_FLOPS * numel, 2 * num_bytes + gradient_bytes)
+    if tier == "nvme":
+        waits += copy_seconds(num_bytes, "nvme", "host", machine)
+    return waits
+
+
+def delayed_placements(layout: BucketLayout, state_bytes: Mapping[int, int], stage: int) -> dict[Bucket, Placement]:
+    """States on the host, each bucket's with what its delayed update hands over from one step to the next: the
+    gradient, and new parameters where their dtype is not the one that is updated.
+
+    Args:
+        layout: the buckets.
+        state_bytes: bytes of one rank's states and masters, by bucket index.
+        stage: the ZeRO stage.
+    """
+    found = {}
+    for bucket in layout.buckets:
+        if not bucket.trainable:
+            continue
+        local = bucket.shard_numel if stage >= 1 else bucket.numel
+        num_bytes = state_bytes.get(bucket.index, 0)
+        master = 0 if bucket.has_master else local * bucket.dtype.itemsize
+        handed_over = (2 if bucket.has_master else 1) * local * bucket.compute_dtype.itemsize
+        found[bucket] = Placement(0, 0.0, "host", "host", num_bytes + master + handed_over, 0, delayed_bytes=num_bytes)
+    return found
+
+
+def decisions_of(delayed: Mapping[Bucket, Placement]) -> tuple[StateDecision, ...]:
+    """The decisions about ``delayed_placements``, with their reasons."""
+    return tuple(
+        StateDecision(
+            bucket.index, "host", "host",
+            f"delayed_update: frees {format_bytes(placement.delayed_bytes)}; gradients down, parameters up",
+            delayed=True,
+        )
+        for bucket, placement in delayed.items()
+    )  # fmt: skip

@@ -1,0 +1,88 @@
+"""What is run in tiles, and in how many: as the user names it, or as rungs of the search for a plan within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from zerofx.errors import UsageError
+from zerofx.ir.facts import origin
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.analysis.loss_heads import LossHead, find_heads
+from zerofx.scheduler.analysis.tile_chains import Chain, find_chains
+from zerofx.scheduler.plan.decisions import TileDecision
+from zerofx.units import format_bytes
+
+Tiles = tuple[TileDecision, ...]
+
+_CHAIN_TILES = (4, 16)
+
+
+def rungs(step: StepGraph, allowed: bool, *, classes: bool = False) -> list[list[Tiles]]:
+    """The ways to tile, in the order in which they are turned to: nothing, losses, then chains of operators as well.
+
+    Those of one rung are tried together: losses into some numbers of tiles, of rows and, where ``classes``, of classes;
+    chains on one rung each, into more and more.
+    """
+    if not allowed:
+        return [[()]]
+    heads = find_heads(step)
+    chains = {chain: chain.most_tiles() for chain in find_chains(step) if chain.most_tiles() > 1}
+    counts = sorted({count for head in heads for count in head.tile_counts()})
+    of_heads = [tuple(_as_needed(head, n) for head in heads if n in head.tile_counts()) for n in counts]
+    finest = of_heads[-1] if of_heads else ()
+    by_class = sorted({count for head in heads for count in head.class_counts()}) if classes else []
+    of_heads += [tuple(_of_classes(head, n) for head in heads if n in head.class_counts()) for n in by_class]
+    most = max(chains.values(), default=1)
+    of_chains = [
+        (*finest, *(_as_needed(chain, min(n, limit)) for chain, limit in chains.items()))
+        for n in sorted({min(n, most) for n in _CHAIN_TILES} - {1})
+    ]
+    return [[()], *([of_heads] if of_heads else []), *([tiles] for tiles in of_chains)]
+
+
+def named_tiles(step: StepGraph, asked: Mapping[str, int]) -> Tiles:
+    """All that can be tiled in the modules that ``asked`` names (``""``: the whole model), into as many tiles.
+
+    Names of parameters are about slices (``scheduler.analysis.slices.named_slices``).
+
+    Raises:
+        UsageError: there is nothing to tile in one of them, or not so many rows; lists what there is.
+    """
+    found: list[LossHead | Chain] = [*find_heads(step), *find_chains(step)]
+    layers = {one.product.name: origin(one.product).layer for one in found}
+    decisions: dict[str, TileDecision] = {}
+    parameters = {alias for info in step.parameters for alias in (info.source, *info.aliases)}
+    for name, num_tiles in asked.items():
+        if name in parameters:
+            continue
+        here = [one for one in found if _is_within(layers[one.product.name], name)]
+        if not here or any(num_tiles > one.num_rows for one in here):
+            listed = ", ".join(sorted({f"{layers[one.product.name]} (up to {one.num_rows})" for one in found}))
+            raise UsageError(
+                f"expected tile to name parameters, or modules with something to tile, found {name!r} into "
+                f"{num_tiles}: there is {listed or 'nothing in this model'}"
+            )
+        for one in here:
+            decisions[one.product.name] = _decision(one, num_tiles, f"as asked for {name or 'the model'}")
+    return tuple(decisions[one.product.name] for one in found if one.product.name in decisions)
+
+
+def _is_within(layer: str, name: str) -> bool:
+    return not name or layer == name or layer.startswith(f"{name}.")
+
+
+def _as_needed(found: LossHead | Chain, num_tiles: int) -> TileDecision:
+    what = "logits" if isinstance(found, LossHead) else "values"
+    whole, each = format_bytes(found.num_bytes), format_bytes(found.num_bytes // num_tiles)
+    return _decision(
+        found, num_tiles, f"no plan with whole {what} ({whole}) fits; each of {num_tiles} tiles has {each}"
+    )
+
+
+def _of_classes(head: LossHead, num_tiles: int) -> TileDecision:
+    return replace(_as_needed(head, num_tiles), over="classes")
+
+
+def _decision(found: LossHead | Chain, num_tiles: int, reason: str) -> TileDecision:
+    return TileDecision(found.product.name, num_tiles, found.num_bytes, reason, origin(found.product).layer)

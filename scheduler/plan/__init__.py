@@ -1,0 +1,1 @@
+"""The plan: plain data, every decision with its reason."""

@@ -1,0 +1,212 @@
+"""The decisions that a plan is made of, one class for each kind, with their reasons. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class GatherDecision:
+    """One residency of a bucket on the device.
+
+    Positions are names of nodes of the captured graph: the gather is issued before ``issue``, awaited before ``first``
+    (the first use), and the full buffer is released after ``last``. Where parameters live in a slower tier, the copy of
+    this rank's slice to the device is issued before ``reload`` (None: before ``issue``), and its read from nvme into
+    the host's memory before ``read`` (None: with the copy). On one rank the copy is all there is to gather.
+    ``merged``: the gather starts as one collective with that of the decision before it, whose ``issue`` it has.
+    """
+
+    bucket: int
+    first: str
+    last: str
+    issue: str
+    reason: str
+    reload: str | None = None
+    read: str | None = None
+    merged: bool = False
+
+
+@dataclass(frozen=True)
+class ReduceDecision:
+    """The reduction of a bucket's gradients: issued after its last gradient, awaited (and the bucket updated) after
+    node ``wait_after``; None means at the end of the step.
+
+    At stage 0 the slices of the sum are gathered there, and awaited (and the bucket updated) after node
+    ``gathered_after``: None as above, ``""`` where they are issued.
+    """
+
+    bucket: int
+    wait_after: str | None
+    reason: str
+    gathered_after: str | None = ""
+
+    @property
+    def updated_after(self) -> str | None:
+        """The node behind which the bucket is updated; None means at the end of the step."""
+        return self.wait_after if self.gathered_after == "" else self.gathered_after
+
+
+@dataclass(frozen=True)
+class RecomputeDecision:
+    """A forward value that is not kept for backward but computed again: node name, bytes, and why.
+
+    ``layer`` is the dotted path of the module that makes the value, ``""`` the model itself.
+    """
+
+    value: str
+    num_bytes: int
+    reason: str
+    layer: str = ""
+
+
+@dataclass(frozen=True)
+class TileDecision:
+    """Logits that are made, and turned into their loss and its gradients, in ``num_tiles`` runs of rows or of classes.
+
+    ``value`` is the node of the captured graph that gives the logits, ``num_bytes`` what they take whole, ``layer`` as
+    in ``RecomputeDecision``. ``over`` is ``"rows"`` or ``"classes"``.
+    """
+
+    value: str
+    num_tiles: int
+    num_bytes: int
+    reason: str
+    layer: str = ""
+    over: Literal["rows", "classes"] = "rows"
+
+
+@dataclass(frozen=True)
+class SliceDecision:
+    """A parameter that is gathered, multiplied, reduced and updated ``num_slices`` runs of rows at a time.
+
+    ``parameter`` is its first dotted name, ``num_bytes`` what it takes whole in the compute dtype. Each slice is a
+    parameter of the captured graph, with a bucket of its own: ``"layers.0.mlp.up.weight[0:2048]"``.
+    """
+
+    parameter: str
+    num_slices: int
+    num_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class OffloadDecision:
+    """A forward value that waits for backward in a slower tier: ``"host"`` or ``"nvme"``.
+
+    Positions are names of nodes of the captured graph. The copy out is issued behind the value's last reader in
+    forward; it is awaited, and the value's memory on the device given back, behind ``free_after``. The copy back is
+    issued before ``reload_before`` and awaited before the value's first reader in backward. ``layer`` as in
+    ``RecomputeDecision``.
+    """
+
+    value: str
+    tier: str
+    num_bytes: int
+    free_after: str
+    reload_before: str
+    reason: str
+    layer: str = ""
+
+
+@dataclass(frozen=True)
+class StateDecision:
+    """Where a bucket's optimizer states and fp32 masters live between steps (``tier``), and where its update runs.
+
+    ``update`` is ``"device"`` (the states come up for the update and go down again) or ``"host"`` (the gradient goes
+    down, and the parameters come up). A bucket without a decision has its states on the device.
+    Positions are names of nodes of the captured graph: what the update works on is copied to it from before ``reload``
+    (None: from where the bucket's reduction starts), and from nvme into the host's memory from before ``read``
+    (None: with the copy). ``at_once``: all copies are made, and awaited, where the update is; nothing is held for it
+    beside other computation, and nothing hides behind that. ``behind`` is the bucket whose buffers on the host it takes
+    over on its way from nvme: its read starts when that bucket is written back, at the earliest.
+    ``delayed``: an update on the host runs beside the next step, which computes with the parameters from before it and
+    brings the new ones up when it needs the old no more (2101.06840, section 5: one-step delayed parameter update).
+    """
+
+    bucket: int
+    tier: str
+    update: str
+    reason: str
+    reload: str | None = None
+    read: str | None = None
+    at_once: bool = False
+    delayed: bool = False
+    behind: int | None = None
+
+    @property
+    def place(self) -> str:
+        """Where the states live and are updated, in words."""
+        return f"on {self.tier}, updated on the {self.update}{' beside the next step' if self.delayed else ''}"
+
+
+@dataclass(frozen=True)
+class ParameterDecision:
+    """The slower tier that a rank's slice of a bucket's parameters lives in between uses: ``"host"`` or ``"nvme"``.
+
+    The slice is in the compute dtype. It is copied to the device for each of the bucket's residencies, and brought to
+    where the bucket is updated. A bucket without a decision has its parameters on the device.
+    """
+
+    bucket: int
+    tier: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PieceDecision:
+    """A piece of what is outside repeated layers, whose values are decided about together as those of a layer are.
+
+    It goes from the node ``first`` of the captured graph to ``last`` in forward, and from ``back_first`` to
+    ``back_last`` in backward (None: backward reads nothing that only the piece makes). ``values`` are those that do not
+    stay on the device in between: where there are some, regions end at the piece's borders.
+    """
+
+    name: str
+    first: str
+    last: str
+    back_first: str | None
+    back_last: str | None
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GradientDecision:
+    """The slower tier that a bucket's gradients wait in between micro-batches: ``"host"`` or ``"nvme"``.
+
+    Positions are names of nodes of the captured graph, one of each for every micro-batch but the last: the copy out
+    starts behind the micro-batch's last gradient of the bucket, and is awaited behind ``free_after``; the copy back
+    starts before ``reload_before``, and is awaited before the next micro-batch's first gradient. A bucket without a
+    decision has its gradients on the device.
+    """
+
+    bucket: int
+    tier: str
+    num_bytes: int
+    free_after: tuple[str, ...]
+    reload_before: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class WireDecision:
+    """How a bucket goes over the wire where the user allows results that are not exact.
+
+    ``gather`` and ``reduce`` are ``"exact"`` or in ``zerofx.ir.op_kernels.quantise.ENCODINGS``; nothing is gathered in
+    ``"int4"``. With ``second_shard`` each rank keeps the part of the first gathered bucket that is its own among the
+    ranks of its node, and later gathers stay on the node. A reduction that is not exact, on several nodes of several
+    ranks, is a hop within nodes and one across: the second begins behind the node ``hop_after`` of the captured graph
+    (None: where the bucket is updated).
+    """
+
+    bucket: int
+    gather: str
+    second_shard: bool
+    reduce: str
+    reason: str
+    hop_after: str | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing about the bucket is changed."""
+        return self.gather == "exact" and not self.second_shard and self.reduce == "exact"

@@ -1,0 +1,55 @@
+"""What a plan holds beside its decisions: what it is made for, and what it leads to. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan leads to, per rank: bytes by tier, seconds, bytes sent on the wire in one step, FLOPs.
+
+    ``peak_bytes`` has the device and the slower tiers that the plan uses, ``peak_node`` is where the device's peak is
+    reached, and ``peak_live`` what is live there, by category. ``link_bytes`` are moved between tiers in one step, by
+    stream: ``to_host``, ``to_device``, ``nvme_read`` and ``nvme_write``.
+    ``node_wire_bytes`` are what the ranks of the first node send together, ``"within"`` it and ``"across"`` nodes,
+    where the plan was free to send less than exact values; empty elsewhere.
+    ``least_seconds`` bounds the step from below: within the same budget, no choice of values to keep and to compute
+    again takes less (``scheduler.search.bound``); None where nobody asked.
+    """
+
+    peak_bytes: dict[str, int]
+    peak_node: str
+    peak_live: dict[str, int]
+    model_state_bytes: int
+    wire_bytes: int
+    step_seconds: float
+    exposed_seconds: float
+    flops: int
+    link_bytes: dict[str, int] = field(default_factory=dict)
+    least_seconds: float | None = None
+    node_wire_bytes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BucketSummary:
+    """What a plan must know of a bucket to be recognised: its name, elements and dtypes."""
+
+    name: str
+    group: int | None
+    num_parameters: int
+    shard_numel: int
+    dtype: str
+    compute_dtype: str
+
+
+@dataclass(frozen=True)
+class GraphSummary:
+    """What a plan must know of the captured graph to say how another one differs.
+
+    ``placeholders`` are types by role and name (``"parameter head.weight"``: ``"float32[8, 4]"``), ``operators``
+    numbers of calls by operator.
+    """
+
+    placeholders: dict[str, str]
+    operators: dict[str, int]

@@ -1,0 +1,212 @@
+"""The plan: every decision about a step with its reason, and what the step is predicted to take. Plain data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from zerofx.disk.own_files import write_text
+from zerofx.errors import PlanError
+from zerofx.scheduler.plan.decisions import (
+    GatherDecision,
+    GradientDecision,
+    OffloadDecision,
+    ParameterDecision,
+    PieceDecision,
+    RecomputeDecision,
+    ReduceDecision,
+    SliceDecision,
+    StateDecision,
+    TileDecision,
+    WireDecision,
+)
+from zerofx.scheduler.plan.facts import BucketSummary, GraphSummary, Prediction
+from zerofx.scheduler.plan.json_format import as_data, read_plan, to_text
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All decisions for one captured step.
+
+    ``graph`` is the fingerprint of the captured graph that the node names belong to, in which the parameters of
+    ``slices`` are there in slices; ``summary`` is what is in it. ``extra_keeps`` are forward values that backward reads
+    only because others are computed again from them. ``pieces`` are those that what is outside repeated layers is
+    divided into, where not all values stay. ``memory_budget`` is what the plan was made to fit, in bytes on the device.
+    ``num_micro_batches`` is how many a batch is divided into, which run one after the other before the update.
+    ``max_grad_norm`` is what the norm of all gradients is clipped to, None for gradients as they are. ``wire`` is what
+    the plan was free to send (``"exact"``, or one of ``zerofx.ir.op_kernels.quantise.ENCODINGS``), and
+    ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan.
+    """
+
+    stage: int
+    num_ranks: int
+    precision: str | None
+    machine: str
+    graph: str
+    buckets: tuple[BucketSummary, ...]
+    gathers: tuple[GatherDecision, ...]
+    reduces: tuple[ReduceDecision, ...]
+    recomputes: tuple[RecomputeDecision, ...] = ()
+    extra_keeps: tuple[str, ...] = ()
+    pieces: tuple[PieceDecision, ...] = ()
+    tiles: tuple[TileDecision, ...] = ()
+    slices: tuple[SliceDecision, ...] = ()
+    offloads: tuple[OffloadDecision, ...] = ()
+    states: tuple[StateDecision, ...] = ()
+    parameters: tuple[ParameterDecision, ...] = ()
+    gradients: tuple[GradientDecision, ...] = ()
+    memory_budget: int | None = None
+    num_micro_batches: int = 1
+    max_grad_norm: float | None = None
+    micro_batches_reason: str = ""
+    wire: str = "exact"
+    ranks_per_node: int | None = None
+    wires: tuple[WireDecision, ...] = ()
+    prediction: Prediction | None = field(default=None, compare=False)
+    summary: GraphSummary | None = field(default=None, compare=False)
+
+    @property
+    def launches(self) -> list[list[int]]:
+        """The gathers that start together, as positions in ``gathers``: a list for each collective, in order."""
+        found: list[list[int]] = []
+        for number, gather in enumerate(self.gathers):
+            if gather.merged and found:
+                found[-1].append(number)
+            else:
+                found.append([number])
+        return found
+
+    @property
+    def gathers_parameters(self) -> bool:
+        """Whether parameters are sharded: stage 3 on more than one rank."""
+        return self.stage == 3 and self.num_ranks > 1
+
+    @property
+    def has_residencies(self) -> bool:
+        """Whether some bucket is on the device, whole, only while it is used: sharded, or in a slower tier."""
+        return self.gathers_parameters or bool(self.parameters)
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether a rank updates only its slice of a bucket: stages 1 to 3 on more than one rank."""
+        return self.stage >= 1 and self.num_ranks > 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the ranks are on, as far as the plan cares: 1 where all it sends is exact."""
+        return 1 if self.ranks_per_node is None else max(1, self.num_ranks // self.ranks_per_node)
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Predicted peak bytes by tier, per rank."""
+        return self._predicted().peak_bytes
+
+    @property
+    def slower_peak_bytes(self) -> dict[str, int]:
+        """Predicted peak bytes of the slower tiers that the plan uses, per rank."""
+        return {tier: size for tier, size in self.peak_bytes.items() if tier != "device"}
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of one step."""
+        return self._predicted().step_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Predicted seconds in which computation waits for communication."""
+        return self._predicted().exposed_seconds
+
+    @property
+    def wire_bytes(self) -> int:
+        """Predicted bytes that one rank sends in one step, padding included."""
+        return self._predicted().wire_bytes
+
+    @property
+    def node_wire_bytes(self) -> dict[str, int]:
+        """Predicted bytes that the ranks of one node send together, within it and across nodes; empty if exact."""
+        return self._predicted().node_wire_bytes
+
+    @property
+    def link_bytes(self) -> dict[str, int]:
+        """Predicted bytes that one rank moves between tiers in one step, by stream."""
+        return self._predicted().link_bytes
+
+    @property
+    def model_state_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer states of one rank, as ZeRO (1910.02054, section 3) counts."""
+        return self._predicted().model_state_bytes
+
+    def with_prediction(self, prediction: Prediction) -> Plan:
+        return replace(self, prediction=prediction)
+
+    def decisions_hash(self) -> str:
+        """SHA-256 of all decisions without the prediction: what ranks compare before the first step."""
+        data = as_data(self)
+        del data["prediction"], data["summary"]  # the fingerprint stands for the graph
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The plan as JSON text; ``Plan.from_json`` gives an equal plan back."""
+        return to_text(self)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read a plan.
+
+        Raises:
+            PlanError: the text is no plan of this format.
+        """
+        return read_plan(Plan, text)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file, for ``zerofx.compile(plan=path)``; a file that exists is replaced."""
+        write_text(path, self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan that ``save``, ``zerofx.tune`` or the command line has written.
+
+        Raises:
+            PlanError: there is no such file, or it holds no plan of this format.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"expected a plan in the file {path}, found none: {error}") from error
+        return Plan.from_json(text)
+
+    def why(self, name: str) -> str:
+        """Every decision that concerns ``name``, a line each, with bytes and reasons.
+
+        Args:
+            name: a bucket (``"layers.3"``), a module in one or around some (``"layers.3.mlp"``, ``"layers"``), a piece
+                of what is outside layers (as ``print`` names it), a node of the captured graph that a decision names,
+                or ``"accumulate"``: why so many micro-batches.
+
+        Raises:
+            PlanError: the plan knows no such name; lists the nearest that it knows.
+        """
+        # As in __str__.
+        from zerofx.scheduler.plan.text.why import why
+
+        return why(self, name)
+
+    def diff(self, other: Plan) -> str:
+        """What is different in ``other``, in words: this plan's decisions and predictions -> those of ``other``."""
+        # As in __str__.
+        from zerofx.scheduler.plan.text.diff import diff_plans
+
+        return diff_plans(self, other)
+
+    def __str__(self) -> str:
+        # The text is a report's business, and reports are made of plans.
+        from zerofx.scheduler.plan.text.overview import describe_plan
+
+        return describe_plan(self)
+
+    def _predicted(self) -> Prediction:
+        if self.prediction is None:
+            raise PlanError("this plan has not been simulated yet: compile or plan a step with it first")
+        return self.prediction

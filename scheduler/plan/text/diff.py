@@ -1,0 +1,318 @@
+"""What is different between two plans, in words: ``plan.diff(other)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from zerofx.scheduler.plan.decisions import GatherDecision, OffloadDecision, ReduceDecision
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.text.fold import fold, span
+from zerofx.scheduler.plan.text.overview import D, by_unit, count_values, tiles_words, wire_words
+from zerofx.scheduler.plan.tiers import TIERS
+from zerofx.units import format_bytes, format_count, format_seconds
+
+SAME = "the plans are the same"
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What changed about one bucket or layer; in folded lines each is one of several."""
+
+    name: str
+    text: str
+
+
+def diff_plans(one: Plan, other: Plan) -> str:
+    """What changed from ``one`` to ``other``, a line each, as ``before -> after``; layers in a row that changed alike
+    are one line. Plans with equal decisions and predictions are the same.
+    """
+    sections = {
+        "made for": list(_settings(one, other)),
+        "buckets": list(_buckets(one, other)),
+        "gathers": _folded(_gathers(one, other)),
+        "reductions": _folded(_reductions(one, other)),
+        "wire": _folded(_wires(one, other)),
+        "tiled": list(_tiles(one, other)),
+        "parameters": _folded(_parameters(one, other)),
+        "optimizer states": _folded(_states(one, other)),
+        "gradients": _folded(_gradients(one, other)),
+        "recomputed": [*_folded(_recomputes(one, other)), *_extra_keeps(one, other)],
+        **{f"offloaded to {tier}": _folded(_offloads(one, other, tier)) for tier in TIERS if tier != "device"},
+        "predicted, per rank": list(_predictions(one, other)),
+    }
+    lines = [line for title, found in sections.items() if found for line in (title, *(f"  {text}" for text in found))]
+    if not lines and one != other:
+        lines = ["the reasons that are given for decisions"]  # all that is left: the same is done, and predicted
+    return "\n".join(lines) if lines else SAME
+
+
+def _settings(one: Plan, other: Plan) -> Iterator[str]:
+    fields: dict[str, Callable[[Plan], str]] = {
+        "stage": lambda plan: str(plan.stage),
+        "ranks": lambda plan: str(plan.num_ranks),
+        "micro-batches": lambda plan: str(plan.num_micro_batches),
+        "precision": lambda plan: plan.precision or "of the model",
+        "wire": lambda plan: plan.wire,
+        "max_grad_norm": lambda plan: str(plan.max_grad_norm),
+        "ranks of a node": lambda plan: "any" if plan.ranks_per_node is None else str(plan.ranks_per_node),
+        "machine": lambda plan: plan.machine,
+        "memory budget": lambda plan: "none" if plan.memory_budget is None else format_bytes(plan.memory_budget),
+        "graph": lambda plan: plan.graph[:12],
+    }
+    for name, read in fields.items():
+        if read(one) != read(other):
+            yield f"{name}: {read(one)} -> {read(other)}"
+    if one.memory_budget != other.memory_budget and fields["memory budget"](one) == fields["memory budget"](other):
+        yield f"memory budget: {one.memory_budget} -> {other.memory_budget} bytes"
+
+
+def _buckets(one: Plan, other: Plan) -> Iterator[str]:
+    """Slices change with the number of ranks alone: that is no change of a bucket."""
+
+    def known(plan: Plan) -> list[tuple[Any, ...]]:
+        return [(b.name, b.group, b.num_parameters, b.dtype, b.compute_dtype) for b in plan.buckets]
+
+    before, after = known(one), known(other)
+    names, others = [bucket[0] for bucket in before], [bucket[0] for bucket in after]
+    if names == others:
+        changed = [b[0] for a, b in zip(before, after, strict=True) if a != b]
+        if changed:
+            yield f"{span(changed)}: another dtype, param group or size ({len(changed)} of {len(after)} buckets)"
+        return
+    for what, found in (
+        ("gone", [n for n in names if n not in others]),
+        ("new", [n for n in others if n not in names]),
+    ):
+        if found:
+            yield f"{what}: {', '.join(found)}"
+    if sorted(names) == sorted(others):
+        yield "in another order"
+
+
+def _gathers(one: Plan, other: Plan) -> list[_Change]:
+    before, after = _gathers_of(one), _gathers_of(other)
+    changes = []
+    for name in dict.fromkeys([*before, *after]):
+        old, new = before.get(name, []), after.get(name, [])
+        if [_when(timed) for timed in old] == [_when(timed) for timed in new]:
+            continue
+        if len(old) != len(new):
+            text = f"{_times(len(old))} -> {_times(len(new))}"
+            if {len(old), len(new)} == {1, 2}:
+                text += f" ({_kept(len(old))} -> {_kept(len(new))})"
+        elif _merged(old) != _merged(new):
+            text = f"{_merged(old)} -> {_merged(new)}"
+        elif _ahead(old) != _ahead(new):
+            text = f"issued {_ahead(old)} -> {_ahead(new)} gathers ahead"
+        else:
+            text = f"{_times(len(new))} as before, at other nodes"
+        changes.append(_Change(name, text))
+    return changes
+
+
+def _gathers_of(plan: Plan) -> dict[str, list[tuple[GatherDecision, int]]]:
+    """The gathers of each bucket, and how many gathers ahead of its own place each is issued."""
+    found: dict[str, list[tuple[GatherDecision, int]]] = {}
+    place: dict[str, int] = {}  # of the latest gather that is awaited before a node
+    for number, gather in enumerate(plan.gathers):
+        place[gather.first] = number
+        ahead = number - place.get(gather.issue, number)
+        found.setdefault(plan.buckets[gather.bucket].name, []).append((gather, ahead))
+    return found
+
+
+def _when(timed: tuple[GatherDecision, int]) -> tuple[str | bool | None, ...]:
+    gather, _ = timed
+    return (gather.first, gather.last, gather.issue, gather.reload, gather.read, gather.merged)
+
+
+def _merged(gathers: list[tuple[GatherDecision, int]]) -> str:
+    """How each gather of a bucket starts."""
+    ways = ["as one collective with the gather before it" if gather.merged else "alone" for gather, _ in gathers]
+    return f"gathered {' and '.join(dict.fromkeys(ways))}"
+
+
+def _times(number: int) -> str:
+    return {0: "not gathered", 1: "gathered once", 2: "gathered twice"}.get(number, f"gathered {number} times")
+
+
+def _kept(number: int) -> str:
+    """What it means to be gathered once or twice: whether the bucket stays on the device in between."""
+    return "kept from forward to backward" if number == 1 else "released between"
+
+
+def _ahead(gathers: list[tuple[GatherDecision, int]]) -> str:
+    return " and ".join(str(ahead) for ahead in dict.fromkeys(ahead for _, ahead in gathers))
+
+
+def _awaited(reduce: ReduceDecision) -> str:
+    where = reduce.wait_after or "the end of the step"
+    if reduce.gathered_after == "":
+        return where
+    return f"{where}, the sum after {reduce.gathered_after or 'the end of the step'}"
+
+
+def _reductions(one: Plan, other: Plan) -> list[_Change]:
+    def known(plan: Plan) -> dict[str, str]:
+        # On one rank nothing is reduced, whatever the plan says of when.
+        decided = plan.reduces if plan.num_ranks > 1 else ()
+        return {plan.buckets[d.bucket].name: _awaited(d) for d in decided}
+
+    before, after = known(one), known(other)
+    changes = []
+    for name in dict.fromkeys([*before, *after]):
+        if name not in before or name not in after:
+            words = ["not reduced" if name not in side else "reduced" for side in (before, after)]
+            changes.append(_Change(name, " -> ".join(words)))
+        elif before[name] != after[name]:
+            changes.append(_Change(name, f"awaited after {before[name]} -> {after[name]}"))
+    return changes
+
+
+def _wires(one: Plan, other: Plan) -> list[_Change]:
+    def known(plan: Plan) -> dict[str, str]:
+        return {plan.buckets[d.bucket].name: wire_words(d) for d in plan.wires}
+
+    return _placed(known(one), known(other), "sent exactly")
+
+
+def _tiles(one: Plan, other: Plan) -> Iterator[str]:
+    def known(plan: Plan) -> dict[str, str]:
+        slices = {sliced.parameter: f"{sliced.num_slices} slices" for sliced in plan.slices}
+        return slices | {tiled.value: tiles_words(tiled) for tiled in plan.tiles}
+
+    before, after = known(one), known(other)
+    for name in dict.fromkeys([*before, *after]):
+        old, new = before.get(name, "whole"), after.get(name, "whole")
+        if old != new:
+            yield f"{name}: {old} -> {new}"
+
+
+def _parameters(one: Plan, other: Plan) -> list[_Change]:
+    def known(plan: Plan) -> dict[str, str]:
+        return {plan.buckets[d.bucket].name: f"on {d.tier}" for d in plan.parameters}
+
+    return _placed(known(one), known(other))
+
+
+def _states(one: Plan, other: Plan) -> list[_Change]:
+    def known(plan: Plan) -> dict[str, str]:
+        return {plan.buckets[d.bucket].name: d.place for d in plan.states}
+
+    return _placed(known(one), known(other))
+
+
+def _gradients(one: Plan, other: Plan) -> list[_Change]:
+    def known(plan: Plan) -> dict[str, str]:
+        return {plan.buckets[d.bucket].name: f"on {d.tier} between micro-batches" for d in plan.gradients}
+
+    return _placed(known(one), known(other))
+
+
+def _placed(before: dict[str, str], after: dict[str, str], otherwise: str = "on the device") -> list[_Change]:
+    """What is elsewhere, or otherwise, than before; ``otherwise`` is what is not in ``before`` or ``after``."""
+    sides = {name: (before.get(name, otherwise), after.get(name, otherwise)) for name in {**before, **after}}
+    return [_Change(name, f"{old} -> {new}") for name, (old, new) in sides.items() if old != new]
+
+
+def _recomputes(one: Plan, other: Plan) -> list[_Change]:
+    return _values(one, by_unit(one, one.recomputes), by_unit(other, other.recomputes))
+
+
+def _offloads(one: Plan, other: Plan, tier: str) -> list[_Change]:
+    before, after = (
+        by_unit(plan, (decision for decision in plan.offloads if decision.tier == tier)) for plan in (one, other)
+    )
+    found = _values(one, before, after)
+    changed = {change.name for change in found}
+    for unit in after:
+        if (unit or "(model)") not in changed and _copied(before[unit]) != _copied(after[unit]):
+            found.append(_Change(unit or "(model)", "the same values, copied at other nodes"))
+    return found
+
+
+def _copied(found: Sequence[OffloadDecision]) -> list[tuple[str, str]]:
+    return [(decision.free_after, decision.reload_before) for decision in found]
+
+
+def _values(one: Plan, before: Mapping[str, list[D]], after: Mapping[str, list[D]]) -> list[_Change]:
+    """What happens to values of each repeated layer before and after."""
+    order = [bucket.name for bucket in one.buckets]
+    units = sorted({*before, *after}, key=lambda unit: order.index(unit) if unit in order else len(order))
+    changes = []
+    for unit in units:
+        old, new = before.get(unit, []), after.get(unit, [])
+        sides = []
+        for found in (old, new):
+            size = format_bytes(sum(decision.num_bytes for decision in found))
+            sides.append(f"{count_values(len(found))}, {size} freed" if found else "nothing")
+        if sides[0] != sides[1]:
+            changes.append(_Change(unit or "(model)", f"{sides[0]} -> {sides[1]}"))
+        elif {decision.value for decision in old} != {decision.value for decision in new}:
+            changes.append(_Change(unit or "(model)", f"{sides[0]}, but other values"))
+    return changes
+
+
+def _extra_keeps(one: Plan, other: Plan) -> Iterator[str]:
+    if one.extra_keeps != other.extra_keeps:
+        before, after = count_values(len(one.extra_keeps)), count_values(len(other.extra_keeps))
+        yield f"kept for it, though backward does not read it: {before} -> {after}" + (
+            ", others" if before == after else ""
+        )
+
+
+def _predictions(one: Plan, other: Plan) -> Iterator[str]:
+    before, after = one.prediction, other.prediction
+    if before is None or after is None:
+        if before is not after:
+            yield f"{'not simulated' if before is None else 'simulated'} -> " + (
+                "not simulated" if after is None else "simulated"
+            )
+        return
+    tiers = dict.fromkeys([*before.peak_bytes, *after.peak_bytes])
+    for tier in tiers:
+        yield from _change(
+            f"peak on the {tier}", before.peak_bytes.get(tier, 0), after.peak_bytes.get(tier, 0), format_bytes
+        )
+    for kind in dict.fromkeys([*before.peak_live, *after.peak_live]):
+        yield from _change(
+            f"  {kind} at the peak", before.peak_live.get(kind, 0), after.peak_live.get(kind, 0), format_bytes
+        )
+    if before.peak_node != after.peak_node:
+        yield f"peak at: {before.peak_node} -> {after.peak_node}"
+    bytes_change = partial(_change, text=format_bytes)
+    seconds_change = partial(_change, text=format_seconds)
+    yield from bytes_change(
+        "parameters, gradients, optimizer states", before.model_state_bytes, after.model_state_bytes
+    )
+    yield from seconds_change("time of a step", before.step_seconds, after.step_seconds)
+    yield from seconds_change("waits for communication", before.exposed_seconds, after.exposed_seconds)
+    yield from bytes_change("sent in a step", before.wire_bytes, after.wire_bytes)
+    for where in dict.fromkeys([*before.node_wire_bytes, *after.node_wire_bytes]):
+        if before.node_wire_bytes and after.node_wire_bytes:
+            sides = (plan.node_wire_bytes[where] for plan in (before, after))
+            yield from bytes_change(f"sent by a node {where} nodes", *sides)
+    for stream in dict.fromkeys([*before.link_bytes, *after.link_bytes]):
+        yield from bytes_change(f"moved by {stream}", before.link_bytes.get(stream, 0), after.link_bytes.get(stream, 0))
+    yield from _change("FLOPs of a step", before.flops, after.flops, format_count)
+
+
+def _change(what: str, before: float, after: float, text: Callable[[float], str]) -> Iterator[str]:
+    if before != after:
+        share = f" ({(after - before) / before:+.1%})" if before else ""
+        yield f"{what}: {text(before)} -> {text(after)}{share}"
+
+
+def _folded(changes: list[_Change]) -> list[str]:
+    """Successive names to which the same happened, as one line. Nodes in the text differ from layer to layer."""
+    shapes = [change.text for change in changes]
+    lines = []
+    for block in fold(shapes, [True] * len(shapes)):
+        for i in block.repetition(0):
+            names = [changes[i + n * block.length].name for n in range(block.count)]
+            count = f"  x{block.count}" if block.count > 1 else ""
+            lines.append(f"{span(names)}{count}: {changes[i].text}")
+    return lines

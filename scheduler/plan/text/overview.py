@@ -1,0 +1,225 @@
+"""A plan as text: what was decided, for what, and why, with layers that repeat folded into one line."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from tabulate import tabulate
+
+from zerofx.scheduler.plan.decisions import OffloadDecision, RecomputeDecision, TileDecision, WireDecision
+from zerofx.scheduler.plan.facts import BucketSummary
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.text.fold import fold, span
+from zerofx.scheduler.plan.text.reasons import reasons
+from zerofx.scheduler.plan.units import unit_of
+from zerofx.units import format_bytes, format_count, format_seconds, on_tiers
+
+AboutValue = RecomputeDecision | OffloadDecision
+D = TypeVar("D", RecomputeDecision, OffloadDecision)
+
+_HEADERS = ("bucket", "parameters", "dtype", "slice", "whole", "group", "gathers")
+
+
+def describe_plan(plan: Plan) -> str:
+    """The plan for people: ``print(plan)``."""
+    lines = [f"plan {plan.decisions_hash()[:12]}: {heading(plan)}{_budget(plan)}"]
+    if plan.prediction is not None:
+        lines.append(
+            f"predicted, per rank: peak {format_bytes(plan.peak_bytes['device'])} at {plan.prediction.peak_node}"
+            f"{on_tiers(plan.slower_peak_bytes)}, step {format_seconds(plan.step_seconds)} of which "
+            f"{format_seconds(plan.exposed_seconds)} waits for communication, {format_bytes(plan.wire_bytes)} sent, "
+            f"{format_count(plan.prediction.flops)} FLOPs"
+        )
+        lines += [f"sent by each node: {node_wire(plan)}"] if plan.node_wire_bytes else []
+        lines += _from_best(plan)
+    if any(gather.merged for gather in plan.gathers):
+        lines.append(f"{len(plan.gathers)} gathers in {len(plan.launches)} collectives")
+    if plan.num_micro_batches > 1:
+        lines.append(f"{plan.num_micro_batches} micro-batches before each update: {plan.micro_batches_reason}")
+    lines += ["", bucket_table(plan)]
+    for kind, found in reasons(plan).items():
+        if kind not in ("recomputed", "offloaded"):
+            lines += ["", kind, *(f"  {reason}" for reason in found)]
+    if plan.slices:
+        lines += [
+            "",
+            "slices",
+            *(f"  {sliced.parameter} in {sliced.num_slices}: {sliced.reason}" for sliced in plan.slices),
+        ]
+    for tiled in plan.tiles:
+        over = " over classes" if tiled.over == "classes" else ""
+        lines += ["", f"tiled{over}: {tiled.value} of {tiled.layer or '(model)'} and what follows: {tiled.reason}"]
+    if plan.recomputes:
+        lines += ["", *_recomputed(plan)]
+    if plan.offloads:
+        lines += ["", *_offloaded(plan)]
+    return "\n".join(lines)
+
+
+def tiles_words(decision: TileDecision) -> str:
+    """Into how many tiles, and of what where that is not rows."""
+    return f"{decision.num_tiles} tiles" + (" of classes" if decision.over == "classes" else "")
+
+
+def wire_words(decision: WireDecision) -> str:
+    """How a bucket is sent."""
+    if decision.is_exact:
+        return "sent exactly"
+    parts = [
+        *([f"gathered in {decision.gather}"] if decision.gather != "exact" else []),
+        *(["gathered again from second shards"] if decision.second_shard else []),
+        *([f"reduced in {decision.reduce}"] if decision.reduce != "exact" else []),
+    ]
+    return ", ".join(parts)
+
+
+def node_wire(plan: Plan) -> str:
+    """What the ranks of a node send together, by where it goes."""
+    return ", ".join(f"{format_bytes(size)} {where}" for where, size in plan.node_wire_bytes.items()) + " nodes"
+
+
+def _budget(plan: Plan) -> str:
+    if plan.memory_budget is None:
+        return ""
+    text = f", memory budget {format_bytes(plan.memory_budget)}"
+    if plan.prediction is None:
+        return text
+    peak = plan.peak_bytes["device"]
+    return f"{text} of which the peak takes {format_bytes(peak)} ({peak / plan.memory_budget:.1%})"
+
+
+def _from_best(plan: Plan) -> list[str]:
+    """How far from the fastest plan of its kind this one may be."""
+    least = plan.prediction.least_seconds if plan.prediction is not None else None
+    if least is None:
+        return []
+    above = max(0.0, plan.step_seconds / least - 1)
+    return [
+        f"no choice of activations to keep and to recompute takes less than {format_seconds(least)} within the budget: "
+        f"the plan takes at most {above:.2%} more"
+    ]
+
+
+def by_unit(plan: Plan, decisions: Iterable[D]) -> dict[str, list[D]]:
+    """Decisions about values by the repeated layer, or piece of the rest, that makes them, in their order.
+
+    ``""`` is what is outside layers where that is not divided.
+    """
+    units = {bucket.name for bucket in plan.buckets}
+    pieces = {value: piece.name for piece in plan.pieces for value in piece.values}
+    found: dict[str, list[D]] = {}
+    for decision in decisions:
+        place = pieces.get(decision.value) or unit_of(decision.layer, units)
+        found.setdefault(place, []).append(decision)
+    return found
+
+
+def count_values(number: int) -> str:
+    """``1 value``, ``2 values``."""
+    return f"{number} value{'' if number == 1 else 's'}"
+
+
+def _recomputed(plan: Plan) -> Iterator[str]:
+    """A line for all layers in a row of which the same is computed again for the same reason."""
+    total = sum(decision.num_bytes for decision in plan.recomputes)
+    yield f"recomputed: {count_values(len(plan.recomputes))}, {format_bytes(total)} freed between forward and backward"
+    yield from _layers(by_unit(plan, plan.recomputes))
+    if plan.extra_keeps:
+        yield f"  kept for it, though backward does not read it: {count_values(len(plan.extra_keeps))}"
+
+
+def _offloaded(plan: Plan) -> Iterator[str]:
+    """As ``_recomputed``, for each tier."""
+    for tier in dict.fromkeys(decision.tier for decision in plan.offloads):
+        there = [decision for decision in plan.offloads if decision.tier == tier]
+        total = sum(decision.num_bytes for decision in there)
+        yield (
+            f"offloaded to {tier}: {count_values(len(there))}, {format_bytes(total)} freed between forward and backward"
+        )
+        yield from _layers(by_unit(plan, there))
+
+
+def _layers(units: Mapping[str, Sequence[AboutValue]]) -> Iterator[str]:
+    """A line for all layers in a row with equal decisions and reasons."""
+    listed = list(units.items())
+    shapes = [
+        (unit != "", tuple(decision.num_bytes for decision in found), _why(unit, found)) for unit, found in listed
+    ]
+    for block in fold(shapes, [True] * len(shapes)):
+        members = [listed[i] for n in range(block.count) for i in block.repetition(n)]
+        # A repetition of several layers that differ: a line each.
+        for rows in [members[i :: block.length] for i in range(block.length)]:
+            names, (_, found) = [unit for unit, _ in rows], rows[0]
+            size = sum(decision.num_bytes for decision in found)
+            what = f"{count_values(len(found))}, {format_bytes(size)} freed"
+            if len(rows) > 1:
+                what = f"{what} in each, {format_bytes(size * len(rows))} in all"
+            why = _why(names[0], found) if len(rows) > 1 else "; ".join(_distinct(found))
+            count = f"  x{len(rows)}" if len(rows) > 1 else ""
+            yield f"  {span([unit or '(model)' for unit in names])}{count}: {what}; {why}"
+
+
+def _distinct(found: Sequence[AboutValue]) -> list[str]:
+    return list(dict.fromkeys(decision.reason for decision in found))
+
+
+def _why(unit: str, found: Sequence[AboutValue]) -> str:
+    """The reasons as they read for any one of several layers."""
+    text = "; ".join(_distinct(found))
+    return re.sub(rf"(?<![\w.]){re.escape(unit)}(?![\w.]*\w)", "each", text) if unit else text
+
+
+def heading(plan: Plan) -> str:
+    """Stage, ranks, micro-batches, precision, clipping and machine in a few words."""
+    ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
+    parts = f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
+    clipped = "" if plan.max_grad_norm is None else f", gradients clipped to a norm of {plan.max_grad_norm:g}"
+    return (
+        f"stage {plan.stage} on {ranks}{parts}, {plan.precision or 'precision of the model'}{clipped}, times for "
+        f"{plan.machine}"
+    )
+
+
+def bucket_table(plan: Plan) -> str:
+    """The buckets in the order of their first use; a row for those in a row that are alike has the bytes of each."""
+    gathers = Counter(decision.bucket for decision in plan.gathers)
+    shapes = [
+        (b.num_parameters, b.shard_numel, b.dtype, b.compute_dtype, b.group, gathers[index])
+        for index, b in enumerate(plan.buckets)
+    ]
+    lines = [
+        _line(plan, [block.repetition(n)[place] for n in range(block.count)], gathers)
+        for block in fold(shapes, [True] * len(shapes))
+        for place in range(block.length)
+    ]
+    align = ("left", "right", "left", *["right"] * 4)
+    return tabulate(lines, _HEADERS, colalign=align, disable_numparse=True, tablefmt="simple")
+
+
+def _line(plan: Plan, alike: Sequence[int], gathers: Counter[int]) -> list[str]:
+    first = plan.buckets[alike[0]]
+    count = f"  x{len(alike)}" if len(alike) > 1 else ""
+    return [
+        span([plan.buckets[index].name for index in alike]) + count,
+        format_count(first.num_parameters),
+        _dtype(first.compute_dtype) + ("" if first.dtype == first.compute_dtype else f" ({_dtype(first.dtype)} kept)"),
+        format_bytes(first.shard_numel * itemsize(first)),
+        format_bytes(first.shard_numel * plan.num_ranks * itemsize(first)),
+        "frozen" if first.group is None else str(first.group),
+        str(gathers[alike[0]]) if plan.has_residencies else "",
+    ]
+
+
+def _dtype(name: str) -> str:
+    return name.removeprefix("torch.")
+
+
+def itemsize(bucket: BucketSummary) -> int:
+    """Bytes of an element of a bucket as it is gathered."""
+    dtype = getattr(torch, _dtype(bucket.compute_dtype))
+    assert isinstance(dtype, torch.dtype)
+    return dtype.itemsize

@@ -1,0 +1,97 @@
+"""A plan's reasons, put so that many decisions of one kind are read as one."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from zerofx.scheduler.plan.decisions import OffloadDecision, RecomputeDecision
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.text.fold import span
+from zerofx.units import format_bytes
+
+KINDS = ("gathers", "reductions", "wire", "parameters", "optimizer states", "gradients", "recomputed", "offloaded")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Decisions in a row that have one reason: what they are about (first to last), how many, and why."""
+
+    names: tuple[str, ...]
+    text: str
+
+    @property
+    def about(self) -> str:
+        """What the decisions are about, and how many there are."""
+        return span(self.names) + (f"  x{len(self.names)}" if len(self.names) > 1 else "")
+
+    def __str__(self) -> str:
+        return f"{self.about}: {self.text}"
+
+
+def reasons(plan: Plan) -> dict[str, list[Reason]]:
+    """The reasons by kind of decision (one of ``KINDS``), in the order of the decisions; empty kinds are left out.
+
+    On one rank nothing is reduced, whatever the plan says of when.
+    """
+    names = [bucket.name for bucket in plan.buckets]
+    gathers = [(names[decision.bucket], decision.reason) for decision in plan.gathers]
+    reductions = [(names[decision.bucket], decision.reason) for decision in plan.reduces if plan.num_ranks > 1]
+    pieces = {value: piece.name for piece in plan.pieces for value in piece.values}
+    again, out = (list(_of_values(found, names, pieces)) for found in (plan.recomputes, plan.offloads))
+    wires = [(names[decision.bucket], decision.reason) for decision in plan.wires]
+    parameters = [(names[d.bucket], f"on {d.tier}; {d.reason}") for d in plan.parameters]
+    states = [(names[d.bucket], f"{d.place}; {d.reason}") for d in plan.states]
+    gradients = [(names[d.bucket], f"on {d.tier} between micro-batches; {d.reason}") for d in plan.gradients]
+    found = [gathers, reductions, wires, parameters, states, gradients, again, out]
+    return {kind: _folded(entries, names) for kind, entries in zip(KINDS, found, strict=True) if entries}
+
+
+def one_line(found: Sequence[Reason]) -> str:
+    """The reason that most decisions have, and how many have it."""
+    counts: Counter[str] = Counter()
+    for reason in found:
+        counts[reason.text] += len(reason.names)
+    text, most = counts.most_common(1)[0]
+    return f"{most} of {counts.total()} {text}"
+
+
+def _of_values(
+    decisions: Sequence[RecomputeDecision] | Sequence[OffloadDecision], names: Sequence[str], pieces: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """One entry for all values that are treated so for one reason: they are of one layer, or one piece of the rest."""
+    values: dict[str, list[int]] = {}
+    places: dict[str, str] = {}
+    pattern = _any_of(names)
+    for decision in decisions:
+        layer = pattern.search(decision.reason)
+        places[decision.reason] = pieces.get(decision.value) or (layer[0] if layer else "(model)")
+        values.setdefault(decision.reason, []).append(decision.num_bytes)
+    for reason, sizes in values.items():
+        yield places[reason], f"{len(sizes)} values, {format_bytes(sum(sizes))}; {reason}"
+
+
+def _folded(entries: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Reason]:
+    pattern = _any_of(names)
+    runs: list[tuple[str, list[str], str]] = []
+    for name, reason in entries:
+        alike = pattern.sub(partial(_part, name), reason)
+        if runs and runs[-1][0] == alike:
+            runs[-1][1].append(name)
+        else:
+            runs.append((alike, [name], reason))
+    return [Reason(tuple(run), alike if len(run) > 1 else reason) for alike, run, reason in runs]
+
+
+def _part(name: str, found: re.Match[str]) -> str:
+    """What a name in the reason is to the decision about ``name``."""
+    return "each" if found[0] == name else "its neighbour"
+
+
+def _any_of(names: Sequence[str]) -> re.Pattern[str]:
+    """Any of the names as a whole word, the longest that fits."""
+    listed = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    return re.compile(rf"(?<![\w.])(?:{listed})(?![\w.]*\w)")

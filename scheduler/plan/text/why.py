@@ -1,0 +1,215 @@
+"""Why a plan treats a layer, a bucket or a node as it does: ``plan.why("layers.7.mlp")``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from zerofx.errors import PlanError
+from zerofx.scheduler.plan.decisions import (
+    GatherDecision,
+    OffloadDecision,
+    PieceDecision,
+    RecomputeDecision,
+    ReduceDecision,
+    TileDecision,
+)
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.text.overview import AboutValue, count_values, itemsize, tiles_words
+from zerofx.units import format_bytes
+
+_NEAREST = 5  # names that an error suggests
+
+
+def why(plan: Plan, name: str) -> str:
+    """Every decision of ``plan`` that concerns ``name``, a line each; see ``Plan.why``.
+
+    A plan does not list the modules inside a bucket, so any name below a bucket's is taken to be one of them.
+
+    Raises:
+        PlanError: the plan knows no such name.
+    """
+    lines = [*_of_step(plan, name), *_of_node(plan, name), *_of_module(plan, name)]
+    if not lines:
+        raise PlanError(
+            f"expected the name of a layer, a bucket or a node that the plan decides about, found {name!r}: "
+            f"{_nearest(plan, name)}"
+        )
+    return "\n".join([f"{name}:", *(f"  {line}" for line in lines)])
+
+
+def _of_step(plan: Plan, name: str) -> Iterator[str]:
+    """Decisions about the step as a whole."""
+    if name == "accumulate":
+        yield f"{plan.num_micro_batches} micro-batch(es) before each update: {plan.micro_batches_reason}"
+
+
+def _of_node(plan: Plan, name: str) -> Iterator[str]:
+    """Decisions that name a node."""
+    for gather in plan.gathers:
+        bucket = plan.buckets[gather.bucket].name
+        at = [
+            *(["its slice is read from nvme before it"] if gather.read == name else []),
+            *(["its slice is copied to the device before it"] if gather.reload == name else []),
+            *(["issued before it"] if gather.issue == name else []),
+            *(["awaited before it, the first use"] if gather.first == name else []),
+            *(["released after it, the last use"] if gather.last == name else []),
+        ]
+        if at:
+            yield f"gather of {bucket}: {', '.join(at)}: {gather.reason}"
+    for reduce in plan.reduces:
+        if reduce.wait_after == name and plan.num_ranks > 1:
+            yield f"reduction of {plan.buckets[reduce.bucket].name}: awaited after it: {reduce.reason}"
+        if name and reduce.gathered_after == name and plan.num_ranks > 1:
+            yield f"reduction of {plan.buckets[reduce.bucket].name}: its sum is there after it: {reduce.reason}"
+    for wire in plan.wires:
+        if wire.hop_after == name and plan.num_ranks > 1:
+            yield f"reduction of {plan.buckets[wire.bucket].name}: its hop across nodes begins after it: {wire.reason}"
+    for recompute in plan.recomputes:
+        if recompute.value == name:
+            yield _recompute(recompute)
+    for offload in plan.offloads:
+        at = [
+            *(["freed on the device behind it"] if offload.free_after == name else []),
+            *(["its copy back is issued before it"] if offload.reload_before == name else []),
+        ]
+        if offload.value == name:
+            yield _offload(offload)
+        elif at:
+            yield f"offload of {offload.value}: {', '.join(at)}: {offload.reason}"
+    for tiled in plan.tiles:
+        if tiled.value == name:
+            yield _tile(tiled)
+    for piece in plan.pieces:
+        if piece.name == name:
+            yield from _piece(plan, piece)
+    if name in plan.extra_keeps:
+        yield "kept for backward, which reads it only because other values are computed again from it"
+    if plan.prediction is not None and plan.prediction.peak_node == name:
+        live = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in plan.prediction.peak_live.items())
+        yield f"the device's peak is here, {format_bytes(plan.peak_bytes['device'])}: {live}"
+
+
+def _of_module(plan: Plan, name: str) -> Iterator[str]:
+    """Decisions about the buckets that a module is in, or that are in it, and about the values it makes."""
+    for index, bucket in enumerate(plan.buckets):
+        if not _related(bucket.name, name):
+            continue
+        whole = bucket.shard_numel * plan.num_ranks * itemsize(bucket)
+        yield f"bucket {bucket.name}: {bucket.num_parameters} parameters, {format_bytes(whole)} whole" + (
+            f", {format_bytes(whole // plan.num_ranks)} on each of {plan.num_ranks} ranks"
+            if plan.gathers_parameters
+            else ""
+        )
+        yield from (_gather(gather) for gather in plan.gathers if gather.bucket == index)
+        where = [decision for decision in plan.parameters if decision.bucket == index]
+        yield from (f"parameters on {one.tier} between uses: {one.reason}" for one in where)
+        if not plan.gathers_parameters and not where:
+            yield f"never gathered: stage {plan.stage} on {plan.num_ranks} rank(s) keeps parameters whole on the device"
+        if bucket.group is None:
+            yield "never reduced: frozen, or without a gradient"
+        elif plan.num_ranks == 1:
+            yield "never reduced: there is one rank"
+        else:
+            yield from (_reduce(reduce) for reduce in plan.reduces if reduce.bucket == index)
+        waiting = [decision for decision in plan.gradients if decision.bucket == index]
+        yield from (f"gradients on {one.tier} between micro-batches: {one.reason}" for one in waiting)
+        yield from (f"wire: {wire.reason}" for wire in plan.wires if wire.bucket == index)
+        for state in plan.states:
+            if state.bucket == index:
+                yield f"optimizer states {state.place}: {state.reason}"
+    for sliced in plan.slices:
+        if _within(sliced.parameter, name) or name.startswith(f"{sliced.parameter}["):
+            yield f"{sliced.parameter} is worked with in {sliced.num_slices} slices: {sliced.reason}"
+    yield from (_tile(tiled) for tiled in plan.tiles if _within(tiled.layer, name))
+    found = [decision for decision in plan.recomputes if _within(decision.layer, name)]
+    if found:
+        total = sum(decision.num_bytes for decision in found)
+        yield f"computed again in backward: {count_values(len(found))}, {format_bytes(total)} freed"
+        yield from (f"  {_recompute(decision)}" for decision in found)
+    elif any(_related(bucket.name, name) for bucket in plan.buckets):
+        yield "nothing is computed again in backward"
+    out = [decision for decision in plan.offloads if _within(decision.layer, name)]
+    if out:
+        total = sum(decision.num_bytes for decision in out)
+        yield f"offloaded between forward and backward: {count_values(len(out))}, {format_bytes(total)} freed"
+        yield from (f"  {_offload(decision)}" for decision in out)
+
+
+def _gather(gather: GatherDecision) -> str:
+    ahead = "" if gather.read is None else f", read from nvme before {gather.read}"
+    ahead += "" if gather.reload is None else f", copied to the device before {gather.reload}"
+    together = " as one collective with the gather before it" if gather.merged else ""
+    return (
+        f"gathered from {gather.first} to {gather.last}{ahead}, issued before {gather.issue}{together}: {gather.reason}"
+    )
+
+
+def _reduce(reduce: ReduceDecision) -> str:
+    places = [one for one in dict.fromkeys((reduce.wait_after, reduce.updated_after)) if one is not None]
+    where = f" (after {' and '.join(places)})" if places else ""
+    return f"gradients reduced: {reduce.reason}{where}"
+
+
+def _recompute(decision: RecomputeDecision) -> str:
+    where = f" of {decision.layer}" if decision.layer else ""
+    return f"{decision.value}{where}, {format_bytes(decision.num_bytes)}, is computed again: {decision.reason}"
+
+
+def _offload(decision: OffloadDecision) -> str:
+    where = f" of {decision.layer}" if decision.layer else ""
+    return (
+        f"{decision.value}{where}, {format_bytes(decision.num_bytes)}, waits in {decision.tier}, freed after "
+        f"{decision.free_after}, reloaded before {decision.reload_before}: {decision.reason}"
+    )
+
+
+def _piece(plan: Plan, piece: PieceDecision) -> Iterator[str]:
+    back = "" if piece.back_first is None else f", and in backward from {piece.back_first} to {piece.back_last}"
+    yield f"a piece of what is outside repeated layers, from {piece.first} to {piece.last} in forward{back}"
+    if not piece.values:
+        yield "all its values stay on the device"
+    yield from (_recompute(decision) for decision in plan.recomputes if decision.value in piece.values)
+    yield from (_offload(decision) for decision in plan.offloads if decision.value in piece.values)
+
+
+def _tile(decision: TileDecision) -> str:
+    where = f" of {decision.layer}" if decision.layer else ""
+    return f"{decision.value}{where} and what follows run in {tiles_words(decision)}: {decision.reason}"
+
+
+def _parts(bucket: str) -> list[str]:
+    """The modules that a bucket's name is made of: loose parameters have the names of several."""
+    return bucket.split("+")
+
+
+def _related(bucket: str, name: str) -> bool:
+    """Whether a name is a bucket's, or that of a module in it or around it, or of a parameter that it is a slice of."""
+    return name in (bucket, bucket.partition("[")[0]) or any(
+        _within(part, name) or _within(name, part) for part in _parts(bucket)
+    )
+
+
+def _within(inner: str, outer: str) -> bool:
+    return inner == outer or inner.startswith(f"{outer}.")
+
+
+def _nearest(plan: Plan, name: str) -> str:
+    about_values: list[AboutValue] = [*plan.recomputes, *plan.offloads]
+    known = [
+        *(bucket.name for bucket in plan.buckets),
+        *(decision.layer for decision in about_values),
+        *(decision.value for decision in about_values),
+        *(tiled.value for tiled in plan.tiles),
+        *(piece.name for piece in plan.pieces),
+        *(sliced.parameter for sliced in plan.slices),
+        *plan.extra_keeps,
+        *(node for g in plan.gathers for node in (g.first, g.last, g.issue, g.reload, g.read) if node is not None),
+        *(node for r in plan.reduces for node in (r.wait_after, r.gathered_after) if node is not None),
+        *(wire.hop_after for wire in plan.wires if wire.hop_after is not None),
+    ]
+    known = [one for one in dict.fromkeys(known) if one]
+    near = difflib.get_close_matches(name, known, _NEAREST, cutoff=0.4)
+    if near:
+        return f"the nearest are {', '.join(near)}"
+    return f"the buckets are {', '.join(bucket.name for bucket in plan.buckets)}"

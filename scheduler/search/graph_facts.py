@@ -1,0 +1,101 @@
+"""A captured graph and a machine, with what follows from the two for every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zerofx.ir.aliasing import Storage, storage_source
+from zerofx.ir.facts import piece_of
+from zerofx.ir.graph import StepGraph
+from zerofx.passes.divide import divide
+from zerofx.passes.tile import tile
+from zerofx.scheduler.analysis.pieces import ForwardRun, forward_runs, pieces
+from zerofx.scheduler.analysis.saved_values import crossing_storages
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.timeline import Place, seconds_by_place
+from zerofx.scheduler.decide.activations import Segment, segments
+from zerofx.scheduler.decide.residency import GraphIdentity, identify
+from zerofx.scheduler.plan.decisions import PieceDecision, TileDecision
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured graph and a machine, with what follows from the two whatever is asked; each found once.
+
+    ``tiles``: what is tiled in it, which all but the graph's identity is about. ``ends_only``: outside layers only what
+    ends in a loss is divided into pieces; what is before and between layers can then be computed again as a whole.
+    """
+
+    step: StepGraph
+    machine: Machine
+    tiles: tuple[TileDecision, ...] = ()
+    ends_only: bool = False
+
+    @cached_property
+    def tiled(self) -> StepGraph:
+        """The captured graph with ``tiles`` carried out, and pieces marked."""
+        found = self._tiled
+        if self._pieces:
+            found = found.clone()
+            divide(found, self._pieces)
+        return found
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """What can be decided about activations, in ``tiled``."""
+        divided = self._pieces
+        runs = forward_runs(self.tiled, self.crossing, ends_only=self.ends_only) if divided else self._runs
+        return segments(self.tiled, runs)
+
+    @cached_property
+    def _tiled(self) -> StepGraph:
+        if not self.tiles:
+            return self.step
+        found = self.step.clone()
+        tile(found, self.tiles)
+        return found
+
+    @cached_property
+    def _runs(self) -> list[ForwardRun]:
+        return forward_runs(self._tiled, crossing_storages(self._tiled), ends_only=self.ends_only)
+
+    @cached_property
+    def _pieces(self) -> tuple[PieceDecision, ...]:
+        return pieces(self._tiled, self._runs)
+
+    def pieces_without(self, values: Collection[str]) -> tuple[PieceDecision, ...]:
+        """The pieces where the nodes named in ``values`` do not stay on the device; none where all do."""
+        if not values or not self._pieces:
+            return ()
+        away: dict[str | None, list[str]] = {}
+        for node in self.tiled.graph.nodes:
+            if node.name in values:
+                away.setdefault(piece_of(storage_source(node)[0]), []).append(node.name)
+        return tuple(replace(piece, values=tuple(away.get(piece.name, ()))) for piece in self._pieces)
+
+    @property
+    def divides_others(self) -> bool:
+        """Whether runs are divided that do not end in a loss."""
+        return bool(self._pieces) and not self.ends_only and self._runs != replace(self, ends_only=True)._runs
+
+    @cached_property
+    def seconds(self) -> dict[Place, float]:
+        """Seconds of computation by unit and phase."""
+        return seconds_by_place(self.tiled, self.machine)
+
+    @cached_property
+    def seconds_of_one(self) -> dict[Place, float]:
+        """Seconds of computation by unit and phase, of one micro-batch: what is beside a single transfer."""
+        return {place: total / self.step.num_micro_batches for place, total in self.seconds.items()}
+
+    @cached_property
+    def crossing(self) -> dict[Storage, None]:
+        """Storages that forward makes and backward reads."""
+        return crossing_storages(self.tiled)
+
+    @cached_property
+    def identity(self) -> GraphIdentity:
+        """What plans record of the graph."""
+        return identify(self.step)

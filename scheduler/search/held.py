@@ -1,0 +1,40 @@
+"""What a step holds at its peak, and how much of that no plan with less recomputation would free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from zerofx.ir import ops
+from zerofx.ir.facts import copied_from
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.cost.liveness import Liveness
+
+_BRINGING: Final = frozenset({ops.reload, ops.all_gather, ops.gather_on_node})
+
+
+@dataclass(frozen=True)
+class Held:
+    """The device's peak in bytes, and ``firm_bytes`` of it: what stays between steps, and what was there before
+    what runs at the peak, unless it was computed again, or brought back: some is only brought for that."""
+
+    peak_bytes: int
+    firm_bytes: int
+
+
+def held(step: StepGraph, live: Liveness) -> Held:
+    """What ``step``, whose bytes are ``live``, holds at its peak."""
+    peak = live.peak_node
+    if peak is None:
+        return Held(live.peak_bytes, live.peak_bytes)
+    nodes = next((nodes for nodes in live.fused if peak in nodes), (peak,))
+    freed = live.fused[nodes].freed if nodes in live.fused else frozenset()
+    order = step.positions()
+    begin = order[nodes[0]]
+    firm = live.persistent_bytes
+    for storage, size in live.sizes.items():
+        owner, last_use = storage[0], live.last_use.get(storage)
+        is_there = order[owner] < begin and (last_use is None or order[last_use] >= begin) and storage not in freed
+        if is_there and copied_from(owner) is None and owner.target not in _BRINGING:
+            firm += size
+    return Held(live.peak_bytes, firm)

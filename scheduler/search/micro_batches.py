@@ -1,0 +1,70 @@
+"""Into how many micro-batches a batch is divided: as many as were asked for, or the number whose plan is fastest.
+
+More micro-batches hold fewer activations at a time, and so need less of what a memory budget costs otherwise. Each
+brings smaller operators and, where parameters are sharded, gathers of its own. So the fewest that fit are tried first,
+and more as long as that is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.units import format_bytes, format_seconds
+
+_SLACK = 1.02  # an estimate that is over the budget by less than this does not rule a number out
+
+
+def choose_micro_batches(candidates: Sequence[int], budget: int | None, plan_for: Callable[[int], Plan]) -> Plan:
+    """The plan for one of ``candidates``, the numbers of micro-batches that may be had, the least first.
+
+    Args:
+        candidates: one number that was asked for, or several of which the fastest that fits the budget is taken.
+        budget: bytes on the device; not None where there are several candidates.
+        plan_for: the plan for a number, simulated if there is a budget.
+
+    Raises:
+        BudgetMissedError: none fits; that of the number with the least peak.
+    """
+    if len(candidates) == 1:
+        return replace(plan_for(candidates[0]), micro_batches_reason="as asked")
+    assert budget is not None, "several numbers are only tried for a budget"
+    refusals: dict[int, BudgetMissedError] = {}
+    fitting: dict[int, Plan] = {}
+    best: Plan | None = None
+    for number in candidates:
+        # The most are always tried before giving up: the refusal then says the least that is possible.
+        ruled_out = _estimate(refusals, number) > _SLACK * budget
+        if ruled_out and (best is not None or number != candidates[-1]):
+            continue
+        try:
+            plan = fitting[number] = plan_for(number)
+        except BudgetMissedError as refusal:
+            refusals[number] = refusal
+            continue
+        if best is not None and plan.step_seconds >= best.step_seconds:
+            break
+        best = plan
+        if not (plan.recomputes or plan.offloads or plan.states or plan.parameters or plan.gradients):
+            break  # nothing was given up for the budget, so there is nothing to win back
+    if best is None:
+        raise min(refusals.values(), key=lambda refusal: refusal.least_bytes)
+    others = [f"{number} need {format_bytes(refusal.least_bytes)}" for number, refusal in refusals.items()]
+    others += [f"{n} take {format_seconds(plan.step_seconds)}" for n, plan in fitting.items() if plan is not best]
+    return replace(best, micro_batches_reason="; ".join(["the fastest that fits the memory budget", *others]))
+
+
+def _estimate(refusals: dict[int, BudgetMissedError], number: int) -> float:
+    """Bytes that ``number`` micro-batches need at least, judged by those that did not fit; 0 where they tell nothing.
+
+    What micro-batches share stays, and what each holds goes with 1 / number: two refusals give both. A single
+    micro-batch is no guide, since it holds no gradients from one micro-batch to the next.
+    """
+    known = [tried for tried in refusals if tried > 1][-2:]
+    if len(known) < 2:
+        return 0.0
+    (few, more), (most, least) = known, [refusals[tried].least_bytes for tried in known]
+    divided = (most - least) / (1 / few - 1 / more)
+    return least - divided / more + divided / number

@@ -1,0 +1,1 @@
+"""From a model, a batch and a loss to one graph of forward and backward."""

@@ -1,0 +1,151 @@
+"""Find the user's line that is to blame for what went wrong while a model was traced."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import fx
+
+from zerofx.errors import CaptureError
+from zerofx.ir.batch import Batch
+
+_TORCH_ROOT = f"{Path(torch.__file__).parent}/"
+_ZEROFX_ROOT = f"{Path(__file__).parents[1]}/"
+_CALLER = str(Path(__file__).with_name("loss.py"))
+
+
+# Where torch itself reads values, and what keeps it from doing so.
+_READERS = {
+    "nn/modules/transformer.py": "torch compares the mask with a causal one where it is not told: pass is_causal=True "
+    "or False (tgt_is_causal and memory_is_causal to nn.Transformer and its decoder)",
+    "nn/modules/batchnorm.py": "torch counts batches for the mean of all of them, which momentum=None asks for: give "
+    "the norm a momentum",
+}
+
+
+def user_line(stack: traceback.StackSummary) -> str | None:
+    """The innermost line that is neither torch's nor zerofx's."""
+    frame = next(_user_frames(stack), None)
+    return f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else None
+
+
+def user_lines(stack: traceback.StackSummary) -> list[str]:
+    """Such lines within the model and its loss, the innermost first.
+
+    Of their files' names they have what is the same wherever those are installed.
+    """
+    called = max((i for i, frame in enumerate(stack) if frame.filename == _CALLER), default=-1)
+    found = [("/".join(Path(frame.filename).parts[-2:]), frame) for frame in _user_frames(stack[called + 1 :])]
+    return [f"{file}:{frame.lineno}: {frame.line}" for file, frame in found]
+
+
+def running_line(frame: FrameType | None) -> str:
+    """The innermost line of ``frame`` and its callers that is neither torch's nor zerofx's: file, function and code.
+
+    It has no number: what it says holds as long as the line itself is as it was, wherever edits move it.
+    """
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    code = frame.f_code
+    line = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals).strip()
+    return f"{Path(code.co_filename).name}, {code.co_qualname}: {line}"
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith((_TORCH_ROOT, _ZEROFX_ROOT, "<")) and "/contextlib.py" not in filename
+
+
+def _user_frames(stack: Sequence[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:
+    for frame in reversed(stack):
+        if _is_users(frame.filename):
+            yield frame
+
+
+def explain(error: Exception, batch: Batch) -> CaptureError:
+    """What to tell the user of an error that tracing a call with ``batch`` raised."""
+    line = user_line(traceback.extract_tb(error.__traceback__))
+    kind = type(error).__name__
+    if is_read_of_values(error):
+        return CaptureError(
+            f"expected a forward whose path does not depend on values, found one that reads a tensor's value at\n"
+            f"  {line or '(line not found)'}\n"
+            f"A step is one graph, planned before it runs: replace .item(), float(tensor), or an if on a tensor by "
+            f"torch.where or a Python value, name an argument of the batch that has the same values in every step "
+            f"(constant=('mask',)), or take that part out of the training step.{_reader(error, line)}"
+        )
+    if "DynamicOutputShape" in kind:
+        return CaptureError(
+            f"expected a forward whose shapes do not depend on values, found {error}, which gives as many elements as "
+            f"values say, at\n  {line or '(line not found)'}\n"
+            f"A step is planned for one shape: compute with all elements and leave out what does not count by "
+            f"torch.where or a weight of 0, make the tensor where the batch is made, or name an argument of the batch "
+            f"that has the same values in every step: constant=('edge_index',)."
+        )
+    advice = "replace the operator."
+    if "NoneType" in str(error):
+        advice = (
+            "a library took another way because torch.compiler.is_compiling() is true while tracing, and left out "
+            "what eager mode makes by itself, such as an attention mask: pass it in the batch."
+        )
+    args, kwargs = batch.call
+    places = [*([f"at {line}"] if line else []), *getattr(error, "__notes__", [])]
+    place = "".join(f"\n  {one}" for one in places)
+    is_one_dict = len(args) == 1 and isinstance(args[0], Mapping) and not kwargs
+    by_name = " (the batch is one dict: step(**batch) gives its entries by name)" if is_one_dict else ""
+    if _is_theirs(error) and "NoneType" not in str(error):
+        return CaptureError(
+            f"expected model and loss to run on this batch, found that their own code raises {kind}: {error}{place}\n"
+            f"Correct the call, or what is called{by_name}; eager mode raises it too, unless that line asks whether a "
+            f"model is being compiled."
+        )
+    what = "torch refuses an operation" if places and kind in _REFUSALS else "the model could not be traced"
+    return CaptureError(
+        f"{what}; {kind}: {error}{place}\n"
+        f"If the same call fails in eager mode, correct the call{by_name}; if it does not, {advice}"
+    )
+
+
+_REFUSALS = frozenset({"RuntimeError", "ValueError", "IndexError", "TypeError", "AssertionError"})
+
+
+def _is_theirs(error: Exception) -> bool:
+    """Whether it is a line of model or loss that raised an error, and not torch."""
+    stack = traceback.extract_tb(error.__traceback__)
+    return bool(stack) and next(_user_frames(stack[-1:]), None) is not None
+
+
+def is_read_of_values(error: Exception) -> bool:
+    """Whether ``error`` is torch's answer to who reads a value of a tensor that has none while it is traced."""
+    kind = type(error).__name__
+    return "DataDependent" in kind or "UserError" in kind or "value out of a tracing tensor" in str(error)
+
+
+def _reader(error: Exception, line: str | None) -> str:
+    """What to add where it is torch's own Python code that reads a value, or a layer is left out at random."""
+    if re.search("layer_?drop|skip_the_layer", line or "", re.IGNORECASE):
+        return "\nHere layers are left out at random: set the probability of that (layerdrop) to 0."
+    files = {frame.filename.removeprefix(_TORCH_ROOT) for frame in traceback.extract_tb(error.__traceback__)}
+    found = [advice for place, advice in _READERS.items() if any(file.startswith(place) for file in files)]
+    return f"\nHere {found[0]}." if found else ""
+
+
+def unknown_input(graph: fx.Graph, described: object) -> CaptureError:
+    """The error for an input of a traced graph that is neither the model's nor the batch's.
+
+    Torch orders operators that do more than give results by tokens, which come in as inputs.
+    """
+    effects = {str(n.args[1]) for n in graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects)}
+    if not effects:
+        return CaptureError(f"the model has an input of a kind that cannot be captured: {described}")
+    return CaptureError(
+        f"expected a forward of operators that only give results, found {', '.join(sorted(effects))}, which also "
+        f"raises errors, prints or the like: leave it out of the training step"
+    )

@@ -1,0 +1,1 @@
+"""Capture a few repeated layers, and put in the others."""

@@ -1,0 +1,284 @@
+"""Capture at a cost that does not grow with depth: a model with fewer of its repeated layers, and the rest stamped out.
+
+Nothing is taken on trust. The whole model's forward is run and recorded, operator by operator, and has to be what the
+shortened model's record gives when it is stamped; and the shortened model's joint graph, with one layer taken out, has
+to be the joint graph of a model with one layer less. Where anything differs, or the model cannot be shortened, all of
+it is captured as it is, and the reason is written where ``ZEROFX_DEBUG`` asks for passes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+from torch import fx, nn
+
+from zerofx.capture.by_layer.forward_record import ForwardRecord, record_forward
+from zerofx.capture.by_layer.repeats import Repeat, find_repeats, shortened
+from zerofx.capture.by_layer.replicate import (
+    NotRepeatedError,
+    Stamped,
+    erase,
+    same_outputs,
+    shrink,
+    stamp,
+    without_outputs,
+)
+from zerofx.capture.cache import KeptCapture
+from zerofx.capture.layers import find_units
+from zerofx.capture.loss import Loss, Objective
+from zerofx.capture.trace import capture, placeholder_name
+from zerofx.disk.cache import NOT_KEPT, DiskCache
+from zerofx.ir.batch import Batch
+from zerofx.ir.canonical import canonical
+from zerofx.ir.facts import Role, placeholder
+from zerofx.ir.graph import StepGraph, Strides, parameter_infos
+
+
+def capture_by_layer(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss_fn: Loss = None,
+    compute_dtype: torch.dtype | None = None,
+    num_micro_batches: int = 1,
+    strides: Strides = MappingProxyType({}),
+    allowed: bool = True,
+    check: bool = False,
+    say: Callable[[str], object] = lambda _: None,
+    cache: DiskCache = NOT_KEPT,
+    recorded: Recorded | None = None,
+) -> StepGraph:
+    """What ``capture`` gives, to the name, where layers repeat at a fraction of its cost; arguments as there.
+
+    ``allowed``: whether layers may be stamped out. ``check``: whether what was stamped out, or read from ``cache``, is
+    compared with a whole capture. ``say`` is told which layers were stamped out, or why none were, of a model that has
+    enough, and of a graph that was read, or why it is not kept. ``recorded``: what ``recorded_forward`` has given.
+
+    Raises:
+        CaptureError: as ``capture``.
+    """
+    whole = _Whole(model, batch, Objective.of(loss_fn), compute_dtype, num_micro_batches, strides)
+    repeats = find_repeats(model) if allowed else ()
+    if not repeats and cache.folder is None:
+        return whole.capture()
+    try:
+        recorded = recorded or _recorded(whole, cache)
+    except Exception as error:  # noqa: BLE001 - what the model's own code raises is explained where it is captured
+        if repeats:
+            say(f"captured layer by layer: {_in_short(error)}")
+        if cache.folder is not None:
+            say(f"not kept for the next run: {_in_short(error)}")
+        return whole.capture()
+    record, kept = recorded.record, recorded.kept
+    found = kept.graph(recorded.text) if recorded.text is not None else None
+    if found is not None:
+        say("captured by an earlier run, whose forward was the same")
+    elif repeats and (found := _try_to_stamp(whole, repeats, record, say)) is not None:
+        found = kept.keep(found, say)
+    else:
+        found = whole.capture()
+        # A forward that does not do the same twice may have done something else while it was captured.
+        if kept.key is not None and whole.record().text() != record.text():
+            say("not kept for the next run: its forward does not do the same each time")
+        else:
+            found = kept.keep(found, say)
+    assert found is not None
+    found.returned = record.returned  # of all layers, and in no file
+    assert not check or found.text() == whole.capture().text(), "layers were stamped out, or kept, as they are not"
+    return found
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a model's forward does, and the place of its graph in the cache, with its text if an earlier run kept it."""
+
+    record: ForwardRecord
+    kept: KeptCapture
+    text: str | None
+
+
+def recorded_forward(
+    model: nn.Module,
+    batch: Batch,
+    cache: DiskCache,
+    *,
+    loss_fn: Loss = None,
+    compute_dtype: torch.dtype | None = None,
+    num_micro_batches: int = 1,
+    strides: Strides = MappingProxyType({}),
+) -> Recorded:
+    """Run and record a model's forward, and look for its graph in ``cache``; other arguments as for ``capture``.
+
+    Raises:
+        Exception: what the model's own code raises, and ``NotRepeatedError`` as ``record_forward``.
+    """
+    return _recorded(_Whole(model, batch, Objective.of(loss_fn), compute_dtype, num_micro_batches, strides), cache)
+
+
+def _recorded(whole: _Whole, cache: DiskCache) -> Recorded:
+    def once() -> Recorded:
+        record = whole.record()
+        kept = KeptCapture.of(cache, record, whole.model, whole.batch.names, whole.compute_dtype, whole.strides)
+        return Recorded(record, kept, kept.read())
+
+    found = once()
+    if found.text is None and found.kept.key is not None:
+        # What a first forward works out and the model remembers, no other does again.
+        found = once()
+    return found
+
+
+def _try_to_stamp(
+    whole: _Whole, repeats: Sequence[Repeat], record: ForwardRecord, say: Callable[[str], object]
+) -> StepGraph | None:
+    try:
+        found = _stamped(whole, repeats, record.canonical())
+    except Exception as error:  # noqa: BLE001 - what a shortened model raises says nothing of the whole one
+        say(f"captured layer by layer: {_in_short(error)}")
+        return None
+    say(", ".join(f"captured {len(one.kept)} of {len(one.keys)} layers of {one.path}" for one in repeats))
+    return found
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+@dataclass(frozen=True)
+class _Whole:
+    model: nn.Module
+    batch: Batch
+    loss_fn: Loss
+    compute_dtype: torch.dtype | None
+    num_micro_batches: int
+    strides: Strides
+
+    def capture(self) -> StepGraph:
+        return capture(
+            self.model, self.batch, loss_fn=self.loss_fn, compute_dtype=self.compute_dtype,
+            num_micro_batches=self.num_micro_batches, strides=self.strides,
+        )  # fmt: skip
+
+    def record(self) -> ForwardRecord:
+        return record_forward(
+            self.model, self.batch, self.loss_fn, self.compute_dtype, self.num_micro_batches, self.strides
+        )
+
+
+def _stamped(whole: _Whole, repeats: Sequence[Repeat], expected: str) -> StepGraph:
+    """The whole model's graph, whose forward's record is ``expected``."""
+    model = whole.model
+    kept = [(one, one.kept) for one in repeats]
+    with shortened(model, kept):
+        record = whole.record().graph()
+        for one in repeats:
+            stamp(record, one)
+        if canonical(record) != expected:
+            raise NotRepeatedError("the forward does not run all layers alike")
+        short = whole.capture()
+    if short.constants:
+        raise NotRepeatedError("the model has tensors that are neither parameters nor buffers")
+    names = _Names(short)
+    for one in repeats:
+        with shortened(model, [(other, other.fewer if other is one else other.kept) for other in repeats]):
+            names.learn(one, short, whole.capture())
+    for one in repeats:
+        stamped = stamp(short.graph, one)
+        same_outputs(short, stamped)
+        names.extend(stamped)
+    names.give(short)
+    parameters = parameter_infos(model, whole.compute_dtype, whole.strides)
+    found = replace(short, parameters=parameters, units=frozenset(find_units(model)))
+    found.graph.lint()
+    return found.clone()
+
+
+class _Names:
+    """The names that nodes would have in the whole model's graph.
+
+    Tracing numbers the calls of an operator as they come, so that a number grows linearly with the layers that there
+    are, and with the layers that come before. The growth is read from two graphs; what comes of it is checked to be
+    unique, since nothing but texts depends on it.
+    """
+
+    def __init__(self, short: StepGraph) -> None:
+        self._stems: dict[fx.Node, str] = {}
+        self._numbers: dict[fx.Node, int] = {}
+        self._grown: dict[fx.Node, int] = {}
+        for node in short.calls():
+            self._stems[node], self._numbers[node] = _numbered(node.name)
+
+    def learn(self, repeat: Repeat, short: StepGraph, fewer: StepGraph) -> None:
+        """Compare ``short`` with the graph of a model that has one layer of ``repeat`` less.
+
+        Raises:
+            NotRepeatedError: ``short`` without a layer is another graph.
+        """
+        own = {node.name: node for node in short.graph.nodes}
+        shrunk = short.clone()
+        others = shrink(shrunk.graph, repeat)
+        replaced = [(own[gone.name], own[stays.name]) for gone, stays in others.items()]
+        without_outputs(shrunk, repeat)
+        erase(shrunk.graph, others)
+        if _text(shrunk) != _text(fewer):
+            raise NotRepeatedError(f"{repeat.path} with a layer less is another graph")
+        more = len(repeat.between)
+        growth: dict[fx.Node, int] = {}
+        for one, other in zip(shrunk.calls(), fewer.calls(), strict=True):
+            stem, number = _numbered(other.name)
+            node = own[one.name]
+            if stem != self._stems[node]:
+                raise NotRepeatedError(f"{one.name} is called {other.name} in a model with a layer less")
+            growth[node] = (self._numbers[node] - number) * more
+        growth |= {gone: growth[stays] for gone, stays in replaced if gone in self._numbers}
+        for node, grown in growth.items():
+            self._grown[node] = self._grown.get(node, 0) + grown
+
+    def extend(self, stamped: Stamped) -> None:
+        """Number the nodes of the layers that were put in, and those of the layer behind them."""
+        for ordinal, (node, last) in enumerate(zip(stamped.layers[0], stamped.layers[-1], strict=True)):
+            if node not in self._numbers:
+                continue
+            each = self._numbers[last] - self._numbers[node]
+            for number, layer in enumerate(stamped.layers[1:-1], 1):
+                made = layer[ordinal]
+                self._stems[made], self._numbers[made] = self._stems[node], self._numbers[node] + each * number
+                self._grown[made] = self._grown[node]
+            self._grown[last] += each * len(stamped.layers[1:-1])
+
+    def give(self, step: StepGraph) -> None:
+        """Rename the nodes.
+
+        Raises:
+            NotRepeatedError: two of them would have one name.
+        """
+        found: dict[fx.Node, str] = {}
+        for node in step.graph.nodes:
+            if node in self._numbers:
+                number = self._numbers[node] + self._grown[node]
+                found[node] = f"{self._stems[node]}_{number}" if number else self._stems[node]
+            elif node.op == "placeholder" and placeholder(node).role in (Role.PARAMETER, Role.BUFFER):
+                found[node] = placeholder_name(placeholder(node).role, placeholder(node).name)
+            else:
+                found[node] = node.name
+        if len(set(found.values())) != len(found):
+            raise NotRepeatedError("names of operators do not grow with depth")
+        for node, name in found.items():
+            node.name = name
+            if node.op == "placeholder":
+                node.target = name
+
+
+def _numbered(name: str) -> tuple[str, int]:
+    """``mm_3`` as ``("mm", 3)``; ``mm`` is the zeroth."""
+    match = re.fullmatch(r"(.+?)(?:_([1-9]\d*))?", name)
+    assert match is not None
+    return match[1], int(match[2] or 0)
+
+
+def _text(step: StepGraph) -> str:
+    return f"{canonical(step.graph)}\n{step.mutation_names}\n{step.gradient_names}"

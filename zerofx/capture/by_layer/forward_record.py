@@ -1,0 +1,231 @@
+"""What a forward does, without its backward: every operator with its layer and arguments, and autograd's graph of it.
+
+What a joint graph is made of, then, at a tenth of what tracing one costs. Two models with equal records have equal
+joint graphs: a backward follows from autograd's graph and from the arguments of the operators that made it. Where it
+depends on more, on Python that runs in backward, there is no record. From one process to another that holds for what is
+torch's own: what else is called by a name may be other code there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.autograd.function import BackwardCFunction
+from torch.fx.node import map_aggregate
+from torch.overrides import TorchFunctionMode
+
+from zerofx.capture.by_layer.record_lines import Line, graph_of, text_of
+from zerofx.capture.by_layer.replicate import NotRepeatedError
+from zerofx.capture.layer_annotations import running_layer
+from zerofx.capture.loss import Loss, LossModule, Objective
+from zerofx.capture.trace import fake_device, saves_by_hook, traceable
+from zerofx.ir.batch import Batch
+from zerofx.ir.canonical import Number
+from zerofx.ir.facts import Origin, Phase, Placeholder, Role
+from zerofx.ir.graph import Strides
+from zerofx.ir.returned import NOTHING_ELSE, Returned
+from zerofx.ir.serialise import LARGEST_LITERAL, TORCH_NAMESPACES
+from zerofx.torch_private import TorchDispatchMode, without_modes
+
+
+@dataclass(frozen=True)
+class ForwardRecord:
+    """What a forward did.
+
+    The calls among ``lines`` are operators, and the methods the nodes of autograd's graph, which stand behind all
+    operators. Values are texts. ``asked`` are the functions of torch that Python called, a line each: which of them
+    are composed of others is up to the one who traces; behind them, the buffers that get other tensors, and what is
+    checked of values. ``returned`` is what it
+    gives besides its loss. ``foreign`` names an operator or a backward that is not torch's, if there is one.
+    """
+
+    lines: tuple[Line, ...]
+    asked: str
+    foreign: str | None
+    returned: Returned = NOTHING_ELSE
+
+    @staticmethod
+    def empty() -> ForwardRecord:
+        """In the place of a record that is not needed any more."""
+        return ForwardRecord((), "", None)
+
+    def graph(self) -> fx.Graph:
+        """What ran, for those who change it."""
+        return graph_of(self.lines)
+
+    def canonical(self) -> str:
+        """The text of what ran: ``canonical`` of ``graph``."""
+        return text_of(self.lines)
+
+    def text(self) -> str:
+        """All of it that a joint graph follows from: equal for equal forwards."""
+        return f"{self.canonical()}\n{self.asked}"
+
+
+def record_forward(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: Loss,
+    compute_dtype: torch.dtype | None,
+    num_micro_batches: int,
+    strides: Strides,
+) -> ForwardRecord:
+    """Run the forward on fake tensors; arguments as for ``capture``.
+
+    Raises:
+        NotRepeatedError: the model runs Python in backward, or has tensors of its own that are neither parameters nor
+            buffers.
+    """
+    objective = Objective.of(loss_fn)
+
+    def once() -> ForwardRecord:
+        with traceable(model, batch, objective, compute_dtype, num_micro_batches, strides) as (lossy, fakes, _, mode):
+            recorder, asked = _Recorder(lossy, fakes), _Asked()
+            with mode, recorder, asked:
+                made = lossy(*fakes)
+            lines = recorder.finished(made if isinstance(made, tuple) else (made,))
+            notes = "\n".join((*asked.names, *lossy.rebound, *lossy.checked))
+            return ForwardRecord(lines, notes, recorder.foreign, lossy.returned)
+
+    return objective.outside.traced(once)
+
+
+class _Asked(TorchFunctionMode):
+    """Remembers the names of the functions and methods that Python calls on tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(f"{getattr(func, '__module__', None)}.{getattr(func, '__qualname__', func)}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, lossy: LossModule, fakes: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._lines: list[Line] = []
+        self._values: dict[int, Number] = {}  # by the identity of a tensor
+        self._functions: dict[Any, Number] = {}  # autograd's nodes
+        self._kept: list[torch.Tensor] = []  # so that no identity is used twice
+        self._made: list[tuple[Line, list[torch.Tensor]]] = []
+        self.foreign: str | None = None
+        for tensor, what in _given(lossy, fakes):
+            if id(tensor) not in self._values:
+                self._keep(self._add(Line("placeholder", "given", (), {}, what, _text(tensor))), [tensor])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _DEVICE:  # a question, which tensors answer
+            return fake_device(args[0])
+        if saves_by_hook():
+            raise NotRepeatedError("the model saves tensors for backward through hooks, as checkpointing does")
+        if func.namespace not in TORCH_NAMESPACES:
+            self.foreign = str(func)
+        literal = func is torch.ops.aten.lift_fresh.default and self._is_literal(args[0])
+        texts, named = ((_literal_text(args[0]),), {}) if literal else map_aggregate((args, kwargs), self._argument)
+        out = func(*args, **kwargs)
+        line = Line("call_function", func, texts, named, _origin(running_layer()))
+        made: list[torch.Tensor] = []
+        map_aggregate(out, lambda one: made.append(one) if isinstance(one, torch.Tensor) else None)
+        self._keep(self._add(line), made)
+        self._made.append((line, made))
+        return out
+
+    def finished(self, results: tuple[torch.Tensor, ...]) -> tuple[Line, ...]:
+        """The record, with the loss as its output, and behind it what the forward puts in the places of buffers."""
+        if any(one._backward_hooks for one in self._kept):
+            raise NotRepeatedError("the model has hooks on tensors")
+        # What autograd makes of an operator is there once the operator has returned.
+        for line, made in self._made:
+            line.value = ", ".join(map(_text, made))
+            for tensor in made:
+                if tensor.grad_fn is not None:
+                    self._function(tensor.grad_fn, line.what)
+        self._add(Line.of_output(tuple(self._values[id(one)] for one in results)))
+        return tuple(self._lines)
+
+    def _add(self, line: Line) -> Number:
+        self._lines.append(line)
+        return Number.of(len(self._lines) - 1)
+
+    def _keep(self, number: Number, tensors: list[torch.Tensor]) -> None:
+        self._kept += tensors
+        for index, tensor in enumerate(tensors):
+            self._values[id(tensor)] = number if index == 0 else self._part(number, index)
+
+    def _part(self, number: Number, index: int) -> Number:
+        return self._add(Line("call_method", "part", (number, index), {}, _origin(running_layer())))
+
+    def _is_literal(self, given: torch.Tensor) -> bool:
+        return id(given) not in self._values and given.numel() <= LARGEST_LITERAL
+
+    def _argument(self, given: Any) -> Any:
+        if not isinstance(given, torch.Tensor):
+            return given
+        found = self._values.get(id(given))
+        if found is None:
+            raise NotRepeatedError("the model has tensors that are neither parameters nor buffers")
+        return found
+
+    def _function(self, function: Any, behind: Placeholder | Origin) -> Number:
+        if function in self._functions:
+            return self._functions[function]
+        if isinstance(function, BackwardCFunction):
+            raise NotRepeatedError(f"{type(function).__name__} is an autograd function in Python")
+        if hasattr(function, "variable"):  # where a parameter's gradient arrives
+            found = self._values[id(function.variable)]
+        else:
+            reads = tuple(
+                (self._function(source, behind), index) if source is not None else None
+                for source, index in function.next_functions
+            )
+            name = function.name()
+            if not _is_torchs(name):
+                self.foreign = name
+            found = self._add(Line("call_method", name, reads, {}, behind))
+        self._functions[function] = found
+        return found
+
+
+_DEVICE = torch.ops.prim.device.default
+
+
+@functools.lru_cache(maxsize=4096)
+def _origin(layer: str) -> Origin:
+    return Origin(layer, Phase.FORWARD)
+
+
+@functools.cache
+def _is_torchs(name: str) -> bool:
+    """Whether a node of autograd's graph is torch's own."""
+    return hasattr(torch._C._functions, name.removeprefix("torch::autograd::"))
+
+
+def _given(lossy: LossModule, fakes: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, Placeholder]]:
+    for name, parameter in lossy.model.named_parameters():
+        yield parameter, Placeholder(Role.PARAMETER, name)
+    for name, buffer in lossy.model.named_buffers():
+        yield buffer, Placeholder(Role.BUFFER, name)
+    for key, tensor in (*lossy.outside.named_parameters(), *lossy.outside.named_buffers()):
+        yield tensor, Placeholder(Role.OUTSIDE, lossy.outside_names[int(key)])
+    for index, fake in enumerate(fakes):
+        yield fake, Placeholder(Role.INPUT, str(index))
+
+
+def _literal_text(tensor: torch.Tensor) -> str:
+    """A tensor that was written down in the forward, ``torch.tensor(0.5)``, by its values."""
+    with without_modes():
+        return f"{_text(tensor)} {tensor.tolist()}"
+
+
+def _text(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.device} {tensor.requires_grad}"

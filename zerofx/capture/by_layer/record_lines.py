@@ -1,0 +1,54 @@
+"""What a forward's record is made of, a line for each node: a graph of it is made only for those who edit one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from zerofx.ir.canonical import Number, canonical_line
+from zerofx.ir.facts import Origin, Phase, Placeholder, set_origin, set_placeholder, set_value
+
+_NO_VALUE = type(None).__name__  # as ``canonical`` writes it
+
+
+@dataclass(slots=True)
+class Line:
+    """A node: its arguments have others as ``Number``; ``value`` is the text of what it gives."""
+
+    op: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    what: Placeholder | Origin
+    value: str = ""
+
+    @staticmethod
+    def of_output(results: tuple[Number, ...]) -> Line:
+        return Line("output", "output", (results,), {}, Origin("", Phase.FORWARD), _NO_VALUE)
+
+
+def text_of(lines: Iterable[Line]) -> str:
+    """What ``canonical`` gives for ``graph_of(lines)``."""
+    return "\n".join(canonical_line(one.op, one.target, (one.args, one.kwargs), one.what, one.value) for one in lines)
+
+
+def graph_of(lines: Sequence[Line]) -> fx.Graph:
+    """The lines as a graph, whose values are texts."""
+    graph, nodes = fx.Graph(), list[fx.Node]()
+    for line in lines:
+        args, kwargs = map_aggregate(
+            (line.args, line.kwargs), lambda one: nodes[one.place] if isinstance(one, Number) else one
+        )
+        if isinstance(line.what, Placeholder):
+            node = set_placeholder(set_value(graph.placeholder("given"), line.value), line.what)
+        elif line.op == "output":
+            node = graph.output(args[0])
+        else:
+            node = set_value(graph.create_node(line.op, line.target, args, kwargs), line.value)
+            set_origin(node, line.what)
+        nodes.append(node)
+    return graph

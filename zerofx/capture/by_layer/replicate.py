@@ -1,0 +1,317 @@
+"""Make a graph of many layers from that of a model with four: what repeats is copied, after a check that it does.
+
+The second layer and the third (the last but one of the whole) are compared node by node. Where every argument of the
+one is that of the other a layer further, the layers between are written down by the same rule::
+
+    0 1 2 3   ->   0 1 a b c 2 3        forward: each reads the layer before it
+    3 2 1 0   ->   3 2 c b a 1 0        backward: each reads the layer behind it
+
+Does not handle: layers that read a layer further away than the next, what is outside the layers and reads one of those
+in between, layers that are run more than once. These are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from zerofx.capture.by_layer.repeats import Repeat
+from zerofx.ir.canonical import described
+from zerofx.ir.facts import Role, origin, placeholder, set_origin, set_placeholder
+from zerofx.ir.graph import StepGraph
+
+
+class NotRepeatedError(Exception):
+    """The layers are not alike; the message says where."""
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A node of a layer: ``ordinal`` in the layer that is ``shift`` layers further."""
+
+    shift: int
+    ordinal: int
+
+
+@dataclass(frozen=True)
+class Stamped:
+    """Which nodes were made: ``layers[i]`` are those of the layer ``keys[i + 1]`` in the order of the graph."""
+
+    repeat: Repeat
+    layers: tuple[tuple[fx.Node, ...], ...]
+
+
+def stamp(graph: fx.Graph, repeat: Repeat) -> Stamped:
+    """Put ``repeat.between`` into ``graph``, which has the kept layers only. Outputs stay as they are.
+
+    Raises:
+        NotRepeatedError: the graph does not repeat; it may have been changed.
+    """
+    pair = _Pair.of(graph, repeat)
+    layers: list[list[fx.Node | None]] = [[None] * len(pair.second) for _ in repeat.between]
+    whole: list[Sequence[fx.Node | None]] = [pair.second, *layers, pair.third]
+
+    def resolved(template: Any, position: int) -> Any:
+        def find(reference: _Reference) -> fx.Node:
+            found = whole[position + reference.shift][reference.ordinal]
+            if found is None:
+                raise NotRepeatedError(f"{repeat.path} reads what comes later")
+            return found
+
+        return _resolve(template, find)
+
+    for own, ascending, where in pair.stretches:
+        for position in range(1, len(layers) + 1) if ascending else range(len(layers), 0, -1):
+            for ordinal in own:
+                args, kwargs = resolved(pair.templates[ordinal], position)
+                with graph.inserting_before(where):
+                    made = _copy(graph, pair.second[ordinal], args, kwargs, repeat, repeat.keys[position + 1])
+                layers[position - 1][ordinal] = made
+    for position, nodes in ((0, pair.second), (len(layers) + 1, pair.third)):
+        for ordinal, node in enumerate(nodes):
+            template = pair.ends[position > 0][ordinal]
+            node.args, node.kwargs = resolved(template, position)
+    return Stamped(repeat, tuple(tuple(node for node in one if node is not None) for one in whole))
+
+
+def shrink(graph: fx.Graph, repeat: Repeat) -> Mapping[fx.Node, fx.Node]:
+    """Take the last but one of the kept layers out of ``graph``; gives who stands for each of its nodes.
+
+    Nothing is erased, and outputs stay as they are, until ``erase``.
+    """
+    pair = _Pair.of(graph, repeat)
+    for ordinal, (node, further) in enumerate(zip(pair.second, pair.third, strict=True)):
+        node.args, node.kwargs = _shrunk(pair.templates[ordinal], (node.args, node.kwargs), further, pair.second)
+    others = dict(zip(pair.third, pair.second, strict=True))
+    for node in graph.nodes:
+        if node.op != "output" and node not in others:
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda one: others.get(one, one))
+    return others
+
+
+def erase(graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> None:
+    """Erase what ``shrink`` has replaced."""
+    for node in reversed(list(graph.nodes)):
+        if node in nodes:
+            graph.erase_node(node)
+
+
+def same_outputs(step: StepGraph, stamped: Stamped) -> None:
+    """Give ``step`` the buffer updates and gradients of the layers that were put in.
+
+    Raises:
+        NotRepeatedError: one of the layers has other outputs than another.
+    """
+    step.set_outputs(step.loss, _widened(step.mutations, stamped), _widened(step.gradients, stamped))
+
+
+def without_outputs(step: StepGraph, repeat: Repeat) -> None:
+    """Take the buffer updates and gradients of the last but one of the kept layers away."""
+    gone = repeat.unit(repeat.kept[2]) + "."
+    step.set_outputs(
+        step.loss,
+        {name: node for name, node in step.mutations.items() if not name.startswith(gone)},
+        {name: node for name, node in step.gradients.items() if not name.startswith(gone)},
+    )
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two neighbouring layers that are alike: ``templates`` are the arguments of both, ``ends`` those of either where
+    what is on its far side stays as it is.
+
+    ``stretches`` are runs of nodes of both: the ordinals of one layer's share, whether the second layer comes first,
+    and the node that what is put between them comes before.
+    """
+
+    second: list[fx.Node]
+    third: list[fx.Node]
+    templates: list[Any]
+    ends: tuple[list[Any], list[Any]]
+    stretches: list[tuple[list[int], bool, fx.Node]]
+
+    @staticmethod
+    def of(graph: fx.Graph, repeat: Repeat) -> _Pair:
+        first, second, third, fourth = ([*_nodes_of(graph, repeat.unit(key))] for key in repeat.kept)
+        units = [repeat.unit(key) for key in repeat.kept]
+        if len(second) != len(third) or not second:
+            raise NotRepeatedError(f"{units[1]} has {len(second)} nodes, {units[2]} {len(third)}")
+        ordinals = [{node: i for i, node in enumerate(nodes)} for nodes in (first, second, third, fourth)]
+        templates: list[Any] = []
+        ends: tuple[list[Any], list[Any]] = ([], [])
+        for ordinal, (one, other) in enumerate(zip(second, third, strict=True)):
+            here = (one.op, one.op == "placeholder" or one.target, described(one), _label(one)[len(units[1]) :])
+            there = (
+                other.op,
+                other.op == "placeholder" or other.target,
+                described(other),
+                _label(other)[len(units[2]) :],
+            )
+            if here != there:
+                raise NotRepeatedError(f"{one.name} of {units[1]} is {here}, {other.name} of {units[2]} is {there}")
+            unify = _unifier(ordinals, f"{one.name} and {other.name} (node {ordinal} of {units[1]} and {units[2]})")
+            given = (one.args, one.kwargs), (other.args, other.kwargs)
+            templates.append(_zip(*given, unify))
+            ends[0].append(_zip(*given, partial(_near_end, unify)))
+            ends[1].append(_zip(*given, partial(_far_end, unify)))
+        _check_users(ordinals, units)
+        return _Pair(second, third, templates, ends, list(_stretches(graph, ordinals[1], ordinals[2])))
+
+
+_Unify = Callable[[fx.Node, fx.Node], Any]
+
+
+def _near_end(unify: _Unify, one: fx.Node, other: fx.Node) -> Any:
+    """What the second layer reads: what is before it stays."""
+    found = unify(one, other)
+    return one if isinstance(found, _Reference) and found.shift == -1 else found
+
+
+def _far_end(unify: _Unify, one: fx.Node, other: fx.Node) -> Any:
+    """What the third layer reads: what is behind it stays."""
+    found = unify(one, other)
+    return other if isinstance(found, _Reference) and found.shift == 1 else found
+
+
+def _unifier(ordinals: Sequence[Mapping[fx.Node, int]], where: str) -> _Unify:
+    first, second, third, fourth = ordinals
+
+    def unify(one: fx.Node, other: fx.Node) -> Any:
+        if one in second and other in third and second[one] == third[other]:
+            return _Reference(0, second[one])
+        if one in first and other in second:
+            return _Reference(-1, second[other])
+        if one in third and other in fourth:
+            return _Reference(1, third[one])
+        if one is other and one not in second and one not in third:
+            return one
+        raise NotRepeatedError(f"{where} read {one} and {other}")
+
+    return unify
+
+
+def _zip(one: Any, other: Any, unify: _Unify) -> Any:
+    """Two structures of arguments as one; ``unify`` is asked for each pair of nodes."""
+    if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+        return unify(one, other)
+    if isinstance(one, tuple | list) and type(one) is type(other) and len(one) == len(other):
+        found = [_zip(a, b, unify) for a, b in zip(one, other, strict=True)]
+        return found if isinstance(one, list) else tuple(found)
+    if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
+        return {key: _zip(one[key], other[key], unify) for key in one}
+    if type(one) is not type(other) or repr(one) != repr(other):
+        raise NotRepeatedError(f"layers with different arguments: {one!r} and {other!r}")
+    return one
+
+
+def _resolve(template: Any, find: Callable[[_Reference], fx.Node]) -> Any:
+    if isinstance(template, _Reference):
+        return find(template)
+    if isinstance(template, tuple | list):
+        found = [_resolve(one, find) for one in template]
+        return found if isinstance(template, list) else tuple(found)
+    if isinstance(template, dict):
+        return {key: _resolve(one, find) for key, one in template.items()}
+    return template
+
+
+def _shrunk(template: Any, own: Any, further: fx.Node, second: Sequence[fx.Node]) -> Any:
+    """Arguments of a node of the second layer where the fourth follows it."""
+
+    def choose(found: Any, here: Any, there: Any) -> Any:
+        if isinstance(found, _Reference):
+            return second[found.ordinal] if found.shift == 0 else here if found.shift < 0 else there
+        if isinstance(found, tuple | list):
+            made = [choose(*three) for three in zip(found, here, there, strict=True)]
+            return made if isinstance(found, list) else tuple(made)
+        if isinstance(found, dict):
+            return {key: choose(found[key], here[key], there[key]) for key in found}
+        return found
+
+    return choose(template, own, (further.args, further.kwargs))
+
+
+def _check_users(ordinals: Sequence[Mapping[fx.Node, int]], units: Sequence[str]) -> None:
+    for number, neighbours in ((1, (0, 1, 2)), (2, (1, 2, 3))):
+        for node in ordinals[number]:
+            for user in node.users:
+                if user.op != "output" and not any(user in ordinals[one] for one in neighbours):
+                    raise NotRepeatedError(
+                        f"{user.name}, which is in no neighbour of {units[number]}, reads {node.name}"
+                    )
+
+
+def _stretches(
+    graph: fx.Graph, second: Mapping[fx.Node, int], third: Mapping[fx.Node, int]
+) -> Iterator[tuple[list[int], bool, fx.Node]]:
+    run: list[fx.Node] = []
+    for node in graph.nodes:
+        if node in second or node in third:
+            run.append(node)
+            continue
+        if run:
+            yield _halves(run, second, third)
+        run = []
+    assert not run, "the last node is the output"
+
+
+def _halves(
+    run: Sequence[fx.Node], second: Mapping[fx.Node, int], third: Mapping[fx.Node, int]
+) -> tuple[list[int], bool, fx.Node]:
+    ascending, length = run[0] in second, len(run) // 2
+    earlier, later = (second, third) if ascending else (third, second)
+    one = [earlier.get(node) for node in run[:length]]
+    other = [later.get(node) for node in run[length:]]
+    if one != other or None in one:
+        raise NotRepeatedError(f"layers that take turns around {run[0].name}")
+    return [ordinal for ordinal in one if ordinal is not None], ascending, run[length]
+
+
+def _nodes_of(graph: fx.Graph, unit: str) -> Iterator[fx.Node]:
+    for node in graph.nodes:
+        if node.op != "output" and (_label(node) == unit or _label(node).startswith(unit + ".")):
+            yield node
+
+
+def _label(node: fx.Node) -> str:
+    if node.op != "placeholder":
+        return origin(node).layer
+    what = placeholder(node)
+    return what.name if what.role in (Role.PARAMETER, Role.BUFFER) else ""
+
+
+def _copy(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any, repeat: Repeat, key: str) -> fx.Node:
+    made = graph.create_node(node.op, node.target, args, kwargs)
+    made.meta = dict(node.meta)
+    length = len(repeat.unit(repeat.kept[1]))
+    if node.op == "placeholder":
+        set_placeholder(made, replace(placeholder(node), name=repeat.unit(key) + placeholder(node).name[length:]))
+    else:
+        set_origin(made, replace(origin(node), layer=repeat.unit(key) + origin(node).layer[length:]))
+    return made
+
+
+def _widened(outputs: Mapping[str, fx.Node], stamped: Stamped) -> dict[str, fx.Node]:
+    repeat, layers = stamped.repeat, stamped.layers
+    second, third = (repeat.unit(repeat.kept[i]) + "." for i in (1, 2))
+    inside = {name.removeprefix(second): node for name, node in outputs.items() if name.startswith(second)}
+    beside = {name.removeprefix(third): node for name, node in outputs.items() if name.startswith(third)}
+    places = {name: layers[0].index(node) if node in layers[0] else None for name, node in inside.items()}
+    there = {name: layers[-1].index(node) if node in layers[-1] else None for name, node in beside.items()}
+    if list(places.items()) != list(there.items()) or None in places.values():
+        raise NotRepeatedError(f"{second[:-1]} and {third[:-1]} have different gradients or buffer updates")
+    widened: dict[str, fx.Node] = {}
+    pending = bool(inside)
+    for name, node in outputs.items():
+        if pending and name.startswith(third):
+            pending = False
+            for number, key in enumerate(repeat.between, 1):
+                for inner, ordinal in places.items():
+                    assert ordinal is not None
+                    widened[f"{repeat.unit(key)}.{inner}"] = layers[number][ordinal]
+        widened[name] = node
+    return widened

@@ -1,0 +1,90 @@
+"""Captured graphs kept on disk: the graph of a model whose forward has been seen to do the same before.
+
+Running the whole forward on fake tensors and recording it takes a fraction of a capture, and says what a joint graph
+follows from (``forward_record.py``). Its text is the key, so no change of code or of a global can give another model's
+graph. Not kept: what calls operators or backwards that are not torch's own, and what reads tensors that the model holds
+outside its parameters and buffers, or what is not the same once it is read. Those that the forward writes down,
+``torch.tensor(0.5)``, are kept by value. ``ZEROFX_DEBUG=1`` shows why a graph is not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from zerofx.capture.by_layer.forward_record import ForwardRecord
+from zerofx.capture.layers import find_units
+from zerofx.capture.trace import fake_mode, tracing_settings
+from zerofx.disk.cache import MALFORMED, DiskCache, key_of
+from zerofx.ir.graph import StepGraph, Strides, parameter_infos
+from zerofx.ir.serialise import NotStorableError, from_json, same_graph, to_json
+
+
+@dataclass(frozen=True)
+class KeptCapture:
+    """The place of one model's captured graph in the cache.
+
+    ``key`` is None where it can have none; ``reason`` says why, and is empty where nothing is kept at all.
+    """
+
+    cache: DiskCache
+    key: str | None
+    reason: str
+    blank: StepGraph  # parameters and units of the model, and no node
+
+    @staticmethod
+    def of(
+        cache: DiskCache,
+        record: ForwardRecord,
+        model: nn.Module,
+        batch_names: Sequence[str],
+        compute_dtype: torch.dtype | None,
+        strides: Strides,
+    ) -> KeptCapture:
+        """The place for the model whose forward is ``record``; other arguments as for ``capture``."""
+        parameters, units = parameter_infos(model, compute_dtype, strides), frozenset(find_units(model))
+        blank = StepGraph(fx.Graph(), torch.device("cpu"), parameters, units)
+        if cache.folder is None:
+            return KeptCapture(cache, None, "", blank)
+        if record.foreign is not None:
+            reason = f"it calls {record.foreign}, which is not torch's own: in the next run that may be other code"
+            return KeptCapture(cache, None, reason, blank)
+        parts = (
+            *tracing_settings(), record.text(),
+            repr(parameters), repr(sorted(units)), repr(batch_names), str(compute_dtype),
+        )  # fmt: skip
+        return KeptCapture(cache, key_of("capture", parts), "", blank)
+
+    def read(self) -> str | None:
+        """The graph's text, if it was kept."""
+        return self.cache.read(self.key) if self.key is not None else None
+
+    def graph(self, text: str) -> StepGraph | None:
+        """The graph that ``text`` was read for; None if it is none that ``keep`` has written."""
+        try:
+            return from_json(text, self.blank, fake_mode())
+        except MALFORMED:
+            return None
+
+    def keep(self, step: StepGraph, say: Callable[[str], object]) -> StepGraph:
+        """Write ``step`` for the next run, and give what that will read: the run that writes does nothing else.
+
+        What cannot be kept is given back as it is, and ``say`` is told why.
+        """
+        reason = self.reason
+        if self.key is not None:
+            try:
+                text = to_json(step)
+                found = self.graph(text)
+                if found is not None and same_graph(found, step):
+                    self.cache.write(self.key, text)
+                    return found
+                reason = "its graph is another once it is read"
+            except NotStorableError as error:
+                reason = f"its graph has {error}"
+        if reason:
+            say(f"not kept for the next run: {reason}")
+        return step

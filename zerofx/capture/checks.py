@@ -1,0 +1,231 @@
+"""What a model, an optimizer and a batch must be like, checked before anything is captured or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from zerofx.capture.loss import ForwardFunction, LossFunction
+from zerofx.deferred import DeferredTensor
+from zerofx.errors import OptimizerError, UsageError
+from zerofx.ir.batch import Batch
+
+_WRAPPERS = (
+    nn.parallel.DistributedDataParallel,
+    nn.DataParallel,
+)
+
+
+def check_model(model: nn.Module, *, on_meta: bool = False) -> None:
+    """Refuse what cannot be captured as it stands. ``on_meta``: a model on ``meta`` is fine.
+
+    Raises:
+        UsageError: the model is wrapped, compiled, sharded already, on ``meta``, on several devices, or has nothing to
+            train.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected an nn.Module, found {type(model).__name__}")
+    for path, module in model.named_modules():
+        _check_module(path, module)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        _check_tensor(name, tensor, on_meta=on_meta)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(
+            f"expected a model with a parameter to train, found none with requires_grad=True among "
+            f"{len(list(model.parameters()))} in {type(model).__name__}"
+        )
+    devices: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        devices.setdefault(parameter.device, name)
+    if len(devices) > 1:
+        found = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise UsageError(
+            f"expected a model on one device, found {found}: move it with model.to(device); stage=3 divides it over "
+            f"ranks"
+        )
+
+
+def _check_module(path: str, module: nn.Module) -> None:
+    where = f" at {path}" if path else ""
+    kind = type(module).__name__
+    if isinstance(module, _WRAPPERS):
+        raise UsageError(
+            f"expected a plain module, found {kind}{where}: give zerofx the module inside (model.module); the step "
+            f"itself runs on all ranks"
+        )
+    if hasattr(module, "_orig_mod"):
+        raise UsageError(
+            f"expected a plain module, found one compiled by torch.compile{where}: give zerofx the module inside "
+            f"(model._orig_mod); backend='inductor' compiles the whole step"
+        )
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        raise UsageError(
+            f"expected a plain module, found {kind}{where} on which .compile() was called: build the model without it; "
+            f"backend='inductor' compiles the whole step"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UsageError(
+            f"expected a module in Python, found {kind}{where}: give zerofx the model before torch.jit.script or trace"
+        )
+    if type(module).__module__.startswith("torch.distributed.fsdp"):
+        raise UsageError(f"expected a plain module, found {kind}{where}: give zerofx the module without FSDP")
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+        raise UsageError(
+            f"expected dense gradients, found {kind}(sparse=True){where}: build it with sparse=False; gradients are "
+            f"reduced as flat buffers"
+        )
+
+
+def check_hooks(name: str, tensor: torch.Tensor) -> None:
+    """Check that a parameter has no hooks on its gradient.
+
+    Raises:
+        UsageError: it has.
+    """
+    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+        raise UsageError(
+            f"expected parameters without hooks of their own, found one on {name}: its gradient is summed over ranks "
+            f"and used within the step, where no hook runs; remove it, and change the gradient in the model "
+            f"(an autograd function around the parameter) or with max_grad_norm"
+        )
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, *, on_meta: bool) -> None:
+    if nn.parameter.is_lazy(tensor):
+        raise UsageError(
+            f"expected parameters that have their shapes, found that {name} is not initialized: call the lazy model "
+            f"once with a batch, and build the optimizer after that"
+        )
+    if type(tensor.data) not in (torch.Tensor, DeferredTensor):
+        hint = "an undivided model; zerofx does the sharding" if type(tensor.data).__name__ == "DTensor" else "a tensor"
+        raise UsageError(
+            f"expected plain tensors for parameters and buffers, found that {name} is a {type(tensor.data).__name__}: "
+            f"give zerofx {hint}"
+        )
+    check_hooks(name, tensor)
+    if tensor.is_meta and not on_meta:
+        raise UsageError(
+            f"expected a model whose parameters have values, found {name} on the meta device: give them values "
+            f"(model.to_empty(device=...), then initialize or load them), or build the model inside "
+            f"zerofx.empty_init(); zerofx.plan works on meta"
+        )
+    if tensor.layout is not torch.strided:
+        raise UsageError(f"expected dense parameters, found that {name} has layout {tensor.layout}: use to_dense()")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model is trained: where its parameters are, or on the accelerator, if any, for those on ``meta``."""
+    found = next(iter(model.parameters())).device
+    if found.type != "meta":
+        return found
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer is one, over parameters of this model alone, and with values for the states it has.
+
+    Raises:
+        OptimizerError: it is not.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(
+            f"expected a torch.optim.Optimizer such as torch.optim.AdamW(model.parameters()), found "
+            f"{type(optimizer).__name__}"
+        )
+    check_owner(model, optimizer)
+    for states in optimizer.state.values():
+        for name, value in states.items() if isinstance(states, Mapping) else ():
+            if isinstance(value, DeferredTensor) or (isinstance(value, torch.Tensor) and value.is_meta):
+                raise OptimizerError(
+                    f"expected an optimizer whose states have values, found a {name} of shape {list(value.shape)} that "
+                    f"has none: it was stepped before the model had values; build a fresh one over its parameters"
+                )
+
+
+def check_loss_function(loss_fn: LossFunction | None) -> None:
+    """Refuse a loss that would train parameters of its own.
+
+    Raises:
+        UsageError: names them.
+    """
+    if loss_fn is not None and not callable(loss_fn):
+        raise UsageError(f"expected loss_fn(outputs, *rest) to be callable, found {type(loss_fn).__name__}")
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise UsageError(f"expected loss_fn to be a module or a function, found a class: give {loss_fn.__name__}()")
+    if isinstance(loss_fn, nn.Module):
+        trained = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]
+        if trained:
+            raise UsageError(
+                f"expected a loss_fn without parameters to train, found {', '.join(trained[:5])} in "
+                f"{type(loss_fn).__name__}: make it a part of the model, which then returns its loss"
+            )
+
+
+def check_forward_function(forward: ForwardFunction | None, loss_fn: LossFunction | None) -> None:
+    """Check that ``forward`` can be called, and gives the loss alone.
+
+    Raises:
+        UsageError: it is none, or there is a ``loss_fn`` too.
+    """
+    if forward is None:
+        return
+    if not callable(forward) or isinstance(forward, nn.Module | type):
+        raise UsageError(
+            f"expected forward to be a function forward(model, *batch) that gives the loss, found "
+            f"{forward.__name__ if isinstance(forward, type) else 'a ' + type(forward).__name__}: the model itself is "
+            f"the first argument of compile"
+        )
+    if loss_fn is not None:
+        raise UsageError("expected loss_fn or forward, found both: compute the loss in forward, and leave loss_fn out")
+
+
+def check_batch(model: nn.Module, batch: Batch) -> None:
+    """Check that a batch is where the model is, and carries no graph.
+
+    Raises:
+        UsageError: names the tensor.
+    """
+    device = next(iter(model.parameters())).device
+    for name, tensor in zip(batch.names, batch.tensors, strict=True):
+        if tensor.device != device:
+            raise UsageError(
+                f"expected the batch on {device} like the model's parameters, found {name} on {tensor.device}: move it "
+                f"with .to({str(device)!r})"
+            )
+        if tensor.requires_grad:
+            raise UsageError(
+                f"expected a batch without gradients, found that {name} requires one: detach() it, or make what "
+                f"computes it a part of the model"
+            )
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            raise UsageError(f"expected plain tensors in a batch, found that {name} is a {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise UsageError(f"expected dense tensors in a batch, found that {name} has layout {tensor.layout}")
+
+
+def names(items: Iterable[str], limit: int = 5) -> str:
+    """The first ``limit`` of ``items``, and how many more there are."""
+    listed = list(items)
+    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+
+
+def check_owner(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that every tensor in the optimizer's param groups is a parameter of the model.
+
+    Raises:
+        OptimizerError: one is not; the message says which.
+    """
+    known = {id(parameter) for parameter in model.parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise OptimizerError(
+                    f"expected an optimizer over the model's parameters, found a tensor of shape "
+                    f"{list(parameter.shape)} in param group {index} (number {position}) that is not one: build the "
+                    f"optimizer from model.parameters() of the model given to compile"
+                )

@@ -1,0 +1,100 @@
+"""What tracing puts in the place of operators that eager mode does not run as they are, with the bits of eager mode."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerofx.capture.compat.strides import kernel_layouts
+from zerofx.torch_private import without_modes
+
+
+def decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
+    """Operators that tracing puts in the place of what eager mode runs on ``device``, as what gives the same bits.
+
+    A GPU's dropout is ``native_dropout``. On a CPU eager mode multiplies by a mask of 0 and 1 / (1 - p), which it
+    divides in the tensor's own dtype. Zeros without memory, with which forward-mode derivatives begin, get some:
+    compiled regions write over what is read no more. What kernels lay out otherwise than their fakes is laid out as
+    they do. A CPU's batch norm takes no statistics in float32 beside a weight in a lower dtype.
+    """
+    aten = torch.ops.aten
+    layouts = kernel_layouts(device) | {aten._efficientzerotensor.default: _zeros}
+    if device.type != "cpu":
+        return layouts
+
+    def scaled(x: torch.Tensor, mask: torch.Tensor, kept: float) -> torch.Tensor:
+        with without_modes():
+            factor = float(torch.ones((), dtype=x.dtype) / kept) if kept else 0.0
+        return x * mask * factor
+
+    def drawn_in_place(x: torch.Tensor, p: float) -> torch.Tensor:
+        """What ``x.bernoulli_(p)`` makes of ``x``: eager mode draws where it writes, in the order of the memory."""
+        outermost = sorted(range(x.dim()), key=x.stride, reverse=True)
+        drawn: torch.Tensor = aten.bernoulli.p(x.permute(outermost), p)
+        return drawn.permute(sorted(range(x.dim()), key=outermost.__getitem__))
+
+    def bernoulli(x: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Any:
+        is_ordered = all(before >= after for before, after in itertools.pairwise(x.stride()))
+        return NotImplemented if is_ordered or generator is not None else drawn_in_place(x, p)
+
+    def dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if train is False or x.numel() == 0:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        mask = drawn_in_place(torch.empty_like(x, dtype=torch.bool), 1.0 - p)
+        return scaled(x, mask, 1.0 - p), mask
+
+    def dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+        return scaled(gradient, mask, 1.0 / scale if scale else 0.0)
+
+    return (
+        layouts
+        | _batch_norms_of_two_dtypes(layouts)
+        | {
+            aten.native_dropout.default: dropout,
+            aten.native_dropout_backward.default: dropout_backward,
+            aten.bernoulli.p: bernoulli,
+        }
+    )
+
+
+def _zeros(size: Sequence[int], **options: Any) -> torch.Tensor:
+    return torch.zeros(size, **options)
+
+
+def _batch_norms_of_two_dtypes(layouts: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Batch norms whose weight is in another dtype than their statistics, computed in that of the statistics.
+
+    Kernels that have them so do the same inside, but say of what they return another dtype than their fakes.
+    """
+    aten = torch.ops.aten
+
+    def forward(operator: Any) -> Callable[..., Any]:
+        def in_one_dtype(x: Any, weight: Any, bias: Any, mean: Any, *rest: Any) -> Any:
+            if weight is None or mean is None or weight.dtype == mean.dtype:
+                return layouts[operator](x, weight, bias, mean, *rest)
+            first, *others = layouts[operator](*_cast((x, weight, bias), mean.dtype), mean, *rest)
+            return (first.to(x.dtype), *others)
+
+        return in_one_dtype
+
+    def backward(gradient: Any, x: Any, weight: Any, mean: Any, *rest: Any) -> Any:
+        if weight is None or mean is None or weight.dtype == mean.dtype:
+            return layouts[operator](gradient, x, weight, mean, *rest)
+        of_x, *others = layouts[operator](*_cast((gradient, x, weight), mean.dtype), mean, *rest)
+        return (*_cast((of_x,), x.dtype), *_cast(others, weight.dtype))
+
+    operator = aten.native_batch_norm_backward.default
+    forwards = (
+        aten.native_batch_norm.default,
+        aten._native_batch_norm_legit.default,
+        aten._native_batch_norm_legit_functional.default,
+        aten._native_batch_norm_legit_no_training.default,
+    )
+    return {one: forward(one) for one in forwards} | {operator: backward}
+
+
+def _cast(tensors: Iterable[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
+    return [None if tensor is None else tensor.to(dtype) for tensor in tensors]

@@ -1,0 +1,38 @@
+"""Tensors that a forward puts somewhere while it is traced: a list of features, what a hook notes.
+
+They have no values, and no step adds others. What a module has as an attribute is put back (``loss.py``), and buffers
+are part of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from zerofx.capture.checks import names
+from zerofx.capture.outside import Outside
+from zerofx.errors import warn
+from zerofx.torch_private import is_traced
+
+_OF_RNNS = "._flat_weights"  # their parameters, which they list anew whenever one is set
+
+
+def tell_kept_tensors(model: nn.Module, objective: Callable[..., Any] | None) -> None:
+    """Warn where tensors of a trace can be reached from the model, its hooks, or the function that gives the loss."""
+    if places := dict.fromkeys(_places(model, objective)):
+        warn(
+            f"expected a forward that puts no tensors aside, found some in {names(places)}, put there while the step "
+            f"was captured: they have no values, and steps add none. What a step is to hand out is returned: compile "
+            f"with forward=lambda model, *batch: (loss, extras), and call loss, extras = step(*batch)"
+        )
+
+
+def _places(model: nn.Module, objective: Callable[..., Any] | None) -> Iterator[str]:
+    for root, name in ((model, "model"), (objective, "loss_fn or forward")):
+        if root is not None:
+            for path, reached in Outside(root, name).reachable():
+                place = path.rpartition("[")[0] if path.endswith("]") else path
+                if is_traced(reached) and not place.endswith(_OF_RNNS):
+                    yield place

@@ -1,0 +1,71 @@
+"""The module and the user's line that are running, told to all that is traced meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from torch.fx import traceback as fx_traceback
+from torch.overrides import TorchFunctionMode
+
+from zerofx.capture.blame import running_line
+
+LAYER_KEY = "zerofx_layer"
+LINE_KEY = "zerofx_line"
+LOSS_LAYER = "loss"
+
+
+def annotated(layer: str) -> AbstractContextManager[None]:
+    """While open, traced nodes have ``layer`` under ``LAYER_KEY`` in their custom metadata."""
+    return fx_traceback.annotate({LAYER_KEY: layer})
+
+
+def running_layer() -> str:
+    """The dotted path of the module whose forward is running, inside ``traceable``."""
+    found = fx_traceback.current_meta.get("custom", {}).get(LAYER_KEY, "")
+    assert isinstance(found, str)
+    return found
+
+
+@contextlib.contextmanager
+def layer_annotations(model: nn.Module) -> Iterator[None]:
+    """While open, every traced node is told the path of the module that is running."""
+    open_scopes: list[Any] = []
+    handles = []
+    for path, module in model.named_modules():
+
+        def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
+            scope = annotated(path)
+            scope.__enter__()
+            open_scopes.append(scope)
+
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            open_scopes.pop().__exit__(None, None, None)
+
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        with fx_traceback.preserve_node_meta():
+            try:
+                yield
+            finally:
+                # Modules whose forward raised have not left: while tracing, torch passes such hooks by.
+                while open_scopes:
+                    open_scopes.pop().__exit__(None, None, None)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class SourceLines(TorchFunctionMode):
+    """While open, traced nodes have the user's line that runs under ``LINE_KEY`` in their custom metadata."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with fx_traceback.annotate({LINE_KEY: running_line(sys._getframe(1))}):
+            return func(*args, **(kwargs or {}))

@@ -1,0 +1,304 @@
+"""Find the loss in what a model returns, and the module that makes it of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from zerofx.capture.calling import call_model, check_forward_call, divided_call, listed
+from zerofx.capture.outside import Outside, OutsideFoundError, StandInMaker, StandIns
+from zerofx.capture.values.known import KnownValues
+from zerofx.capture.values.watched_calls import Checks
+from zerofx.errors import CaptureError
+from zerofx.ir.batch import Batch
+from zerofx.ir.returned import NOTHING_ELSE, Returned
+
+LossFunction = Callable[..., Any]  # of outputs and what the model did not take
+ForwardFunction = Callable[..., Any]  # of the model and a batch
+
+
+def find_loss(outputs: Any, *, source: str = "the model") -> torch.Tensor:
+    """The scalar that training minimises.
+
+    It is ``outputs`` itself, or its ``.loss`` or ``["loss"]``, or the only scalar with a gradient in a tuple or list.
+
+    Raises:
+        CaptureError: there is none, or more than one; the message lists what was returned.
+    """
+    found = _candidate(outputs)
+    if isinstance(found, torch.Tensor) and found.numel() == 1 and found.dtype.is_floating_point:
+        if not found.requires_grad:
+            raise CaptureError(
+                f"expected a loss that depends on a trainable parameter, found a scalar from {source} without a "
+                f"gradient: check that some parameter has requires_grad=True and that nothing detaches the loss"
+            )
+        return found if found.dim() == 0 else found.reshape(())
+    raise CaptureError(
+        f"expected a scalar loss from {source}, found {_describe(outputs)}: return a scalar, an object with .loss, a "
+        f'dict with "loss", or give loss_fn=lambda outputs, *rest: ..., with what forward does not take'
+    )
+
+
+class Objective:
+    """What a step computes of a batch: the model's own loss, ``loss_fn`` of what the model gives, or ``forward``.
+
+    ``outside`` are the tensors that either of the two uses beside the model's.
+    """
+
+    def __init__(self, loss_fn: LossFunction | None = None, forward: ForwardFunction | None = None) -> None:
+        self.loss_fn, self.forward = loss_fn, forward
+        self.outside = Outside(forward or loss_fn, "loss_fn" if forward is None else "forward")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Objective) and (self.loss_fn, self.forward) == (other.loss_fn, other.forward)
+
+    def __hash__(self) -> int:
+        return hash((self.loss_fn, self.forward))
+
+    @staticmethod
+    def of(given: Loss) -> Objective:
+        """An objective, or that of a loss function, or of a model with a loss of its own."""
+        return given if isinstance(given, Objective) else Objective(given)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model gives its loss itself."""
+        return self.loss_fn is None and self.forward is None
+
+    def watched(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The model, and the modules that it is trained with, by what their attributes' paths begin with."""
+        return {"": model} | ({} if self.is_plain else self.outside.modules(model))
+
+    def copied(self, memo: dict[int, Any]) -> Objective:
+        """That of a copy of the model. What ``forward`` uses besides is shared: a step changes none of it."""
+        return Objective(copy.deepcopy(self.loss_fn, memo), self.forward)
+
+    def run(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        scope: Callable[[], AbstractContextManager[None]],
+    ) -> tuple[torch.Tensor, Returned, tuple[torch.Tensor, ...]]:
+        """The loss of a batch, what is returned besides, and the tensors of that; the loss is computed in ``scope``.
+
+        Raises:
+            UsageError: the model or one of the two cannot be called with such a batch.
+            CaptureError: there is no loss in what they give.
+        """
+        if self.forward is not None:
+            check_forward_call(self.forward, args, kwargs)
+            with scope():
+                given = self.forward(model, *args, **kwargs)
+                if isinstance(given, torch.Tensor):
+                    return find_loss(given, source="forward"), NOTHING_ELSE, ()
+                if not (type(given) is tuple and len(given) == 2 and isinstance(given[0], torch.Tensor)):
+                    raise CaptureError(
+                        f"expected forward to return its loss, a scalar tensor, or a pair (loss, extras), found "
+                        f"{_describe(given)}: pick the loss, and put all that step() is to give besides into one dict"
+                    )
+                return find_loss(given[0], source="forward"), *Returned.of_extras(given[1])
+        if self.loss_fn is None:
+            outputs = call_model(model, args, kwargs)
+            loss = find_loss(outputs)
+            return loss, Returned(left_out=_left_out(outputs, loss)), ()
+        (own, named), (rest, others) = divided_call(model, self.loss_fn, args, kwargs)
+        outputs = call_model(model, own, named)
+        with scope():
+            try:
+                given = self.loss_fn(outputs, *rest, **others)
+            except Exception as error:
+                error.add_note(f"in loss_fn(outputs{listed(rest, others)})")
+                raise
+            loss = find_loss(given, source="loss_fn")
+            return loss, Returned(left_out=_left_out(given, loss)), ()
+
+
+Loss = LossFunction | Objective | None
+
+
+class LossModule(nn.Module):
+    """The model followed by its loss, called with the batch's tensors alone.
+
+    ``loss_scope`` opens a context that ``loss_fn`` and ``forward`` run in. Where the forward puts other tensors in the
+    places of its buffers (``self.mean = 0.9 * self.mean + ...``), those come behind the loss, in the order of their
+    names in ``rebound``; behind them what it checks of values, as booleans, in the order of their texts in ``checked``;
+    and behind those the tensors of ``returned``. ``counts`` has the names of the numbers that a forward changes again
+    when it runs again. The parameters and buffers of ``outside`` stand for the tensors that ``objective`` uses beside
+    the model's, in the order of ``outside_names``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        objective: Objective,
+        num_micro_batches: int,
+        loss_scope: Callable[[], AbstractContextManager[None]],
+        known: KnownValues,
+        stand_ins: StandInMaker,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.outside = nn.Module()
+        self._batch = batch
+        # In a tuple, a loss that is a module is none of this one's.
+        self._objective = (objective,)
+        self._num_micro_batches = num_micro_batches
+        self._loss_scope = loss_scope
+        self._known = known
+        self._fake = stand_ins.fake
+        self._places = dict(stand_ins.of_model)
+        self.outside_names: tuple[str, ...] = ()
+        self.rebound: tuple[str, ...] = ()
+        self.checked: tuple[str, ...] = ()
+        self.counts: tuple[str, ...] = ()
+        self.returned = NOTHING_ELSE
+        self._has_run = False
+        if not objective.is_plain:
+            self._stand_in()
+
+    def _stand_in(self) -> None:
+        """Register fake tensors for those that are known to be used outside of the model."""
+        (objective,) = self._objective
+        objective.outside.forget_index()
+        named = {n: one for n, one in objective.outside.tensors().items() if id(one) not in self._places}
+        for index, real in enumerate(named.values()):
+            fake, key = self._fake(real), str(index)
+            table: dict[str, Any] = self.outside._parameters if real.requires_grad else self.outside._buffers
+            table[key] = fake
+            self._places[id(real)] = table, key
+        self.outside_names = tuple(named)
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        (objective,) = self._objective
+        held, numbers = _buffers(self.model), _numbers(self.model)
+        stand_ins = StandIns(self._places, objective.outside, self._fake)
+        for name, given, real in zip(self._batch.names, tensors, self._batch.tensors, strict=True):
+            if name in self._batch.hashes:
+                self._known.learn(given, real)
+        with _tensors_kept(self.model), Checks() as checks, self._known.asking(checks.answer), ExitStack() as inner:
+            if not objective.is_plain:
+                inner.enter_context(stand_ins)
+            loss, self.returned, extras = objective.run(self.model, *self._batch.rebuild(tensors), self._loss_scope)
+            now = _buffers(self.model)
+        if stand_ins.has_learned:
+            raise OutsideFoundError
+        if self._has_run:
+            self.counts = tuple(sorted(name for name, _ in _numbers(self.model).items() - numbers.items()))
+        self._has_run = True
+        loss = loss if self._num_micro_batches == 1 else loss / self._num_micro_batches
+        rebound, noted = _rebound(held, now), checks.noted()
+        self.rebound, self.checked = tuple(rebound), tuple(text for _, text in noted)
+        # A copy each: what is put in a buffer's place may be another buffer, or a view.
+        others = *(tensor.clone() for tensor in rebound.values()), *(holds for holds, _ in noted), *extras
+        return (loss, *others) if others else loss
+
+
+@contextlib.contextmanager
+def _tensors_kept(model: nn.Module) -> Iterator[None]:
+    """Tensors that a forward leaves on its modules meanwhile go: they are those that it is traced with.
+
+    All else stays, such as a note of hooks that the first call has registered.
+    """
+    tables = [table for module in model.modules() for table in (vars(module), module._buffers)]
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            for name in [name for name, left in table.items() if isinstance(left, torch.Tensor)]:
+                if name in entries:
+                    table[name] = entries[name]
+                else:
+                    del table[name]
+            table.update({name: one for name, one in entries.items() if isinstance(one, torch.Tensor)})
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers by all of their names."""
+    return dict(model.named_buffers(remove_duplicate=False))
+
+
+def _numbers(model: nn.Module) -> dict[str, int | float]:
+    """The Python numbers that modules have as attributes."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): number
+        for prefix, module in model.named_modules()
+        for name, number in vars(module).items()
+        if type(number) in (int, float)
+    }
+
+
+def _rebound(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that a forward has put in the places of buffers, by name.
+
+    Raises:
+        CaptureError: one is not like the buffer that it stands in for.
+    """
+    changed = {name: after.get(name) for name, buffer in before.items() if after.get(name) is not buffer}
+    found = {}
+    for name, tensor in changed.items():
+        buffer = before[name]
+        if tensor is None or tensor.shape != buffer.shape or tensor.dtype != buffer.dtype or tensor.requires_grad:
+            what = "nothing" if tensor is None else _describe(tensor)
+            raise CaptureError(
+                f"expected a forward that leaves each buffer its shape and dtype, and no gradient, found that it puts "
+                f"{what}{' with a gradient' if tensor is not None and tensor.requires_grad else ''} in the place of "
+                f"{name}, {_describe(buffer)}: detach() what a buffer is to hold, and give it its full size at first, "
+                f"as a call of the model before zerofx.compile may do"
+            )
+        others = [other for other in before if other != name and before[other] is buffer]
+        if others:
+            raise CaptureError(
+                f"expected a forward that leaves buffers that share a tensor as they are, found that it puts another "
+                f"in the place of {name}, which is {', '.join(others)} too: change it in place, or give each its own"
+            )
+        found[name] = tensor
+    return found
+
+
+def _left_out(outputs: Any, loss: torch.Tensor) -> tuple[str, ...]:
+    """The tensors among outputs that are not the loss, as texts."""
+    if isinstance(outputs, torch.Tensor):
+        return ()
+    named = pytree.tree_flatten_with_path(outputs)[0]
+    return tuple(
+        f"{pytree.keystr(path)} {str(one.dtype).removeprefix('torch.')}{list(one.shape)}".strip()
+        for path, one in named
+        if isinstance(one, torch.Tensor) and one is not loss and one.numel() != 1
+    )
+
+
+def _candidate(outputs: Any) -> Any:
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        return outputs["loss"]
+    if getattr(outputs, "loss", None) is not None:
+        return outputs.loss
+    if isinstance(outputs, tuple | list):
+        scalars = [o for o in outputs if isinstance(o, torch.Tensor) and o.numel() == 1 and o.requires_grad]
+        if len(scalars) == 1:
+            return scalars[0]
+    return None
+
+
+def _describe(outputs: Any) -> str:
+    if isinstance(outputs, torch.Tensor):
+        return f"a tensor of shape {list(outputs.shape)} and dtype {outputs.dtype}"
+    if isinstance(outputs, Mapping):
+        return f"a {type(outputs).__name__} with keys {list(outputs)}"
+    if is_dataclass(outputs):
+        return f"a {type(outputs).__name__} with fields {[f.name for f in fields(outputs)]}"
+    if isinstance(outputs, tuple | list):
+        return f"a {type(outputs).__name__} of {[_describe(item) for item in outputs]}"
+    return f"a {type(outputs).__name__}"

@@ -1,0 +1,106 @@
+"""Collectives that a forward or a loss calls itself, as nodes of the graph, where those of torch write in place.
+
+A contrastive loss gathers the features of all ranks (``torch.distributed.nn.all_gather``), a queue or a centre reduces
+what it detaches (``dist.all_gather``, ``dist.all_reduce``). While a forward is traced these become functional
+collectives, which the step runs where they stand, in the same order on all ranks, with the values of the calls
+themselves. They are part of a step at every stage, like any other operator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.nn import functional as with_gradients
+
+from zerofx.capture.blame import user_line
+from zerofx.errors import CaptureError
+from zerofx.torch_private import TorchDispatchMode, boxed_work, name_of_reduction, unboxed_group
+
+
+class FunctionalCollectives(TorchDispatchMode):
+    """While active, collectives that write in place are functional ones, whose results are then copied."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload) or func.namespace != "c10d":
+            return func(*args, **kwargs)
+        match func._schema.name, args:
+            case "c10d::allgather_", [outputs, [tensor], group, *_]:
+                for output, part in zip(outputs[0], _gathered(tensor, unboxed_group(group)), strict=True):
+                    output.copy_(part)
+                return outputs, boxed_work()
+            case "c10d::_allgather_base_", [output, tensor, group, *_]:
+                output.copy_(_gathered(tensor, unboxed_group(group)).reshape(output.shape))
+                return output, boxed_work()
+            case "c10d::allreduce_", [tensors, group, operation, *_]:
+                for tensor in tensors:
+                    tensor.copy_(_reduced(tensor, name_of_reduction(operation), unboxed_group(group)))
+                return tensors, boxed_work()
+        raise CaptureError(
+            f"expected a forward whose collectives are all_gather, all_gather_into_tensor and all_reduce of "
+            f"torch.distributed, or functional ones (torch.distributed._functional_collectives), found "
+            f"{func._schema.name} at\n  {user_line(traceback.extract_stack()) or '(line not found)'}\n"
+            f"Use one of those in its place, or call it outside the step."
+        )
+
+
+class _Gather(torch.autograd.Function):
+    """What all ranks have, ``[ranks, ...]``; a gradient is the sum, in the order of ranks, of what all have for it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _gathered(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient, num_ranks = gradients[0].contiguous(), ctx.group.size()
+        if dist.get_backend(ctx.group) == dist.Backend.NCCL:
+            one = _collectives.reduce_scatter_tensor(gradient.flatten(0, 1), "sum", num_ranks, ctx.group.group_name)
+            return _collectives.wait_tensor(one).reshape(gradient.shape[1:]), None
+        splits = [1] * num_ranks
+        parts = _collectives.all_to_all_single(gradient, splits, splits, ctx.group.group_name)
+        return _collectives.wait_tensor(parts).sum(0), None
+
+
+class _AllGather:
+    """In the place of the autograd function whose backward sends by rank, so that each rank has a graph of its own."""
+
+    @staticmethod
+    def apply(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gathered: torch.Tensor = _Gather.apply(tensor, group or dist.group.WORLD)  # type: ignore[no-untyped-call]  # torch's
+        return gathered.unbind(0)
+
+
+@contextlib.contextmanager
+def traceable_collectives() -> Iterator[None]:
+    """While open, collectives in what is traced become nodes of its graph."""
+    names = vars(with_gradients)
+    instead: dict[str, Any] = {"_AllGather": _AllGather, "_not_supported_under_compile": lambda *_, **__: None}
+    before = {name: names[name] for name in instead if name in names}
+    names.update({name: instead[name] for name in before})
+    try:
+        with FunctionalCollectives():  # type: ignore[no-untyped-call]  # torch's
+            yield
+    finally:
+        names.update(before)
+
+
+_collectives = torch.ops._c10d_functional
+
+
+def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    flat = tensor.contiguous().reshape(1, -1)
+    whole = _collectives.wait_tensor(_collectives.all_gather_into_tensor(flat, group.size(), group.group_name))
+    result: torch.Tensor = whole.reshape(group.size(), *tensor.shape)
+    return result
+
+
+def _reduced(tensor: torch.Tensor, operation: str, group: dist.ProcessGroup) -> torch.Tensor:
+    result: torch.Tensor = _collectives.wait_tensor(_collectives.all_reduce(tensor, operation, group.group_name))
+    return result

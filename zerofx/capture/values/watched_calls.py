@@ -1,0 +1,108 @@
+"""What a traced model calls of torch's functions: noted, kept whole, or written so that it can be traced."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from zerofx.capture.blame import user_line, user_lines
+from zerofx.capture.values.raising_branches import answer_without_raising
+from zerofx.capture.values.value_dependent import with_one_backward
+from zerofx.errors import CaptureError
+from zerofx.torch_private import reader, without_onednn, without_python_dispatcher
+
+_IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
+# Calls that torch's Python dispatcher takes apart, as it does others, into kernels that eager mode does not run: one
+# saves a mask of booleans for its backward, and what eager mode runs for the others reads values.
+_BY_PYTHON = frozenset({"dropout", "istft", "one_hot", "tensor_split"})
+
+
+class Checks(TorchFunctionMode):
+    """Takes note of what a forward checks of tensors' values, which nobody knows while it is traced.
+
+    Where ``if torch.any(variance < 0): raise ...`` asks, the answer that goes on is assumed, and checked in each step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: list[tuple[torch.Tensor, bool, str]] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") not in ("_assert", "_assert_async") or not isinstance(args[0], torch.Tensor):
+            return func(*args, **(kwargs or {}))
+        # Reduced here, so that nothing of the condition's size is held until the forward ends.
+        return self._note(args[0].all(), True, *args[1:], *(kwargs or {}).values())
+
+    def answer(self, asked: torch.Tensor, is_check: bool) -> bool | None:
+        """The truth of ``asked``, of one element, for which whoever asks for it does not raise, if there is one."""
+        frame = reader(sys._getframe(1))
+        found = True if is_check else None if frame is None else answer_without_raising(frame)
+        if found is not None:
+            self._note(asked, found)
+        return found
+
+    def noted(self) -> list[tuple[torch.Tensor, str]]:
+        """What has to hold, as booleans of one element, and what to say where it does not."""
+        found = [(asked.detach().reshape(()), answer, text) for asked, answer, text in self._noted]
+        return [
+            (asked if answer and asked.dtype == torch.bool else (asked != 0) == answer, text)
+            for asked, answer, text in found
+        ]
+
+    def _note(self, asked: torch.Tensor, answer: bool, *messages: object) -> None:
+        said = f"{messages[0]}\n" if messages else ""
+        lines = "\n  ".join(user_lines(traceback.extract_stack())[:2])
+        self._noted.append((asked, answer, f"{said}expected to hold for the values of this step:\n  {lines}"))
+
+
+class CallWatcher(TorchFunctionMode):
+    """Remembers the source lines of in-place calls, and keeps calls whole that eager mode runs whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._seed = torch.initial_seed()  # what is traced draws nothing
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if torch.initial_seed() != self._seed:
+            raise CaptureError(
+                f"expected a forward that draws from torch's generator as it is, found one that seeds it before\n  "
+                f"{user_line(traceback.extract_stack()) or '(line not found)'}\n"
+                f"A step is captured once, and would not seed it again: draw where the batch is made, as a tensor of "
+                f"it, or make what is the same in all steps a buffer."
+            )
+        if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
+            raise CaptureError(
+                f"expected a forward whose operations can be traced, found tensor.data assigned at\n  "
+                f"{user_line(traceback.extract_stack()) or '(line not found)'}\nWrite tensor.copy_(...) instead."
+            )
+        in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+        in_place = in_place or bool(kwargs and (kwargs.get("inplace") or kwargs.get("out") is not None))
+        rescales = bool(kwargs and kwargs.get("max_norm") is not None)  # an embedding its weight, row by row
+        if (in_place or rescales) and args and isinstance(args[0], torch.Tensor):
+            line = user_line(traceback.extract_stack())
+            if line:
+                self.lines.append(f"{line} ({name}{' with max_norm' if rescales else ''})")
+        if name == "bernoulli" and isinstance(args[0], torch.Tensor):
+            # Its result is dense whatever its input is, unlike that of bernoulli_, which tracing turns into the same.
+            args = (args[0].contiguous(), *args[1:])
+        written = with_one_backward(name, args, kwargs or {})
+        if written is not None:
+            return written()
+        with contextlib.ExitStack() as stack:
+            if name not in _BY_PYTHON:
+                stack.enter_context(without_python_dispatcher())
+            if name == "lstm":
+                stack.enter_context(without_onednn())
+            return func(*args, **(kwargs or {}))

@@ -1,0 +1,153 @@
+"""What the command line is given: a user's function that makes what is trained, machines, budgets."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+from zerofx.choices import Accumulate, Offload
+from zerofx.errors import UsageError
+from zerofx.scheduler.cost.machine import Machine
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def find_function(where: str) -> Callable[[], Any]:
+    """The function that ``MODULE:FUNCTION`` names.
+
+    Raises:
+        UsageError: there is none; says which there are.
+    """
+    source, _, name = where.rpartition(":")
+    if not source or not name:
+        raise UsageError(f"expected MODULE:FUNCTION, such as train.py:make or package.module:make, found {where!r}")
+    module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
+    found = getattr(module, name, None)
+    if callable(found):
+        function: Callable[[], Any] = found
+        return function
+    offered = [key for key, value in vars(module).items() if callable(value) and _is_own(value, module)]
+    hint = f"; its own are {', '.join(offered)}" if offered else ""
+    raise UsageError(f"{source} has no function {name!r}{hint}")
+
+
+def _is_own(value: object, module: ModuleType) -> bool:
+    return getattr(value, "__module__", None) == module.__name__ and not isinstance(value, type)
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
+    sys.path.insert(0, str(path.parent.resolve()))  # as when Python runs it: what lies beside it can be imported
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickles look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # Only a module that was asked for: one that the user's module misses needs the traceback.
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise
+        raise UsageError(
+            f"there is no module {error.name!r} in {Path.cwd()} or among those installed; a file is named by its path, "
+            f"with .py"
+        ) from error
+
+
+def make_training(where: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any, Any]:
+    """What the function that ``where`` names returns, with ``device`` as torch's default: model, optimizer, batch,
+    loss function (or None) and forward (or None).
+
+    Raises:
+        UsageError: there is no such function, or it returns something else.
+    """
+    import torch  # takes seconds to import, which `zerofx --help` does without
+    from torch import nn
+
+    function = find_function(where)
+    with torch.device(device):
+        made = function()
+    expected = f"expected {where} to return (model, optimizer, batch), and behind them loss_fn, or None and forward"
+    if not isinstance(made, tuple) or len(made) not in (3, 4, 5):
+        found = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
+        raise UsageError(f"{expected}, found {found}")
+    model, optimizer, batch = made[:3]
+    for name, value, kind in (
+        ("model", model, nn.Module),
+        ("optimizer", optimizer, torch.optim.Optimizer),
+        ("batch", batch, (tuple, Mapping)),
+    ):
+        if not isinstance(value, kind):
+            hint = ": put a batch of one argument as (tensor,)" if name == "batch" else ""
+            raise UsageError(f"{expected}, found a {type(value).__name__} as {name}{hint}")
+    loss_fn, forward = (*made[3:], None, None)[:2]
+    return model, optimizer, batch, loss_fn, forward
+
+
+def read_machine(name: str) -> Machine:
+    """A built-in machine, or one from a .json file."""
+    return Machine.from_json(Path(name).read_text(encoding="utf-8")) if name.endswith(".json") else Machine.named(name)
+
+
+def parse_budget(text: str | None) -> str | float | None:
+    """A fraction is a bare number up to one; everything else is a size."""
+    try:
+        fraction = float(text or "")
+    except ValueError:
+        return text
+    return fraction if 0 < fraction <= 1 else text
+
+
+def parse_offload(text: str) -> Offload:
+    """A word, or ``gradients=host`` for ``{"gradients": "host"}``; whether it can be is ``check_options``' business."""
+    name, equals, tier = text.partition("=")
+    return cast(Offload, {name: tier} if equals else text)
+
+
+def parse_accumulate(text: str) -> Accumulate:
+    """A number of micro-batches, or ``"auto"``.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if text == "auto":
+        return "auto"
+    if not text.isdigit():
+        raise UsageError(f"expected --accumulate to be a number of micro-batches, or auto, found {text!r}")
+    return int(text)
+
+
+@contextmanager
+def world(device: str | None) -> Iterator[tuple[int, str]]:
+    """This process's rank and device, joined with the others that ``torchrun`` has started, if there are any."""
+    import torch  # as above
+    import torch.distributed as dist
+
+    rank, local = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    here = device or (f"cuda:{local}" if torch.cuda.is_available() else "cpu")
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        yield rank, here
+        return
+    on_gpu = here.startswith("cuda")
+    if on_gpu:
+        torch.cuda.set_device(here)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    yield rank, here
+    # Where the block raises, others may wait for this rank, and a clean end would wait for them: the process just ends.
+    dist.destroy_process_group()

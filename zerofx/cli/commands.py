@@ -1,0 +1,273 @@
+"""The command line: ``zerofx plan``, ``report`` and ``machines`` need no device, ``zerofx tune`` runs on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import get_args
+
+import click
+from tabulate import tabulate
+
+import zerofx
+from zerofx.choices import Backend, Precision, Recompute, Wire
+from zerofx.cli.arguments import make_training, parse_accumulate, parse_budget, parse_offload, read_machine, world
+from zerofx.errors import ZeroFXError
+from zerofx.scheduler.cost.catalog import built_in_machines
+from zerofx.scheduler.cost.machine import Link, Machine
+from zerofx.units import format_bytes, format_seconds
+
+
+class _Refused(click.ClickException):
+    """An error of zerofx: its message says what to do, a traceback would only hide it."""
+
+    exit_code = 2
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(zerofx.__version__, prog_name="zerofx")
+def main() -> None:
+    """Train models that do not fit: one planned, compiled graph per training step."""
+
+
+@main.command("plan")
+@click.argument("where", metavar="MODULE:FUNCTION")
+@click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks.")
+@click.option(
+    "--machine", default="h100-sxm", show_default=True, help="See `zerofx machines`; or a .json of a Machine."
+)
+@click.option("--memory-budget", metavar="SIZE", help="On the device: '24GiB', '80GB', or a fraction such as 0.9.")
+@click.option("--host-budget", metavar="SIZE", help="Of host memory, for each rank: as for --memory-budget.")
+@click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, help="What is sharded (ZeRO).")
+@click.option("--precision", type=click.Choice(get_args(Precision)), help="What is computed in; else as the model is.")
+@click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Gathers issued ahead.")
+@click.option("--recompute", type=click.Choice(get_args(Recompute)), default="auto", show_default=True)
+@click.option(
+    "--offload", default="auto", show_default=True, metavar="TIER",
+    help="auto, none, host or nvme; or gradients=host (nvme): of gradients between micro-batches.",
+)  # fmt: skip
+@click.option("--accumulate", default="1", show_default=True, help="Micro-batches before each update, or 'auto'.")
+@click.option(
+    "--wire", type=click.Choice(get_args(Wire)), default="exact", show_default=True, help="In how many bits to send."
+)
+@click.option(
+    "--max-grad-norm", type=float, help="Clip gradients to this norm of all of them; else they are as they are."
+)
+@click.option(
+    "--delayed-update", type=click.IntRange(min=0), metavar="STEPS",
+    help="Steps of exact training before updates run on the host beside the next step; else none do.",
+)  # fmt: skip
+@click.option("--full", is_flag=True, help="Write out every layer of the schedule, not one of those that are alike.")
+@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan, for compile(plan=...).")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page for a browser.")
+@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write a trace for ui.perfetto.dev.")
+def plan_command(
+    where: str,
+    world_size: int,
+    machine: str,
+    memory_budget: str | None,
+    host_budget: str | None,
+    stage: int,
+    precision: Precision | None,
+    prefetch: int,
+    recompute: Recompute,
+    offload: str,
+    accumulate: str,
+    wire: Wire,
+    max_grad_norm: float | None,
+    delayed_update: int | None,
+    full: bool,
+    save: Path | None,
+    html: Path | None,
+    trace: Path | None,
+) -> None:
+    """Plan a training step for ranks and a machine that need not exist.
+
+    MODULE is a dotted module or a path to a .py file. FUNCTION takes nothing and returns (model, optimizer, batch), and
+    behind them loss_fn, or None and forward, if zerofx.compile is given one; the batch is that of one rank, a tuple of
+    positional arguments or a dict of keywords. It is called with torch's default device set to "meta": shapes
+    are all a plan needs.
+    """
+    with _clean_errors():
+        model, optimizer, batch, loss_fn, forward = make_training(where, "meta")
+        planned = zerofx.plan(
+            model,
+            optimizer,
+            batch,
+            stage,
+            world_size=world_size,
+            machine=read_machine(machine),
+            memory_budget=parse_budget(memory_budget),
+            host_budget=parse_budget(host_budget),
+            recompute=recompute,
+            offload=parse_offload(offload),
+            loss_fn=loss_fn,
+            forward=forward,
+            precision=precision,
+            prefetch=prefetch,
+            accumulate=parse_accumulate(accumulate),
+            wire=wire,
+            max_grad_norm=max_grad_norm,
+            delayed_update=delayed_update,
+        )
+        schedule = planned.schedule()
+        click.echo(f"{planned}\n\n{planned.plan}\n\n{schedule.table(fold=not full)}")
+        report = planned.report(f"{type(model).__name__} with {type(optimizer).__name__}")
+        if save is not None:
+            report.save(save)
+        if html is not None:
+            report.to_html(html)
+        if trace is not None:
+            schedule.to_chrome_trace(trace)
+    _say_written(save, html, trace)
+
+
+@main.command("tune")
+@click.argument("where", metavar="MODULE:FUNCTION")
+@click.option("--device", help="Where the model is made and run; else the GPU if there is one.")
+@click.option("--memory-budget", metavar="SIZE", help="On the device: '24GiB', '80GB', or a fraction such as 0.9.")
+@click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, help="What is sharded (ZeRO).")
+@click.option("--precision", type=click.Choice(get_args(Precision)), help="What is computed in; else as the model is.")
+@click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Gathers issued ahead.")
+@click.option("--recompute", type=click.Choice(get_args(Recompute)), default="auto", show_default=True)
+@click.option(
+    "--offload", default="auto", show_default=True, metavar="TIER",
+    help="auto, none, host or nvme; or gradients=host (nvme): of gradients between micro-batches.",
+)  # fmt: skip
+@click.option("--accumulate", default="1", show_default=True, help="Micro-batches before each update, or 'auto'.")
+@click.option(
+    "--wire", type=click.Choice(get_args(Wire)), default="exact", show_default=True, help="In how many bits to send."
+)
+@click.option(
+    "--max-grad-norm", type=float, help="Clip gradients to this norm of all of them; else they are as they are."
+)
+@click.option("--backend", type=click.Choice(get_args(Backend)), default="inductor", show_default=True)
+@click.option("--num-steps", type=click.IntRange(min=2), default=5, show_default=True, help="Steps of each candidate.")
+@click.option("--num-candidates", type=click.IntRange(min=1), default=4, show_default=True, help="Plans run at first.")
+@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the best, for compile(plan=...).")
+def tune_command(
+    where: str,
+    device: str | None,
+    memory_budget: str | None,
+    stage: int,
+    precision: Precision | None,
+    prefetch: int,
+    recompute: Recompute,
+    offload: str,
+    accumulate: str,
+    wire: Wire,
+    max_grad_norm: float | None,
+    backend: Backend,
+    num_steps: int,
+    num_candidates: int,
+    save: Path | None,
+) -> None:
+    """Run plans on the device at hand, and keep the fastest that fits.
+
+    MODULE:FUNCTION is as for `zerofx plan`; it is called with torch's default device set to the one to run on. Several
+    processes tune together: torchrun --nproc-per-node 2 -m zerofx tune MODULE:FUNCTION.
+    """
+    with _clean_errors(), world(device) as (rank, here):
+        model, optimizer, batch, loss_fn, forward = make_training(where, here)
+        result = zerofx.tune(
+            model,
+            optimizer,
+            batch,
+            stage,
+            memory_budget=parse_budget(memory_budget),
+            num_steps=num_steps,
+            num_candidates=num_candidates,
+            save=save,
+            loss_fn=loss_fn,
+            forward=forward,
+            recompute=recompute,
+            offload=parse_offload(offload),
+            precision=precision,
+            backend=backend,
+            prefetch=prefetch,
+            accumulate=parse_accumulate(accumulate),
+            wire=wire,
+            max_grad_norm=max_grad_norm,
+        )
+    if rank == 0:
+        click.echo(f"{result}\n\n{result.plan}")
+        _say_written(save)
+
+
+@main.command("report")
+@click.argument("plan_file", metavar="PLAN.json", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--full", is_flag=True, help="Write out every layer of the schedule, not one of those that are alike.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page for a browser.")
+def report_command(plan_file: Path, full: bool, html: Path | None) -> None:
+    """Show a plan that `zerofx plan --save` or `zerofx tune --save` has written: decisions, reasons and schedule."""
+    from zerofx.report.saved import SavedPlan  # needs torch, which takes seconds to import
+
+    with _clean_errors():
+        saved = SavedPlan.load(plan_file)
+        click.echo(f"{saved.title}\n\n{saved.plan}\n\n{saved.schedule.table(fold=not full)}")
+        if html is not None:
+            saved.to_html(html)
+    _say_written(html)
+
+
+@main.command("machines")
+def machines_command() -> None:
+    """List the built-in machines: datasheet numbers, of one device unless it says otherwise."""
+    headers = ("machine", "memory", "bandwidth", "float32", "bfloat16", "float16", "within node", "between", "a node")
+    rows = [_machine_row(machine) for machine in built_in_machines()]
+    align = ("left", *["right"] * (len(headers) - 1))
+    click.echo(tabulate(rows, headers, colalign=align, disable_numparse=True, tablefmt="simple"))
+    click.echo(
+        "\nbandwidth: memory, read plus written. float32, bfloat16, float16: dense peaks of matrix multiplication, in\n"
+        "FLOP/s. within node, between: links in one direction, and seconds a hop; between nodes, one device's share.\n"
+        "a node: devices, and host memory that they share."
+    )
+
+
+@main.command("doctor")
+def doctor_command() -> None:
+    """Say what zerofx finds here, as text for a report of a bug: versions, compiler, devices, folders, switches."""
+    from zerofx.cli.doctor import examine  # as there
+
+    for line in examine():
+        click.echo(line)
+
+
+def _say_written(*paths: Path | None) -> None:
+    for path in filter(None, paths):
+        click.echo(f"wrote {path}", err=True)
+
+
+@contextmanager
+def _clean_errors() -> Iterator[None]:
+    try:
+        yield
+    except ZeroFXError as error:
+        raise _Refused(str(error)) from error
+    except OSError as error:
+        if error.filename is None:  # not about a file that was asked for
+            raise
+        raise _Refused(f"{error.filename}: {error.strerror}") from error
+
+
+def _machine_row(machine: Machine) -> list[str]:
+    peak = machine.device.peak
+    return [
+        machine.name,
+        format_bytes(machine.device.memory_bytes),
+        _bandwidth(machine.device.memory_bandwidth),
+        *(f"{rate / 1e12:.4g} TFLOP/s" if rate else "" for rate in (peak.float32, peak.bfloat16, peak.float16)),
+        _link(machine.intra_node),
+        _link(machine.inter_node),
+        f"{machine.ranks_per_node} x, {format_bytes(machine.host.memory_bytes)}",
+    ]
+
+
+def _bandwidth(rate: float) -> str:
+    """Bandwidths are decimal, as datasheets have them."""
+    return f"{rate / 1e9:.4g} GB/s"
+
+
+def _link(link: Link) -> str:
+    return f"{_bandwidth(link.bandwidth)}, {format_seconds(link.latency)}"

@@ -1,0 +1,157 @@
+"""What zerofx finds on a machine, as text for the report of a bug.
+
+Each section is made by itself: what is broken is said in its place, and the others are there all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_LIBRARIES = ("torch", "triton", "numpy", "safetensors", "transformers", "xxhash", "click")
+_PREFIXES = ("ZEROFX_", "TORCHINDUCTOR_", "TRITON_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUDA_VISIBLE", "XDG_CACHE")
+_RANKS = ("CXX", "CC", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TMPDIR")
+_COMPILERS = ("g++", "clang++")
+_PATIENCE_SECONDS = 10.0
+
+
+def examine() -> Iterator[str]:
+    """The lines of the text, each as soon as it is known."""
+    sections: dict[str, Callable[[], Iterator[str]]] = {
+        "versions": _versions, "compiler": _compiler, "devices": _devices, "switches": _switches,
+        "folders": _folders, "left out": _left_out,
+    }  # fmt: skip
+    for title, lines in sections.items():
+        yield f"{title}:"
+        try:
+            for line in lines():
+                yield f"  {line}"
+        except Exception as error:  # noqa: BLE001 - what is broken here is what is asked about
+            yield f"  this could not be found out: {type(error).__name__}: {error}"
+
+
+def _versions() -> Iterator[str]:
+    import zerofx
+
+    yield f"zerofx {zerofx.__version__} in {Path(zerofx.__file__).parent}"
+    yield f"Python {sys.version.split()[0]}, {platform.platform()}"
+    for name in _LIBRARIES:
+        try:
+            yield f"{name} {version(name)}"
+        except PackageNotFoundError:
+            yield f"{name}: not installed"
+    import torch
+
+    yield f"torch's commit {torch.version.git_version}, built for CUDA {torch.version.cuda}, HIP {torch.version.hip}"
+
+
+def _compiler() -> Iterator[str]:
+    asked = os.environ.get("CXX")
+    for name in (asked,) if asked else _COMPILERS:
+        path = shutil.which(name)
+        if path is None:
+            yield f"{name}: not found"
+            continue
+        told = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False
+        )
+        first = (told.stdout or told.stderr).partition("\n")[0]
+        yield f"{path}: {first}" + (f" (ended with {told.returncode})" if told.returncode else "")
+        return
+    yield "without a C++ compiler only backend='eager' runs on a CPU"
+
+
+def _devices() -> Iterator[str]:
+    import torch
+
+    from zerofx.units import format_bytes
+
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield f"CPU: {_processor()}, {capability}, {num_cores} core(s) of {os.cpu_count()} for this process"
+    yield f"{torch.get_num_threads()} thread(s), {format_bytes(memory)} of memory"
+    if not torch.cuda.is_available():
+        yield "CUDA: no device" if torch.version.cuda else "CUDA: this torch is built without it"
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        size = format_bytes(about.total_memory)
+        yield f"CUDA {index}: {about.name}, {size}, compute capability {about.major}.{about.minor}"
+
+
+def _processor() -> str:
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _folders() -> Iterator[str]:
+    from zerofx.settings import read_settings, user_cache
+
+    settings, user = read_settings(), user_cache()
+    yield f"cache: {_about(settings.cache_dir) if settings.cache_dir else 'none, nothing is kept for the next run'}"
+    yield f"generated files: {_about(settings.dump_dir or (user / 'dumps' if user else None))}"
+    for folder in settings.nvme_dirs:
+        yield f"nvme: {_about(folder, shared=True)}"
+    if not settings.nvme_dirs:
+        yield "nvme: none, ZEROFX_NVME_DIR is not set"
+    from zerofx.codegen.inductor.cpp import asked_cache_folder
+
+    yield f"Inductor's cache: {_about(asked_cache_folder())}"
+
+
+def _about(folder: Path | None, *, shared: bool = False) -> str:
+    from zerofx.disk.own_files import why_unsafe
+    from zerofx.units import format_bytes
+
+    if folder is None:
+        return "a temporary folder, since the user has no home"
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    space = f"{format_bytes(shutil.disk_usage(there).free)} free"
+    if not folder.exists():
+        return f"{folder}, not there yet, {space}"
+    unsafe = why_unsafe(folder, shared=shared)
+    return f"{folder}, {space}" + (f", NOT USED: {unsafe}" if unsafe else "")
+
+
+def _switches() -> Iterator[str]:
+    names = sorted(name for name in os.environ if name.startswith(_PREFIXES) or name in _RANKS)
+    for name in names:
+        yield f"{name}={os.environ[name]}"
+    if not names:
+        yield "none is set"
+
+
+def _left_out() -> Iterator[str]:
+    import torch
+
+    from zerofx.codegen.kernels.table import KERNELS, kernels_in_use
+    from zerofx.pipeline import check_disabled
+    from zerofx.settings import read_settings
+
+    settings = read_settings()
+    check_disabled(settings)
+    for name in sorted(settings.disable):
+        yield f"{name}: ZEROFX_DISABLE names it"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    used = kernels_in_use(settings.kernels, device)
+    for kernel in KERNELS:
+        if kernel.name in used:
+            continue
+        if kernel.device_type != device.type:
+            reason = f"it is for {kernel.device_type}"
+        elif settings.kernels is not None:
+            reason = "ZEROFX_KERNELS does not name it"
+        else:
+            reason = kernel.reason
+        yield f"kernel {kernel.name}: {reason}"
+    if device.type == "cpu":
+        yield "CUDA graphs: there is no CUDA device"

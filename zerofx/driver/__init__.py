@@ -1,0 +1,1 @@
+"""From a batch to a step that all ranks agree on."""

@@ -1,0 +1,236 @@
+"""A plan that the user gave: read it, and see that it is for what it is used for, before anything is changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from zerofx.errors import MemoryBudgetError, PlanError, UsageError, warn
+from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.graph import StepGraph
+from zerofx.lowering.lower import LoweredStep
+from zerofx.options import GRADIENTS, CompileOptions
+from zerofx.runtime.comm.control import Control
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.decide.residency import PolicyOptions, identify, summarise
+from zerofx.scheduler.plan.facts import BucketSummary
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.planner import budget_bytes, host_budget_bytes
+from zerofx.units import format_bytes, format_count
+
+T = TypeVar("T")
+
+_SHOWN = 8  # differences of one kind
+
+
+def take_plan(options: CompileOptions, machine: Machine, control: Control) -> CompileOptions:
+    """``options`` with the plan that they give, read from its file by rank 0, and checked against the other options.
+
+    Raises:
+        PlanError: there is no plan in the file, or it is for another stage, precision, machine or number of ranks.
+        MemoryBudgetError: the plan needs more than ``memory_budget``.
+        UsageError: another option contradicts the plan.
+    """
+    if options.plan is None:
+        return options
+    given = options.plan
+    plan = control.share("read the plan", lambda: Plan.load(given)) if isinstance(given, Path) else given
+    settings = {
+        "stage": (str(plan.stage), str(options.stage)),
+        "precision": (_precision(plan.precision), _precision(options.precision)),
+        "micro-batches": (str(plan.num_micro_batches), _micro_batches(options, plan)),
+        "wire": (plan.wire, options.wire),
+        "max_grad_norm": (str(plan.max_grad_norm), str(options.max_grad_norm)),
+        "ranks": (str(plan.num_ranks), str(control.num_ranks)),
+        "machine": (plan.machine, machine.name),
+    }
+    _refuse(_changed(settings), "Give the options that the plan was made with, or leave plan out to have one made.")
+    check_budget(plan, options, machine)
+    if options.recompute == "none" and plan.recomputes:
+        raise UsageError(
+            f"expected recompute='auto' beside a plan that computes {len(plan.recomputes)} values again, found "
+            f"recompute='none': leave it out, or leave plan out to have another made"
+        )
+    if options.offload == "none" and (plan.offloads or plan.states or plan.parameters or plan.gradients):
+        raise UsageError(
+            f"expected offload='auto' beside a plan that has {len(plan.offloads)} values, the states of "
+            f"{len(plan.states)} buckets, the parameters of {len(plan.parameters)} and the gradients of "
+            f"{len(plan.gradients)} off the device, found offload='none': leave it out, or leave plan out to have "
+            f"another made"
+        )
+    _check_gradients(plan, options)
+    _check_delayed(plan, options)
+    default = PolicyOptions()
+    if control.rank == 0 and (options.policy.prefetch, tuple(options.policy.keep)) != (default.prefetch, default.keep):
+        warn("prefetch and keep_gathered have no effect beside a plan: it says when every bucket is gathered")
+    return replace(options, plan=plan)
+
+
+def _check_gradients(plan: Plan, options: CompileOptions) -> None:
+    """Check that a plan has gradients between micro-batches where they are asked to be by name."""
+    if not isinstance(options.offload, Mapping) or plan.num_micro_batches == 1:
+        return
+    wanted, found = options.offload[GRADIENTS], {decision.tier for decision in plan.gradients}
+    if found != {wanted}:
+        where = f"on {' and '.join(sorted(found))}" if found else "on the device"
+        raise UsageError(
+            f"expected a plan whose gradients wait on {wanted} between micro-batches beside "
+            f"offload={options.offload!r}, found one that has them {where}: leave offload out, or leave plan out to "
+            f"have another made"
+        )
+
+
+def _check_delayed(plan: Plan, options: CompileOptions) -> None:
+    delayed = [decision for decision in plan.states if decision.delayed]
+    if bool(delayed) != (options.delayed_update is not None):
+        wanted, found = ("a number of steps", "None") if delayed else ("None", f"{options.delayed_update}")
+        raise UsageError(
+            f"expected delayed_update={wanted} beside a plan that delays the updates of {len(delayed)} buckets, found "
+            f"{found}: give it so, or leave plan out to have another made"
+        )
+
+
+def check_budget(plan: Plan, options: CompileOptions, machine: Machine) -> None:
+    """Check the predicted peak of a plan that was given, if it has one, against the budget.
+
+    Raises:
+        MemoryBudgetError: says both.
+    """
+    budget = budget_bytes(options.memory_budget, machine)
+    if budget is None or plan.prediction is None:
+        return
+    peak = plan.peak_bytes["device"]
+    if peak > budget:
+        raise MemoryBudgetError(
+            f"expected a plan within memory_budget={format_bytes(budget)} ({budget} bytes), found one whose peak is "
+            f"{format_bytes(peak)} ({peak} bytes): allow as much, or leave plan out to have one made within the budget"
+        )
+
+
+def check_host_budget(lowered: LoweredStep, options: CompileOptions, machine: Machine) -> None:
+    """Check what a step takes of the host's pool against the budget for it; a plan that was given may take more.
+
+    Raises:
+        MemoryBudgetError: says both.
+    """
+    budget = host_budget_bytes(options.host_budget, machine)
+    needed = lowered.simulation.live.host_block_bytes
+    if budget is not None and needed > budget:
+        raise MemoryBudgetError(
+            f"expected a plan within host_budget={format_bytes(budget)} ({budget} bytes), found one that takes "
+            f"{format_bytes(needed)} ({needed} bytes) of host memory: allow as much, or leave plan out to have one "
+            f"made within the budget"
+        )
+
+
+def check_graph(plan: Plan, captured: StepGraph, layout: BucketLayout) -> None:
+    """Check that a plan was made for this captured graph and these buckets.
+
+    Raises:
+        PlanError: names what differs: tensors by shape, operators by number, buckets by size.
+    """
+    differences = list(_graph_differences(plan, captured))
+    differences += list(_bucket_differences(plan.buckets, tuple(summarise(bucket) for bucket in layout.buckets)))
+    differences = differences or list(_decision_differences(plan, layout))
+    _refuse(differences, "Make the plan anew for this model, batch and optimizer.")
+
+
+@dataclass(frozen=True)
+class _Difference:
+    what: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"  {self.what}: expected {self.expected}, found {self.found}"
+
+
+def _refuse(differences: list[_Difference], hint: str) -> None:
+    if differences:
+        lines = "\n".join(map(str, differences))
+        raise PlanError(f"expected what the plan was made for, found something else:\n{lines}\n{hint}")
+
+
+def _graph_differences(plan: Plan, captured: StepGraph) -> Iterator[_Difference]:
+    fingerprint = captured.fingerprint()
+    if plan.graph == fingerprint:
+        return
+    yield _Difference("graph", plan.graph[:12], fingerprint[:12])
+    before, after = plan.summary, identify(captured).summary
+    if before is None:
+        return
+    tensors = _by_name(before.placeholders, after.placeholders, str)
+    operators = _by_name(before.operators, after.operators, lambda number: f"{number} call{'s' if number > 1 else ''}")
+    yield from _few(tensors, "tensors")
+    yield from _few(operators, "operators")
+    if not tensors and not operators:
+        yield _Difference("nodes", "these operators with their arguments", "the same ones with others, or elsewhere")
+
+
+def _bucket_differences(before: tuple[BucketSummary, ...], after: tuple[BucketSummary, ...]) -> Iterator[_Difference]:
+    known = [{f"bucket {b.name}{_of(b)}": _describe(b) for b in buckets} for buckets in (before, after)]
+    yield from _few(_by_name(known[0], known[1], str), "buckets")
+
+
+def _decision_differences(plan: Plan, layout: BucketLayout) -> Iterator[_Difference]:
+    """Buckets that are not decided about as often as they have to be: a step would leave their update out, say."""
+    counts = Counter(decision.bucket for decision in plan.reduces)
+    for index, bucket in enumerate(layout.buckets):
+        wanted = int(bucket.trainable)
+        if counts.pop(index, 0) != wanted:
+            yield _Difference(f"reductions of bucket {bucket.name}", str(wanted), "another number")
+    for kind in ("states", "parameters", "gradients"):
+        decided = Counter(decision.bucket for decision in getattr(plan, kind))
+        counts.update({index: 1 for index in decided if index not in range(len(layout.buckets))})
+        yield from (
+            _Difference(f"decisions about the {kind} of bucket {index}", "one at the most", str(number))
+            for index, number in decided.items()
+            if number > 1
+        )
+    counts.update({d.bucket: 1 for d in plan.gathers if d.bucket not in range(len(layout.buckets))})
+    yield from (
+        _Difference(f"bucket {index}", f"numbers below {len(layout.buckets)}", "decisions about it") for index in counts
+    )
+
+
+def _by_name(before: Mapping[str, T], after: Mapping[str, T], text: Callable[[T], str]) -> list[_Difference]:
+    return _changed({
+        name: (text(before[name]) if name in before else "none", text(after[name]) if name in after else "none")
+        for name in dict.fromkeys([*before, *after])
+    })  # fmt: skip
+
+
+def _changed(pairs: Mapping[str, tuple[str, str]]) -> list[_Difference]:
+    return [_Difference(what, expected, found) for what, (expected, found) in pairs.items() if expected != found]
+
+
+def _few(differences: list[_Difference], kind: str) -> Iterator[_Difference]:
+    yield from differences[:_SHOWN]
+    left = len(differences) - _SHOWN
+    if left > 0:
+        yield _Difference(f"{left} more {kind}", "as in the plan", "others")
+
+
+def _of(bucket: BucketSummary) -> str:
+    """Tells buckets of one name apart: parameters of one layer in two param groups, say."""
+    return f" ({'frozen' if bucket.group is None else f'group {bucket.group}'}, {bucket.dtype.removeprefix('torch.')})"
+
+
+def _describe(bucket: BucketSummary) -> str:
+    compute = bucket.compute_dtype.removeprefix("torch.")
+    return (
+        f"{format_count(bucket.num_parameters)} parameters ({bucket.num_parameters}), slices of {bucket.shard_numel} "
+        f"elements, computed in {compute}"
+    )
+
+
+def _micro_batches(options: CompileOptions, plan: Plan) -> str:
+    """The number that is asked for; 1 is what compile has where nothing is."""
+    return str(plan.num_micro_batches if options.accumulate in (1, "auto") else options.accumulate)
+
+
+def _precision(precision: str | None) -> str:
+    return precision or "that of the model"

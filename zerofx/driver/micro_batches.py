@@ -1,0 +1,160 @@
+"""A batch in micro-batches: which of its tensors are divided, and the step that runs them one after the other."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from torch import nn
+
+from zerofx.capture.by_layer.by_layer import Recorded, capture_by_layer, recorded_forward
+from zerofx.capture.by_layer.forward_record import ForwardRecord
+from zerofx.disk.cache import DiskCache
+from zerofx.errors import UsageError
+from zerofx.ir.batch import Batch, micro_batch
+from zerofx.ir.graph import StepGraph, Strides
+from zerofx.options import STOPPING, CompileOptions
+from zerofx.passes.prepare.accumulate import accumulate
+from zerofx.passes.prepare.simplify import simplify
+from zerofx.passes.prepare.slice import slice_parameters
+from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.settings import Settings
+
+
+class MicroBatches:
+    """The step of one batch in any number of micro-batches, each captured when it is asked for first.
+
+    ``candidates`` are the numbers that may be planned for, the least first: the divisors of the batch size where the
+    number is left to the plan and a memory budget gives it a reason to take more than one. ``strides`` as for
+    ``capture``. ``talk``: whether this rank writes how it was captured, where ``ZEROFX_DEBUG`` asks for passes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        options: CompileOptions,
+        settings: Settings,
+        strides: Strides = MappingProxyType({}),
+        *,
+        talk: bool = False,
+    ) -> None:
+        self._model, self._batch, self._options, self._settings = model, batch, options, settings
+        self._strides = strides
+        self._talk = talk and settings.debug > 0
+        self._captured: dict[int, StepGraph] = {}  # of one micro-batch each, before it is unrolled
+        self._unrolled: dict[int, StepGraph] = {}
+        self._recorded: dict[int, Recorded] = {}
+        self.candidates: Sequence[int] = _candidates(batch, options)
+        self.slices: tuple[SliceDecision, ...] = ()
+
+    def sliced(self, slices: tuple[SliceDecision, ...]) -> MicroBatches:
+        """The same step with parameters in slices.
+
+        Raises:
+            PlanError: one of them cannot be worked with so.
+        """
+        found = copy.copy(self)
+        found.slices, found._unrolled = slices, {}
+        return found
+
+    def recorded(self) -> Recorded | None:
+        """What the forward does, and the place of its graph in the cache.
+
+        None where nothing is kept, where the graph is to be compared with a capture, where more numbers of
+        micro-batches than one may be planned for, and where the forward cannot be recorded.
+        """
+        cache = DiskCache(self._settings.cache_dir)
+        if cache.folder is None or self._settings.verify == 2 or len(self.candidates) != 1:
+            return None
+        num = self.candidates[0]
+        if num not in self._recorded:
+            try:
+                self._recorded[num] = recorded_forward(
+                    self._model, self._part(num), cache, loss_fn=self._options.objective,
+                    compute_dtype=self._options.compute_dtype, num_micro_batches=num, strides=self._strides,
+                )  # fmt: skip
+            except Exception:  # noqa: BLE001 - what the model's own code raises is explained where it is captured
+                return None
+        return self._recorded[num]
+
+    def without_batch(self) -> MicroBatches:
+        """The same step, whose graph has been read, without what it takes to run the model."""
+        found = copy.copy(self)
+        nowhere = tuple(tensor.to("meta") for tensor in self._batch.tensors)
+        found._batch = replace(self._batch, tensors=nowhere, call=((), {}))
+        found._recorded = {num: replace(one, record=ForwardRecord.empty()) for num, one in self._recorded.items()}
+        return found
+
+    @property
+    def first(self) -> StepGraph:
+        """The captured step for the least number."""
+        return self.graph(self.candidates[0])
+
+    def graph(self, num_micro_batches: int) -> StepGraph:
+        """The captured step, which is not to be edited.
+
+        Raises:
+            UsageError: the batch cannot be divided so.
+            PlanError: a parameter cannot be worked with in the slices that are asked for.
+            CaptureError: the model cannot be captured.
+        """
+        if num_micro_batches not in self._unrolled:
+            if num_micro_batches not in self._captured:
+                self._captured[num_micro_batches] = self._capture(num_micro_batches)
+            step = self._captured[num_micro_batches]
+            if self.slices or num_micro_batches > 1:
+                step = step.clone()
+                slice_parameters(step, self.slices)
+                accumulate(step, num_micro_batches, self._divided(num_micro_batches))
+            step.guarded = self._options.on_nonfinite in STOPPING
+            self._unrolled[num_micro_batches] = step
+        return self._unrolled[num_micro_batches]
+
+    def _divided(self, num: int) -> Collection[str]:
+        return self._batch.divided_names() if num > 1 else frozenset()
+
+    def _part(self, num: int) -> Batch:
+        """The first of ``num`` micro-batches."""
+        batch, divided = self._batch, self._divided(num)
+        if num > 1:
+            size = batch.size()
+            if size % num:
+                raise UsageError(
+                    f"expected a batch size that accumulate={num} divides, found {size}: give batches of a multiple "
+                    f"of {num} samples, or another accumulate"
+                )
+            named = zip(batch.names, batch.tensors, strict=True)
+            first = tuple(micro_batch(tensor, 0, num) if name in divided else tensor for name, tensor in named)
+            batch = replace(batch, tensors=first)
+        return batch
+
+    def _capture(self, num: int) -> StepGraph:
+        step = capture_by_layer(
+            self._model, self._part(num), loss_fn=self._options.objective, compute_dtype=self._options.compute_dtype,
+            num_micro_batches=num, strides=self._strides, allowed="stamp" not in self._settings.disable,
+            check=self._settings.verify == 2, say=self._say, cache=DiskCache(self._settings.cache_dir),
+            recorded=self._recorded.get(num),
+        )  # fmt: skip
+        if "simplify" not in self._settings.disable:
+            simplify(step)
+        return step
+
+    def _say(self, text: str) -> None:
+        if self._talk:
+            sys.stderr.write(f"{text}\n")
+
+
+def _candidates(batch: Batch, options: CompileOptions) -> tuple[int, ...]:
+    if isinstance(options.plan, Plan):
+        return (options.plan.num_micro_batches,)
+    if options.accumulate != "auto":
+        return (options.accumulate,)
+    if options.memory_budget is None:
+        return (1,)
+    size = batch.size()
+    return tuple(num for num in range(1, size + 1) if size % num == 0)

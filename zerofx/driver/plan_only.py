@@ -1,0 +1,301 @@
+"""Plan a step for a machine and a number of ranks that need not exist: ``zerofx.plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch import nn
+
+from zerofx.capture.constant_arguments import ConstantArguments
+from zerofx.capture.loss import ForwardFunction, LossFunction
+from zerofx.deferred import make_buffers
+from zerofx.driver.micro_batches import MicroBatches
+from zerofx.errors import UsageError, working
+from zerofx.ir.batch import Batch
+from zerofx.ir.buckets import BucketLayout, layout_of
+from zerofx.lowering.lower import LoweredStep, lower
+from zerofx.optimizers import UpdateProgram
+from zerofx.options import (
+    Accumulate,
+    Backend,
+    CompileOptions,
+    Offload,
+    Precision,
+    Recompute,
+    Tiling,
+    Wire,
+    check_options,
+)
+from zerofx.pipeline import check_disabled
+from zerofx.progress import watched
+from zerofx.report.debug import write_debug
+from zerofx.report.saved import SavedPlan
+from zerofx.report.schedule import Schedule, make_schedule
+from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
+from zerofx.scheduler.analysis.slices import Slices
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.roofline import matmul_seconds_at_peak
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.evaluate import Estimates
+from zerofx.scheduler.search.lasting import lasting_plan
+from zerofx.scheduler.search.micro_batches import choose_micro_batches
+from zerofx.scheduler.search.parameter_slices import choose_slices, slices_asked
+from zerofx.scheduler.search.planner import budget_bytes
+from zerofx.settings import Settings, read_settings
+from zerofx.units import format_bytes, format_seconds, on_tiers
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step as it would run on one rank of a machine: nothing was computed to make it, and no process group."""
+
+    lowered: LoweredStep
+    layout: BucketLayout
+    machine: Machine
+
+    @property
+    def plan(self) -> Plan:
+        """All decisions and predictions; ``zerofx.compile(plan=...)`` takes it where graph and ranks are the same."""
+        return self.lowered.plan
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peaks are within the device's memory and one rank's share of the host's and NVMe."""
+        room = {
+            "device": self.machine.device.memory_bytes,
+            "host": self.machine.host_bytes_per_rank,
+            "nvme": self.machine.nvme_bytes_per_rank,
+        }
+        return all(size <= room[tier] for tier, size in self.plan.peak_bytes.items())
+
+    @property
+    def flops_utilisation(self) -> float:
+        """The part of a step's seconds that its matrix products, convolutions and attention would take at the device's
+        peak FLOP/s, each at that for the dtype of its inputs.
+
+        What is computed again counts again, so that this is MFU only where nothing is (else HFU); causal attention
+        counts as full.
+        """
+        seconds = self.plan.step_seconds
+        busy = sum(matmul_seconds_at_peak(node, self.machine) for node in self.lowered.graph.calls())
+        return busy / seconds if seconds else 0.0
+
+    @property
+    def num_distinct_regions(self) -> int:
+        """Regions of different structure: what would have to be compiled."""
+        return self.lowered.num_distinct_regions
+
+    def schedule(self) -> Schedule:
+        """The per-node table of the planned step."""
+        return make_schedule(self.lowered)
+
+    def report(self, what: str = "") -> SavedPlan:
+        """The plan with its schedule; ``what`` is for the heading: the names of model and optimizer, say."""
+        return SavedPlan.of(self.lowered, self.machine, what)
+
+    def save(self, path: str | Path, what: str = "") -> None:
+        """Write the plan with its schedule, for ``compile(plan=path)`` and ``zerofx report``; ``what`` as there."""
+        self.report(what).save(path)
+
+    def __str__(self) -> str:
+        plan, memory = self.plan, self.machine.device.memory_bytes
+        verdict = "fits" if self.fits else "does NOT fit"
+        return (
+            f"stage {plan.stage} on {plan.num_ranks} x {self.machine.name}: peak "
+            f"{format_bytes(plan.peak_bytes['device'])} of {format_bytes(memory)}{on_tiers(plan.slower_peak_bytes)} "
+            f"({verdict}), step {format_seconds(plan.step_seconds)}, of which {format_seconds(plan.exposed_seconds)} "
+            f"exposed communication, {format_bytes(plan.wire_bytes)} sent per rank, "
+            f"{100 * self.flops_utilisation:.1f} % of peak FLOP/s"
+        )
+
+
+def plan(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Any, ...] | Mapping[str, Any],
+    stage: int = 3,
+    *,
+    world_size: int = 1,
+    machine: Machine | str = "h100-sxm",
+    memory_budget: int | float | str | None = None,
+    host_budget: int | float | str | None = None,
+    recompute: Recompute = "auto",
+    offload: Offload = "auto",
+    tile: Tiling = "auto",
+    loss_fn: LossFunction | None = None,
+    precision: Precision | None = None,
+    backend: Backend = "inductor",
+    prefetch: int = 1,
+    keep_gathered: Collection[str] | Literal["all"] = (),
+    accumulate: Accumulate = 1,
+    delayed_update: int | None = None,
+    wire: Wire = "exact",
+    max_grad_norm: float | None = None,
+    forward: ForwardFunction | None = None,
+    constant: Collection[str] = (),
+) -> PlannedStep:
+    """Plan a training step without hardware.
+
+    Args:
+        model: any module; it may be on ``meta``, or be built inside ``zerofx.empty_init()``, since only shapes are
+            used.
+        optimizer: the optimizer over its parameters.
+        batch: one rank's batch of one step: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors
+            will do.
+        stage, loss_fn, precision, memory_budget, host_budget, recompute, offload, tile, prefetch, keep_gathered,
+            accumulate, delayed_update, wire, max_grad_norm, forward, constant: as for ``zerofx.compile``; what
+            ``constant`` names needs values.
+        backend: as for ``zerofx.compile``: what a compiled region holds inside is estimated
+        (``scheduler/cost/fusion.py``),
+            an eager one is simulated node by node, to the byte. Times are those of single operators either way.
+        world_size: number of ranks.
+        machine: a ``Machine`` or the name of a built-in one.
+
+    Raises:
+        ZeroFXError: as ``zerofx.compile`` would.
+    """
+    check_world_size(world_size)
+    options = check_options(
+        stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
+        memory_budget, recompute, offload, accumulate, tile, host_budget, delayed_update=delayed_update, wire=wire,
+        max_grad_norm=max_grad_norm, forward=forward, constant=constant,
+    )  # fmt: skip
+    with working("plan a step"):
+        return plan_captured(capture_for_plans(model, optimizer, batch, options), world_size)
+
+
+class RankOptions(TypedDict, total=False):
+    """The keywords of ``plan`` that hold for any number of ranks."""
+
+    machine: Machine | str
+    memory_budget: int | float | str | None
+    host_budget: int | float | str | None
+    recompute: Recompute
+    offload: Offload
+    tile: Tiling
+    loss_fn: LossFunction | None
+    precision: Precision | None
+    backend: Backend
+    prefetch: int
+    keep_gathered: Collection[str] | Literal["all"]
+    accumulate: Accumulate
+    delayed_update: int | None
+    wire: Wire
+    max_grad_norm: float | None
+    forward: ForwardFunction | None
+    constant: Collection[str]
+
+
+class PlanOptions(RankOptions, total=False):
+    """The keywords of ``plan``."""
+
+    world_size: int
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A captured step with what it takes to plan it, for any number of ranks.
+
+    ``groups`` is the index of the param group of each trained parameter, by name.
+    """
+
+    captures: MicroBatches
+    optimizer: torch.optim.Optimizer
+    groups: Mapping[str, int]
+    options: CompileOptions
+    settings: Settings
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that is planned for."""
+        assert self.options.machine is not None
+        return self.options.machine
+
+
+def check_world_size(world_size: int) -> None:
+    """Check a number of ranks.
+
+    Raises:
+        UsageError: it is below 1.
+    """
+    if world_size < 1:
+        raise UsageError(f"expected a world_size of at least 1, found {world_size}")
+
+
+def capture_for_plans(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Any, ...] | Mapping[str, Any],
+    options: CompileOptions,
+    *,
+    talk: bool = True,
+) -> CapturedStep:
+    """Capture once what ``plan_captured`` plans many times; ``talk``: show how long it takes.
+
+    Raises:
+        ZeroFXError: the model cannot be captured, or the optimizer is not the model's.
+    """
+    settings = read_settings()
+    check_disabled(settings)
+    make_buffers(model)
+    taken = Batch.of((), batch) if isinstance(batch, Mapping) else Batch.of(tuple(batch), {})
+    taken = ConstantArguments(options.constant, model, options.objective.forward).of(taken)
+    with watched("capturing the model", show=talk):
+        captures = MicroBatches(model, taken, options, settings, talk=talk)
+        captured = captures.first
+    groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
+    return CapturedStep(captures, optimizer, groups, options, settings)
+
+
+def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True) -> PlannedStep:
+    """Plan a captured step for ``world_size`` ranks; ``talk``: write what ``ZEROFX_DEBUG`` asks for.
+
+    Raises:
+        MemoryBudgetError: no plan fits the memory budget among the options.
+        OptimizerError: the optimizer cannot be run on flat shards.
+    """
+    machine, options, settings = captured.machine, captured.options, captured.settings
+    budget = budget_bytes(options.memory_budget, machine)
+    estimates: Estimates = {}
+
+    def sliced(slices: Slices) -> _Laid:
+        captures = captured.captures.sliced(slices)
+        layout = layout_of(captures.first, captured.groups, world_size, options.block)
+        binding = OptimizerBinding(
+            captured.optimizer, layout, captures.first.device, prefer_fused=options.backend == "inductor"
+        )
+        binding.programs(None)
+        return _Laid(captures, layout, binding.updates())
+
+    def plan_for(laid: _Laid) -> Plan:
+        def plan_in(num_micro_batches: int) -> Plan:
+            return lasting_plan(
+                laid.captures.graph(num_micro_batches), laid.layout, laid.updates, machine, options, settings, budget,
+                on_cpu=machine.is_cpu, talk=talk, estimates=estimates,
+            )  # fmt: skip
+
+        return choose_micro_batches(laid.captures.candidates, budget, plan_in)
+
+    first = sliced(slices_asked(captured.captures.first, options))
+    again = sliced if options.tile == "auto" else None
+    laid, decided = choose_slices(first, captured.captures.first, budget, again, plan_for)
+    lowered = lower(
+        laid.captures.graph(decided.num_micro_batches).clone(), decided, laid.layout, laid.updates[0], machine,
+        settings, on_cpu=machine.is_cpu, talk=talk, fused=options.backend == "inductor", estimates=estimates,
+    )  # fmt: skip
+    if talk:
+        write_debug(lowered, settings.debug)
+    return PlannedStep(lowered, laid.layout, machine)
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """A captured step with buckets and their updates: those of the first step, then what later ones have instead."""
+
+    captures: MicroBatches
+    layout: BucketLayout
+    updates: Sequence[Mapping[int, UpdateProgram]]

@@ -1,0 +1,262 @@
+"""Flat buckets: which parameters are gathered, reduced and updated together, and where each lies.
+
+A bucket is one flat buffer. Its parameters lie in it in registration order, each at a 64-byte boundary (torch's own
+allocation alignment, so kernels see the addresses they would see without zerofx, and choose the same code path). The
+buffer is padded so that all ranks hold equal contiguous slices, again at 64-byte boundaries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerofx.ir.facts import Role, placeholder
+from zerofx.ir.graph import ParameterInfo, StepGraph
+from zerofx.scheduler.plan.units import unit_of
+
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in its bucket; ``offset`` and ``numel`` in elements.
+
+    A complex parameter is one of real numbers here, with a last dimension of 2 (``torch.view_as_real``).
+    Of a slice, ``whole`` is the name of the model's parameter, and ``first_row`` where it begins in dimension 0.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    numel: int
+    whole: str | None = None
+    first_row: int = 0
+    is_complex: bool = False
+
+    @property
+    def source(self) -> str:
+        """The name of the model's own parameter."""
+        return self.whole or self.name
+
+    @property
+    def shown_stride(self) -> tuple[int, ...]:
+        """The stride that the model's own parameter has here."""
+        return tuple(one // 2 for one in self.stride[:-1]) if self.is_complex else self.stride
+
+    @property
+    def num_rows(self) -> int:
+        """The size of the first dimension that the model's own parameter has here; 1 where it has none."""
+        return self.shape[0] if len(self.shape) > self.is_complex else 1
+
+    def box(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of ``tensor``, which has the shape of the model's parameter, that lies here; a view."""
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return tensor if self.whole is None else tensor.narrow(0, self.first_row, self.shape[0])
+
+    def view(self, full: torch.Tensor) -> torch.Tensor:
+        """The parameter as a view of the flat buffer ``full`` of shape ``[bucket.numel]``."""
+        return full.as_strided(self.shape, self.stride, self.offset)
+
+    def shown(self, full: torch.Tensor) -> torch.Tensor:
+        """The same with the shape and kind of number that the model's parameter has."""
+        return torch.view_as_complex(self.view(full)) if self.is_complex else self.view(full)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters of one unit, one param group, and one dtype; or a slice of one parameter, which is a unit by itself.
+
+    ``group`` is the index of the optimizer's param group, or None for parameters that are not trained (frozen, or
+    without a gradient in this model). ``dtype`` is that of the stored (master) values, ``compute_dtype`` that of the
+    gathered ones.
+    """
+
+    index: int
+    name: str
+    unit: str
+    group: int | None
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    shard_numel: int
+    num_ranks: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full buffer, padding included."""
+        return self.shard_numel * self.num_ranks
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the parameters alone."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def trainable(self) -> bool:
+        return self.group is not None
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the stored values differ in dtype from those the graph computes with."""
+        return self.dtype != self.compute_dtype
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether this is a slice of a parameter."""
+        return any(slot.whole is not None for slot in self.slots)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered buffer."""
+        return self.numel * self.compute_dtype.itemsize
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of one rank's slice in the compute dtype."""
+        return self.shard_numel * self.compute_dtype.itemsize
+
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """``(start, end)`` of the elements that belong to no parameter."""
+        gaps: list[tuple[int, int]] = []
+        end = 0
+        for slot in self.slots:
+            if slot.offset > end:
+                gaps.append((end, slot.offset))
+            end = slot.offset + slot.numel
+        if self.numel > end:
+            gaps.append((end, self.numel))
+        return tuple(gaps)
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """All buckets of a model for a number of ranks."""
+
+    buckets: tuple[Bucket, ...]
+    num_ranks: int
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether some parameter lies in several buckets."""
+        return any(bucket.is_slice for bucket in self.buckets)
+
+    def slot_of(self, name: str) -> tuple[Bucket, Slot]:
+        """The bucket and slot of the parameter called ``name``."""
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                if slot.name == name:
+                    return bucket, slot
+        raise KeyError(name)
+
+
+def layout_of(step: StepGraph, groups: Mapping[str, int], num_ranks: int, block: int = 1) -> BucketLayout:
+    """The buckets of a captured graph's parameters; ``groups`` and ``block`` as for ``make_layout``."""
+    order = step.positions()
+    first_use = {
+        placeholder(node).name: min(order[user] for user in node.users)
+        for node in step.placeholders(Role.PARAMETER)
+        if node.users
+    }
+    return make_layout(step.parameters, groups, step.units, first_use, num_ranks, block)
+
+
+def make_layout(
+    parameters: Sequence[ParameterInfo],
+    groups: Mapping[str, int],
+    units: Iterable[str],
+    first_use: Mapping[str, int],
+    num_ranks: int,
+    block: int = 1,
+) -> BucketLayout:
+    """Divide parameters into buckets.
+
+    Args:
+        parameters: the model's distinct parameters in registration order.
+        groups: param-group index of each trained parameter, by name.
+        units: repeated layers (see ``zerofx.capture.layers``).
+        first_use: position in the graph of each parameter's first use; parameters that are never used are absent.
+        num_ranks: number of equal slices.
+        block: slices are a multiple of this many elements: what is quantised together must not cross a slice.
+
+    A parameter outside all units goes with its neighbours in time: those that are first used between the same two
+    units share a bucket, so that an embedding and a head are not held together. A slice has a bucket of its own.
+    """
+    units = frozenset(units)
+    unit_starts = sorted(_first_use_of_units(parameters, units, first_use).values())
+    members: dict[tuple[str, int, int | None, torch.dtype, torch.dtype, str], list[ParameterInfo]] = {}
+    for info in parameters:
+        unit = unit_of(info.name, units)
+        gap = -1
+        if not unit:
+            position = first_use.get(info.name)
+            gap = len(unit_starts) + 1 if position is None else sum(start <= position for start in unit_starts)
+        of_slice = info.name if info.whole is not None else ""
+        key = (unit, gap, groups.get(info.source), info.dtype, info.compute_dtype, of_slice)
+        members.setdefault(key, []).append(info)
+    order = sorted(members, key=lambda key: min(first_use.get(p.name, len(first_use) * 1_000) for p in members[key]))
+    buckets = []
+    for index, key in enumerate(order):
+        unit, gap, group, dtype, compute_dtype, of_slice = key
+        slots, shard_numel = _place(members[key], compute_dtype, num_ranks, block)
+        name = of_slice or unit or _common_name([p.name for p in members[key]])
+        unit = of_slice or unit or f"loose.{gap}"
+        buckets.append(Bucket(index, name, unit, group, dtype, compute_dtype, slots, shard_numel, num_ranks))
+    return BucketLayout(tuple(buckets), num_ranks)
+
+
+def _first_use_of_units(
+    parameters: Sequence[ParameterInfo], units: frozenset[str], first_use: Mapping[str, int]
+) -> dict[str, int]:
+    starts: dict[str, int] = {}
+    for info in parameters:
+        unit = unit_of(info.name, units)
+        if unit and info.name in first_use:
+            starts[unit] = min(starts.get(unit, first_use[info.name]), first_use[info.name])
+    return starts
+
+
+def _place(
+    parameters: Sequence[ParameterInfo], compute_dtype: torch.dtype, num_ranks: int, block: int
+) -> tuple[tuple[Slot, ...], int]:
+    """Slots in order, and the elements of one rank's slice."""
+    align = ALIGNMENT_BYTES // compute_dtype.itemsize
+    slots, offset = [], 0
+    for info in parameters:
+        slots.append(
+            Slot(
+                info.name,
+                info.shape,
+                _dense_stride(info),
+                offset,
+                info.numel,
+                info.whole,
+                info.first_row,
+                info.is_complex,
+            )
+        )
+        offset += _round_up(info.numel, align)
+    return tuple(slots), _round_up(-(-offset // num_ranks), math.lcm(align, block))
+
+
+def _dense_stride(info: ParameterInfo) -> tuple[int, ...]:
+    """The parameter's own stride where it fills its memory without gaps (channels-last), else the contiguous one."""
+    expected, dims = 1, sorted(range(len(info.shape)), key=lambda d: (info.stride[d], info.shape[d]))
+    for dim in dims:
+        if info.shape[dim] != 1 and info.stride[dim] != expected:
+            return tuple(torch.empty(info.shape, device="meta").stride())
+        expected *= info.shape[dim]
+    return info.stride
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """A short name for loose parameters: the modules that own them."""
+    owners = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+    return "+".join(owners[:2]) + (f"+{len(owners) - 2} more" if len(owners) > 2 else "")

@@ -1,0 +1,55 @@
+"""A graph as text without names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.ir.facts import Origin, Placeholder, origin, placeholder
+
+
+def canonical(graph: fx.Graph) -> str:
+    """The graph as text without names, a line for each node: equal for graphs that are equal but for names."""
+    numbers: dict[fx.Node, Number] = {}
+    lines = []
+    for node in graph.nodes:
+        arguments = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
+        numbers[node] = Number.of(len(numbers))
+        what = placeholder(node) if node.op == "placeholder" else origin(node)
+        lines.append(canonical_line(node.op, node.target, arguments, what, described(node)))
+    return "\n".join(lines)
+
+
+def canonical_line(op: str, target: Any, arguments: Any, what: Placeholder | Origin, value: str) -> str:
+    """A node's line of ``canonical``; ``arguments`` has other nodes as ``Number``."""
+    return f"{op} {what} : {value}" if op == "placeholder" else f"{op} {target} {arguments} {what} : {value}"
+
+
+class Number(str):
+    """A node by its place in a graph, ``%7``."""
+
+    @staticmethod
+    def of(place: int) -> Number:
+        return Number(f"%{place}")
+
+    @property
+    def place(self) -> int:
+        return int(self[1:])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def described(node: fx.Node) -> str:
+    """Dtypes, shapes, strides and devices of what a node gives, as text."""
+
+    def describe(fake: Any) -> str:
+        if isinstance(fake, torch.Tensor):
+            return f"{fake.dtype} {tuple(fake.shape)} {tuple(fake.stride())} {fake.device}"
+        if isinstance(fake, list | tuple):
+            return f"({', '.join(map(describe, fake))})"
+        return fake if isinstance(fake, str) else type(fake).__name__
+
+    return describe(node.meta.get("val"))

@@ -1,0 +1,102 @@
+"""Edit a graph: who reads a node, views made again, where a unit begins and ends."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from zerofx.errors import PlanError
+from zerofx.ir import ops
+from zerofx.ir.aliasing import aliased_input, is_view
+from zerofx.ir.facts import Origin, origin, piece_of, set_origin, set_value, slice_of, value
+from zerofx.ir.graph import StepGraph
+
+
+def consumers(root: fx.Node) -> list[fx.Node]:
+    """All nodes that read ``root``'s storage, itself or through views; the views themselves are not listed."""
+    found: dict[fx.Node, None] = {}
+    pending = [(user, root) for user in root.users]
+    while pending:
+        user, source = pending.pop(0)
+        # A wait reads the buffer that a copy was made from, and hands on the copy.
+        if is_view(user) and (user.target is operator.getitem or aliased_input(user) is source):
+            pending.extend((further, user) for further in user.users)
+        else:
+            found[user] = None
+    return list(found)
+
+
+def named(by_name: dict[str, fx.Node], name: str) -> fx.Node:
+    """The node of the captured graph that a plan names, in ``StepGraph.by_name``.
+
+    Raises:
+        PlanError: the graph has none.
+    """
+    if name not in by_name:
+        raise PlanError(f"the plan names node {name}, which this graph has not; make the plan anew for this model")
+    return by_name[name]
+
+
+def is_view_of(node: fx.Node, root: fx.Node) -> bool:
+    """Whether ``node`` is ``root`` or a view of it; views have one tensor input."""
+    while node is not root and is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node is root
+
+
+def view_again(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], where: Origin | None = None) -> fx.Node:
+    """``node``, a view of a key of ``copies``, as the same view of that key's value, made at the insertion point.
+
+    ``copies`` remembers it. ``where``: its origin, that of ``node`` if None.
+    """
+    if node not in copies:
+        base = view_again(graph, node.all_input_nodes[0], copies, where)
+        again = graph.node_copy(node, lambda n: base if n is node.all_input_nodes[0] else n)
+        set_value(again, value(node))
+        copies[node] = set_origin(again, where or origin(node))
+    return copies[node]
+
+
+def after(node: fx.Node) -> fx.Node:
+    """The node behind which a successor of ``node`` may be put: past the getitems that name its outputs."""
+    while node.next.target is operator.getitem:
+        node = node.next
+    return node
+
+
+def start_of_unit(step: StepGraph, node: fx.Node, *, by_piece: bool = False) -> fx.Node:
+    """The node before which an event for ``node``'s unit is put so that it does not cut the unit's run in two.
+
+    ``by_piece``: also where a piece begins at whose borders regions do not end.
+    """
+    run = node
+    while _continues(step, run.prev, node, by_piece):
+        run = run.prev
+    return run
+
+
+def end_of_unit(step: StepGraph, node: fx.Node, *, by_piece: bool = False) -> fx.Node:
+    """The node behind which an event for ``node``'s unit is put so that it does not cut the unit's run in two.
+
+    ``by_piece``: also where a piece ends at whose borders regions do not end.
+    """
+    run = node
+    while _continues(step, run.next, node, by_piece):
+        run = run.next
+    return run
+
+
+def _continues(step: StepGraph, other: fx.Node, node: fx.Node, by_piece: bool) -> bool:
+    """Whether ``other`` runs in the unit and phase of ``node``; views are of no unit, as they run anywhere."""
+    if other.op != "call_function" or other.target in ops.EVENTS:
+        return False
+    if is_view(other) and other.target is not operator.getitem:
+        return True
+    if slice_of(other) != slice_of(node):
+        return False  # a slice of a weight is there for its own nodes only
+    # What passes have added is of no piece, and runs with its neighbours.
+    pieces = [piece_of(one) if by_piece else step.cut_piece_of(one) for one in (other, node)]
+    if None not in pieces and pieces[0] != pieces[1]:
+        return False
+    return step.unit_of(other) == step.unit_of(node) and origin(other).phase is origin(node).phase

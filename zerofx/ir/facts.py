@@ -1,0 +1,255 @@
+"""The typed facts about the nodes of a step graph.
+
+What zerofx adds to ``node.meta`` is read and written here, and nowhere else by key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.scheduler.plan.tiers import Tier
+
+DEVICE: Tier = "device"
+
+
+class Phase(StrEnum):
+    """The part of the training step that a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Role(StrEnum):
+    """What a placeholder of the step graph stands for."""
+
+    PARAMETER = "parameter"  # one tensor of the model; gone after the shard pass
+    FULL = "full"  # a whole flat bucket that stays on the device
+    SHARD = "shard"  # this rank's slice of a flat bucket, in the compute dtype
+    MASTER = "master"  # this rank's fp32 slice, where the compute dtype is lower
+    STATE = "state"  # one flat optimizer state of a bucket
+    DELAYED = "delayed"  # what a delayed update hands over: "grad", the gradient, and "low", the parameters' new values
+    SCALAR_STATE = "scalar_state"  # a 0-dim optimizer state, such as Adam's step count
+    BUFFER = "buffer"  # a buffer of the model
+    INPUT = "input"  # a tensor of the batch
+    OUTSIDE = "outside"  # a tensor that forward or loss_fn reaches outside of the model: a teacher's, say
+    CONSTANT = "constant"  # a tensor that the model made or held outside its parameters and buffers
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a node comes from: the dotted path of its module (``""`` is the model itself) and its phase."""
+
+    layer: str
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """What the runtime must pass for a placeholder: its role, the name there, and the bucket it is of, if any.
+
+    ``alias_of`` names the placeholder whose storage this one is a slice of; it then takes no memory of its own.
+    ``part`` is the micro-batch that a placeholder of a divided batch tensor stands for; None for the whole tensor.
+    """
+
+    role: Role
+    name: str
+    bucket: int | None = None
+    alias_of: str | None = None
+    part: int | None = None
+
+
+class Job(StrEnum):
+    """What a node does that a pass has put in, and that others ask for."""
+
+    READ = "read"  # starts the read of a slice from nvme into the host's memory; of a decision about a gather
+    RELOAD = "reload"  # starts the copy of a slice to the device; of a decision about a gather
+    GATHER = "gather"  # starts a gather; of a decision about a gather
+    REDUCTION = "reduction"  # starts the reduction of a bucket's gradients; of a bucket
+    GRADIENT = "gradient"  # awaits that reduction; of a bucket
+
+
+@dataclass(frozen=True)
+class Task:
+    """A job for one of the plan's decisions about gathers, or for a bucket, by its index.
+
+    This is how a node that a pass has put in is found again: an operator or a tensor of the model may have any name.
+    """
+
+    job: Job
+    index: int
+
+
+def origin(node: fx.Node) -> Origin:
+    """The origin of a node; a node without one (a placeholder) belongs to the model's forward."""
+    return known_origin(node) or Origin("", Phase.FORWARD)
+
+
+def known_origin(node: fx.Node) -> Origin | None:
+    """The origin of a node, if it has one."""
+    found = node.meta.get("zerofx_origin")
+    return found if isinstance(found, Origin) else None
+
+
+def set_origin(node: fx.Node, value: Origin) -> fx.Node:
+    """Record where ``node`` comes from; returns it."""
+    node.meta["zerofx_origin"] = value
+    return node
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's line that a captured node comes from, with its file and function; ``""`` where it is not known."""
+    line = node.meta.get("zerofx_line", "")
+    assert isinstance(line, str)
+    return line
+
+
+def set_source_line(node: fx.Node, line: str) -> fx.Node:
+    """Record the user's line that ``node`` comes from; returns it."""
+    if line:
+        node.meta["zerofx_line"] = line
+    return node
+
+
+def placeholder(node: fx.Node) -> Placeholder:
+    """What a placeholder stands for."""
+    found = node.meta["zerofx_placeholder"]
+    assert isinstance(found, Placeholder)
+    return found
+
+
+def set_placeholder(node: fx.Node, value: Placeholder) -> fx.Node:
+    """Record what a placeholder stands for; returns it."""
+    node.meta["zerofx_placeholder"] = value
+    return node
+
+
+def task_of(node: fx.Node) -> Task | None:
+    """The task of a node that a pass has put in, if it has one."""
+    found = node.meta.get("zerofx_task")
+    return found if isinstance(found, Task) else None
+
+
+def set_task(node: fx.Node, job: Job, index: int) -> fx.Node:
+    """Record the task of ``node``; returns it."""
+    node.meta["zerofx_task"] = Task(job, index)
+    return node
+
+
+def value(node: fx.Node) -> Any:
+    """The fake tensor (or tuple of them) that stands for the node's result."""
+    return node.meta["val"]
+
+
+def set_value(node: fx.Node, fake: Any) -> fx.Node:
+    """Record the fake value of ``node``; returns it."""
+    node.meta["val"] = fake
+    return node
+
+
+def tier_of(node: fx.Node) -> Tier:
+    """Where the storage lives that ``node`` owns: ``"device"``, ``"host"`` or ``"nvme"``."""
+    found: Tier = node.meta.get("zerofx_tier", DEVICE)
+    return found
+
+
+def set_tier(node: fx.Node, tier: str) -> fx.Node:
+    """Record where the storage of ``node`` lives; returns it."""
+    node.meta["zerofx_tier"] = tier
+    return node
+
+
+def delayed_bucket(node: fx.Node) -> int | None:
+    """The bucket whose delayed update a node on the host is of; None for what computation waits for."""
+    found = node.meta.get("zerofx_delayed")
+    return found if isinstance(found, int) else None
+
+
+def set_delayed(node: fx.Node, bucket: int) -> fx.Node:
+    """Record that ``node`` is of the delayed update of ``bucket``; returns it."""
+    node.meta["zerofx_delayed"] = bucket
+    return node
+
+
+def tile_of(node: fx.Node) -> str | None:
+    """The tile that a node is of; tiles of one chain have names of their own."""
+    found = node.meta.get("zerofx_tile")
+    return found if isinstance(found, str) else None
+
+
+def set_tile(node: fx.Node, tile: str | None) -> fx.Node:
+    """Record the tile that ``node`` is of; returns it."""
+    node.meta["zerofx_tile"] = tile
+    return node
+
+
+def slice_of(node: fx.Node) -> str | None:
+    """The slice of a parameter that a node works on, by the slice's name."""
+    found = node.meta.get("zerofx_slice")
+    return found if isinstance(found, str) else None
+
+
+def set_slice(node: fx.Node, name: str) -> fx.Node:
+    """Record the slice of a parameter that ``node`` works on; returns it."""
+    node.meta["zerofx_slice"] = name
+    return node
+
+
+def piece_of(node: fx.Node) -> str | None:
+    """The piece of what is outside repeated layers that a node of the captured graph is of."""
+    found = node.meta.get("zerofx_piece")
+    return found if isinstance(found, str) else None
+
+
+def set_piece(node: fx.Node, name: str) -> fx.Node:
+    """Record the piece that ``node`` is of; returns it."""
+    node.meta["zerofx_piece"] = name
+    return node
+
+
+def mark_copy(copy: fx.Node, original: fx.Node) -> None:
+    """Remember that ``copy`` runs again what ``original`` ran."""
+    copy.meta["zerofx_copy_of"] = original.name
+
+
+def copied_from(node: fx.Node) -> str | None:
+    """The name of the node that ``node`` runs again, if it is a copy."""
+    found = node.meta.get("zerofx_copy_of")
+    return found if isinstance(found, str) else None
+
+
+def tensor(node: fx.Node) -> torch.Tensor:
+    """The fake value of a node that gives a single tensor."""
+    found = value(node)
+    assert isinstance(found, torch.Tensor), f"{node.name} is no single tensor"
+    return found
+
+
+def given(node: fx.Node, index: int) -> torch.Tensor:
+    """The fake tensor that is argument ``index`` of a call."""
+    source = node.args[index]
+    assert isinstance(source, fx.Node)
+    return tensor(source)
+
+
+def ints(argument: object) -> tuple[int, ...]:
+    """The whole numbers that an argument lists."""
+    assert isinstance(argument, list | tuple)
+    return tuple(int(number) for number in argument)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the operator draws from a random generator. Attention without dropout does not, though it could."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+            return bool(given != 0.0)
+    return True

@@ -1,0 +1,331 @@
+"""The step graph: one fx graph of a whole training step, with its parameters, gradients and buffers by name."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from zerofx.ir import ops
+from zerofx.ir.facts import (
+    Origin,
+    Placeholder,
+    Role,
+    Task,
+    origin,
+    piece_of,
+    placeholder,
+    set_origin,
+    set_placeholder,
+    set_value,
+    task_of,
+    tensor,
+    value,
+)
+from zerofx.ir.returned import NOTHING_ELSE, Returned
+from zerofx.ir.text import node_text
+from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.scheduler.plan.units import unit_of
+
+Strides = Mapping[int, tuple[int, ...]]  # of parameters, by the identity of their tensors
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """A distinct parameter tensor.
+
+    ``name`` is its first dotted name, ``aliases`` all of them (more than one when weights are tied). ``dtype`` is the
+    dtype it is stored in, ``compute_dtype`` the one that the graph reads. A slice of a parameter is one too: ``whole``
+    is then the parameter's first name, and ``first_row`` where the slice begins in its first dimension. A complex one
+    is described as what ``torch.view_as_real`` makes of it.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    requires_grad: bool
+    whole: str | None = None
+    first_row: int = 0
+    is_complex: bool = False
+
+    @property
+    def source(self) -> str:
+        """The name of the model's own parameter."""
+        return self.whole or self.name
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+def parameter_infos(model: nn.Module, compute_dtype: torch.dtype | None, strides: Strides) -> tuple[ParameterInfo, ...]:
+    """The distinct parameters of a model in order; ``compute_dtype`` and ``strides`` as for ``capture``."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    return tuple(
+        ParameterInfo(
+            name=names[key][0],
+            aliases=tuple(names[key]),
+            shape=(*p.shape, *((2,) if p.is_complex() else ())),
+            stride=_real_stride(strides.get(key, p.stride())) if p.is_complex() else strides.get(key, p.stride()),
+            dtype=p.dtype.to_real(),
+            compute_dtype=cast_of(p, compute_dtype).to_real(),
+            requires_grad=p.requires_grad,
+            is_complex=p.is_complex(),
+        )
+        for key, p in tensors.items()
+    )
+
+
+def _real_stride(stride: tuple[int, ...]) -> tuple[int, ...]:
+    return *(2 * one for one in stride), 1
+
+
+def cast_of(tensor: torch.Tensor, compute_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a graph reads ``tensor``: ``compute_dtype``, if one is given, for what is floating-point."""
+    return compute_dtype if compute_dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How gradients are clipped by the norm of all of them.
+
+    ``norm`` and the ``factor`` that gradients are multiplied by are nodes of shape ``[]``. ``begin`` is the first node
+    of their computation, where all reductions are done.
+    """
+
+    norm: fx.Node
+    factor: fx.Node
+    begin: fx.Node
+
+    def copied(self, copies: Mapping[fx.Node, fx.Node]) -> Clipping:
+        """The same in a copy of the graph."""
+        return Clipping(copies[self.norm], copies[self.factor], copies[self.begin])
+
+
+@dataclass
+class StepGraph:
+    """An fx graph of a training step with its parameters, gradients and buffer updates by name.
+
+    The output node is ``(loss, extras..., buffer updates..., gradients...)``, and behind them the gradients' norm where
+    ``clipping`` says how they are clipped; ``num_extras``, ``gradient_names`` and ``mutation_names`` say which
+    is which, and each micro-batch has extras and gradients of its own. ``returned`` is what one of them gives besides
+    its loss. Passes empty both as they turn gradients into reductions
+    and updates into in-place writes; ``reduced`` then holds, by bucket, the node whose value is the bucket's gradient
+    on this rank. ``slices`` says which parameters are there in slices, each a parameter of its own. ``fakes`` remembers
+    the values that passes have asked for. ``cut_pieces`` are the pieces of what is outside ``units`` at whose borders
+    regions end. Where the step is ``guarded``, it ends before its updates if a loss is not finite.
+    """
+
+    graph: fx.Graph
+    device: torch.device
+    parameters: tuple[ParameterInfo, ...]
+    units: frozenset[str] = frozenset()
+    mutation_names: list[str] = field(default_factory=list)
+    gradient_names: list[str] = field(default_factory=list)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    reduced: dict[int, fx.Node] = field(default_factory=dict)
+    fakes: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    num_micro_batches: int = 1
+    slices: tuple[SliceDecision, ...] = ()
+    cut_pieces: frozenset[str] = frozenset()
+    clipping: Clipping | None = None
+    num_extras: int = 0
+    returned: Returned = NOTHING_ELSE
+    guarded: bool = False
+
+    @property
+    def output(self) -> fx.Node:
+        return self.graph.output_node()
+
+    @property
+    def loss(self) -> fx.Node:
+        node = self._outputs()[0]
+        assert isinstance(node, fx.Node)
+        return node
+
+    @property
+    def mutations(self) -> dict[str, fx.Node]:
+        """Buffer name to the node that computes the buffer's next value."""
+        return dict(zip(self.mutation_names, self._outputs()[1 + self.num_extras :], strict=False))
+
+    @property
+    def extras(self) -> tuple[fx.Node, ...]:
+        """What the step hands out besides its loss, micro-batch by micro-batch."""
+        return self._outputs()[1 : 1 + self.num_extras]
+
+    @property
+    def gradients(self) -> dict[str, fx.Node]:
+        """Parameter name to the node that completes its gradient: that of the last micro-batch."""
+        return self.gradients_by_micro_batch[-1]
+
+    @property
+    def gradients_by_micro_batch(self) -> tuple[dict[str, fx.Node], ...]:
+        """For each micro-batch, parameter name to the node that computes its share of the gradient.
+
+        A gradient is the sum of its shares in this order.
+        """
+        found, length = self._outputs()[1 + self.num_extras + len(self.mutation_names) :], len(self.gradient_names)
+        if not length:
+            return ({},)
+        starts = range(0, len(found), length)
+        return tuple(dict(zip(self.gradient_names, found[i : i + length], strict=True)) for i in starts)
+
+    def set_outputs(
+        self,
+        loss: fx.Node,
+        mutations: Mapping[str, fx.Node],
+        *gradients: Mapping[str, fx.Node],
+        extras: Sequence[fx.Node] | None = None,
+    ) -> None:
+        """Rewrite the output node; ``gradients`` are one mapping for each micro-batch, all with the same names, and
+        ``extras`` stay as they are where none are given."""
+        kept = self.extras if extras is None else extras
+        self.mutation_names, self.gradient_names = list(mutations), list(gradients[0]) if gradients else []
+        shares = [share[name] for share in gradients for name in self.gradient_names]
+        norm = [self.clipping.norm] if self.clipping is not None else []
+        self.num_extras = len(kept)
+        self.output.args = ((loss, *kept, *mutations.values(), *shares, *norm),)
+
+    def placeholders(self, role: Role | None = None) -> Iterator[fx.Node]:
+        for node in self.graph.find_nodes(op="placeholder"):
+            if role is None or placeholder(node).role is role:
+                yield node
+
+    def last_placeholder(self) -> fx.Node:
+        """The node behind which the graph's first call may be put."""
+        found: fx.Node = list(self.graph.find_nodes(op="placeholder"))[-1]
+        return found
+
+    def add_placeholder(self, name: str, what: Placeholder, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
+        """A new placeholder behind the others, with a fake value of ``shape`` and ``dtype`` on the step's device."""
+        last = self.last_placeholder()
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(name)
+        set_value(node, self.fake(shape, dtype))
+        return set_placeholder(node, what)
+
+    def fake(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous fake tensor on the step's device; for equal arguments the same one, in the step's copies too."""
+        key = (shape, dtype)
+        if key not in self.fakes:
+            self.fakes[key] = tensor(self.loss).new_empty(shape, dtype=dtype, device=self.device)
+        return self.fakes[key]
+
+    def fake_view(self, base: fx.Node, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
+        """The fake value of a strided view of a flat buffer; remembered like that of ``fake``."""
+        flat = tensor(base)
+        key = (tuple(flat.shape), flat.dtype, shape, stride, offset)
+        if key not in self.fakes:
+            self.fakes[key] = flat.as_strided(shape, stride, offset)
+        return self.fakes[key]
+
+    def clone(self) -> StepGraph:
+        """A copy whose nodes have the same names, facts and fake values, to try a plan on."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].name = node.name
+            copies[node].meta = dict(node.meta)
+        return replace(
+            self,
+            graph=graph,
+            mutation_names=list(self.mutation_names),
+            gradient_names=list(self.gradient_names),
+            reduced={bucket: copies[node] for bucket, node in self.reduced.items()},
+            clipping=None if self.clipping is None else self.clipping.copied(copies),
+        )
+
+    def calls(self) -> Iterator[fx.Node]:
+        """All call_function nodes in order of execution."""
+        return (node for node in self.graph.nodes if node.op == "call_function")
+
+    def by_name(self) -> dict[str, fx.Node]:
+        """All nodes by name, to find those of the captured graph that a plan names: they keep their names.
+
+        What passes put in is called what is free then: it is found in ``tasks``, by what it is there for.
+        """
+        return {node.name: node for node in self.graph.nodes}
+
+    def tasks(self) -> dict[Task, fx.Node]:
+        """The nodes that passes have put in and others ask for, by task."""
+        return {task: node for node in self.calls() if (task := task_of(node)) is not None}
+
+    def positions(self) -> dict[fx.Node, int]:
+        return {node: i for i, node in enumerate(self.graph.nodes)}
+
+    def unit_of(self, node: fx.Node) -> str:
+        """The repeated layer that ``node`` is in, or ``""`` when it is in none."""
+        return unit_of(origin(node).layer, self.units)
+
+    def cut_piece_of(self, node: fx.Node) -> str | None:
+        """The piece that ``node`` is in, or ``""`` where regions do not end at its borders; None for a node of none."""
+        name = piece_of(node)
+        return name if name is None or name in self.cut_pieces else ""
+
+    def text(self) -> str:
+        """The graph as text, one node a line, stable from run to run: what golden tests compare."""
+        return "\n".join(node_text(node) for node in self.graph.nodes)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the graph's text: equal on two ranks exactly when they captured the same step."""
+        return hashlib.sha256(self.text().encode()).hexdigest()
+
+    def _outputs(self) -> tuple[Any, ...]:
+        outputs = self.output.args[0]
+        assert isinstance(outputs, tuple)
+        return outputs
+
+
+def insert_call(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    where: Origin,
+    kwargs: dict[str, Any] | None = None,
+    name: str | None = None,
+    fake: Any = None,
+) -> fx.Node:
+    """Create a call at the graph's insertion point.
+
+    Its fake value is ``fake``, or else what ``target`` gives for the fake values of its arguments: for an operator that
+    hands on what it is given, that very value. An operator without a result, such as a fused update, is not called: it
+    may have no fake implementation, and check the hyperparameters.
+    """
+    node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
+    has_result = not isinstance(target, torch._ops.OpOverload) or bool(target._schema.returns)
+    if fake is None and has_result:
+        fake = _same_value(target, args)
+    if fake is None and has_result:
+        fake_args, fake_kwargs = fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
+        fake = target(*fake_args, **fake_kwargs)
+    set_value(node, fake)
+    return set_origin(node, where)
+
+
+def _same_value(target: Any, args: tuple[Any, ...]) -> Any:
+    """The fake value of an argument that the call's result is, or is laid out as; None for any other operator."""
+    if target is operator.getitem:
+        source, index = args
+        return value(source)[index]
+    first = args[0] if args else None
+    if not isinstance(first, fx.Node) or not isinstance(target, torch._ops.OpOverload):
+        return None
+    returns = target._schema.returns
+    written = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    if written and torch.Tag.inplace_view in target.tags:
+        return None
+    is_first = written and target._schema.arguments[0].alias_info is not None
+    return value(first) if is_first or target in (ops.wait, ops.offload, ops.reload) else None

@@ -1,0 +1,135 @@
+"""Values in blocks of 256 with one scale each, for the wire: the arithmetic of the operators in ``zerofx/ir/ops.py``.
+
+A block's scale is its largest magnitude over ``Encoding.largest``, in float32, and of the quotient of value and scale a
+code is stored. In ``int8`` and ``int4`` it is the nearest whole number, from -127 to 127, or from -7 to 7 with two to a
+byte. In ``fp8`` it is the nearest float8_e4m3fn, which has 3 bits of mantissa down to 2^-6 and steps of 2^-9 below. So
+
+    |stored - value| <= scale / 2 = max |block| / (2 largest)                 int8, int4
+    |stored - value| <= max(|value| / 16, max |block| / (2^10 largest))     fp8
+
+but for float32's own rounding. A block in which a value is not finite comes back without a finite value, since its
+scale is not finite: an overflow is not lost on the way.
+
+Packed values are a row of bytes for each part, so that a part can be sent: its codes, then its scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How values are stored: ``bits`` of each, and ``largest``, what the largest magnitude of a block becomes.
+
+    ``dtype`` is that of a code. ``gathers`` names the encoding that parameters are gathered in where gradients are
+    reduced in this one.
+    """
+
+    bits: int
+    largest: int
+    dtype: torch.dtype
+    gathers: str
+
+
+ENCODINGS = {
+    "int8": Encoding(8, 127, torch.int8, "int8"),
+    "int4": Encoding(4, 7, torch.uint8, "int8"),
+    "fp8": Encoding(8, 448, torch.float8_e4m3fn, "fp8"),
+}
+_SCALE_BYTES = 4
+_SMALLEST = torch.finfo(torch.float32).tiny
+
+
+def packed_bytes(numel: int, encoding: str) -> int:
+    """Bytes of ``numel`` values, a whole number of blocks, with their scales."""
+    return numel * ENCODINGS[encoding].bits // 8 + numel // BLOCK * _SCALE_BYTES
+
+
+def unpacked_numel(num_bytes: int, encoding: str) -> int:
+    """How many values ``packed_bytes`` gives ``num_bytes`` for."""
+    return num_bytes // packed_bytes(BLOCK, encoding) * BLOCK
+
+
+def in_blocks(values: torch.Tensor, num_parts: int, interleave: int) -> torch.Tensor:
+    """Flat values as a view of shape ``[num_parts, interleave, blocks, BLOCK]``.
+
+    Of ``interleave * num_parts`` equal slices, part p has every ``num_parts``-th from slice p on.
+    """
+    return values.view(interleave, num_parts, -1, BLOCK).transpose(0, 1)
+
+
+def pack(blocks: torch.Tensor, encoding: str) -> torch.Tensor:
+    """Blocks of shape ``[parts, ..., BLOCK]`` as bytes of shape ``[parts, bytes of a part]``."""
+    kind = ENCODINGS[encoding]
+    largest = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True))
+    scales = (largest.to(torch.float32) / kind.largest).clamp_min(_SMALLEST)
+    if kind.dtype.is_floating_point:
+        stored = (blocks / scales).to(kind.dtype).view(torch.uint8)
+    elif kind.bits == 4:
+        low, high = (torch.round(blocks / scales) + 8).chunk(2, -1)
+        stored = (low + 16 * high).to(kind.dtype)
+    else:
+        stored = torch.round(blocks / scales).to(kind.dtype).view(torch.uint8)
+    num_parts = blocks.shape[0]
+    return torch.cat([stored.reshape(num_parts, -1), scales.reshape(num_parts, -1).view(torch.uint8)], 1)
+
+
+def unpack(rows: torch.Tensor, encoding: str) -> torch.Tensor:
+    """What ``pack`` has made, as float32 of shape ``[parts, values of a part]``."""
+    kind = ENCODINGS[encoding]
+    num_parts, numel = rows.shape[0], unpacked_numel(rows.shape[1], encoding)
+    num_stored = numel * kind.bits // 8
+    scales = rows[:, num_stored:].view(torch.float32).unsqueeze(-1)
+    stored = rows[:, :num_stored].view(num_parts, -1, BLOCK * kind.bits // 8)
+    if kind.bits == 4:
+        codes = torch.cat([stored & 15, stored >> 4], -1).to(torch.float32) - 8
+    else:
+        codes = stored.view(kind.dtype).to(torch.float32)
+    return (codes * scales).view(num_parts, numel)
+
+
+def quantise(values: torch.Tensor, num_parts: int, encoding: str, interleave: int = 1) -> torch.Tensor:
+    """``zerofx.quantise``: flat values to flat bytes, a part at a time, which holds one part's intermediate values."""
+    blocks = in_blocks(values, num_parts, interleave)
+    packed = values.new_empty(num_parts, packed_bytes(values.numel() // num_parts, encoding), dtype=torch.uint8)
+    for part in range(num_parts):
+        packed[part].copy_(pack(blocks[part : part + 1], encoding)[0])
+    return packed.view(-1)
+
+
+def dequantise(packed: torch.Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> torch.Tensor:
+    """``zerofx.dequantise``: the values of all parts, in order."""
+    rows = packed.view(num_parts, -1)
+    values = packed.new_empty(num_parts, unpacked_numel(rows.shape[1], encoding), dtype=dtype)
+    for part in range(num_parts):
+        values[part].copy_(unpack(rows[part : part + 1], encoding)[0])
+    return values.view(-1)
+
+
+def dequantise_sum(packed: torch.Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> torch.Tensor:
+    """``zerofx.dequantise_sum``: the sum of the parts, taken in their order in float32."""
+    rows = packed.view(num_parts, -1)
+    total = unpack(rows[:1], encoding)[0]
+    for part in range(1, num_parts):
+        total.add_(unpack(rows[part : part + 1], encoding)[0])
+    return total.to(dtype)
+
+
+def quantise_at_once(values: torch.Tensor, num_parts: int, encoding: str, interleave: int = 1) -> torch.Tensor:
+    """``quantise`` for a compiler that fuses it: all parts in the same operators."""
+    return pack(in_blocks(values, num_parts, interleave), encoding).view(-1)
+
+
+def dequantise_at_once(packed: torch.Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> torch.Tensor:
+    """``dequantise`` for a compiler that fuses it."""
+    return unpack(packed.view(num_parts, -1), encoding).to(dtype).view(-1)
+
+
+def dequantise_sum_at_once(packed: torch.Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> torch.Tensor:
+    """``dequantise_sum`` for a compiler that fuses it; it may add in another order."""
+    return unpack(packed.view(num_parts, -1), encoding).sum(0).to(dtype)

@@ -1,0 +1,64 @@
+"""What a step gives besides its loss: the extras that ``forward`` returns, in the structure that they have there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerofx.ir.batch import Batch
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a micro-batch gives besides its loss.
+
+    ``extras`` is what ``forward`` returned behind its loss, None where it returned its loss alone; what is no tensor in
+    it is as it was while the step was captured. Of a view a step gives the memory that it is of: shapes and strides are
+    those of the tensors in ``extras``, and ``offsets`` where they begin. ``left_out`` describes tensors that a model
+    returned besides its loss, and that nobody asked for.
+    """
+
+    extras: Batch | None = None
+    offsets: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    @staticmethod
+    def of_extras(extras: Any) -> tuple[Returned, tuple[torch.Tensor, ...]]:
+        """The structure of extras, and their tensors.
+
+        Raises:
+            UsageError: one of them is neither a tensor nor a plain value.
+        """
+        taken = Batch.of_extras(extras)
+        tensors = tuple(one.detach() for one in taken.tensors)
+        like = tuple(torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta") for one in tensors)
+        return Returned(taken.holding(like), tuple(int(one.storage_offset()) for one in tensors)), tensors
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors the extras of a micro-batch have."""
+        return 0 if self.extras is None else len(self.extras.tensors)
+
+    def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The extras of one micro-batch."""
+        assert self.extras is not None
+        shown = []
+        for given, like, offset in zip(tensors, self.extras.tensors, self.offsets, strict=True):
+            is_whole = given.shape == like.shape and given.stride() == like.stride()
+            shown.append(given if is_whole else given.as_strided(like.shape, like.stride(), offset))
+        (found,), _ = self.extras.rebuild(tuple(shown))
+        return found
+
+    def shows(self, index: int, whole: torch.Tensor, part: torch.Tensor) -> bool:
+        """Whether ``rebuilt`` makes ``part``, a view of the tensor ``whole``, of that: extra number ``index``."""
+        assert self.extras is not None
+        like = self.extras.tensors[index]
+        is_alike = part.shape == like.shape and part.stride() == like.stride()
+        is_there = part.storage_offset() == self.offsets[index] and whole.storage_offset() == 0
+        return is_alike and is_there and whole.dtype == part.dtype == like.dtype
+
+
+NOTHING_ELSE = Returned()

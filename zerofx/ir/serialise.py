@@ -1,0 +1,282 @@
+"""A captured graph as JSON, to be kept on disk and read again: operators by name, fake values by their layout."""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from keyword import iskeyword
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.ir.canonical import canonical
+from zerofx.ir.facts import (
+    Origin,
+    Phase,
+    Placeholder,
+    Role,
+    known_origin,
+    placeholder,
+    set_origin,
+    set_placeholder,
+    set_source_line,
+    set_value,
+    source_line,
+)
+from zerofx.ir.graph import StepGraph
+
+LARGEST_LITERAL = 64  # elements of a constant that is kept by its values
+TORCH_NAMESPACES = frozenset({"aten", "prims"})  # of operators that are torch's: what they do follows from its version
+_PLAIN = (type(None), bool, int, float, str)
+_NAMED: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "size": torch.Size, "slice": lambda a: slice(*a)}
+
+
+class NotStorableError(Exception):
+    """The graph has what has no text; the message says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A name in a program: an argument that is what the name stands for.
+
+    Raises:
+        ValueError: Python has no such name.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not self.text.isidentifier() or iskeyword(self.text):
+            raise ValueError(f"expected a name, found {self.text!r}")
+
+
+def to_json(step: StepGraph) -> str:
+    """All that ``from_json`` needs beside the model's parameters and units, which are not kept.
+
+    Raises:
+        NotStorableError: the graph calls what is not torch's, or has arguments of other kinds than operators take.
+    """
+    places: dict[fx.Node, int] = {}
+    values: dict[str, int] = {}
+    lines: dict[str, int] = {}
+    nodes = []
+    for place, node in enumerate(step.graph.nodes):
+        fake = json.dumps(encoded(node.meta.get("val"), places))
+        where = known_origin(node)
+        nodes.append(
+            [
+                node.op,
+                node.name,
+                _target_text(node),
+                encoded(tuple(node.args), places),
+                {name: encoded(given, places) for name, given in node.kwargs.items()},
+                values.setdefault(fake, len(values)),
+                [where.layer, where.phase] if where is not None else None,
+                lines.setdefault(source_line(node), len(lines)),
+            ]
+        )
+        places[node] = place
+    return json.dumps(
+        {
+            "device": str(step.device),
+            "values": [json.loads(fake) for fake in values],
+            "lines": list(lines),
+            "nodes": nodes,
+            "extras": step.num_extras,
+            "mutations": step.mutation_names,
+            "gradients": step.gradient_names,
+            "constants": {name: encoded_constant(constant) for name, constant in step.constants.items()},
+        }
+    )
+
+
+def from_json(text: str, like: StepGraph, mode: AbstractContextManager[Any]) -> StepGraph:
+    """The graph that ``to_json`` has written, with fake values made in ``mode``; what is not in it is ``like``'s.
+
+    Raises:
+        Exception: one of ``disk_cache.MALFORMED``, the text is nothing that ``to_json`` has written.
+    """
+    data = json.loads(text)
+    graph, made = fx.Graph(), list[fx.Node]()
+    known = {parameter.name for parameter in like.parameters}
+    with mode:
+        values = [decoded(fake, []) for fake in data["values"]]
+    for op, name, target, args, kwargs, fake, where, line in data["nodes"]:
+        if op not in ("placeholder", "call_function", "output"):
+            raise ValueError(f"expected a node of a captured graph, found {op!r}")
+        given = {key: decoded(one, made) for key, one in kwargs.items()}
+        called = _operator(target) if op == "call_function" else name
+        node = graph.create_node(op, called, decoded(args, made), given, name=Name(name).text)
+        node.name = name
+        if op != "output":
+            set_value(node, values[fake])
+        if op == "placeholder":
+            what = Placeholder(Role(target[0]), target[1])
+            if what.role is Role.PARAMETER and what.name not in known:
+                raise ValueError(f"expected a parameter of the model, found {what.name!r}")
+            set_placeholder(node, what)
+        if where is not None:
+            set_origin(node, Origin(where[0], Phase(where[1])))
+        set_source_line(node, data["lines"][line])
+        made.append(node)
+    return replace(
+        like,
+        graph=graph,
+        device=torch.device(data["device"]),
+        num_extras=int(data["extras"]),
+        mutation_names=list(data["mutations"]),
+        gradient_names=list(data["gradients"]),
+        constants={name: decoded_constant(*constant) for name, constant in data["constants"].items()},
+    )
+
+
+def same_graph(one: StepGraph, other: StepGraph) -> bool:
+    """Whether two graphs are equal in all that plans and passes read, names and strides included."""
+
+    def facts(step: StepGraph) -> tuple[Any, ...]:
+        return (
+            step.text(),
+            canonical(step.graph),
+            step.num_extras,
+            step.mutation_names,
+            step.gradient_names,
+            step.device,
+        )
+
+    constants = one.constants.keys() == other.constants.keys() and all(
+        torch.equal(constant, other.constants[name]) for name, constant in one.constants.items()
+    )
+    return constants and facts(one) == facts(other)
+
+
+def encoded_constant(constant: torch.Tensor) -> list[Any]:
+    """A small tensor by its values.
+
+    Raises:
+        NotStorableError: it is too large, or complex.
+    """
+    if constant.numel() > LARGEST_LITERAL or constant.dtype.is_complex:
+        raise NotStorableError(f"a constant of {constant.numel()} elements of {constant.dtype}")
+    dtype = str(constant.dtype).removeprefix("torch.")
+    return [dtype, str(constant.device), list(constant.shape), constant.flatten().tolist()]
+
+
+def decoded_constant(dtype: str, device: str, shape: list[int], values: list[Any]) -> torch.Tensor:
+    """What ``encoded_constant`` was given."""
+    return torch.tensor(values, dtype=_named("dtype", dtype), device=device).reshape(shape)
+
+
+def _target_text(node: fx.Node) -> Any:
+    if node.op == "placeholder":
+        what = placeholder(node)
+        return [what.role, what.name]
+    if node.op == "output":
+        return None
+    target = node.target
+    if target is operator.getitem:
+        return "getitem"
+    if isinstance(target, torch._ops.OpOverload) and target.namespace in TORCH_NAMESPACES:
+        return str(target)
+    raise NotStorableError(f"{target} is no operator of torch")
+
+
+def _operator(text: str) -> Any:
+    return operator.getitem if text == "getitem" else named_operator(text, TORCH_NAMESPACES)
+
+
+@functools.cache
+def named_operator(text: str, namespaces: frozenset[str]) -> torch._ops.OpOverload:
+    """The operator that ``str`` gives ``text`` for, of one of ``namespaces``.
+
+    Raises:
+        ValueError: there is none, or it reads or writes files.
+    """
+    found = operator.attrgetter(text)(torch.ops) if re.fullmatch(r"\w+\.\w+\.\w+", text) else None
+    if not isinstance(found, torch._ops.OpOverload) or str(found) != text or found.namespace not in namespaces:
+        raise ValueError(f"expected an operator of {', '.join(sorted(namespaces))}, found {text!r}")
+    if any("filename" in argument.name for argument in found._schema.arguments):
+        raise ValueError(f"expected an operator that touches no file, found {text!r}")
+    return found
+
+
+def encoded(given: Any, places: Mapping[fx.Node, int] = MappingProxyType({})) -> Any:
+    """An argument, or a fake value, as JSON has it; ``places`` are those of nodes.
+
+    Raises:
+        NotStorableError: it has no text.
+    """
+    if type(given) in _PLAIN:
+        return given
+    if isinstance(given, fx.Node):
+        return {"node": places[given]}
+    if isinstance(given, Name):
+        return {"name": given.text}
+    if isinstance(given, torch.Tensor):
+        return {"tensor": _layout(given)}
+    if isinstance(given, torch.device):
+        return {"device": str(given)}
+    if isinstance(given, slice):
+        return {"slice": [encoded(one, places) for one in (given.start, given.stop, given.step)]}
+    if isinstance(given, list | tuple):
+        found = [encoded(one, places) for one in given]
+        kind = "size" if isinstance(given, torch.Size) else "tuple"
+        return found if isinstance(given, list) else {kind: found}
+    for name, kind_of in _NAMED.items():
+        if isinstance(given, kind_of):
+            return {name: str(given).removeprefix("torch.")}
+    raise NotStorableError(f"an argument of type {type(given).__name__}")
+
+
+def decoded(given: Any, made: Sequence[fx.Node] = ()) -> Any:
+    """What ``encoded`` was given; ``made`` are the nodes."""
+    if isinstance(given, list):
+        return [decoded(one, made) for one in given]
+    if not isinstance(given, dict):
+        return given
+    ((kind, found),) = given.items()
+    if kind == "node":
+        return made[found]
+    if kind == "name":
+        return Name(found)
+    if kind == "tensor":
+        return _fake(*found)
+    if kind == "device":
+        return torch.device(found)
+    if kind in _NAMED:
+        return _named(kind, found)
+    return _SEQUENCES[kind]([decoded(one, made) for one in found])
+
+
+def _named(kind: str, text: str) -> Any:
+    """What torch has by this name, if it is of that kind."""
+    found = getattr(torch, text)
+    if not isinstance(found, _NAMED[kind]):
+        raise ValueError(f"expected a {kind} of torch, found {text!r}")
+    return found
+
+
+def _layout(fake: torch.Tensor) -> list[Any]:
+    if fake.layout is not torch.strided or fake.is_conj() or fake.is_neg():
+        raise NotStorableError(f"a tensor of {fake.layout}")
+    numbers = [*fake.shape, *fake.stride(), fake.storage_offset()]
+    if any(type(number) is not int for number in numbers):
+        raise NotStorableError("a tensor of symbolic size")
+    length = fake.untyped_storage().nbytes() // fake.dtype.itemsize
+    dtype = str(fake.dtype).removeprefix("torch.")
+    return [dtype, str(fake.device), list(fake.shape), list(fake.stride()), fake.storage_offset(), length]
+
+
+def _fake(dtype: str, device: str, shape: list[int], stride: list[int], offset: int, length: int) -> torch.Tensor:
+    """A view of a storage of ``length`` elements, as far as it may be read there."""
+    made = torch.empty_strided(shape, stride, dtype=_named("dtype", dtype), device=device)
+    if offset == 0 and made.untyped_storage().nbytes() == length * made.dtype.itemsize:
+        return made
+    return torch.empty(length, dtype=made.dtype, device=device).as_strided(shape, stride, offset)

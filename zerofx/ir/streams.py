@@ -1,0 +1,98 @@
+"""The streams that a step's nodes run on: computation, collectives, the host's, and the copies between tiers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.ir.aliasing import storage_source
+from zerofx.ir.facts import DEVICE, Role, placeholder, tier_of
+from zerofx.scheduler.plan.tiers import Tier
+
+COMPUTE, COLLECTIVE, HOST = "compute", "collective", "host"
+TO_HOST, TO_DEVICE, NVME_READ, NVME_WRITE = "to_host", "to_device", "nvme_read", "nvme_write"
+LINKS = (TO_HOST, TO_DEVICE, NVME_READ, NVME_WRITE)
+STREAMS = (COMPUTE, COLLECTIVE, HOST, *LINKS)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One leg of a copy between tiers: its stream, and where it leads."""
+
+    stream: str
+    source: Tier
+    destination: Tier
+
+
+_OUT: dict[Tier, tuple[str, Tier]] = {
+    "device": (TO_HOST, "host"),
+    "host": (NVME_WRITE, "nvme"),
+}  # from a tier: the stream, and where it leads
+_BACK: dict[Tier, tuple[str, Tier]] = {"nvme": (NVME_READ, "host"), "host": (TO_DEVICE, "device")}
+
+
+# What has the values of what it reads first, elsewhere, whole or in part, or rounded.
+_HANDS_ON = frozenset(
+    {ops.reload, ops.all_gather, ops.wait, ops.quantise, ops.dequantise, ops.second_shard, ops.gather_on_node}
+)
+
+
+def ends_of(node: fx.Node) -> tuple[Tier, Tier]:
+    """The tiers that a copy leads from and to; the device twice for any other node."""
+    if node.target not in ops.TRANSFERS:
+        return DEVICE, DEVICE
+    source = node.args[1] if node.target is ops.copy_into else node.args[0]
+    assert isinstance(source, fx.Node)
+    return tier_of(storage_source(source)[0]), tier_of(storage_source(node)[0])
+
+
+def hops_of(node: fx.Node) -> tuple[Hop, ...]:
+    """The legs of a copy between tiers, in order: nvme is reached through the host. Empty for any other node."""
+    here, end = ends_of(node)
+    way = _OUT if here == DEVICE or end == "nvme" else _BACK
+    found = []
+    while here != end:
+        stream, there = way[here]
+        found.append(Hop(stream, here, there))
+        here = there
+    return tuple(found)
+
+
+def passes_through_host(node: fx.Node) -> bool:
+    """Whether a copy between the device and nvme needs a block on the host on its way."""
+    return len(hops_of(node)) > 1
+
+
+def runs_on_host(node: fx.Node) -> bool:
+    """Whether a node computes on the host: an update whose states live there."""
+    return tier_of(node) == "host" and node.op == "call_function" and node.target not in ops.EVENTS
+
+
+def slice_behind(node: fx.Node) -> fx.Node | None:
+    """The placeholder of the parameters' slice whose values a copy, a gather or their wait has; None for others."""
+    while node.target in _HANDS_ON:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node if node.op == "placeholder" and placeholder(node).role is Role.SHARD else None
+
+
+def num_gathers_behind(node: fx.Node) -> int:
+    """How many gathers directly behind a node start with it as one collective; 0 for the last of them, and others."""
+    if node.target is not ops.all_gather or len(node.args) < 4:
+        return 0
+    more = node.args[3]
+    assert isinstance(more, int)
+    return more
+
+
+def stream_of(node: fx.Node) -> str:
+    """The stream that a node runs on; of a copy of two legs, that of the one beyond the host."""
+    if node.target in ops.COLLECTIVES:
+        return COLLECTIVE
+    if runs_on_host(node):
+        return HOST
+    legs = [hop.stream for hop in hops_of(node)]
+    return next((stream for stream in legs if stream in (NVME_READ, NVME_WRITE)), legs[0]) if legs else COMPUTE

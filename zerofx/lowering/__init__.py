@@ -1,0 +1,1 @@
+"""A plan carried out on a graph: passes, simulation, source, loaded code."""

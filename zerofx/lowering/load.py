@@ -1,0 +1,263 @@
+"""From a lowered step to one that runs: its source written and loaded, its regions compiled."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerofx.capture.checks import names
+from zerofx.codegen.emit import EmittedStep
+from zerofx.codegen.kernels.choose import UpdateKernels, kernels_of_facts
+from zerofx.codegen.kernels.table import UPDATE, kernels_in_use
+from zerofx.codegen.parallel.helpers import Helpers, Task, num_helpers
+from zerofx.codegen.region_facts import RegionFacts, region_facts
+from zerofx.codegen.regions import Instruction, regions_of
+from zerofx.codegen.source import load_source
+from zerofx.disk import dumps
+from zerofx.errors import PlanError
+from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.returned import Returned
+from zerofx.lowering.lower import LoweredStep
+from zerofx.pipeline import Stage
+from zerofx.progress import watched
+from zerofx.runtime.comm.collectives import is_on_cpu
+from zerofx.runtime.comm.control import Control
+from zerofx.runtime.executor import StepFunction
+from zerofx.runtime.state.arguments import StepArguments
+from zerofx.scheduler.cost.liveness import MemoryEvent, with_profiles
+from zerofx.scheduler.cost.simulate import Simulation, predict
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.settings import Settings
+
+if TYPE_CHECKING:
+    from zerofx.codegen.inductor.compile import CompiledRegion
+
+
+RegionMemory = Mapping[str, tuple[MemoryEvent, ...]]  # what compiled regions take and free inside, by key
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """All of a lowered step that it takes to run it: its plan and source, what it is called with, and its distinct
+    regions. ``num_regions`` is how many it runs, ``returned`` what a micro-batch gives besides its loss."""
+
+    plan: Plan
+    emitted: EmittedStep
+    arguments: StepArguments
+    regions: tuple[RegionFacts, ...]
+    num_regions: int
+    device: torch.device
+    returned: Returned
+
+    @staticmethod
+    def of(lowered: LoweredStep, settings: Settings, backend: str) -> StepProgram:
+        """That of a step that will run on ``backend``."""
+        regions = regions_of(lowered.instructions)
+        facts = region_facts(regions, with_updates=UPDATE in _kernels(settings, lowered.graph.device, backend))
+        arguments = StepArguments.of(lowered.graph)
+        return StepProgram(
+            lowered.plan, lowered.emitted, arguments, facts, len(regions), lowered.graph.device, lowered.graph.returned
+        )
+
+
+@dataclass(frozen=True)
+class CompiledStep(StepProgram):
+    """A step that can be run, where its source was written, what its compiled regions hold, and which kernel each of
+    its updates runs on.
+
+    ``details`` gives the lowered step, which only reports read: of a step that was kept by an earlier run it is made
+    when they ask for it first.
+    """
+
+    source_path: Path
+    function: StepFunction
+    memory: RegionMemory
+    updates: UpdateKernels
+    details: Callable[[], LoweredStep]
+
+    @property
+    def lowered(self) -> LoweredStep:
+        """The step as a graph, with its predictions."""
+        return self.details()
+
+    @property
+    def graph(self) -> StepGraph:
+        """The graph behind all passes."""
+        return self.lowered.graph
+
+    @property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """The graph's regions and events, in order."""
+        return self.lowered.instructions
+
+    @property
+    def simulation(self) -> Simulation:
+        """The step's run on paper."""
+        return self.lowered.simulation
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The captured graph and the graph behind each pass."""
+        return self.lowered.stages
+
+    @property
+    def num_distinct_regions(self) -> int:
+        """Regions of different structure: what had to be compiled."""
+        return len(self.emitted.functions)
+
+
+def build(
+    lowered: LoweredStep, layout: BucketLayout, settings: Settings, control: Control, backend: str
+) -> CompiledStep:
+    """Write the step's source, load it, and compile its regions if ``backend`` is ``"inductor"``."""
+    program = StepProgram.of(lowered, settings, backend)
+    path, loaded = load_program(program, settings, control, backend, lowered.plan.decisions_hash())
+    final = with_memory(lowered, layout, loaded.memory)
+    write_plan(path, final.plan.to_json(), control)
+    return compiled_step(program, path, loaded, final.plan, lambda: final)
+
+
+def load_program(
+    program: StepProgram, settings: Settings, control: Control, backend: str, decisions_hash: str
+) -> tuple[Path, LoadedStep]:
+    """Write a step's source, and load it with its regions; ``decisions_hash`` is its plan's."""
+    source = program.emitted.source
+    # One plan leads to several files: the update in it changes with the optimizer's options.
+    name = hashlib.sha256((decisions_hash + source).encode()).hexdigest()[:12]
+    path = control.share("write the generated step", lambda: dumps.write_source(settings.dump_dir, name, source))
+    kernels = _kernels(settings, program.device, backend)
+    functions = program.emitted.functions
+    loaded = load_step(source, str(path), program.regions, functions, control, backend, kernels, edited=False)
+    if control.rank == 0:
+        dumps.hold(path, loaded.function)
+    return path, loaded
+
+
+def with_memory(lowered: LoweredStep, layout: BucketLayout, memory: RegionMemory) -> LoweredStep:
+    """``lowered`` with what its compiled regions hold in the place of estimates."""
+    if not memory:
+        return lowered
+    profiles = [(one, memory[one.key]) for one in regions_of(lowered.instructions) if one.key in memory]
+    simulation = replace(lowered.simulation, live=with_profiles(lowered.simulation.live, lowered.graph, profiles))
+    plan = lowered.plan.with_prediction(predict(lowered.graph, lowered.plan, layout, simulation))
+    return replace(lowered, simulation=simulation, plan=plan)
+
+
+def write_plan(source_path: Path, text: str, control: Control) -> None:
+    """Put a step's plan next to its source."""
+    if control.rank == 0:
+        dumps.write_plan(source_path, text)
+
+
+def compiled_step(
+    program: StepProgram, path: Path, loaded: LoadedStep, plan: Plan, details: Callable[[], LoweredStep]
+) -> CompiledStep:
+    """A program that was loaded; ``plan`` has the predictions that hold for it."""
+    return CompiledStep(
+        plan, program.emitted, program.arguments, program.regions, program.num_regions, program.device,
+        program.returned, path,
+        loaded.function, loaded.memory, loaded.updates, details,
+    )  # fmt: skip
+
+
+def _kernels(settings: Settings, device: torch.device, backend: str) -> frozenset[str]:
+    return kernels_in_use(settings.kernels, device) if backend == "inductor" else frozenset()
+
+
+def _is_for_cpu(inputs: Sequence[Any]) -> bool:
+    return all(is_on_cpu(one.device) for one in inputs if isinstance(one, torch.Tensor))
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """A step function, what its compiled regions take and free inside, by key, and the kernels of its updates."""
+
+    function: StepFunction
+    memory: RegionMemory
+    updates: UpdateKernels
+
+
+def load_step(
+    source: str,
+    filename: str,
+    regions: Sequence[RegionFacts],
+    functions: Mapping[str, str],
+    control: Control,
+    backend: str,
+    kernels: frozenset[str],
+    *,
+    edited: bool,
+) -> LoadedStep:
+    """The step function of an emitted file, its region functions compiled if ``backend`` is ``"inductor"``.
+
+    ``kernels`` are those of zerofx's own that it uses. ``edited``: whether the file may read what the step does not.
+    """
+    namespace = load_source(source, filename)
+    updates = UpdateKernels({}, {})
+    if UPDATE in kernels:
+        known = {key: namespace[name] for key, name in functions.items()}
+        updates = kernels_of_facts(regions, known, all_is_read=edited)
+    for key, kernel in updates.made.items():
+        namespace[functions[key]] = kernel
+    compiled: dict[str, CompiledRegion] = {}
+    if backend == "inductor":
+        # Inductor takes seconds to import, and warns of what torch itself deprecates: only who needs it pays.
+        from zerofx.codegen.inductor.compile import compile_region
+
+        # A region without inputs only makes constants.
+        first = {region.key: region for region in reversed(regions) if not region.is_update and region.inputs}
+        inputs = {key: region.inputs for key, region in first.items()}
+        longest_first = sorted(first, key=lambda key: first[key].num_nodes, reverse=True)
+        # Inductor keeps what it compiles for a GPU for that one only: other ranks' is none of this rank's.
+        mine, others = control.divide(longest_first) if all(map(_is_for_cpu, inputs.values())) else (longest_first, [])
+
+        def compile_one(key: str) -> None:
+            name = functions[key]
+            progress.set_description(f"compiling {name}", refresh=False)
+            compiled[key] = compile_region(namespace[name], inputs[key], name, kernels)
+            progress.update()
+
+        def compile_all(keys: list[str]) -> None:
+            tasks = {key: Task.of(source, filename, functions[key], inputs[key], kernels) for key in keys}
+            # The ranks of a host share the work, and its cores, already.
+            count = num_helpers(inputs[key] for key in keys) if control.num_ranks == 1 else 0
+            with Helpers(tasks, count) as helpers:
+                for key in helpers.keys():  # noqa: SIM118 - no mapping: keys are handed out once
+                    compile_one(key)
+            for key in keys:
+                if key not in compiled:
+                    compile_one(key)
+            for key in keys:
+                compiled[key].finish()
+
+        with watched("compiling", "regions", len(first), show=control.rank == 0) as progress:
+            for keys in (mine, others):
+                control.attempt("compile their regions", partial(compile_all, keys))
+        for key, done in compiled.items():
+            namespace[functions[key]] = done.call
+    memory = {key: done.memory for key, done in compiled.items()} | dict.fromkeys(updates.made, ())
+    return LoadedStep(namespace["step"], memory, updates)
+
+
+def read_edited(path: str | Path, functions: Mapping[str, str]) -> str:
+    """The text of an edited step that has all of ``functions`` (by region key).
+
+    Raises:
+        PlanError: there is no such file, or it cannot be loaded, or lacks a function.
+    """
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"expected a generated step at {path}, found none: {error}") from error
+    namespace = load_source(text, str(path))
+    missing = [name for name in functions.values() if not callable(namespace.get(name))]
+    if missing:
+        raise PlanError(f"expected the functions of this step's regions in {path}, found no {names(missing)}")
+    return text

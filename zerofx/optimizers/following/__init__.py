@@ -1,0 +1,1 @@
+"""Optimizers that are followed by running their own step on stand-ins."""

@@ -1,0 +1,1 @@
+"""Collectives, groups, and what ranks agree on."""

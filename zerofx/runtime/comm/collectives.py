@@ -1,0 +1,69 @@
+"""Collectives as the emitted step starts them: by which transport, and several as one."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zerofx.runtime.comm.gloo import PointToPoint
+from zerofx.runtime.comm.groups import gloo_over
+from zerofx.runtime.comm.nccl import Nccl
+from zerofx.runtime.comm.transport import Pending, Transport
+from zerofx.runtime.measure.spans import SpanLog
+
+
+def make_transport(
+    group: dist.ProcessGroup | None, device: torch.device, patience_seconds: float, log: SpanLog | None = None
+) -> Transport | None:
+    """The transport for a device; None for a world of one, where no step has a collective. Collective itself.
+
+    ``patience_seconds`` is for a rank that neither comes nor fails; NCCL has the timeout of ``group`` for that. ``log``
+    notes how long each collective takes, where a step is measured.
+    """
+    log = log or SpanLog()
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    if device.type == "cuda":
+        return Nccl(group, device, log)
+    return PointToPoint(gloo_over(group, timedelta(seconds=patience_seconds)), log, patience_seconds)
+
+
+def is_on_cpu(device: torch.device) -> bool:
+    """Whether ``device`` takes the CPU's kernels, and the messages between ranks of ``PointToPoint``."""
+    return device.type != "cuda"
+
+
+class Joint:
+    """Gathers that start as one collective, and are done as one; each has a buffer, and a name, of its own."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._pending: Pending[None] | None = None
+
+    @property
+    def num_parts(self) -> int:
+        """Gathers that have not been started."""
+        return len(self._parts)
+
+    def add(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
+        """One more; nothing is moved before ``start``."""
+        self._parts.append((full, shard))
+
+        def finish(_source: object) -> torch.Tensor:
+            self._finish()
+            return full
+
+        return Pending(full, finish)
+
+    def start(self, transport: Transport) -> None:
+        fulls, shards = zip(*self._parts, strict=True)
+        self._parts.clear()
+        self._pending = transport.all_gather_many(fulls, shards)
+
+    def _finish(self) -> None:
+        # Only once, and nothing is held behind it: a bucket that is released must not live on in another's name.
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.finish(None)

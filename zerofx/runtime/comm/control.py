@@ -1,0 +1,396 @@
+"""Agreement between ranks outside the step: small objects over a gloo group of its own, always within a timeout.
+
+Ranks that meet tell one another what for, so that two that are in different places are told apart at once. A rank that
+does not come is found out when the timeout is over, and named: those that waited leave a note in the process group's
+store, and who left none was not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import zip_longest
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, but not listed as public
+from torch.distributed.distributed_c10d import _get_default_store
+
+from zerofx.errors import RankMismatchError, TierError, ZeroFXError
+from zerofx.runtime.comm.groups import close_connections, destroyed_with, gloo_over
+from zerofx.runtime.comm.patience import WAYS_TO_WAIT, Work, in_time, patience_seconds, wait_for
+from zerofx.runtime.comm.transport import LostRankError
+
+T = TypeVar("T")
+
+_PURPOSE_BYTES = 96  # of a header; the rest is a SHA-256
+_STORE_SECONDS = 5.0  # for an answer of the process group's store
+_GRACE_SECONDS = 1.0  # for the others' notes, once waiting has failed here
+_SHOWN_LINES = 3
+_FAILED = "failed"  # key of the first failure of a rank
+
+
+class Control:
+    """The side channel on which ranks compare and share plans. For a world of one it does nothing.
+
+    A rank is waited for at most ``timeout_seconds``, or as long as the timeout of ``group`` says if that is less; one
+    that has work to do (``attempt``, ``share``) for as long as it shows that it works. ``purpose`` completes "expected
+    all ranks to ..." where a rank does not come to open it.
+
+    Raises:
+        RankMismatchError: from every method, where a rank does not come in time or does something else; names it.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, timeout_seconds: float, purpose: str = "call zerofx.compile"
+    ) -> None:
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.num_ranks = dist.get_world_size(group) if group is not None else 1
+        self.patience_seconds = patience_seconds(group, timeout_seconds)
+        self.lost = ""  # why nothing can be agreed on any more: ``rank 1 ...``
+        self._timeout = timedelta(seconds=self.patience_seconds)
+        self._group: dist.ProcessGroup | None = None
+        self._num_meetings = self._num_works = 0
+        self._begun: dist.Work | None = None
+        self._last_work: Work | None = None
+        self._store_answers = True
+        self._on_failure: list[Callable[[], None]] = []
+        if self.num_ranks > 1:
+            assert group is not None
+            self._group = self._connect(group, purpose)
+            self._end = destroyed_with(self, self._group)
+
+    def _connect(self, group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+        """A gloo group over the same ranks, once all of them want one."""
+        default = _get_default_store()
+        # How many channels this rank has made before: the same number on all ranks that do the same.
+        count = f"zerofx/channels/{self.rank}"
+        try:
+            self._store = PrefixStore(f"zerofx/{self._ask(lambda: default.add(count, 1))}", default)
+            keys = [f"0/{rank}" for rank in range(self.num_ranks)]
+            self._ask(lambda: self._store.set(keys[self.rank], "waited"))
+            self._ask(lambda: self._store.wait(keys, self._timeout), self.patience_seconds)
+        except RuntimeError as error:
+            absence = self._absence(purpose, error)
+            with contextlib.suppress(RuntimeError):
+                self._ask(lambda: self._store.delete_key(keys[self.rank]))
+                self._ask(lambda: default.add(count, -1))
+            raise absence from error
+        try:
+            return self._ask(lambda: gloo_over(group, self._timeout), 2 * self.patience_seconds)
+        except RuntimeError as error:
+            raise self._absence(purpose, error) from error
+
+    def start(self, purpose: str, value: str = "", what: str = "", hint: str = "") -> Callable[[], None]:
+        """Begin to compare ``value`` with the other ranks'; returns what waits for the outcome, and raises if need be.
+
+        Args:
+            purpose: completes "expected all ranks to ..."; ranks with different purposes do not agree either.
+            value: lines of text.
+            what: names the value in the error.
+            hint: what to do when values differ.
+        """
+        group = self._group
+        if group is None:
+            return _nothing
+        self._num_meetings += 1
+        header = purpose.encode()[:_PURPOSE_BYTES].ljust(_PURPOSE_BYTES) + hashlib.sha256(value.encode()).digest()
+        mine = torch.tensor(list(header), dtype=torch.uint8)
+        seen = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        try:
+            work = self._begun = dist.all_gather(seen, mine, group=group, async_op=True)
+        except RuntimeError as error:
+            raise self._absence(purpose, error) from error
+
+        def finish() -> None:
+            self._begun = None
+            try:
+                assert work is not None
+                wait_for(work, self.patience_seconds)
+            except RuntimeError as error:
+                raise self._absence(purpose, error) from error
+            headers = [bytes(one.tolist()) for one in seen]
+            purposes = [one[:_PURPOSE_BYTES].decode(errors="ignore").strip() for one in headers]
+            if any(one != purposes[0] for one in purposes):
+                found = "\n".join(f"  rank {rank}: {one}" for rank, one in enumerate(purposes))
+                raise RankMismatchError(
+                    f"expected all ranks to do the same, found them about to do different things:\n{found}\nEvery rank "
+                    f"must call the same things in the same order."
+                )
+            if any(one != headers[0] for one in headers):
+                check_equal(self._exchange(value, purpose), what, hint)
+
+        return finish
+
+    def agree(self, purpose: str, value: str, what: str, hint: str) -> None:
+        """Check that all ranks have the same ``value``; see ``start``."""
+        self.start(purpose, value, what, hint)()
+
+    def meet(self, purpose: str) -> None:
+        """Wait for all ranks."""
+        self.start(purpose)()
+
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """Every rank's ``value``, in rank order, on every rank."""
+        if self._group is None:
+            return [value]
+        self.meet(purpose)
+        return self._exchange(value, purpose)
+
+    def from_rank_0(self, value: Any, purpose: str) -> Any:
+        """Rank 0's ``value`` on every rank."""
+        if self._group is None:
+            return value
+        self.meet(purpose)
+        box = [value if self.rank == 0 else None]
+        try:
+            dist.broadcast_object_list(box, group=self._group, group_src=0)
+        except RuntimeError as error:
+            raise self._absence(purpose, error) from error
+        return box[0]
+
+    def share(self, purpose: str, make: Callable[[], T]) -> T:
+        """What ``make()`` gives on rank 0, on every rank; only there is it called.
+
+        Raises:
+            ZeroFXError: what it raised there, on every rank.
+        """
+        made: T | None = None
+        failure: ZeroFXError | None = None
+        with self._working(purpose):
+            if self.rank == 0:
+                try:
+                    made = make()
+                except ZeroFXError as error:
+                    failure = error
+        made, failure = self.from_rank_0((made, failure), purpose)
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                failure = None  # as in attempt
+        return cast(T, made)
+
+    def attempt(self, purpose: str, function: Callable[[], T]) -> T:
+        """``function()`` on every rank; where it fails on any rank, every rank raises.
+
+        Raises:
+            Exception: what ``function`` raised here.
+            RankMismatchError: it raised on another rank, which is named; what it raised there.
+        """
+        failed: Exception | None = None
+        # Where the ranks cannot be reached, this rank's own error is what its user needs.
+        try:
+            with self._working(purpose):
+                try:
+                    result = function()
+                except Exception as error:  # noqa: BLE001 - raised once the others have heard of it
+                    failed = error
+            told = f"{type(failed).__name__}: {failed}" if failed is not None else None
+            failures = self.gather(told, purpose)
+        except RankMismatchError as unreachable:
+            if failed is None:
+                raise
+            failed.add_note(f"The other ranks could not be told: {unreachable}")
+            failures = []
+        if failed is not None:
+            try:
+                raise failed
+            finally:
+                failed = None  # its traceback has this frame, which would keep all that it reaches
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise RankMismatchError(f"expected all ranks to {purpose}, found that rank {rank} could not: {failure}")
+        return result
+
+    @contextlib.contextmanager
+    def together(self, purpose: str) -> Iterator[None]:
+        """A block in which ranks move tensors between one another: where it fails on one rank, it does on all.
+
+        Raises:
+            RankMismatchError: a rank did not come, or has failed.
+        """
+        try:
+            yield
+        except BaseException as error:
+            agreed = isinstance(error, ZeroFXError) and not isinstance(error, (LostRankError, TierError))
+            if self._group is None or agreed:
+                raise
+            elsewhere = self.failure()
+            self.fail(elsewhere or f"rank {self.rank} could not {purpose} ({type(error).__name__}: {error})")
+            if elsewhere or isinstance(error, RuntimeError):
+                raise RankMismatchError(
+                    f"expected all {self.num_ranks} ranks to {purpose}, found that {elsewhere or error}. Restart all "
+                    f"ranks from a checkpoint"
+                ) from error
+            raise
+
+    def on_failure(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run where this rank fails, for others to fail that wait for it elsewhere than here."""
+        self._on_failure.append(call)
+
+    def fail(self, what: str) -> None:
+        """Tell the other ranks that this one has failed, and how; from here on they fail where they wait for it."""
+        if self._group is None or self.lost:
+            return
+        self.lost = what
+        with contextlib.suppress(RuntimeError):
+            self._ask(lambda: self._store.compare_set(_FAILED, "", what))
+        close_connections(self._group)
+        for call in self._on_failure:
+            call()
+
+    def failure(self) -> str:
+        """``rank 1 ...``: the first failure that a rank has told of; empty where none has."""
+        if self._group is None:
+            return ""
+        with contextlib.suppress(RuntimeError):
+            if self._ask(lambda: self._store.check([_FAILED])):
+                return self._ask(lambda: self._store.get(_FAILED)).decode()
+        return ""
+
+    def close(self) -> None:
+        """Destroy the group, behind the last meeting of all ranks; nothing can be agreed on after it."""
+        group, self._group = self._group, None
+        # Connections end with the last name for their group.
+        self._last_work = None
+        self._on_failure.clear()
+        if group is not None:
+            self._end()
+
+    def leave(self) -> None:
+        """Destroy the group on this rank alone: ranks that wait for it there fail at once.
+
+        Others may be about to hear, in a meeting that this rank has begun, that it goes, and why. If they do not come
+        to it within a second, the group stays: to destroy it would be to wait for them.
+        """
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            with contextlib.suppress(RuntimeError):
+                begun.wait(timedelta(seconds=_GRACE_SECONDS))
+            if not begun.is_completed():
+                return
+        self.close()
+
+    def ranks_of_host(self, purpose: str) -> list[int]:
+        """The ranks on this rank's host, itself among them, in order."""
+        hosts = self.gather(socket.gethostname(), purpose)
+        return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+
+    def divide(self, items: list[str]) -> tuple[list[str], list[str]]:
+        """This rank's share of ``items`` among the ranks of its host, and the rest: for work whose results the ranks of
+        a host share through a cache."""
+        local = self.ranks_of_host("divide work")
+        share = local.index(self.rank)
+        mine = items[share :: len(local)]
+        return mine, [item for item in items if item not in mine]
+
+    @contextlib.contextmanager
+    def _working(self, purpose: str) -> Iterator[None]:
+        """A block of work on some ranks, for which the others wait as long as it goes on."""
+        if self._group is None:
+            yield
+            return
+        self._num_works += 1
+        try:
+            with Work(self._group, self._num_works, self.patience_seconds) as work:
+                yield
+                work.finish()
+            self._last_work = work  # whose last words may still be on their way
+        except LookupError as error:
+            raise self._absence(purpose, error, error.args[0]) from error
+        except (KeyboardInterrupt, SystemExit) as error:
+            self.fail(f"rank {self.rank} was to {purpose} ({type(error).__name__})")
+            raise
+
+    def _ask(self, call: Callable[[], T], seconds: float = 0.0) -> T:
+        """``call`` of the store, whose methods wait without end where the process that holds it is stopped.
+
+        Raises:
+            RuntimeError: the store has failed, or does not answer.
+        """
+        if not self._store_answers:
+            raise RuntimeError("the process group's store does not answer")
+        try:
+            return in_time(call, seconds + _STORE_SECONDS)
+        except TimeoutError as error:
+            self._store_answers = False
+            raise RuntimeError(f"the process group's store does not answer: {error}") from error
+
+    def _exchange(self, value: Any, purpose: str) -> list[Any]:
+        values: list[Any] = [None] * self.num_ranks
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            raise self._absence(purpose, error) from error
+        return values
+
+    def _absence(self, purpose: str, error: Exception, known: int | None = None) -> RankMismatchError:
+        """The error for a meeting that failed, with the rank that has failed before or those that were not there.
+
+        ``known`` is a rank of which it is known that it was not. Nothing can be agreed on after it.
+        """
+        if failure := self.failure():
+            self.lost = self.lost or failure
+            return RankMismatchError(
+                f"expected all {self.num_ranks} ranks to {purpose}, found that {failure}. Restart all ranks from a "
+                f"checkpoint"
+            )
+        missing = f"rank {known}" if known is not None else self._missing()
+        what = f"{missing} did not come to {purpose}"
+        if self._group is not None:
+            self.fail(what)
+        return RankMismatchError(
+            f"expected all {self.num_ranks} ranks to {purpose} within {self.patience_seconds:.0f} s, but {missing} did "
+            f"not come, while rank {self.rank} did. Every rank must call the same things in the same order; look for "
+            f"an error on the missing ranks, or {WAYS_TO_WAIT}. {_first_line(error)}"
+        )
+
+    def _missing(self) -> str:
+        """The ranks that have left no note that they waited for the same."""
+        keys = [f"{self._num_meetings}/{rank}" for rank in range(self.num_ranks)]
+        try:
+            self._ask(lambda: self._store.set(keys[self.rank], "waited"))
+            deadline = time.monotonic() + min(_GRACE_SECONDS, self.patience_seconds)
+            while not self._ask(lambda: self._store.check(keys)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            absent = [str(rank) for rank, key in enumerate(keys) if not self._ask(partial(self._store.check, [key]))]
+        except RuntimeError:
+            if self.num_ranks == 2:
+                return f"rank {1 - self.rank}"
+            return "some, the one that holds the process group's store (mostly rank 0) among them,"
+        return f"rank{'s' if len(absent) > 1 else ''} {', '.join(absent)}" if absent else "some"
+
+
+def check_equal(values: Sequence[Any], what: str, hint: str) -> None:
+    """Raise a ``RankMismatchError``, the same on all ranks, unless all ``values`` (by rank) are equal."""
+    different = [rank for rank, value in enumerate(values) if value != values[0]]
+    if different:
+        lines = [
+            (first, second)
+            for first, second in zip_longest(str(values[0]).splitlines(), str(values[different[0]]).splitlines())
+            if first != second
+        ]
+        shown = "".join(
+            f"\n  rank 0: {first if first is not None else '(nothing)'}"
+            f"\n  rank {different[0]}: {second if second is not None else '(nothing)'}"
+            for first, second in lines[:_SHOWN_LINES]
+        )
+        raise RankMismatchError(
+            f"expected the same {what} on every rank, found another on rank{'s' if len(different) > 1 else ''} "
+            f"{', '.join(map(str, different))}:{shown}\n{hint}"
+        )
+
+
+def _nothing() -> None:
+    """A world of one always agrees."""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,159 @@
+"""Collectives on CUDA: NCCL's, on a stream of their own. Its watchdog ends ranks that wait for one that has failed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from zerofx.ir.streams import COLLECTIVE
+from zerofx.runtime.comm.groups import destroy
+from zerofx.runtime.comm.transport import Group, Pending, T, Transport, members_of
+from zerofx.runtime.measure.spans import SpanLog
+
+# torch 2.13 has the second names, and warns at each call by the first.
+gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_single: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Nccl(Transport):
+    """NCCL collectives on a stream of their own.
+
+    A collective starts behind what the compute stream has been given so far, which also makes it safe to reuse memory
+    that earlier computation read; computation waits for it only where the step says so. What is sent is counted as a
+    ring sends it, to the next rank; of an exchange, to whom it is for.
+
+    What a collective writes, and what it reads but for slices that are gathered, is held until its wait, and what uses
+    the memory again comes behind that. So the allocator is not told of the stream (``record_stream``): it would keep a
+    buffer that has been released until the stream has done all that it had been given by then, gathers ahead among it,
+    and take more memory than planned meanwhile.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, log: SpanLog) -> None:
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.sent_to = Counter()
+        self._group = group
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._log = log
+        self._flag = torch.ones((), dtype=torch.uint8, device=device)
+        self._groups: dict[tuple[Group, int], dist.ProcessGroup] = {}
+
+    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
+        return self._gathered(full, shard, "all", self.num_ranks)
+
+    def gather_on_node(self, full: torch.Tensor, part: torch.Tensor, size: int) -> Pending[torch.Tensor]:
+        return self._gathered(full, part, "node", size)
+
+    def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
+        sent = self._in_ring(sum(shard.nbytes for shard in shards), "all", self.num_ranks)
+        return self._start(None, lambda: gather_coalesced(self._group, fulls, shards), sent, shards)
+
+    def reduce_scatter(self, gradients: torch.Tensor, *, in_place: bool = False) -> Pending[torch.Tensor]:
+        num_shard = gradients.numel() // self.num_ranks
+        own = gradients.narrow(0, self.rank * num_shard, num_shard)
+        shard = own if in_place else torch.empty_like(own)
+
+        def launch() -> None:
+            if shard.numel():
+                reduce_single(shard, gradients, group=self._group)
+
+        sent = self._in_ring(shard.nbytes, "all", self.num_ranks)
+        return self._start(shard, launch, sent)
+
+    def exchange(self, parts: torch.Tensor, size: int, group: Group) -> Pending[torch.Tensor]:
+        received, own = torch.empty_like(parts), self._group_of(group, size)
+        peers = [peer for peer in members_of(group, self.rank, size, self.num_ranks) if peer != self.rank]
+
+        def launch() -> None:
+            if parts.numel():
+                dist.all_to_all_single(received, parts, group=own)
+
+        return self._start(received, launch, dict.fromkeys(peers, parts.nbytes // size))
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self._group, group_src=0)
+            if self.rank == 0:
+                self.sent_to.update(dict.fromkeys(range(1, self.num_ranks), tensor.nbytes))
+
+    def all_true(self, here: bool) -> bool:
+        self._flag.fill_(here)
+        dist.all_reduce(self._flag, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(self._flag.item())
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def abort(self) -> None:
+        """What the failed step let go of is not used again before the collectives that it started are done.
+
+        NCCL's watchdog ends ranks that wait too long.
+        """
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        destroy(list(self._groups.values()))
+        self._groups.clear()
+
+    def _gathered(self, full: torch.Tensor, shard: torch.Tensor, group: Group, size: int) -> Pending[torch.Tensor]:
+        members = self._group_of(group, size)
+
+        def launch() -> None:
+            if full.numel():
+                gather_single(full, shard, group=members)
+
+        return self._start(full, launch, self._in_ring(shard.nbytes, group, size), (shard,))
+
+    def _in_ring(self, num_bytes: int, group: Group, size: int) -> dict[int, int]:
+        """What a ring over this rank's group sends of slices of ``num_bytes``, by rank."""
+        members = members_of(group, self.rank, size, self.num_ranks)
+        following = members[(members.index(self.rank) + 1) % size]
+        return {following: num_bytes * (size - 1)}
+
+    def _group_of(self, group: Group, size: int) -> dist.ProcessGroup:
+        """The group of this rank. All ranks make all groups, at the same place of the step that first needs them."""
+        if group == "all":
+            return self._group
+        if (group, size) not in self._groups:
+            everyone = dist.get_process_group_ranks(self._group)
+            kinds = {tuple(members_of(group, rank, size, self.num_ranks)) for rank in range(self.num_ranks)}
+            for members in sorted(kinds):
+                made = dist.new_group([everyone[rank] for rank in members])
+                if self.rank in members:
+                    assert isinstance(made, dist.ProcessGroup)
+                    self._groups[group, size] = made
+        return self._groups[group, size]
+
+    def _start(
+        self, result: T, launch: Callable[[], None], sent: Mapping[int, int], unheld: Sequence[torch.Tensor] = ()
+    ) -> Pending[T]:
+        """``unheld`` is what it reads and the step may let go of before the wait."""
+        self.sent_to.update(sent)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        timed = self._log.running
+        begun, done = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
+        with torch.cuda.stream(self._stream):
+            if timed:
+                begun.record(self._stream)
+                self._log.add_events(COLLECTIVE, begun, done, sum(sent.values()))
+            launch()
+            done.record(self._stream)
+        for tensor in unheld:
+            tensor.record_stream(self._stream)
+
+        def finish(_source: object) -> T:
+            torch.cuda.current_stream(self._device).wait_event(done)
+            return result
+
+        return Pending(result, finish)
+
+
+def gather_coalesced(group: dist.ProcessGroup, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+    """Gather slices into a buffer each with one call of the process group, which NCCL makes one launch."""
+    outputs, inputs = ([one for one in found if one.numel()] for found in (fulls, shards))
+    if outputs:
+        group.allgather_into_tensor_coalesced(outputs, inputs).wait()

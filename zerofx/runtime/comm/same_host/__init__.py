@@ -1,0 +1,1 @@
+"""Ranks that read each other's memory."""

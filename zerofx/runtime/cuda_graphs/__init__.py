@@ -1,0 +1,1 @@
+"""Kernels of regions, captured as CUDA graphs."""

@@ -1,0 +1,353 @@
+"""A step as CUDA graphs and calls: recorded by running its emitted function once without computing anything.
+
+What the device does in regions is captured. What the host has a part in stays a call between two graphs: collectives,
+waits, and the optimizer's update with its numbers of this step. So one recording serves every learning rate, and
+collectives run as they do without graphs, in the same order.
+
+    graph 0 | update(bucket 2) | graph 1 | update(bucket 1) | graph 2 | update(bucket 0)        on one rank
+    graph 0 | all_gather 1 | graph 1 | wait | graph 2 ...                                       on several
+
+A value of the emitted function is one of three things here: a tensor of the graphs, whose memory stays where it is; a
+``_Given``, which is looked up in the state that each step is run with; or a ``_Late``, which a call makes in each step.
+What reads a ``_Late`` is a call itself. Graphs read what is given at fixed addresses: ``Recording.fits`` compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zerofx.errors import ZeroFXError
+from zerofx.ir.aliasing import storage_bytes
+from zerofx.runtime.cuda_graphs.capturing import Capturer, Launch
+from zerofx.runtime.executor import Outcome, Runtime, StepFunction, functions_of, with_functions
+
+
+class CannotRecordError(ZeroFXError, RuntimeError):
+    """The step does something that graphs and calls cannot stand for; the message says what."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a step is run with under this name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Late:
+    """What a call makes in each step: output ``index`` of call ``number``, or all that it returns for None."""
+
+    number: int
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """A gather that has been started into a buffer of the graphs."""
+
+    started: _Late
+    full: torch.Tensor
+
+
+@dataclass
+class _Values:
+    """What one step's calls are run with, and what they have made so far, by number."""
+
+    runtime: Runtime
+    state: Mapping[str, Any]
+    made: dict[int, Any] = field(default_factory=dict)
+
+    def find(self, one: Any) -> Any:
+        match one:
+            case _Given():
+                return self.state[one.name]
+            case _Late():
+                found = self.made[one.number]
+                return found if one.index is None else found[one.index]
+            case list():
+                return [self.find(each) for each in one]
+            case _:
+                return one
+
+
+@dataclass
+class _Call:
+    """A call between graphs. ``over``: the calls whose outcome nothing reads behind this one."""
+
+    number: int
+    function: Callable[[_Values, list[Any]], Any]
+    args: list[Any]
+    over: tuple[int, ...] = ()
+
+    def run(self, values: _Values) -> None:
+        values.made[self.number] = self.function(values, [values.find(one) for one in self.args])
+        for number in self.over:
+            values.made.pop(number, None)
+
+
+@dataclass
+class Recording:
+    """A recorded step. ``addresses`` are those of what its graphs read or write, by name."""
+
+    _pieces: list[_Call | Launch]
+    _batch: dict[str, tuple[torch.Tensor, torch.Tensor]]  # what graphs read, as given and as the memory it lies in
+    _addresses: dict[str, int]
+    _outcome: Any
+    graphs: tuple[Launch, ...]
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(not isinstance(piece, _Call) for piece in self._pieces)
+
+    @property
+    def num_calls(self) -> int:
+        return sum(isinstance(piece, _Call) for piece in self._pieces)
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether all that the graphs read or write is where it was."""
+        return all(state[name].data_ptr() == address for name, address in self._addresses.items())
+
+    def run(self, runtime: Runtime, state: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> Outcome:
+        """One step; what it returns has memory of its own."""
+        for name, (_, memory) in self._batch.items():
+            memory.copy_(_span(batch[name]))
+        values = _Values(runtime, state)
+        for piece in self._pieces:
+            if isinstance(piece, _Call):
+                piece.run(values)
+            else:
+                piece()
+        found = values.find(self._outcome)
+        return own_memory(tuple(found) if isinstance(found, list) else found)
+
+
+def own_memory(outcome: Outcome) -> Outcome:
+    """A copy of what a step gives."""
+    if isinstance(outcome, tuple):
+        return tuple(one.clone() for one in outcome)
+    return outcome.clone()
+
+
+def record(
+    capturer: Capturer,
+    function: StepFunction,
+    functions: Mapping[str, int],
+    updates: frozenset[str],
+    runtime: Runtime,
+    state: Mapping[str, Any],
+    batch: Mapping[str, torch.Tensor],
+    *,
+    fresh: bool = True,
+) -> Recording:
+    """Record a step. Nothing is computed, sent or updated.
+
+    Args:
+        function: the step's function.
+        functions: the names of its region functions, each with how many values it returns.
+        updates: those among them that take this step's numbers of the optimizer.
+        runtime, state, batch: as for ``function``.
+        fresh: no other recording of this capturer's is left.
+
+    Raises:
+        CannotRecordError: the step calls what cannot be recorded.
+        RuntimeError: the device refused to capture; torch's message says what.
+    """
+    recorder = _Recorder(capturer, runtime, state)
+    called = functions_of(function, functions)
+    regions = {
+        name: _Region(recorder, called[name], num_outputs, is_update=name in updates)
+        for name, num_outputs in functions.items()
+    }
+    inputs = {name: _copied(tensor) for name, tensor in batch.items()}
+    given = {name: _Given(name) for name in state}
+    with capturer.session(fresh=fresh):
+        try:
+            outcome = with_functions(function, regions)(
+                recorder,  # type: ignore[arg-type]  # has a runtime's methods
+                given,  # type: ignore[arg-type]  # names in the place of tensors
+                {name: view for name, (view, _) in inputs.items()},
+            )
+            recorder.close()
+        except BaseException:
+            capturer.give_up()
+            raise
+        return recorder.recording(inputs, list(outcome) if isinstance(outcome, tuple) else outcome)
+
+
+class _Recorder:
+    """Stands where a runtime does while a step is recorded. Its methods are named like a runtime's."""
+
+    def __init__(self, capturer: Capturer, runtime: Runtime, state: Mapping[str, Any]) -> None:
+        self._capturer = capturer
+        self._runtime = runtime
+        self._state = state
+        self._pieces: list[_Call | Launch] = []
+        self._graphs: list[Launch] = []
+        self._addresses: dict[str, int] = {}
+        self._num_calls = 0
+        self._is_open = False
+        self._has_work = False
+
+    # ------------------------------------------------------------------------------------------------ in graphs
+
+    def capture(self, function: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        """Run ``function`` on the tensors themselves, inside a graph; it empties ``inputs``."""
+        self._open(work=True)
+        inputs[:] = [self._fixed(one) for one in inputs]
+        return function(inputs)
+
+    def empty_gradients(self, bucket: int) -> torch.Tensor:
+        self._open(work=True)
+        return self._runtime.empty_gradients(bucket)
+
+    def part(self, whole: Any, size: Sequence[int], stride: Sequence[int], offset: int) -> Any:
+        if isinstance(whole, _Late):
+            return self.call(lambda values, args: values.runtime.part(*args), [whole, size, stride, offset])
+        return self._runtime.part(self._fixed(whole), size, stride, offset)
+
+    def can_capture(self, inputs: Sequence[Any]) -> bool:
+        """Whether all of ``inputs`` lie at addresses that are known now."""
+        return all(
+            isinstance(one, torch.Tensor)
+            or (isinstance(one, _Given) and isinstance(self._state[one.name], torch.Tensor))
+            for one in inputs
+        )
+
+    def _open(self, *, work: bool) -> None:
+        if not self._is_open:
+            self._capturer.begin()
+            self._is_open = True
+        self._has_work |= work
+
+    def close(self) -> None:
+        """End the graph that is being captured, if one is."""
+        if not self._is_open:
+            return
+        launch = self._capturer.end()
+        self._graphs.append(launch)  # also one that only made a buffer: it holds the memory
+        if self._has_work:
+            self._pieces.append(launch)
+        self._is_open = self._has_work = False
+
+    def _fixed(self, one: Any) -> Any:
+        if not isinstance(one, _Given):
+            return one
+        tensor = self._state[one.name]
+        self._addresses[one.name] = tensor.data_ptr()
+        return tensor
+
+    # ------------------------------------------------------------------------------------------------ between graphs
+
+    def call(self, function: Callable[[_Values, list[Any]], Any], args: Sequence[Any]) -> _Late:
+        """Note a call; ``function`` is given what ``args`` stand for in each step."""
+        self.close()
+        made = _Late(self._num_calls)
+        self._num_calls += 1
+        self._pieces.append(_Call(made.number, function, [self._lasting(one) for one in args]))
+        return made
+
+    def _lasting(self, one: Any) -> Any:
+        """What a call keeps of an argument: of a tensor of the graphs its place, not its memory."""
+        if isinstance(one, torch.Tensor):
+            return self._capturer.alias(one)
+        if isinstance(one, list):
+            return [self._lasting(each) for each in one]
+        return one
+
+    def hyperparameters(self, bucket: int) -> _Late:
+        return self.call(lambda values, args: values.runtime.hyperparameters(*args), [bucket])
+
+    def all_gather(
+        self, shard: Any, bucket: int, num_ranks: int, more: int = 0, *, in_place: bool = False
+    ) -> _Late | _Gather:
+        if isinstance(shard, _Late):
+            return self.call(lambda values, args: values.runtime.all_gather(*args), [shard, bucket, num_ranks, more])
+        like = self._state[shard.name] if isinstance(shard, _Given) else shard
+        self._open(work=False)
+        full = like.new_empty(like.numel() * num_ranks)
+        started = self.call(lambda values, args: values.runtime.all_gather_onto(*args), [full, shard, more])
+        return _Gather(started, full)
+
+    def all_gather_into(self, full: Any, shard: Any, bucket: int) -> _Late | _Gather:
+        started = self.call(lambda values, args: values.runtime.all_gather_into(*args), [full, shard, bucket])
+        return _Gather(started, full) if isinstance(full, torch.Tensor) else started
+
+    def reduce_scatter(self, gradients: Any, bucket: int, num_ranks: int) -> _Late:
+        return self.call(lambda values, args: values.runtime.reduce_scatter(*args), [gradients, bucket, num_ranks])
+
+    def reduce_scatter_into(self, gradients: Any, bucket: int, num_ranks: int) -> _Late:
+        given = [gradients, bucket, num_ranks]
+        return self.call(lambda values, args: values.runtime.reduce_scatter_into(*args), given)
+
+    def check_finite(self, loss: Any) -> None:
+        self.call(lambda values, args: values.runtime.check_finite(*args), [loss])
+
+    def broadcast(self, buffers: list[Any]) -> None:
+        self.call(lambda values, args: values.runtime.broadcast(*args), [buffers])
+
+    def wait(self, pending: Any, source: Any = None) -> Any:
+        started = pending.started if isinstance(pending, _Gather) else pending
+        arrived = self.call(lambda values, args: values.runtime.wait(*args), [started, source])
+        return pending.full if isinstance(pending, _Gather) else arrived
+
+    def __getattr__(self, name: str) -> Any:
+        raise CannotRecordError(f"expected a step of regions, collectives and updates, found runtime.{name} in it")
+
+    # ------------------------------------------------------------------------------------------------ the outcome
+
+    def recording(self, inputs: dict[str, tuple[torch.Tensor, torch.Tensor]], outcome: Any) -> Recording:
+        last: dict[int, _Call] = {}
+        for piece in self._pieces:
+            if isinstance(piece, _Call):
+                last[piece.number] = piece
+                last.update(dict.fromkeys(_late(piece.args), piece))
+        kept = set(_late([outcome]))
+        for number, piece in last.items():
+            if number not in kept:
+                piece.over += (number,)
+        return Recording(self._pieces, inputs, self._addresses, self._lasting(outcome), tuple(self._graphs))
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A region's function while a step is recorded."""
+
+    recorder: _Recorder
+    function: Callable[[list[Any]], Any]
+    num_outputs: int
+    is_update: bool
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        if not self.is_update and self.recorder.can_capture(inputs):
+            return self.recorder.capture(self.function, inputs)
+        given = list(inputs)
+        inputs.clear()
+        function = self.function
+        made = self.recorder.call(lambda _values, args: function(args), given)
+        return tuple(_Late(made.number, index) for index in range(self.num_outputs))
+
+
+def _late(args: Sequence[Any]) -> list[int]:
+    """The numbers of the calls whose outcomes ``args`` have."""
+    found: list[int] = []
+    for one in args:
+        if isinstance(one, _Late):
+            found.append(one.number)
+        elif isinstance(one, list):
+            found += _late(one)
+    return found
+
+
+def _span(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements from the first to the last that ``tensor`` addresses, whatever its strides."""
+    return tensor.as_strided((storage_bytes(tensor) // tensor.element_size(),), (1,))
+
+
+def _copied(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy with the same strides, and the memory that it lies in."""
+    memory = _span(tensor).clone()
+    return memory.as_strided(tensor.shape, tensor.stride()), memory

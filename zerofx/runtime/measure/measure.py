@@ -1,0 +1,290 @@
+"""Measure a step that runs: the fields of a plan's prediction, found by running it.
+
+Memory is counted in allocations, not in resident pages: on CPU the profiler's record of every one of them, on CUDA the
+caching allocator's own maximum. Both start from what the step holds throughout, so that what others have on the device
+does not count: on CUDA also what libraries keep from their first use on, such as a workspace of cuBLAS for each stream,
+and what Inductor's kernels take while they are tuned. So the last of several steps is the one whose memory is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+
+from zerofx.ir.aliasing import storage_bytes
+from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.facts import Role, placeholder
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.streams import COMPUTE, HOST
+from zerofx.runtime.comm.transport import Pending
+from zerofx.runtime.executor import Outcome, Runtime, StepFunction, functions_of, with_functions
+from zerofx.runtime.measure.spans import Span, SpanLog, StreamUse, busy_seconds, stream_uses, transfers_of
+from zerofx.runtime.tiers.tiers import Stored
+from zerofx.scheduler.cost.cpu.peaks import CpuPeak, CudaPeak
+from zerofx.scheduler.cost.links import Transfer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What ``num_steps`` steps took on this rank; fields as in ``Plan``. Seconds are medians over the steps.
+
+    ``exposed_seconds`` is the time in which computation waited for collectives and for copies between tiers.
+    ``between_seconds`` is what is left of a step, from its call to its return: neither did a region compute, nor did
+    computation wait. On a CPU that is Python's share, the stopwatches' own part of it included.
+    ``model_state_bytes`` counts the tensors that are there, and gradients as ZeRO does (1910.02054, section 3).
+    ``region_seconds`` are those of one call of each distinct region, by the region's key. ``timeline`` is one step's:
+    when regions ran, and when each collective and each copy between tiers was under way; ``streams`` sums it up.
+    ``transfers`` are the collectives and copies of all steps, by stream.
+    """
+
+    peak_bytes: dict[str, int]
+    model_state_bytes: int
+    wire_bytes: int
+    step_seconds: float
+    exposed_seconds: float
+    num_steps: int
+    link_bytes: dict[str, int] = field(default_factory=dict)
+    region_seconds: Mapping[str, float] = field(default_factory=dict)
+    timeline: tuple[Span, ...] = ()
+    transfers: Mapping[str, tuple[Transfer, ...]] = field(default_factory=dict)
+    between_seconds: float = 0.0
+
+    @property
+    def streams(self) -> dict[str, StreamUse]:
+        """What each stream did in the step of ``timeline``: bytes, seconds, and how many of these were hidden."""
+        return stream_uses(self.timeline)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One measured run; None for what was not measured in it."""
+
+    seconds: float
+    exposed_seconds: float
+    sent_bytes: int
+    peak_bytes: int
+    profiled: bool
+    tier_peaks: dict[str, int]
+    link_bytes: dict[str, int]
+    region_seconds: dict[str, float]
+    timeline: tuple[Span, ...]
+    own_seconds: float
+    between_seconds: float = 0.0
+
+
+class Meter:
+    """Stands between a step and its function, and measures each call."""
+
+    def __init__(self, device: torch.device, num_steps: int) -> None:
+        self._device = device
+        self._num_steps = num_steps
+        self._runs: list[_Run] = []
+        self._state: Mapping[str, Any] = {}
+
+    def __call__(
+        self,
+        function: StepFunction,
+        functions: Mapping[str, str],
+        runtime: Runtime,
+        state: Mapping[str, Any],
+        batch: Mapping[str, torch.Tensor],
+    ) -> Outcome:
+        """Run ``function`` once. Memory is measured in the last of ``num_steps`` runs, which the profiler slows on CPU.
+
+        ``functions`` are the names of its region functions, by region key.
+        """
+        entered = time.perf_counter()
+        self._state = state
+        last = len(self._runs) == self._num_steps - 1
+        log = runtime.tiers.log
+        waits, regions = _Stopwatch(self._device), _Stopwatch(self._device, log)
+        timed = _TimedRuntime(runtime, waits)
+        called = functions_of(function, functions.values())
+        function = with_functions(
+            function, {name: _TimedRegion(called[name], key, regions) for key, name in functions.items()}
+        )
+        sent, moved = runtime.sent_bytes, dict(runtime.tiers.moved_bytes)
+        runtime.tiers.reset_peak()
+        peak = (CudaPeak(self._device) if self._device.type == "cuda" else CpuPeak()) if last else None
+        _synchronise(self._device)
+        with peak or contextlib.nullcontext():
+            log.start(self._device)
+            began = time.perf_counter()
+            outcome = function(timed, state, batch)  # type: ignore[arg-type]  # has a runtime's methods
+            _synchronise(self._device)
+            seconds = time.perf_counter() - began
+            timeline = log.stop()
+        held = persistent_bytes((*state.values(), *batch.values()))
+        self._runs.append(
+            _Run(
+                seconds,
+                sum(sum(spans) for spans in waits.spans().values()),
+                runtime.sent_bytes - sent,
+                held + peak.num_bytes if peak is not None else 0,
+                profiled=isinstance(peak, CpuPeak),
+                tier_peaks={tier: size for tier, size in runtime.tiers.peak_bytes.items() if size},
+                link_bytes={
+                    stream: size - moved[stream]
+                    for stream, size in runtime.tiers.moved_bytes.items()
+                    if size > moved[stream]
+                },
+                region_seconds={key: statistics.fmean(spans) for key, spans in regions.spans().items()},
+                timeline=timeline,
+                own_seconds=time.perf_counter() - entered - seconds,
+            )
+        )
+        return outcome
+
+    @contextlib.contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """One step runs inside, from its call to its return."""
+        began = time.perf_counter()
+        yield
+        run = self._runs[-1]
+        known = busy_seconds(run.timeline) + run.exposed_seconds + run.own_seconds
+        self._runs[-1] = replace(run, between_seconds=max(0.0, time.perf_counter() - began - known))
+
+    def result(self, step: StepGraph, layout: BucketLayout, stage: int) -> Measurement:
+        """What the runs have shown."""
+        timed = [run for run in self._runs if not run.profiled] or self._runs
+        return Measurement(
+            peak_bytes={"device": max(run.peak_bytes for run in self._runs), **self._runs[-1].tier_peaks},
+            model_state_bytes=self._model_state_bytes(step, layout, stage),
+            wire_bytes=self._runs[-1].sent_bytes,
+            step_seconds=statistics.median(run.seconds for run in timed),
+            exposed_seconds=statistics.median(run.exposed_seconds for run in timed),
+            num_steps=len(self._runs),
+            link_bytes=self._runs[-1].link_bytes,
+            region_seconds=_medians([run.region_seconds for run in timed]),
+            timeline=timed[-1].timeline,
+            transfers=_joined(transfers_of(run.timeline) for run in timed),
+            between_seconds=statistics.median(run.between_seconds for run in timed),
+        )
+
+    def _model_state_bytes(self, step: StepGraph, layout: BucketLayout, stage: int) -> int:
+        counted = (Role.FULL, Role.SHARD, Role.MASTER, Role.STATE)
+        held = [self._state[node.name] for node in step.placeholders() if placeholder(node).role in counted]
+        gradients = sum(
+            bucket.shard_bytes if stage >= 2 else bucket.full_bytes for bucket in layout.buckets if bucket.trainable
+        )
+        slower = sum(one.lease.num_bytes for one in held if isinstance(one, Stored))
+        return persistent_bytes(held) + slower + gradients
+
+
+def persistent_bytes(values: Iterable[Any]) -> int:
+    """Bytes of distinct memory on the device that tensors address; a view of another adds nothing.
+
+    Numbers have none, nor has what is stored in a slower tier.
+    """
+    spans = sorted((v.data_ptr(), v.data_ptr() + storage_bytes(v)) for v in values if isinstance(v, torch.Tensor))
+    total = reached = 0
+    for start, end in spans:
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _joined(runs: Iterable[Mapping[str, tuple[Transfer, ...]]]) -> dict[str, tuple[Transfer, ...]]:
+    found: dict[str, tuple[Transfer, ...]] = {}
+    for run in runs:
+        for stream, made in run.items():
+            found[stream] = found.get(stream, ()) + made
+    return found
+
+
+def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    keys = dict.fromkeys(key for run in runs for key in run)
+    return {key: statistics.median(run[key] for run in runs if key in run) for key in keys}
+
+
+class _Stopwatch:
+    """Spans of time by name: of the host, or of a CUDA device's compute stream; also noted in ``log``, if given."""
+
+    def __init__(self, device: torch.device, log: SpanLog | None = None) -> None:
+        self._log = log or SpanLog()
+        self._on_cuda = device.type == "cuda"
+        self._seconds: dict[str, list[float]] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def running(self, name: str, stream: str = COMPUTE) -> Iterator[None]:
+        if self._on_cuda and stream == COMPUTE:
+            # The host runs ahead of a CUDA device; what the device's stream takes lies between these two events.
+            before, behind = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            yield
+            behind.record()
+            self._events.append((name, before, behind))
+            self._log.add_events(stream, before, behind)
+        else:
+            began = time.perf_counter()
+            with self._log.span(stream):
+                yield
+            self._seconds.setdefault(name, []).append(time.perf_counter() - began)
+
+    def spans(self) -> dict[str, list[float]]:
+        """Seconds of every span; on CUDA, once the device is synchronised."""
+        found = {name: list(spans) for name, spans in self._seconds.items()}
+        for name, before, behind in self._events:
+            found.setdefault(name, []).append(float(before.elapsed_time(behind)) / 1e3)
+        return found
+
+
+@dataclass(frozen=True)
+class _TimedRegion:
+    """A region function with a stopwatch."""
+
+    function: Callable[[list[Any]], Any]
+    key: str
+    watch: _Stopwatch
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        with self.watch.running(self.key):
+            return self.function(inputs)
+
+    def on_host(self, inputs: list[Any]) -> Any:
+        with self.watch.running(self.key, HOST):
+            return self.function(inputs)
+
+
+class _TimedRuntime:
+    """A runtime that also times how long computation waits for what was started."""
+
+    def __init__(self, runtime: Runtime, waits: _Stopwatch) -> None:
+        self._runtime = runtime
+        self._waits = waits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def wait(self, pending: Pending[T], source: object = None) -> T:
+        with self._waits.running("wait"):
+            return self._runtime.wait(pending, source)
+
+    def host(self, function: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        return self._runtime.host(function.on_host if isinstance(function, _TimedRegion) else function, inputs)
+
+    def host_later(self, function: Callable[[list[Any]], Any], inputs: list[Any], bucket: int) -> None:
+        timed = function.on_host if isinstance(function, _TimedRegion) else function
+        self._runtime.host_later(timed, inputs, bucket)
+
+    def settle(self, bucket: int) -> None:
+        with self._waits.running("settle"):
+            self._runtime.settle(bucket)
+
+    def broadcast(self, buffers: list[torch.Tensor]) -> None:
+        with self._waits.running("broadcast"):
+            self._runtime.broadcast(buffers)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

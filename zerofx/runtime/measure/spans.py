@@ -1,0 +1,150 @@
+"""When each stream of a step was busy, as it ran: computation, the host's updates, and every copy between tiers."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from zerofx.ir.streams import COMPUTE, HOST, NVME_READ, NVME_WRITE
+from zerofx.scheduler.cost.links import Transfer
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stretch of work on a stream: seconds from the step's begin, and bytes moved (0 for computation)."""
+
+    stream: str
+    start_seconds: float
+    seconds: float
+    num_bytes: int = 0
+
+    @property
+    def end_seconds(self) -> float:
+        return self.start_seconds + self.seconds
+
+
+class SpanLog:
+    """Notes spans between ``start`` and ``stop``, from any thread; nothing at other times."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._first: torch.cuda.Event | None = None
+        self._spans: list[Span] | None = None
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event, int]] = []
+
+    @property
+    def running(self) -> bool:
+        return self._spans is not None
+
+    def start(self, device: torch.device) -> None:
+        """A step begins, on a device that has nothing to do."""
+        self._spans, self._events = [], []
+        if device.type == "cuda":
+            self._first = torch.cuda.Event(enable_timing=True)
+            self._first.record(torch.cuda.current_stream(device))
+        self._began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def span(self, stream: str, num_bytes: int = 0) -> Iterator[None]:
+        """The block is a stretch of work of the host's on ``stream``."""
+        spans = self._spans
+        if spans is None:
+            yield
+            return
+        began = time.perf_counter()
+        yield
+        spans.append(Span(stream, began - self._began, time.perf_counter() - began, num_bytes))
+
+    def add(self, stream: str, began: float, ended: float, num_bytes: int = 0) -> None:
+        """A stretch of work between two readings of ``time.perf_counter``."""
+        if self._spans is not None:
+            self._spans.append(Span(stream, began - self._began, ended - began, num_bytes))
+
+    def add_events(self, stream: str, before: torch.cuda.Event, behind: torch.cuda.Event, num_bytes: int = 0) -> None:
+        """A stretch of work of a CUDA device's, between two events that measure time."""
+        if self._spans is not None:
+            self._events.append((stream, before, behind, num_bytes))
+
+    def stop(self) -> tuple[Span, ...]:
+        """All spans in order of their begin; on CUDA, once the device is synchronised."""
+        found = self._spans or []
+        for stream, before, behind, num_bytes in self._events:
+            assert self._first is not None, "a device's events come behind the first one"
+            start = float(self._first.elapsed_time(before)) / 1e3
+            found.append(Span(stream, start, float(before.elapsed_time(behind)) / 1e3, num_bytes))
+        self._spans, self._events, self._first = None, [], None
+        return tuple(sorted(found, key=lambda span: (span.start_seconds, span.end_seconds)))
+
+
+@dataclass(frozen=True)
+class StreamUse:
+    """What a stream did in a step.
+
+    ``busy_seconds`` is the time in which at least one stretch was under way, ``hidden_seconds`` the part of it in which
+    regions computed, on the device or the host.
+    """
+
+    num_bytes: int
+    busy_seconds: float
+    hidden_seconds: float
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second while busy."""
+        return self.num_bytes / self.busy_seconds if self.busy_seconds else 0.0
+
+
+def stream_uses(spans: Sequence[Span]) -> dict[str, StreamUse]:
+    """Every stream that was busy, in order of its first stretch."""
+    computing = _merged(span for span in spans if span.stream in (COMPUTE, HOST))
+    found = {}
+    for stream in dict.fromkeys(span.stream for span in spans):
+        own = [span for span in spans if span.stream == stream]
+        busy = _merged(own)
+        both = sum(
+            max(0.0, min(one.end_seconds, other.end_seconds) - max(one.start_seconds, other.start_seconds))
+            for one in busy
+            for other in computing
+        )
+        found[stream] = StreamUse(sum(span.num_bytes for span in own), sum(one.seconds for one in busy), both)
+    return found
+
+
+def busy_seconds(spans: Sequence[Span]) -> float:
+    """The time in which regions computed, on the device or the host."""
+    return sum(span.seconds for span in _merged(span for span in spans if span.stream in (COMPUTE, HOST)))
+
+
+def transfers_of(spans: Iterable[Span]) -> dict[str, tuple[Transfer, ...]]:
+    """What each stream that moves bytes has moved, in order.
+
+    A drive is read and written in blocks, several at a time: there, stretches that overlap are one transfer.
+    """
+    found: dict[str, list[Span]] = {}
+    for span in spans:
+        if span.num_bytes:
+            found.setdefault(span.stream, []).append(span)
+    return {
+        stream: tuple(
+            Transfer(span.num_bytes, span.seconds)
+            for span in (_merged(own) if stream in (NVME_READ, NVME_WRITE) else own)
+        )
+        for stream, own in found.items()
+    }
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """Stretches without overlap that cover the same time."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.start_seconds):
+        if found and span.start_seconds <= found[-1].end_seconds:
+            before = found[-1]
+            seconds = max(before.end_seconds, span.end_seconds) - before.start_seconds
+            found[-1] = replace(before, seconds=seconds, num_bytes=before.num_bytes + span.num_bytes)
+        else:
+            found.append(span)
+    return found

@@ -1,0 +1,64 @@
+"""The tensors that a step is called with, by the names of its placeholders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.capture.outside import Outside
+from zerofx.ir.batch import Batch, micro_batch
+from zerofx.ir.facts import Placeholder, Role, placeholder
+from zerofx.ir.graph import StepGraph
+from zerofx.runtime.state.state import TrainingState
+
+
+@dataclass(frozen=True)
+class StepArguments:
+    """What a step asks for when it is called: what its placeholders stand for, by name, and its constants by theirs."""
+
+    placeholders: Mapping[str, Placeholder]
+    constants: Mapping[str, torch.Tensor]
+    num_micro_batches: int
+
+    @staticmethod
+    def of(step: StepGraph) -> StepArguments:
+        """Those of a step behind all passes."""
+        named = {node.name: placeholder(node) for node in step.placeholders()}
+        return StepArguments(named, step.constants, step.num_micro_batches)
+
+
+def state_tensors(step: StepArguments, model: nn.Module, state: TrainingState, outside: Outside) -> dict[str, Any]:
+    """Parameters, optimizer states, buffers, constants, and what is used outside of the model as it is now: what stays
+    between steps."""
+    buffers = dict(model.named_buffers())
+    tensors: dict[str, Any] = {}
+    for name, what in step.placeholders.items():
+        if what.role is Role.BUFFER:
+            tensors[name] = buffers[what.name]
+        elif what.role is Role.CONSTANT:
+            tensors[name] = step.constants[what.name]
+        elif what.role is Role.OUTSIDE:
+            tensors[name] = outside.tensor(what.name)
+        elif what.bucket is not None:
+            tensors[name] = state.buckets[what.bucket].value(what.role, what.name)
+    return tensors
+
+
+def batch_tensors(step: StepArguments, batch: Batch, compute_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """The batch's tensors, or the parts of them that are micro-batches; floating-point ones cast to ``compute_dtype``
+    if there is one."""
+    by_name = dict(zip(batch.names, batch.tensors, strict=True))
+    found = {}
+    for name, what in step.placeholders.items():
+        if what.role is not Role.INPUT:
+            continue
+        given = by_name[what.name].detach()
+        if what.part is not None:
+            given = micro_batch(given, what.part, step.num_micro_batches)
+        cast = compute_dtype is not None and given.is_floating_point()
+        found[name] = given.to(compute_dtype) if cast else given
+    return found

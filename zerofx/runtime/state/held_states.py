@@ -1,0 +1,74 @@
+"""The states that an optimizer holds per parameter, by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerofx.errors import OptimizerError
+from zerofx.ir.buckets import Bucket
+from zerofx.optimizers import same
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """What an optimizer holds for the parameters of one bucket: scalars that they share, and a tensor of each.
+
+    Of a parameter in slices it is the whole tensor, for each slice's bucket.
+    """
+
+    scalars: dict[str, Any]
+    flat: dict[str, list[torch.Tensor]]
+
+    @property
+    def present(self) -> frozenset[str]:
+        return frozenset(self.scalars) | frozenset(self.flat)
+
+
+def held_by_bucket(
+    bucket: Bucket, entries: list[Mapping[str, Any]], shapes: list[tuple[int, ...]], scalars: frozenset[str]
+) -> HeldState:
+    """``shapes`` are those of the model's parameters, of which the bucket may hold slices; ``scalars`` are states that
+    the parameters share."""
+    held = HeldState({}, {})
+    for name in dict.fromkeys(name for entry in entries for name in entry):
+        values = [entry.get(name) for entry in entries]
+        there = [value for value in values if value is not None]
+        if not there:
+            continue  # no state at all: SGD without momentum keeps momentum_buffer=None
+        if len(there) < len(values):
+            without = [s.source for s, value in zip(bucket.slots, values, strict=True) if value is None]
+            raise OptimizerError(
+                f"expected state {name!r} for every parameter of {bucket.name}, found none for {without}: parameters "
+                f"that are updated together must have been trained together; load a state of this very model"
+            )
+        if name in scalars:
+            _check_shapes(bucket, name, values, None)
+            if not all(same(value, there[0]) for value in there):
+                found = list(
+                    dict.fromkeys(str(value.item() if isinstance(value, torch.Tensor) else value) for value in there)
+                )
+                raise OptimizerError(
+                    f"expected one value of {name!r} for all parameters of {bucket.name}, found "
+                    f"{', '.join(found)}: they are updated together"
+                )
+            held.scalars[name] = values[0]
+            continue
+        _check_shapes(bucket, name, values, shapes)
+        held.flat[name] = [value for value in values if isinstance(value, torch.Tensor)]
+    return held
+
+
+def _check_shapes(bucket: Bucket, name: str, values: list[Any], shapes: list[tuple[int, ...]] | None) -> None:
+    """Refuse a state whose values have not these shapes; without ``shapes`` it is a number, of which each has one."""
+    for index, (slot, value) in enumerate(zip(bucket.slots, values, strict=True)):
+        expected = shapes[index] if shapes is not None else ()
+        if tuple(value.shape) != expected if isinstance(value, torch.Tensor) else shapes is not None:
+            found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise OptimizerError(
+                f"expected state {name!r} of {slot.source} to have shape {list(expected)}, found {found}: load a state "
+                f"of this very model"
+            )

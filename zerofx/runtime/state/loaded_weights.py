@@ -1,0 +1,199 @@
+"""A model's weights from files: which tensor is which, and each rank's slices of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import nn
+
+from zerofx.capture.checks import names
+from zerofx.deferred import DeferredTensor
+from zerofx.errors import UsageError, warn
+from zerofx.ir.buckets import Bucket, Slot
+from zerofx.runtime.comm.control import Control
+from zerofx.runtime.comm.transport import Transport
+from zerofx.runtime.state.weights import copy_overlap, in_order_of
+
+if TYPE_CHECKING:
+    from zerofx.runtime.state.weight_files import WeightFiles
+
+T = TypeVar("T")
+
+
+def match(model: nn.Module, files: WeightFiles) -> dict[str, tuple[str, ...]]:
+    """The names in ``files`` of each parameter and persistent buffer, by each of its names in the model.
+
+    The files are to hold what ``model.state_dict()`` holds; of a tied tensor one of its names is enough. Where they
+    hold more than one object (``dcp.save({"model": ..., "optimizer": ...})``) the model is the one, of the first parts
+    of names, that has all of its tensors.
+
+    Raises:
+        UsageError: lists tensors that are missing, that the model does not have, and that have another shape or kind.
+    """
+    state = {key: one for key, one in model.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
+    keys: dict[int, list[str]] = {}
+    for key, tensor in state.items():
+        keys.setdefault(id(tensor), []).append(key)
+    tied = [*keys.values()]
+    prefix = _prefix(tied, files)
+    found = {id(state[group[0]]): tuple(prefix + k for k in group if prefix + k in files.tensors) for group in tied}
+    missing = [group[0] for group in tied if not found[id(state[group[0]])]]
+    missing += [name for name, parameter in model.named_parameters() if id(parameter) not in keys]
+    expected = {prefix + key for key in state}
+    unexpected = [name for name in files.tensors if name.startswith(prefix) and name not in expected]
+    other = [
+        f"{name} ({_kind(files.tensors[name].dtype)}{list(files.tensors[name].shape)} for {_kind(one.dtype)}"
+        f"{list(one.shape)})"
+        for key, one in state.items()
+        if (name := prefix + key) in files.tensors and not _fits(files, name, one)
+    ]
+    problems = [
+        f"{len(listed)} {what} ({names(listed)})"
+        for what, listed in (("missing", missing), ("that the model has not", unexpected), ("of another shape", other))
+        if listed
+    ]
+    if problems:
+        raise UsageError(
+            f"expected the {len(keys)} tensors of {type(model).__name__}.state_dict() at {files.path}, found "
+            f"{', '.join(problems)}: give weights of this very model, with the names of its state_dict()"
+        )
+    _warn_of_rounding(files, prefix, state)
+    everything = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: found[id(tensor)] for name, tensor in everything if id(tensor) in found}
+
+
+def _prefix(tied: Sequence[Sequence[str]], files: WeightFiles) -> str:
+    """What stands before all of the model's names in the files."""
+    starts = ["", *dict.fromkeys(name.partition(".")[0] + "." for name in files.tensors)]
+    for start in starts:
+        if all(any(start + key in files.tensors for key in group) for group in tied):
+            return start
+    return ""
+
+
+def _fits(files: WeightFiles, name: str, tensor: torch.Tensor) -> bool:
+    stored = files.tensors[name]
+    if stored.dtype is None or stored.shape != tuple(tensor.shape):
+        return False
+    return stored.dtype == tensor.dtype or (stored.dtype.is_floating_point and tensor.is_floating_point())
+
+
+def _kind(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.") if dtype is not None else "an unknown dtype "
+
+
+def _warn_of_rounding(files: WeightFiles, prefix: str, state: Mapping[str, torch.Tensor]) -> None:
+    rounded: dict[tuple[torch.dtype, torch.dtype], str] = {}
+    for key, one in state.items():
+        dtype = files.tensors[prefix + key].dtype if prefix + key in files.tensors else None
+        if dtype is not None and torch.promote_types(dtype, one.dtype) != one.dtype:
+            rounded.setdefault((dtype, one.dtype), key)
+    for (stored, kept), key in rounded.items():
+        warn(f"the weights at {files.path} are rounded from {_kind(stored)} to the model's {_kind(kept)}, as {key} is")
+
+
+def describe(files: WeightFiles, keys: Mapping[str, tuple[str, ...]]) -> str:
+    """What must be the same on every rank, wherever its files are."""
+    lines = [f"{name}: {files.tensors[key]}" for name, found in keys.items() for key in found]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class LoadedWeights:
+    """Values from files: each rank reads its own slice, and whole buckets are gathered from these."""
+
+    def __init__(
+        self,
+        files: WeightFiles,
+        keys: Mapping[str, tuple[str, ...]],
+        device: torch.device,
+        transport: Transport | None,
+        control: Control,
+    ) -> None:
+        self._files = files
+        self._keys = keys
+        self._device = device
+        self._transport = transport
+        self._control = control
+
+    def flat(self, bucket: Bucket, start: int, stop: int) -> torch.Tensor:
+        if self._transport is not None and stop - start == bucket.numel and bucket.num_ranks > 1:
+            first = self._transport.rank * bucket.shard_numel
+            mine = self.flat(bucket, first, first + bucket.shard_numel)
+            return self._transport.all_gather_into(mine.new_empty(bucket.numel), mine).finish(None)
+
+        def read() -> torch.Tensor:
+            part = torch.zeros(stop - start, dtype=bucket.dtype, device=self._device)
+            for slot in bucket.slots:
+                first, last = max(start - slot.offset, 0), min(stop - slot.offset, slot.numel)
+                if first < last:
+                    copy_overlap(part, start, self._elements(slot, first, last), slot.offset + first)
+            self._files.release()
+            return part
+
+        return self._attempt(f"read the weights of {bucket.name}", read)
+
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Give the model's persistent buffers their values; rank 0's count.
+
+        Raises:
+            UsageError: they cannot be read.
+        """
+        made: dict[int, torch.Tensor] = {}
+
+        def fill(name: str, buffer: torch.Tensor) -> torch.Tensor:
+            shape = tuple(buffer.shape)
+            values = self._files.rows(self._keys[name][0], 0, shape[0] if shape else 1)
+            if not isinstance(buffer, DeferredTensor):
+                return buffer.copy_(values)
+            return torch.empty_strided(shape, buffer.stride(), dtype=buffer.dtype, device=buffer.device).copy_(values)
+
+        def fill_all() -> None:
+            for path, module in model.named_modules():
+                for key, buffer in module._buffers.items():
+                    name = f"{path}.{key}" if path else key
+                    if buffer is not None and name in self._keys:
+                        if id(buffer) not in made:
+                            made[id(buffer)] = fill(name, buffer)
+                        module._buffers[key] = made[id(buffer)]
+            self._files.release()
+
+        self._attempt("read the model's buffers", fill_all)
+
+    def _elements(self, slot: Slot, first: int, last: int) -> torch.Tensor:
+        """Elements ``first`` to ``last`` of a parameter, in the order in which they lie in its bucket, on the CPU."""
+        name, *others = self._keys[slot.source]
+        found = self._read(name, slot, first, last)
+        for other in others:
+            if not torch.equal(found, self._read(other, slot, first, last)):
+                raise UsageError(
+                    f"expected {name} and {other}, which are one parameter of the model, to be the same at "
+                    f"{self._files.path}, found that they differ: build the model without tying them"
+                )
+        return found
+
+    def _read(self, name: str, slot: Slot, first: int, last: int) -> torch.Tensor:
+        rows, begin = slot.num_rows, slot.first_row
+        if slot.stride != torch.empty(slot.shape, device="meta").stride():
+            return in_order_of(slot, self._files.rows(name, begin, begin + rows))[first:last]
+        size = slot.numel // rows
+        start = first // size
+        found = self._files.rows(name, begin + start, begin + -(-last // size))
+        found = (torch.view_as_real(found) if found.is_complex() else found).reshape(-1)
+        return found[first - start * size : last - start * size]
+
+    def _attempt(self, purpose: str, read: Callable[[], T]) -> T:
+        def guarded() -> T:
+            try:
+                return read()
+            except UsageError:
+                raise
+            except Exception as error:
+                raise UsageError(
+                    f"expected to {purpose} from {self._files.path}, found {type(error).__name__}: {error}; no "
+                    f"parameter has been changed"
+                ) from error
+
+        return self._control.attempt(purpose, guarded)

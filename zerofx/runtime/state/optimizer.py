@@ -1,0 +1,319 @@
+"""The user's optimizer as the step sees it: its groups, its update, this step's scalars.
+
+The optimizer object stays the user's. Its ``param_groups`` are read at every step, so schedulers that change them just
+work. Its states live in flat slices (``zerofx/runtime/state/optimizer_state.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.capture.checks import check_owner
+from zerofx.errors import OptimizerError, UsageError
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.graph import ParameterInfo
+from zerofx.optimizers import HostFunction, UpdateProgram, has_fused, scalar_state_names, trace_update
+from zerofx.optimizers.ahead import programs_ahead
+from zerofx.optimizers.following.follower import Follower
+from zerofx.optimizers.following.stand_in import StandIn, copied_scalars
+from zerofx.optimizers.outside import Change, attributes
+from zerofx.optimizers.shadow import structural_flags
+from zerofx.runtime.state.held_states import HeldState, held_by_bucket
+from zerofx.runtime.state.state import TrainingState
+
+
+def group_of_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: tuple[ParameterInfo, ...], with_gradient: set[str]
+) -> dict[str, int]:
+    """The index of the param group of each parameter that the step trains, by name.
+
+    A parameter that is frozen, or that the loss does not depend on, is not trained, as in eager mode.
+
+    Raises:
+        OptimizerError: the optimizer holds a tensor that is not the model's, or lacks a parameter that gets a gradient.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    check_owner(model, optimizer)
+    groups = {names[id(p)]: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    missing = [info.name for info in parameters if info.name in with_gradient and info.name not in groups]
+    if missing:
+        raise OptimizerError(
+            f"expected every trainable parameter in the optimizer, found {len(missing)} that are not: "
+            f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. To train them, add them to a param group; "
+            f"to leave them as they are, call requires_grad_(False) on them"
+        )
+    return {name: index for name, index in groups.items() if name in with_gradient}
+
+
+@dataclass
+class Advance:
+    """One step's scalars by bucket, what each bucket has after it, and what the step changes outside of the states.
+
+    What a bucket has: its scalar states, and the names of all states that have values.
+    """
+
+    values: dict[int, tuple[float, ...]]
+    after: dict[int, tuple[dict[str, Any], frozenset[str]]]
+    changes: list[Change] = field(default_factory=list)
+
+    def swap(self, state: TrainingState, buckets: Iterable[int] | None = None) -> None:
+        """Exchange what the buckets have with what is noted here: once to advance, a second time to go back.
+
+        Groups and attributes of the optimizer change when all buckets do.
+        """
+        indices = list(self.after if buckets is None else buckets)
+        for index in indices:
+            bucket = state.buckets[index]
+            before = (bucket.scalars, bucket.present)
+            bucket.scalars, bucket.present = self.after[index]
+            self.after[index] = before
+        if len(indices) == len(self.after):
+            for change in self.changes:
+                change.swap()
+
+
+class OptimizerBinding:
+    """Connects an optimizer to buckets. ``prefer_fused``: use torch's fused kernels where a group does not say."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, layout: BucketLayout, device: torch.device, prefer_fused: bool
+    ) -> None:
+        self.optimizer = optimizer
+        self._layout = layout
+        self._device = device
+        self._prefer_fused = prefer_fused
+        self._num_groups = len(optimizer.param_groups)
+        self._programs: dict[int, UpdateProgram] = {}
+        self._starts: dict[int, StandIn] = {}
+        self._variant = ""
+        self._hosts: dict[str, HostFunction] = {}
+        self._follower = Follower(optimizer)
+        self._is_followed = False
+        self._traced_for: Any = None
+
+    def group(self, bucket: Bucket) -> dict[str, Any]:
+        assert bucket.group is not None
+        found: dict[str, Any] = self.optimizer.param_groups[bucket.group]
+        return found
+
+    @property
+    def variant(self) -> str:
+        """Tells the updates that hold now from others that the same optimizer can take; the same text on all ranks."""
+        return self._variant
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the updates that hold now keep anything from step to step."""
+        return any(program.states or program.scalar_states for program in self._programs.values())
+
+    def programs(
+        self, state: TrainingState | None, held: Mapping[int, HeldState] = MappingProxyType({})
+    ) -> dict[int, UpdateProgram]:
+        """The update of each trained bucket, for the options and states that hold now.
+
+        A program is traced once, with a function for its scalars, where that says all that there is to know; else the
+        optimizer is followed step by step (``zerofx.optimizers.following.follower``), from then on.
+
+        ``held``: before there is a ``state``, what the optimizer holds itself, as the method ``held`` gives it.
+
+        Raises:
+            OptimizerError: the update cannot run on flat shards.
+        """
+        stand_ins = self._stand_ins(state, held)
+        apart = list({stand_in.key: stand_in for stand_in in stand_ins.values()}.values())
+        if not self._is_followed:
+            try:
+                self._programs = self._traced(stand_ins)
+            except OptimizerError:
+                if any(self._fused(self._layout.buckets[index]) for index in stand_ins):
+                    raise
+                self._is_followed = True
+            else:
+                # What its step does to several parameters, and later, is to be seen before the first step.
+                self._follower.programs(apart, steps_ahead=3)
+                self._is_followed = self._follower.changes_outside
+        if self._is_followed:
+            followed = self._follower.programs(apart)
+            self._programs = {index: followed[stand_in.key] for index, stand_in in stand_ins.items()}
+        self._starts = stand_ins
+        self._traced_for = self._options()
+        texts = {id(program): _text(program) for program in self._programs.values()}
+        whole = "\n".join(f"{index} {texts[id(program)]}" for index, program in sorted(self._programs.items()))
+        groups = {bucket.group: self.group(bucket) for bucket in self._layout.buckets if bucket.trainable}
+        flags = [", ".join(f"{name}={value}" for name, value in structural_flags(group)) for group in groups.values()]
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
+        self._variant = f"{type(self.optimizer).__name__}({'; '.join(flags)}), traced as {digest}"
+        return dict(self._programs)
+
+    def updates(self) -> list[dict[int, UpdateProgram]]:
+        """The update of each trained bucket in the coming step, as ``programs`` gave it, and others of later steps.
+
+        Later ones are known for a dozen steps from the first.
+        """
+        forms: dict[int, list[UpdateProgram]] = {}
+        ahead: dict[Any, list[UpdateProgram]] = {}
+        for index, stand_in in self._starts.items():
+            if stand_in.key not in ahead:
+                program = self._programs[index]
+                ahead[stand_in.key] = (
+                    self._follower.forms(stand_in, program)
+                    if self._is_followed
+                    else programs_ahead(
+                        self.optimizer, self.group(self._layout.buckets[index]), program, dict(stand_in.scalars)
+                    )
+                )
+            forms[index] = ahead[stand_in.key]
+        num_forms = max(map(len, forms.values()), default=1)
+        return [
+            {index: several[min(number, len(several) - 1)] for index, several in forms.items()}
+            for number in range(num_forms)
+        ]
+
+    def _traced(self, stand_ins: Mapping[int, StandIn]) -> dict[int, UpdateProgram]:
+        traced: dict[Any, UpdateProgram] = {}
+        programs: dict[int, UpdateProgram] = {}
+        for index, stand_in in stand_ins.items():
+            bucket = self._layout.buckets[index]
+            if stand_in.key not in traced:
+                scalars = {name: float(value) for name, value in stand_in.scalars}
+                traced[stand_in.key] = trace_update(
+                    self.optimizer,
+                    self.group(bucket),
+                    state_present=frozenset(scalars) | frozenset(name for name, _ in stand_in.flat),
+                    scalar_values=scalars,
+                    dtype=bucket.dtype,
+                    fused=self._fused(bucket),
+                )
+            programs[index] = traced[stand_in.key]
+        return programs
+
+    def _stand_ins(self, state: TrainingState | None, held: Mapping[int, HeldState]) -> dict[int, StandIn]:
+        """What the coming update of each trained bucket starts from."""
+        found: dict[int, StandIn] = {}
+        for bucket in self._layout.buckets:
+            if not bucket.trainable:
+                continue
+            assert bucket.group is not None
+            flat: dict[str, torch.dtype] = {}
+            scalars: dict[str, Any] = {}
+            if state is not None:
+                mine = state.buckets[bucket.index]
+                flat = {name: value.dtype for name, value in mine.flat.items() if name in mine.present}
+                scalars = {name: value for name, value in mine.scalars.items() if name in mine.present}
+            elif bucket.index in held:
+                flat = {name: values[0].dtype.to_real() for name, values in held[bucket.index].flat.items()}
+                scalars = held[bucket.index].scalars
+            found[bucket.index] = StandIn(bucket.group, bucket.dtype, tuple(flat.items()), tuple(scalars.items()))
+        return found
+
+    def held(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, HeldState]:
+        """The states that the optimizer holds per parameter, by bucket; ``parameters`` by name. Changes nothing.
+
+        Raises:
+            OptimizerError: parameters of one bucket have states that cannot be updated together.
+        """
+        found: dict[int, HeldState] = {}
+        known: dict[Any, frozenset[str]] = {}
+        for bucket in self._layout.buckets:
+            entries = [self.optimizer.state.get(parameters[slot.source], {}) for slot in bucket.slots]
+            if not bucket.trainable or not any(entries):
+                continue
+            key = (bucket.group, bucket.dtype)
+            if key not in known:
+                assert bucket.group is not None
+                known[key] = scalar_state_names(
+                    self.optimizer, bucket.group, dtype=bucket.dtype, fused=self._fused(bucket)
+                )
+            shapes = [tuple(parameters[slot.source].shape) for slot in bucket.slots]
+            found[bucket.index] = held_by_bucket(bucket, entries, shapes, known[key])
+        return found
+
+    def advance(self, state: TrainingState) -> Advance | None:
+        """This step's scalars and what they leave behind; None when an update must be traced anew. Changes nothing.
+
+        Raises:
+            UsageError: param groups were added since compile.
+            OptimizerError: the optimizer is followed, and its coming step cannot run on flat shards.
+        """
+        if len(self.optimizer.param_groups) != self._num_groups:
+            raise UsageError(
+                f"expected the {self._num_groups} param groups that the optimizer had at compile, found "
+                f"{len(self.optimizer.param_groups)}: call step.close() before add_param_group, and compile again "
+                f"after it"
+            )
+        return self._advance_followed(state) if self._is_followed else self._advance_traced(state)
+
+    def _advance_traced(self, state: TrainingState) -> Advance | None:
+        if self._options() != self._traced_for:
+            return None
+        found = Advance({}, {})
+        for index, program in self._programs.items():
+            bucket = state.buckets[index]
+            if bucket.present != program.state_before:
+                return None
+            trial = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in bucket.scalars.items()}
+            values = self._host(program)(self.group(self._layout.buckets[index]), trial)
+            if values is None:
+                return None
+            found.values[index], found.after[index] = values, (trial, program.state_after)
+        return found
+
+    def _advance_followed(self, state: TrainingState) -> Advance | None:
+        stand_ins = self._stand_ins(state, {})
+        step = self._follower.next_step(list({stand_in.key: stand_in for stand_in in stand_ins.values()}.values()))
+        found = Advance({}, {}, step.changes)
+        for index, stand_in in stand_ins.items():
+            update = step.updates[stand_in.key]
+            if update.program is not self._programs.get(index):
+                return None
+            found.values[index], found.after[index] = update.numbers, (copied_scalars(update.scalars), update.present)
+        return found
+
+    def _options(self) -> Any:
+        """What a traced update depends on besides numbers in groups: their flags, and the optimizer's attributes."""
+        plain = (bool, int, float, str, type(None))
+        own = {name: value for name, value in attributes(self.optimizer).items() if isinstance(value, plain)}
+        return [structural_flags(group) for group in self.optimizer.param_groups], own
+
+    def _host(self, program: UpdateProgram) -> HostFunction:
+        if program.host_source not in self._hosts:
+            self._hosts[program.host_source] = program.host()
+        return self._hosts[program.host_source]
+
+    def _fused(self, bucket: Bucket) -> bool:
+        asked = self.group(bucket).get("fused")
+        if asked is None and not self._prefer_fused:
+            return False
+        # Of states that live on the host, the update may run there.
+        places = {self._device.type, "cpu"}
+        return asked is not False and all(has_fused(self.optimizer, place, bucket.dtype) for place in places)
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> str:
+    """The numbers and words of each param group as they are now, a line a group."""
+    return "\n".join(
+        f"param group {index}: "
+        + ", ".join(f"{name}={_number(value)}" for name, value in group.items() if name != "params")
+        for index, group in enumerate(optimizer.param_groups)
+    )
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, (tuple, list)):
+        return [_number(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+
+def _text(program: UpdateProgram) -> str:
+    """What ``program.key`` says, as text that is the same in every process."""
+    parts = (program.optimizer, program.dtype, program.fused, program.first_step_only, sorted(program.state_before))
+    return "\n".join(map(str, (*parts, program.states, program.scalar_states, program.host_source, program.graph)))

@@ -1,0 +1,134 @@
+"""``optimizer.state_dict()`` and ``load_state_dict()``: whole states per parameter, out of and into buckets."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from zerofx.errors import OptimizerError, UsageError
+from zerofx.runtime.comm.control import Control
+from zerofx.runtime.state.optimizer import OptimizerBinding
+from zerofx.runtime.state.state import TrainingState
+
+
+class OptimizerState:
+    """Keeps ``optimizer.state_dict()`` and ``load_state_dict()`` truthful through torch's own hooks."""
+
+    def __init__(self, binding: OptimizerBinding, state: TrainingState, control: Control) -> None:
+        optimizer = binding.optimizer
+        self._optimizer = optimizer
+        self._binding = binding
+        self._state = state
+        self._control = control
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(lambda _: self._fill()),
+            optimizer.register_state_dict_post_hook(lambda *_: self._empty()),
+            optimizer.register_load_state_dict_pre_hook(self._check),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._note_loaded()),
+            optimizer.register_step_pre_hook(_refuse_step),
+        ]
+        self._is_loaded = False
+        if optimizer.state:
+            self._absorb()
+
+    def give_back(self, *, alone: bool = False) -> None:
+        """Leave every parameter's whole states in the optimizer, and let go of it; ``alone``: without other ranks."""
+        for handle in self._handles:
+            handle.remove()
+        self.take_loaded()
+        if alone:
+            self._place_whole()
+        else:
+            self._fill()
+
+    def _fill(self) -> None:
+        """Put every parameter's whole states where ``state_dict`` looks for them. A collective call."""
+        purpose = "call optimizer.state_dict()"
+        self._control.meet(purpose)
+        with self._control.together(purpose):
+            self.take_loaded()
+            self._state.flush()
+            self._place_whole()
+
+    def _place_whole(self) -> None:
+        for bucket, state in zip(self._state.layout.buckets, self._state.buckets, strict=True):
+            if not bucket.trainable or not state.present:
+                continue
+            flat = {
+                n: self._state.gather(bucket, self._state.load(t)) for n, t in state.flat.items() if n in state.present
+            }
+            for slot in bucket.slots:
+                entry: dict[str, Any] = {n: _copied(v) for n, v in state.scalars.items() if n in state.present}
+                parameter = self._state.parameter(slot.source)
+                held = self._optimizer.state.get(parameter, {}) if slot.first_row else {}
+                for name, whole in flat.items():
+                    mine = slot.shown(whole)
+                    if slot.whole is None:
+                        entry[name] = mine.clone()
+                        continue
+                    entry[name] = held[name] if name in held else mine.new_empty(parameter.shape)
+                    slot.box(entry[name]).copy_(slot.view(whole))
+                self._optimizer.state[parameter] = entry
+
+    def _empty(self) -> None:
+        self._optimizer.state.clear()
+
+    def _check(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Refuse a state that has every parameter and nothing of any: its reader has looked for the names in vain."""
+        entries = list(state_dict.get("state", {}).values())
+        if entries and not any(entries) and self._binding.has_states:
+            raise OptimizerError(
+                "expected the states of the parameters, found an empty one for each: "
+                "torch.distributed.checkpoint reads the names of flattened states from optimizer.state, which a "
+                "compiled step holds; load them with flatten_optimizer_state_dict=False, or before zerofx.compile"
+            )
+
+    def _note_loaded(self) -> None:
+        """Check what has been loaded; the ``load_state_dict`` of a subclass may still work on it, behind torch's."""
+        try:
+            self._binding.held(self._state.parameters)
+        except BaseException:
+            self._optimizer.state.clear()
+            raise
+        self._is_loaded = True
+
+    def take_loaded(self) -> None:
+        """Take over what has been loaded since the last step."""
+        if self._is_loaded:
+            self._is_loaded = False
+            self._absorb()
+
+    def _absorb(self) -> None:
+        """Take over the states that the optimizer holds per parameter; parameters without any begin anew."""
+        # What is under way for the states that go must not reach those that come.
+        self._state.settle()
+        try:
+            held = self._binding.held(self._state.parameters)
+        finally:
+            self._optimizer.state.clear()
+        for index, mine in enumerate(self._state.buckets):
+            if index not in held:
+                mine.forget()
+        for index, states in held.items():
+            bucket, mine = self._state.layout.buckets[index], self._state.buckets[index]
+            for name, value in states.scalars.items():
+                mine.scalars[name] = _copied(value)
+            for name, values in states.flat.items():
+                whole = torch.zeros(bucket.numel, dtype=values[0].dtype.to_real(), device=self._state.device)
+                for slot, value in zip(bucket.slots, values, strict=True):
+                    slot.view(whole).copy_(slot.box(value))
+                self._state.set_flat(bucket, name, self._state.slice(whole).clone())
+            mine.present = states.present
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _refuse_step(*_: Any) -> None:
+    raise UsageError(
+        "expected no call of optimizer.step(): step(batch) has already updated the parameters; remove the call (and "
+        "loss.backward())"
+    )

@@ -1,0 +1,1 @@
+"""Host memory and NVMe, and copies to and from them."""

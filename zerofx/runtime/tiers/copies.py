@@ -1,0 +1,196 @@
+"""Copies between the device and the host that run beside computation, on a stream for each direction."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+from zerofx.codegen.kernels.current_device import on_device
+from zerofx.ir.streams import TO_DEVICE, TO_HOST
+from zerofx.runtime.measure.spans import SpanLog
+
+
+class Copy(Protocol):
+    """A copy under way."""
+
+    def landed(self) -> None:
+        """Block this thread until the bytes are there."""
+
+    def finish(self) -> None:
+        """Hold computation until the bytes are there; raises what went wrong."""
+
+    @property
+    def under_way(self) -> bool:
+        """Whether its bytes may still be read and written: on CUDA also behind ``finish``."""
+
+
+class Copies(Protocol):
+    """Starts copies of bytes; those of one stream run one behind the other."""
+
+    def start(
+        self, stream: str, source: torch.Tensor, destination: torch.Tensor, after: Callable[[], None] | None = None
+    ) -> Copy:
+        """Copy ``source`` to ``destination`` (uint8, of one length), once ``after`` has returned if it is given."""
+
+    def settle(self) -> None:
+        """Block until nothing is under way."""
+
+    def close(self) -> None:
+        """End all threads."""
+
+
+class Workers:
+    """Threads that run jobs in the order they are given."""
+
+    def __init__(self, name: str, num_threads: int = 1) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=f"zerofx-{name}")
+        self._running: set[Future[None]] = set()
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        future = self._executor.submit(job)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
+    def settle(self) -> None:
+        concurrent.futures.wait(list(self._running))
+
+    def close(self) -> None:
+        self._executor.shutdown()
+
+
+class ThreadCopies:
+    """Copies on a CPU machine: a thread for each direction."""
+
+    def __init__(self, log: SpanLog) -> None:
+        self._log = log
+        self._workers = {stream: Workers(stream) for stream in (TO_HOST, TO_DEVICE)}
+
+    def start(
+        self, stream: str, source: torch.Tensor, destination: torch.Tensor, after: Callable[[], None] | None = None
+    ) -> Copy:
+        return _ThreadCopy(self._workers[stream].submit(_Job(stream, source, destination, after, self._log).run))
+
+    def settle(self) -> None:
+        for workers in self._workers.values():
+            workers.settle()
+
+    def close(self) -> None:
+        for workers in self._workers.values():
+            workers.close()
+
+
+class _Job:
+    """One copy. It lets go of its tensors before it is known to be done, so that computation frees their memory."""
+
+    def __init__(
+        self,
+        stream: str,
+        source: torch.Tensor,
+        destination: torch.Tensor,
+        after: Callable[[], None] | None,
+        log: SpanLog,
+    ) -> None:
+        self._stream, self._log = stream, log
+        self._source: torch.Tensor | None = source
+        self._destination: torch.Tensor | None = destination
+        self._after = after
+
+    def run(self) -> None:
+        try:
+            assert self._source is not None and self._destination is not None, "a copy is run once"
+            if self._after is not None:
+                self._after()
+            with self._log.span(self._stream, self._source.nbytes):
+                self._destination.copy_(self._source)
+        finally:
+            self._source = self._destination = self._after = None
+
+
+class _ThreadCopy:
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def landed(self) -> None:
+        self._future.result()
+
+    def finish(self) -> None:
+        self._future.result()
+
+    @property
+    def under_way(self) -> bool:
+        return not self._future.done()
+
+
+class CudaCopies:
+    """Copies between a CUDA device and pinned memory: a CUDA stream for each direction.
+
+    A copy starts behind what the compute stream has been given when it is issued. A copy to the device whose source is
+    still to be read from a file is launched by a thread, once it has been. Threads begin on device 0, where what they
+    do would make a context (some hundred MB) that no plan has: they say which device they are for.
+    """
+
+    def __init__(self, device: torch.device, log: SpanLog) -> None:
+        self._device, self._log = device, log
+        self._streams = {stream: torch.cuda.Stream(device) for stream in (TO_HOST, TO_DEVICE)}
+        self._launcher = Workers("launch")
+
+    def start(
+        self, stream: str, source: torch.Tensor, destination: torch.Tensor, after: Callable[[], None] | None = None
+    ) -> Copy:
+        timed = self._log.running
+        reached, done = torch.cuda.Event(), torch.cuda.Event(enable_timing=timed)
+        reached.record(torch.cuda.current_stream(self._device))
+
+        def launch() -> None:
+            if after is not None:
+                after()
+            with on_device(self._device), torch.cuda.stream(self._streams[stream]):
+                self._streams[stream].wait_event(reached)
+                begun = torch.cuda.Event(enable_timing=timed)
+                begun.record(self._streams[stream])
+                destination.copy_(source, non_blocking=True)
+                done.record(self._streams[stream])
+            if timed:
+                self._log.add_events(stream, begun, done, source.nbytes)
+
+        if after is None:
+            launch()
+            return _CudaCopy(self._device, done, None)
+        return _CudaCopy(self._device, done, self._launcher.submit(launch))
+
+    def settle(self) -> None:
+        self._launcher.settle()
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def close(self) -> None:
+        self.settle()
+        self._launcher.close()
+
+
+class _CudaCopy:
+    def __init__(self, device: torch.device, done: torch.cuda.Event, launched: Future[None] | None) -> None:
+        self._device = device
+        self._done = done
+        self._launched = launched
+
+    def landed(self) -> None:
+        if self._launched is not None:
+            self._launched.result()
+        with on_device(self._device):
+            self._done.synchronize()
+
+    def finish(self) -> None:
+        if self._launched is not None:
+            self._launched.result()
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    @property
+    def under_way(self) -> bool:
+        # An event that is still to be recorded counts as reached.
+        return (self._launched is not None and not self._launched.done()) or not self._done.query()

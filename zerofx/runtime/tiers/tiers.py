@@ -1,0 +1,350 @@
+"""Tensors in slower tiers: copied out and back beside computation, and counted.
+
+Bytes are counted where the plan counts them: from the start of a copy, and until the last name for what is stored goes.
+A copy to or from nvme passes through a block on the host. Everything is counted and given back on the thread that runs
+the step; other threads only move bytes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+
+from zerofx.ir.aliasing import storage_bytes
+from zerofx.ir.facts import DEVICE
+from zerofx.ir.streams import LINKS, NVME_READ, NVME_WRITE, TO_DEVICE, TO_HOST
+from zerofx.runtime.comm.transport import Pending
+from zerofx.runtime.measure.spans import SpanLog
+from zerofx.runtime.tiers.copies import Copies, Copy, CudaCopies, ThreadCopies
+from zerofx.runtime.tiers.host_memory import HostMemory
+from zerofx.runtime.tiers.nvme import NvmeFile, NvmeFiles
+from zerofx.runtime.tiers.nvme_folders import check_folders
+
+P = TypeVar("P", torch.Tensor, NvmeFile)
+T = TypeVar("T")
+Place: TypeAlias = "torch.Tensor | Stored"
+
+
+class Lease(Generic[P]):
+    """A block of the host, or a file, of which ``num_bytes`` are used: given back by ``end``, or with its last name."""
+
+    def __init__(self, place: P, num_bytes: int, give_back: Callable[[P, int, Sequence[Copy]], None]) -> None:
+        self.place: P = place
+        self.num_bytes = num_bytes
+        self._give_back: Callable[[P, int, Sequence[Copy]], None] | None = give_back
+        self._copies: list[Copy] = []
+
+    def used_by(self, copy: Copy) -> None:
+        """``copy`` reads or writes the place, on CUDA perhaps still when the last name for it goes."""
+        self._copies = [*(one for one in self._copies if one.under_way), copy]
+
+    def landed(self) -> None:
+        """Block until no copy reads or writes the place any more."""
+        for copy in self._copies:
+            copy.landed()
+
+    def end(self) -> None:
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back(self.place, self.num_bytes, self._copies)
+
+    def __del__(self) -> None:
+        self.end()
+
+
+class Stored:
+    """A tensor's bytes in a slower tier, there until the last name for it goes."""
+
+    def __init__(self, like: torch.Tensor | Stored, lease: Lease[torch.Tensor] | Lease[NvmeFile]) -> None:
+        self.shape: torch.Size = like.shape
+        self.dtype: torch.dtype = like.dtype
+        self.stride: tuple[int, ...] = like.stride() if isinstance(like, torch.Tensor) else like.stride
+        self.lease: Lease[torch.Tensor] | Lease[NvmeFile] = lease
+        self.landed: Callable[[], None] | None = None  # blocks until the host may read what was last copied here
+        self._num_copies = 0  # made over it so far
+
+    @property
+    def version(self) -> int:
+        """Another number than before if anything has been written here since."""
+        place = self.lease.place
+        return self._num_copies + (place._version if isinstance(place, torch.Tensor) else 0)
+
+    @property
+    def num_writes(self) -> int:
+        """How many copies over it, and delayed updates of it, have been started."""
+        return self._num_copies
+
+    def count_copy(self) -> None:
+        """A copy over it, or a delayed update of it, begins."""
+        self._num_copies += 1
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor itself, on the host. It must not outlive the ``Stored``."""
+        place = self.lease.place
+        assert isinstance(place, torch.Tensor), "what is in a file has to be copied to the host first"
+        if self.landed is not None:
+            self.landed()
+            self.landed = None
+        return place[: self.lease.num_bytes].view(self.dtype).as_strided(self.shape, self.stride)
+
+
+class Tiers:
+    """The tiers beyond one device. Nothing is allocated, and no thread started, before the first copy.
+
+    ``moved_bytes`` counts what each stream has moved so far, and ``log`` notes when, where that is asked for.
+    """
+
+    def __init__(self, device: torch.device, nvme_folders: Sequence[Path], host_budget: int | None = None) -> None:
+        self._device = device
+        self._nvme_folders = tuple(nvme_folders)
+        self._host = HostMemory(device.type == "cuda", host_budget)
+        self.log = SpanLog()
+        self._copies: Copies | None = None
+        self._files: NvmeFiles | None = None
+        self._host_thread: ThreadPoolExecutor | None = None
+        self._later: dict[int, Future[None]] = {}  # what the host has been given to do by itself, by bucket
+        self._held = {"host": 0, "nvme": 0}
+        self._peak = dict(self._held)
+        self.moved_bytes = dict.fromkeys(LINKS, 0)
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose slower tiers these are."""
+        return self._device
+
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes in each slower tier now."""
+        return dict(self._held)
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Bytes of the host's blocks, those that wait for reuse among them: at most the host budget."""
+        return self._host.num_bytes
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """The most bytes in each slower tier since ``reset_peak``."""
+        return dict(self._peak)
+
+    def reset_peak(self) -> None:
+        self._peak = dict(self._held)
+
+    def prepare(self, peak_bytes: Mapping[str, int], num_local_ranks: int) -> None:
+        """Make ready for a step with these peaks by tier, on so many ranks that share a drive.
+
+        Raises:
+            UsageError: the step needs nvme, and there is no folder for it or not enough space in it.
+        """
+        needed = peak_bytes.get("nvme", 0)
+        if needed:
+            there = self._files.file_bytes if self._files is not None else 0
+            check_folders(self._nvme_folders, max(0, needed - there) * num_local_ranks)
+            self._files = self._files or NvmeFiles(self._nvme_folders, self.log)
+            self._files.reserve(needed)
+
+    def offload(self, value: torch.Tensor, tier: str) -> Pending[Stored]:
+        """Start copying ``value`` out to ``"host"`` or ``"nvme"``."""
+        return self._start(Stored(value, self._lease(tier, storage_bytes(value))), value)
+
+    def reload(self, stored: Stored, tier: str = DEVICE) -> Pending[Any]:
+        """Start copying what is stored into a fresh tensor of the same strides on the device, or back to the host."""
+        if tier != DEVICE:
+            return self._start(Stored(stored, self._lease(tier, stored.lease.num_bytes)), stored)
+        fresh = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self._device)
+        return self._start(fresh, stored)
+
+    def copy_into(self, into: Place, source: Place) -> Pending[Any]:
+        """Start copying ``source`` over ``into``, which is on another tier and has its shape and strides."""
+        if isinstance(into, Stored):
+            into.count_copy()
+        return self._start(into, source)
+
+    def empty_stored(self, numel: int, dtype: torch.dtype, tier: str) -> Stored:
+        """A flat tensor whose values are not defined yet."""
+        like = torch.empty(numel, dtype=dtype, device="meta")
+        return Stored(like, self._lease(tier, storage_bytes(like)))
+
+    def hold(self, value: torch.Tensor, tier: str) -> Stored:
+        """A copy of ``value`` in a slower tier, once it is there."""
+        return self.offload(value.to(self._device), tier).finish(value)
+
+    def load(self, stored: Stored) -> torch.Tensor:
+        """A copy on the device of what is stored, once it is there."""
+        loaded = self.reload(stored).finish(stored)
+        assert isinstance(loaded, torch.Tensor)
+        return loaded
+
+    def on_host(self, function: Callable[[list[Any]], object], inputs: list[Any]) -> Any:
+        """Run ``function`` on the host, with the tensors themselves in the place of what is stored; empties ``inputs``.
+
+        It runs on a thread of its own, so that what it allocates does not count as the device's on a CPU machine.
+        """
+        given = [one.tensor if isinstance(one, Stored) else one for one in inputs]
+        try:
+            return self._host_worker().submit(_without_gradients, function, given).result()
+        finally:
+            inputs.clear()
+
+    def on_host_later(self, function: Callable[[list[Any]], object], inputs: list[Any], bucket: int) -> None:
+        """Have ``function`` run on the host, as ``on_host`` does, and do not wait for it: ``settle_host`` does.
+
+        It begins once the copies that read or write what it is given have landed. ``inputs`` is emptied.
+        """
+        given = list(inputs)
+        inputs.clear()
+        for one in given:
+            if isinstance(one, Stored):
+                one.count_copy()
+        self._later[bucket] = self._host_worker().submit(_when_landed, function, given)
+
+    def settle_host(self, bucket: int) -> None:
+        """Block until what the host was given to do later for ``bucket`` is done; raises what went wrong there."""
+        under_way = self._later.pop(bucket, None)
+        if under_way is not None:
+            under_way.result()
+
+    def _host_worker(self) -> ThreadPoolExecutor:
+        if self._host_thread is None:
+            self._host_thread = ThreadPoolExecutor(1, thread_name_prefix="zerofx-host")
+        return self._host_thread
+
+    def _start(self, into: Place, source: Place) -> Pending[Any]:
+        """Start a copy between two tiers, through a block on the host where neither end is there."""
+        if isinstance(into, torch.Tensor):
+            assert isinstance(source, Stored)
+            return self._start_back(into, source)
+        num_bytes, place = into.lease.num_bytes, into.lease.place
+        if isinstance(source, torch.Tensor):
+            block = self._lease("host", num_bytes) if isinstance(place, NvmeFile) else into.lease
+            assert isinstance(block.place, torch.Tensor)
+            copy = self._running().start(TO_HOST, _bytes_of(source), block.place[:num_bytes])
+            block.used_by(copy)
+            self.moved_bytes[TO_HOST] += num_bytes
+            if isinstance(place, torch.Tensor):
+                into.landed = copy.landed
+                return _pending(into, copy.finish)
+            return self._start_write(into, block.place, copy.landed, copy.finish, then=block.end)
+        if isinstance(place, NvmeFile):
+            assert isinstance(source.lease.place, torch.Tensor), "a copy is between two tiers"
+            return self._start_write(into, source.lease.place, _nothing, _nothing, then=_nothing)
+        assert isinstance(source.lease.place, NvmeFile), "a copy is between two tiers"
+        read = self._connected().read(source.lease.place, place)
+        self.moved_bytes[NVME_READ] += num_bytes
+        return _pending(into, read.result)
+
+    def _start_write(
+        self,
+        into: Stored,
+        block: torch.Tensor,
+        after: Callable[[], None],
+        finish: Callable[[], object],
+        *,
+        then: Callable[[], None],
+    ) -> Pending[Any]:
+        assert isinstance(into.lease.place, NvmeFile)
+        written = self._connected().write(into.lease.place, block, after)
+        self.moved_bytes[NVME_WRITE] += into.lease.num_bytes
+        return _pending(into, finish, written.result, then)
+
+    def _start_back(self, into: torch.Tensor, source: Stored) -> Pending[Any]:
+        num_bytes, place = source.lease.num_bytes, source.lease.place
+        self.moved_bytes[TO_DEVICE] += num_bytes
+        if isinstance(place, torch.Tensor):
+            copy = self._running().start(TO_DEVICE, place[:num_bytes], _bytes_of(into))
+            source.lease.used_by(copy)
+            return _pending(into, copy.finish)
+        block = self._lease("host", num_bytes)
+        assert isinstance(block.place, torch.Tensor)
+        read = self._connected().read(place, block.place)
+        self.moved_bytes[NVME_READ] += num_bytes
+        copy = self._running().start(TO_DEVICE, block.place[:num_bytes], _bytes_of(into), after=read.result)
+        block.used_by(copy)
+        return _pending(into, copy.finish, block.end)
+
+    def settle(self) -> None:
+        """Block until nothing is under way: behind a step that failed."""
+        concurrent.futures.wait(self._later.values())
+        if self._files is not None:
+            self._files.settle()
+        if self._copies is not None:
+            self._copies.settle()
+
+    def close(self) -> None:
+        """End all threads, and give all memory and files back."""
+        self.settle()
+        if self._files is not None:
+            self._files.close()
+        if self._copies is not None:
+            self._copies.close()
+        if self._host_thread is not None:
+            self._host_thread.shutdown()
+        self._host.clear()
+        self._files = self._copies = self._host_thread = None
+
+    def _running(self) -> Copies:
+        if self._copies is None:
+            self._copies = CudaCopies(self._device, self.log) if self._device.type == "cuda" else ThreadCopies(self.log)
+        return self._copies
+
+    def _connected(self) -> NvmeFiles:
+        assert self._files is not None, "a step that uses nvme has been prepared for"
+        return self._files
+
+    def _lease(self, tier: str, num_bytes: int) -> Lease[torch.Tensor] | Lease[NvmeFile]:
+        self._count(tier, num_bytes)
+        if tier == "host":
+            return Lease(self._host.take(num_bytes), num_bytes, self._give_back_block)
+        return Lease(self._connected().take(num_bytes), num_bytes, self._give_back_file)
+
+    def _give_back_block(self, block: torch.Tensor, num_bytes: int, copies: Sequence[Copy]) -> None:
+        self._host.give_back(block, copies)
+        self._count("host", -num_bytes)
+
+    def _give_back_file(self, file: NvmeFile, num_bytes: int, _copies: Sequence[Copy]) -> None:
+        if self._files is not None:
+            self._files.give_back(file)
+        self._count("nvme", -num_bytes)
+
+    def _count(self, tier: str, num_bytes: int) -> None:
+        self._held[tier] += num_bytes
+        self._peak[tier] = max(self._peak[tier], self._held[tier])
+
+
+def _pending(result: T, *finish: Callable[[], object]) -> Pending[T]:
+    def finish_all(_source: object) -> T:
+        for one in finish:
+            one()
+        return result
+
+    return Pending(result, finish_all)
+
+
+def _without_gradients(function: Callable[[list[Any]], object], inputs: list[Any]) -> object:
+    with torch.no_grad():  # which holds for one thread
+        return function(inputs)
+
+
+def _when_landed(function: Callable[[list[Any]], object], inputs: list[Any]) -> None:
+    for one in inputs:
+        if isinstance(one, Stored):
+            one.lease.landed()
+    given = [one.tensor if isinstance(one, Stored) else one for one in inputs]
+    inputs.clear()
+    _without_gradients(function, given)
+
+
+def _nothing() -> None:
+    """What there is to wait for where the source is on the host already."""
+
+
+def _bytes_of(value: torch.Tensor) -> torch.Tensor:
+    """All bytes from the first to the last element of ``value``, gaps included, as a flat uint8 view."""
+    numel = storage_bytes(value) // value.element_size()
+    return value.as_strided((numel,), (1,)).view(torch.uint8)

@@ -1,0 +1,1 @@
+"""The life of a step: batches, shapes, states, closing."""

@@ -1,0 +1,272 @@
+"""What stands between a compiled model and its user: marks, guards and watches that turn misuse into a clear error."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.capture.checks import check_hooks
+from zerofx.deferred import DeferredTensor
+from zerofx.errors import ShardedParametersError, UsageError
+
+_MARK = "_zerofx_owner"
+_PLAIN = (int, float, bool, str)
+
+
+class Owner:
+    """Says, on a module, which open step trains it. A copy of the module, or one read from a file, has no owner."""
+
+    def __init__(self, step: object) -> None:
+        self._step = weakref.ref(step)
+        self._kept: object | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        return self._step() is None
+
+    def keep(self) -> None:
+        """From now on the model needs its step: without it the parameters could not be given back."""
+        self._kept = self._step()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def claim(model: nn.Module, step: object) -> Owner:
+    """Mark ``model`` as trained by ``step``.
+
+    Raises:
+        UsageError: an open step trains it, or a part of it, or has one of its parameters, already.
+    """
+    for path, module in model.named_modules():
+        owner = getattr(module, _MARK, None)
+        if isinstance(owner, Owner) and not owner.is_gone:
+            what = f"that its part {path} was" if path else "one that was"
+            raise UsageError(
+                f"expected a model that no step trains yet, found {what} compiled before: use that step, or call its "
+                f"close() first, which gives the model its parameters back; without that step, build the model anew"
+            )
+    for name, parameter in model.named_parameters():
+        # One without values is a recipe, which copies of a model share.
+        owner = None if isinstance(parameter, DeferredTensor) else getattr(parameter, _MARK, None)
+        if isinstance(owner, Owner) and not owner.is_gone:
+            raise UsageError(
+                f"expected parameters that no step has yet, found that {name} is one of another compiled model, too: "
+                f"make both one module and compile that, so that one step updates what they share, or give each a "
+                f"copy of its own"
+            )
+    owner = Owner(step)
+    for marked in (model, *model.parameters()):
+        setattr(marked, _MARK, owner)
+    return owner
+
+
+def release(model: nn.Module, owner: Owner) -> None:
+    """Take the mark off again."""
+    for marked in (model, *model.parameters()):
+        if getattr(marked, _MARK, None) is owner:
+            delattr(marked, _MARK)
+
+
+class Guard:
+    """A module hook that refuses while ``is_open()`` is false. In a copy of the module it lets everything pass."""
+
+    def __init__(self, is_open: Callable[[], bool] | None, expected: str, instead: str) -> None:
+        self._is_open, self._expected, self._instead = is_open, expected, instead
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self._refuse(self._expected.format(type(module).__name__))
+
+    def _refuse(self, expected: str) -> None:
+        if self._is_open is not None and not self._is_open():
+            raise ShardedParametersError(
+                f"expected {expected} where the parameters are whole, found them held by the compiled step: "
+                f"{self._instead}"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Guard:
+        self._refuse("a copy of the model to be made")
+        return Guard(None, "", "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._refuse("the model to be pickled")
+        return Guard, (None, "", "")
+
+
+def guard_model(model: nn.Module, is_open: Callable[[], bool], instead: str = "") -> list[Any]:
+    """Refuse to call, save, load, copy or pickle a model whose own parameters hold no values; returns the handles.
+
+    ``instead`` says what to do where no step has them any more.
+    """
+    whole = "inside `with step.full_parameters():` (on every rank)"
+    forward = Guard(is_open, "{} to be called", instead or f"call it {whole}")
+    save = Guard(is_open, "state_dict() to be called", instead or f"use step.full_state_dict(), or call it {whole}")
+    load = Guard(
+        is_open,
+        "load_state_dict() to be called",
+        instead or "call it inside `with step.full_parameters(write_back=True):`",
+    )
+    handles: list[Any] = []
+    for module in model.modules():
+        if module is model or module._parameters:
+            handles += [
+                module.register_forward_pre_hook(forward),
+                module.register_state_dict_pre_hook(save),
+                module.register_load_state_dict_pre_hook(load),
+            ]
+    return handles
+
+
+class ParameterWatch:
+    """Notices parameters that were replaced, moved, frozen, unfrozen or given hooks behind the step's back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._entries = [
+            (f"{path}.{key}" if path else key, module._parameters, key, tensor, tensor.requires_grad, tensor.data_ptr())
+            for path, module in model.named_modules()
+            for key, tensor in module._parameters.items()
+            if tensor is not None
+        ]
+
+    def check(self) -> None:
+        """Raise where something has changed.
+
+        Raises:
+            UsageError: names the parameter.
+        """
+        for name, table, key, tensor, requires_grad, address in self._entries:
+            if table.get(key) is not tensor or tensor.data_ptr() != address:
+                raise UsageError(
+                    f"expected the model's parameters where compile put them, found that {name} was replaced or moved "
+                    f"since (by model.to(), an assignment, load_state_dict(assign=True)): change values in place "
+                    f"inside `with step.full_parameters(write_back=True):`, or call step.close() before and compile "
+                    f"after"
+                )
+            if tensor.requires_grad != requires_grad:
+                now, before = ("trained", "frozen") if tensor.requires_grad else ("frozen", "trained")
+                raise UsageError(
+                    f"expected the parameters that compile found to be trained, and no others, found that {name} was "
+                    f"{before} and is {now}: call step.close(), then compile again"
+                )
+            check_hooks(name, tensor)
+
+
+class ModeWatch:
+    """Which modules are in training mode, as a word that two equal answers share."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        """``modules`` are looked into, the model first, each with what the paths in it begin with."""
+        named = [(path, one) for root, module in modules.items() for path, one in module.named_modules(prefix=root)]
+        self._paths, self._modules = zip(*named, strict=True)
+        self._words: dict[tuple[bool, ...], str] = {}
+
+    def mode(self) -> str:
+        """``"train"``, ``"eval"``, or which modules differ from the model."""
+        flags = tuple([module.training for module in self._modules])
+        if flags not in self._words:
+            word = "train" if flags[0] else "eval"
+            other = "eval" if flags[0] else "train"
+            differ = [path for path, flag in zip(self._paths, flags, strict=True) if flag is not flags[0]]
+            self._words[flags] = f"{word}, but {other} in {', '.join(differ)}" if differ else word
+        return self._words[flags]
+
+
+class NumberWatch:
+    """Notices numbers, flags and words on modules that are no longer what they were while a step was captured.
+
+    Looked at are attributes of the modules themselves that are ``int``, ``float``, ``bool`` or ``str``, but for those
+    that a capture changes too (counters, the longest sequence so far), ``training``, and those of ``nn.Linear``, whose
+    forward reads none. A look at a thousand modules takes about 30 microseconds.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        """``modules`` are looked into, each with what its attributes' paths begin with."""
+        self._modules = modules
+        self._own: set[str] = set()  # what a capture changes
+        self._told: set[str] = set()
+        self._paths: list[str] = []
+        self._tables: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._values: list[Any] = []
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Watch from the end of the block on, in which a step is captured."""
+        before = {path: table[name] for path, table, name in self._found()}
+        yield
+        found = list(self._found())
+        self._own |= {path for path, table, name in found if path not in before or before[path] != table[name]}
+        watched = [one for one in found if one[0] not in self._own]
+        self._paths = [path for path, _, _ in watched]
+        self._tables = [table for _, table, _ in watched]
+        self._names = [name for _, _, name in watched]
+        self._values = [table[name] for _, table, name in watched]
+
+    def changes(self) -> list[str]:
+        """What has changed, each attribute once: ``"layers.0.scale from 1.0 to 2.0"``."""
+        now = list(map(dict.get, self._tables, self._names))
+        with contextlib.suppress(RuntimeError, ValueError):  # of a tensor or an array that is there instead
+            if now == self._values:
+                return []
+        found = []
+        for index, (before, value) in enumerate(zip(self._values, now, strict=True)):
+            if value is before or (type(value) in _PLAIN and type(before) in _PLAIN and value == before):
+                continue
+            self._values[index] = value
+            path = self._paths[index]
+            if path not in self._told:
+                self._told.add(path)
+                what = repr(value) if type(value) in _PLAIN else f"a {type(value).__name__}"
+                found.append(f"{path} from {before!r} to {what}")
+        return found
+
+    def _found(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        for root, module in self._modules.items():
+            for prefix, part in module.named_modules(prefix=root):
+                if type(part) is not nn.Linear:
+                    for name, value in vars(part).items():
+                        if type(value) in _PLAIN and name != "training":
+                            yield f"{prefix}.{name}".removeprefix("."), vars(part), name
+
+
+class LossWatch:
+    """Notices a loss that is not finite: on a CPU at once, on a GPU as soon as its value is there, without waiting."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[int, torch.Tensor, Any]] = deque()
+        self._was_finite = True
+
+    def add(self, number: int, loss: torch.Tensor) -> None:
+        """Watch the loss of step ``number``, shape ``[]``."""
+        if loss.device.type == "cuda":
+            value = torch.empty((), dtype=loss.dtype, pin_memory=True).copy_(loss, non_blocking=True)
+            arrived: Any = torch.cuda.Event()
+            arrived.record()
+            self._pending.append((number, value, arrived))
+        else:
+            self._pending.append((number, loss, None))
+
+    def report(self, *, wait: bool = False) -> Sequence[tuple[int, float]]:
+        """Number and loss of the steps that turned from a finite loss to one that is not, as far as known by now."""
+        found = []
+        while self._pending:
+            number, value, arrived = self._pending[0]
+            if arrived is not None and not arrived.query():
+                if not wait:
+                    break
+                arrived.synchronize()
+            self._pending.popleft()
+            is_finite = bool(value.isfinite())
+            if self._was_finite and not is_finite:
+                found.append((number, float(value)))
+            self._was_finite = is_finite
+        return found

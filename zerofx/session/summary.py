@@ -1,0 +1,159 @@
+"""What ``print(step)`` says: what is trained and how, where its bytes are, what was predicted and measured, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from zerofx.capture.checks import names
+from zerofx.codegen.regions import Event
+from zerofx.ir.facts import origin
+from zerofx.ir.text import target_name
+from zerofx.runtime.measure.measure import Measurement
+from zerofx.scheduler.cost.categories import Category, peak_memory
+from zerofx.scheduler.cost.cpu.workspace import is_unknown
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.text.overview import bucket_table, heading
+from zerofx.scheduler.plan.text.reasons import one_line, reasons
+from zerofx.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from zerofx.lowering.load import CompiledStep
+    from zerofx.session.step import Step
+
+
+def summary(step: Step, compiled: CompiledStep | None, measured: Measurement | None) -> str:
+    """The summary of a step.
+
+    Args:
+        compiled: what ran last; None before the first capture, about which there is little to say.
+        measured: what ``step.measure`` found for it, if it was called.
+    """
+    what = f"{type(step.model).__name__} with {type(step.optimizer).__name__}"
+    if compiled is None:
+        num_parameters = sum(parameter.numel() for parameter in step.model.parameters())
+        return (
+            f"{what}: {format_count(num_parameters)} parameters, stage {step.options.stage}, backend "
+            f"{step.options.backend}\nnot captured yet: the first step(batch) captures and plans it, or "
+            f"step.prepare(batch), which runs nothing"
+        )
+    plan, left_out = compiled.plan, compiled.returned.left_out
+    num_parameters = sum(bucket.num_parameters for bucket in plan.buckets)
+    lines = [
+        f"{what}: {format_count(num_parameters)} parameters",
+        f"{heading(plan)}, backend {step.options.backend}",
+        f"{compiled.num_regions} regions, {compiled.num_distinct_regions} of them distinct, in {compiled.source_path}",
+        *([f"not kept of what the model returns: {names(left_out)}"] if left_out else []),
+        *([str(step.launches)] if step.options.cuda_graphs else []),
+        *([step.notice] if step.notice else []),
+        "",
+        _predictions(plan, measured),
+        *_not_predicted(compiled),
+        "",
+        f"On the device at the peak, in {_place(compiled, step.options.backend)}:",
+        _shares(peak_memory(compiled.graph, compiled.simulation.live)),
+        "",
+        bucket_table(plan),
+        *(["", _links(compiled, measured)] if plan.link_bytes else []),
+    ]
+    why = list(_why(plan))
+    return "\n".join([*lines, "", *why] if why else lines)
+
+
+def _predictions(plan: Plan, measured: Measurement | None) -> str:
+    """A line for each number that a plan predicts, and what was measured of it."""
+    prediction = plan.prediction
+    assert prediction is not None
+    lines = [
+        *([f"peak on the {tier}", format_bytes(size)] for tier, size in plan.peak_bytes.items()),
+        ["time of a step", format_seconds(plan.step_seconds)],
+        ["waits for communication", format_seconds(plan.exposed_seconds)],
+        ["sent in a step", format_bytes(plan.wire_bytes)],
+        ["parameters, gradients, optimizer states", format_bytes(plan.model_state_bytes)],
+        ["FLOPs of a step", format_count(prediction.flops)],
+    ]
+    headers = ["per rank", "predicted"]
+    if measured is not None:
+        found = [
+            *(_beside(measured.peak_bytes.get(tier, 0), size) for tier, size in plan.peak_bytes.items()),
+            format_seconds(measured.step_seconds),
+            format_seconds(measured.exposed_seconds),
+            _beside(measured.wire_bytes, plan.wire_bytes),
+            _beside(measured.model_state_bytes, plan.model_state_bytes),
+            "",
+        ]
+        headers.append("measured")
+        lines = [[*line, text] for line, text in zip(lines, found, strict=True)]
+    align = ("left", *["right"] * (len(headers) - 1))
+    return tabulate(lines, headers, colalign=align, disable_numparse=True, tablefmt="simple")
+
+
+def _not_predicted(compiled: CompiledStep) -> Iterator[str]:
+    """What the predicted peak lacks: operators of which it is not known what they hold while they run."""
+    operators = sorted({target_name(node) for node in compiled.graph.calls() if is_unknown(node)})
+    if operators:
+        yield (
+            f"the predicted peak lacks what {', '.join(operators)} may take and give back while running, "
+            f"which is not known; step.measure() finds the peak"
+        )
+
+
+def _links(compiled: CompiledStep, measured: Measurement | None) -> str:
+    """A line for each stream that copies between tiers: its bytes, time and bandwidth, predicted and measured, and how
+    much of the measured time was beside computation."""
+    busy = compiled.simulation.busy_by_stream
+    headers = ["copies between tiers", "bytes", "predicted", "per second"]
+    lines = []
+    for stream, num_bytes in compiled.plan.link_bytes.items():
+        line = [stream, format_bytes(num_bytes), format_seconds(busy[stream]), _speed(num_bytes, busy[stream])]
+        use = measured.streams.get(stream) if measured is not None else None
+        if use is not None:
+            hidden = use.hidden_seconds / use.busy_seconds if use.busy_seconds else 0.0
+            line += [format_seconds(use.busy_seconds), _speed(use.num_bytes, use.busy_seconds), f"{hidden:.0%}"]
+        lines.append(line)
+    if measured is not None:
+        headers += ["measured", "per second", "beside computation"]
+    align = ("left", *["right"] * (len(headers) - 1))
+    return tabulate(lines, headers, colalign=align, disable_numparse=True, tablefmt="simple")
+
+
+def _speed(num_bytes: int, seconds: float) -> str:
+    return f"{format_bytes(num_bytes / seconds)}/s" if seconds else ""
+
+
+def _beside(measured: int, predicted: int) -> str:
+    """Measured bytes, and how far they are from the prediction."""
+    if measured == predicted:
+        return f"{format_bytes(measured)} (to the byte)" if measured else format_bytes(measured)
+    return f"{format_bytes(measured)} ({(measured - predicted) / max(predicted, 1):+.1%})"
+
+
+def _place(compiled: CompiledStep, backend: str) -> str:
+    """Where the peak is: the operator, its layer, and its phase; of a compiled region, which is one kernel after the
+    other, the region's function."""
+    node = compiled.simulation.live.peak_node
+    if node is None:
+        return "an empty step"
+    what, layer, phase = target_name(node), origin(node).layer, origin(node).phase
+    for instruction in compiled.instructions:
+        if backend == "inductor" and not isinstance(instruction, Event) and node in instruction.own:
+            what = compiled.emitted.functions[instruction.key]
+            layer, phase = instruction.unit or instruction.origin.layer, instruction.origin.phase
+    return f"{what} of {layer or 'the model'} ({phase})"
+
+
+def _shares(held: Mapping[Category, int]) -> str:
+    total = sum(held.values())
+    lines = [[str(name), format_bytes(size), f"{size / total:.0%}"] for name, size in held.items()]
+    lines.append(["in all", format_bytes(total), ""])
+    return tabulate(lines, colalign=("left", "right", "right"), disable_numparse=True, tablefmt="plain")
+
+
+def _why(plan: Plan) -> Iterator[str]:
+    for kind, found in reasons(plan).items():
+        yield f"{kind}: {one_line(found)}"
+    if not plan.has_residencies:
+        on = "one rank: it holds all of them" if plan.num_ranks == 1 else f"stage {plan.stage} keeps them whole"
+        yield f"gathers: none, parameters stay on the device ({on})"

@@ -1,0 +1,1 @@
+"""Plans compared by running them."""

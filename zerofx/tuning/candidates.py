@@ -1,0 +1,184 @@
+"""What ``zerofx.tune`` decides: which plans are candidates, which of them to run, and which is the best."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zerofx.codegen.regions import Region
+from zerofx.driver.building import Prepared
+from zerofx.errors import MemoryBudgetError
+from zerofx.options import CompileOptions
+from zerofx.runtime.comm.collectives import is_on_cpu
+from zerofx.scheduler.cost.links import Transfer
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.measured import MeasuredCosts
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.scheduler.search.evaluate import predict_plan
+from zerofx.scheduler.search.lasting import lasting_plan
+from zerofx.scheduler.search.micro_batches import choose_micro_batches
+from zerofx.scheduler.search.planner import budget_bytes, make_plan
+from zerofx.settings import Settings
+from zerofx.tuning.result import Candidate, candidate_table
+from zerofx.tuning.variations import Variation, variations
+from zerofx.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Makes candidates for one captured step."""
+
+    prepared: Prepared
+    options: CompileOptions
+    settings: Settings
+    machine: Machine
+    num_ranks: int
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes on the device."""
+        return budget_bytes(self.options.memory_budget, self.machine)
+
+    def plan(self) -> list[Candidate]:
+        """A candidate for each variation; those that do not fit, or repeat another, say so.
+
+        Raises:
+            MemoryBudgetError: none of them fits.
+        """
+        found: list[Candidate] = []
+        for variation in variations(self.options, self.num_ranks):
+            found.append(self._judged(self._candidate(variation, None), found))
+        if not any(candidate.is_open for candidate in found):
+            raise MemoryBudgetError(
+                f"expected a plan within memory_budget={format_bytes(self.budget or 0)}, found none:\n"
+                f"{candidate_table(found)}\nAllow more, or a smaller batch, or let recompute='auto'"
+            )
+        return found
+
+    def corrected(
+        self,
+        candidates: Sequence[Candidate],
+        measured: Mapping[str, Sequence[float]],
+        regions: Sequence[Region],
+        transfers: Mapping[str, Sequence[Transfer]],
+    ) -> tuple[MeasuredCosts, list[Candidate]]:
+        """Costs from what was measured, and the candidates with predictions from them; within a budget also those that
+        are made from them and were not there before.
+
+        Args:
+            measured: seconds of each distinct region in each candidate that had it, by the region's key.
+            regions: all regions that ran.
+            transfers: all collectives, and copies between tiers, by stream.
+        """
+        seconds = {key: statistics.median(spans) for key, spans in measured.items()}
+        costs = MeasuredCosts.of(seconds, regions, self.machine, transfers, self.num_ranks)
+        found = list(candidates)
+        if self.budget is not None:  # without one, nothing of a plan depends on costs
+            for variation in variations(self.options, self.num_ranks):
+                made = self._candidate(variation, costs)
+                if made.plan is not None and not self._judged(made, found).outcome:
+                    found.append(replace(made, name=f"{made.name}, corrected"))
+        return costs, [
+            replace(one, corrected=self._predicted(one.plan, costs).prediction) if one.plan else one for one in found
+        ]
+
+    def _candidate(self, variation: Variation, costs: MeasuredCosts | None) -> Candidate:
+        """The plan of a variation, going by ``costs`` if there are any; predicted as without them."""
+        prepared, budget = self.prepared, self.budget if variation.searched else None
+        captures = prepared.captures
+
+        def plan_for(num_micro_batches: int) -> Plan:
+            captured, options = captures.graph(num_micro_batches), variation.options
+            if costs is None:
+                return lasting_plan(
+                    captured, prepared.layout, prepared.updates, self.machine, options, self.settings, budget,
+                    on_cpu=self._on_cpu,
+                )  # fmt: skip
+            return make_plan(
+                captured, prepared.layout, prepared.programs, self.machine, options, self.settings, budget,
+                on_cpu=self._on_cpu, costs=costs,
+            )  # fmt: skip
+
+        try:
+            # Without a budget there is no reason to take more micro-batches than the least.
+            numbers = captures.candidates if budget is not None else captures.candidates[:1]
+            plan = choose_micro_batches(numbers, budget, plan_for)
+        except BudgetMissedError as error:
+            return Candidate(variation.name, None, f"does not fit: takes at least {format_bytes(error.least_bytes)}")
+        return Candidate(variation.name, self._predicted(replace(plan, memory_budget=self.budget), None))
+
+    def _predicted(self, plan: Plan, costs: MeasuredCosts | None) -> Plan:
+        prepared, captured = self.prepared, self.prepared.captures.graph(plan.num_micro_batches)
+        return predict_plan(
+            captured, plan, prepared.layout, prepared.programs, self.machine, self.settings,
+            on_cpu=self._on_cpu, fused=self.options.backend == "inductor", costs=costs,
+        )  # fmt: skip
+
+    @property
+    def _on_cpu(self) -> bool:
+        return is_on_cpu(self.prepared.captured.device)
+
+    def _judged(self, candidate: Candidate, before: Sequence[Candidate]) -> Candidate:
+        """``candidate``, with the reason not to run it, if there is one."""
+        plan = candidate.plan
+        if plan is None:
+            return candidate
+        same = [other.name for other in before if other.plan == plan]
+        if same:
+            return replace(candidate, outcome=f"the same plan as: {same[0]}")
+        over = plan.peak_bytes["device"] - self.budget if self.budget is not None else 0
+        return replace(candidate, outcome=f"does not fit: {format_bytes(over)} too much") if over > 0 else candidate
+
+
+def most_promising(candidates: Sequence[Candidate], number: int) -> list[int]:
+    """What to run at first: the plan that was asked for, and the fastest of the others as predicted."""
+    open_ones = _open(candidates)
+    open_ones.sort(key=lambda index: (index > 0, _prediction(candidates[index].plan)[0]))
+    return open_ones[:number]
+
+
+def promises_more(candidates: Sequence[Candidate]) -> int | None:
+    """A candidate that has not been run, and that corrected costs put before the best; or that takes the least memory,
+    where none that was run fits."""
+    open_ones, best = _open(candidates), best_of(candidates)
+    if best is None:
+        return min(open_ones, key=lambda index: _prediction(candidates[index].plan)[1], default=None)
+    first = min(open_ones, key=lambda index: _corrected_seconds(candidates[index]), default=None)
+    if first is None or _corrected_seconds(candidates[first]) >= _corrected_seconds(best):
+        return None
+    return first
+
+
+def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The fastest that was measured and fits."""
+    fitting = [one for one in candidates if one.measured is not None and not one.outcome]
+    return min(fitting, key=lambda one: one.measured.step_seconds if one.measured else math.inf, default=None)
+
+
+def concluded(candidate: Candidate, best: Candidate) -> Candidate:
+    """``candidate`` with what became of it, once the best is known."""
+    if candidate.outcome:
+        return candidate
+    if candidate is best:
+        return replace(candidate, outcome="best")
+    if candidate.measured is None or best.measured is None:
+        return replace(candidate, outcome="not run: predicted to be slower")
+    more = candidate.measured.step_seconds / best.measured.step_seconds - 1
+    return replace(candidate, outcome=f"{more:.0%} slower")
+
+
+def _open(candidates: Sequence[Candidate]) -> list[int]:
+    return [index for index, candidate in enumerate(candidates) if candidate.is_open]
+
+
+def _prediction(plan: Plan | None) -> tuple[float, int]:
+    """Seconds, and the peak in bytes."""
+    assert plan is not None, "an open candidate has a plan"
+    return plan.step_seconds, plan.peak_bytes["device"]
+
+
+def _corrected_seconds(candidate: Candidate) -> float:
+    return candidate.corrected.step_seconds if candidate.corrected is not None else math.inf

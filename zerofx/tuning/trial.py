@@ -1,0 +1,146 @@
+"""Run a plan for a few steps on a copy of what is trained, which itself is not touched."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.capture.randomness import kept_randomness
+from zerofx.codegen.regions import Region, regions_of
+from zerofx.errors import UsageError, ZeroFXError
+from zerofx.ir.streams import COLLECTIVE
+from zerofx.optimizers import copy_optimizer
+from zerofx.options import CompileOptions
+from zerofx.runtime.measure.measure import Measurement
+from zerofx.scheduler.cost.links import Transfer
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.session.step import Step
+
+_WARM_UP = 2  # steps: the first, and one of the update that the others run
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a plan's run has shown on this rank: a measurement, or a failure in words.
+
+    ``in_step``: whether all ranks have run the same until the end; where one has failed amid a step, others may wait
+    for messages that never come, or hold some that were for it.
+    """
+
+    measured: Measurement | None
+    failure: str = ""
+    in_step: bool = True
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and on what: the batch is as ``step(*args, **keywords)`` takes it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    args: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(iter(self.model.parameters())).device
+
+    def copied(self, options: CompileOptions) -> tuple[Training, CompileOptions]:
+        """Copies of model, optimizer and loss function that share no tensor with these.
+
+        Raises:
+            UsageError: one of them cannot be copied.
+        """
+        memo: dict[int, Any] = {}
+        try:
+            model = copy.deepcopy(self.model, memo)
+            optimizer = copy_optimizer(self.optimizer, memo)
+            objective = options.objective.copied(memo)
+        except (TypeError, RuntimeError) as error:
+            if isinstance(error, ZeroFXError):
+                raise
+            raise UsageError(
+                f"expected a model, an optimizer and a loss function that copy.deepcopy can copy, since tune trains a "
+                f"copy, found {type(error).__name__}: {error}"
+            ) from error
+        return replace(self, model=model, optimizer=optimizer), replace(options, objective=objective)
+
+
+def run_trial(training: Training, plan: Plan, options: CompileOptions, num_steps: int) -> tuple[Trial, list[Region]]:
+    """Build the step of ``plan`` on a copy and measure ``num_steps`` steps; also gives the step's regions.
+
+    All ranks call it together. Random generators are left as they were. The copy is gone with ``free_copies``.
+
+    Raises:
+        UsageError: the model cannot be copied, or the batch is none.
+    """
+    with kept_randomness(training.device), ExitStack() as undo:
+        copied, own = training.copied(options)
+        args, keywords = copied.args, copied.keywords
+        try:
+            # Without a budget: what the peak is, is to be found out.
+            step = Step(copied.model, copied.optimizer, replace(own, plan=plan, memory_budget=None))
+            undo.callback(step.abandon)  # a step that has run cannot be: all ranks close it together, if they can
+            step.prepare(*args, **keywords)
+        except UsageError:
+            raise
+        except (ZeroFXError, RuntimeError, MemoryError) as error:
+            return Trial(None, _described(error)), []
+        try:
+            for _ in range(_WARM_UP):
+                step(*args, **keywords)
+            found = step.measure(*args, num_steps=num_steps, **keywords)
+        except (ZeroFXError, RuntimeError, MemoryError) as error:
+            return Trial(None, _described(error), in_step=False), []
+        regions = regions_of(step.compiled.instructions)
+        step.close()
+        return Trial(found), regions
+
+
+def free_copies(device: torch.device) -> None:
+    """Give the memory of copies back whose steps are not used any more: model and step hold each other."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def slowest(measured: Sequence[Measurement]) -> Measurement:
+    """What ranks have measured as one: the longest times and the highest peaks among them."""
+    tiers = dict.fromkeys(tier for one in measured for tier in one.peak_bytes)
+    keys = dict.fromkeys(key for one in measured for key in one.region_seconds)
+    streams = dict.fromkeys(stream for one in measured for stream in one.transfers)
+    return Measurement(
+        peak_bytes={tier: max(one.peak_bytes.get(tier, 0) for one in measured) for tier in tiers},
+        model_state_bytes=max(one.model_state_bytes for one in measured),
+        wire_bytes=max(one.wire_bytes for one in measured),
+        step_seconds=max(one.step_seconds for one in measured),
+        exposed_seconds=max(one.exposed_seconds for one in measured),
+        num_steps=measured[0].num_steps,
+        between_seconds=max(one.between_seconds for one in measured),
+        region_seconds={key: max(one.region_seconds.get(key, 0.0) for one in measured) for key in keys},
+        transfers={
+            stream: _transfers(stream, [one.transfers.get(stream, ()) for one in measured]) for stream in streams
+        },
+    )
+
+
+def _transfers(stream: str, of_ranks: Sequence[tuple[Transfer, ...]]) -> tuple[Transfer, ...]:
+    """What all ranks have moved: each copy of each rank, and each collective once.
+
+    A rank that comes early to a collective waits for the others there: it takes what it takes on the last to come.
+    """
+    if stream != COLLECTIVE:
+        return tuple(transfer for made in of_ranks for transfer in made)
+    return tuple(min(together, key=lambda one: one.seconds) for together in zip(*of_ranks, strict=True))
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

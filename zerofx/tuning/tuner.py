@@ -1,0 +1,275 @@
+"""Run the plans that could be the fastest, and keep the one that is: ``zerofx.tune``.
+
+Plans that lean one way or another are made (``variations``), the most promising are run on a copy of what is trained,
+and predictions are corrected by the seconds that their regions, collectives and copies took. From the corrected costs
+plans are made anew; one that now promises to beat the best is run too. Rank 0 plans, times are those of the slowest
+rank, and all ranks return the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from zerofx.capture.checks import check_batch
+from zerofx.capture.constant_arguments import ConstantArguments
+from zerofx.capture.loss import ForwardFunction, LossFunction
+from zerofx.codegen.regions import Region
+from zerofx.deferred import make_buffers
+from zerofx.driver.building import Prepared, describe_request, machine_at_hand, prepare
+from zerofx.driver.check_training import check_training
+from zerofx.driver.micro_batches import MicroBatches
+from zerofx.errors import MemoryBudgetError, PlanError, UsageError
+from zerofx.ir.batch import Batch
+from zerofx.lowering.lower import lower
+from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, Wire, check_options
+from zerofx.progress import watched
+from zerofx.report.saved import SavedPlan
+from zerofx.runtime.comm.collectives import is_on_cpu
+from zerofx.runtime.comm.control import Control
+from zerofx.runtime.state.state import process_group
+from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
+from zerofx.scheduler.cost.links import Transfer
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.measured import MeasuredCosts
+from zerofx.scheduler.search.planner import budget_bytes
+from zerofx.session.guards import claim, release
+from zerofx.settings import read_settings
+from zerofx.torch_private import is_profiling
+from zerofx.tuning.candidates import Planner, best_of, concluded, most_promising, promises_more
+from zerofx.tuning.result import Candidate, TuneResult, candidate_table
+from zerofx.tuning.trial import Training, Trial, free_copies, run_trial, slowest
+from zerofx.units import format_bytes
+
+_ROUNDS = 2  # plans to make anew from corrected costs, and run, at most
+
+
+def tune(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Any, ...] | Mapping[str, Any],
+    stage: int = 3,
+    *,
+    memory_budget: int | float | str | None = None,
+    machine: Machine | str | None = None,
+    num_steps: int = 5,
+    num_candidates: int = 4,
+    save: str | Path | None = None,
+    loss_fn: LossFunction | None = None,
+    recompute: Recompute = "auto",
+    offload: Offload = "auto",
+    precision: Precision | None = None,
+    backend: Backend = "inductor",
+    prefetch: int = 1,
+    keep_gathered: Collection[str] | Literal["all"] = (),
+    accumulate: Accumulate = 1,
+    wire: Wire = "exact",
+    max_grad_norm: float | None = None,
+    forward: ForwardFunction | None = None,
+    constant: Collection[str] = (),
+) -> TuneResult:
+    """Measure plans on the device at hand, and keep the fastest whose measured peak is within the budget.
+
+    Nothing is trained: plans are run on a copy of model and optimizer, a copy at a time beside the original, and random
+    generators are set back. Ranks call it together, and all return the same.
+
+    Args:
+        model, optimizer, stage, loss_fn, recompute, offload, precision, backend, prefetch, keep_gathered,
+            accumulate, wire, max_grad_norm, forward, constant: as for ``zerofx.compile``; they say what the first
+            candidate is, and what the others may change.
+        batch: a batch to run: a tuple of positional arguments, or a dict of keywords.
+        memory_budget: the most bytes on the device, as for ``zerofx.compile``; the copy's alone.
+        machine: what plans are predicted for at first; None for the machine at hand.
+        num_steps: steps to measure of each candidate, behind two that warm up; on CPU the last is recorded for its
+            memory, and not timed.
+        num_candidates: how many plans to run at first; a few more may follow once costs are corrected.
+        save: a file for the best plan with its schedule, written by rank 0: for ``zerofx.compile(plan=...)`` and
+            ``zerofx report``.
+
+    Raises:
+        MemoryBudgetError: no plan fits, as predicted or as measured; says what became of each.
+        PlanError: every candidate failed; says how.
+        UsageError: on CPU, a profiler runs on some rank.
+        ZeroFXError: as ``zerofx.compile`` would.
+    """
+    options = check_options(
+        stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
+        memory_budget, recompute, offload, accumulate, wire=wire, max_grad_norm=max_grad_norm,
+        forward=forward, constant=constant,
+    )  # fmt: skip
+    check_training(model, optimizer, options)
+    make_buffers(model)
+    for name, number, least in (("num_steps", num_steps, 2), ("num_candidates", num_candidates, 1)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise UsageError(f"expected {name} to be at least {least}, found {number!r}")
+    if not isinstance(batch, tuple | list | Mapping):
+        raise UsageError(f"expected batch to be a tuple or a dict of keywords, found {type(batch).__name__}")
+    args, keywords = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+    tuner = _Tuner(Training(model, optimizer, args, keywords), options, num_steps, num_candidates)
+    owner = claim(model, tuner)
+    try:
+        return tuner.run(Path(save) if save is not None else None)
+    finally:
+        release(model, owner)
+
+
+class _Tuner:
+    """One call of ``tune`` on one rank."""
+
+    def __init__(self, training: Training, options: CompileOptions, num_steps: int, num_candidates: int) -> None:
+        self._training, self._options = training, options
+        self._num_steps, self._num_candidates = num_steps, num_candidates
+        self._settings = read_settings()
+        self._candidates: list[Candidate] = []
+        self._region_seconds: dict[str, list[float]] = {}
+        self._regions: list[Region] = []
+        self._transfers: dict[str, list[Transfer]] = {}
+        self._in_step = True
+
+    def run(self, save: Path | None) -> TuneResult:
+        """Plan, run, correct, plan anew; the same on every rank."""
+        with closing(Control(process_group(), self._settings.timeout_seconds, "call zerofx.tune")) as control:
+            control.agree(
+                "call zerofx.tune",
+                describe_request(self._training.model, self._training.optimizer, self._options, self._settings)
+                + f"\nnum_steps: {self._num_steps}\nnum_candidates: {self._num_candidates}",
+                "model, optimizer and options",
+                "Tune the same on every rank.",
+            )
+        # From here on a rank may wait for another's whole candidate, and for the end of that one's patience with it.
+        patience = 2 * self._settings.timeout_seconds
+        with closing(Control(process_group(), patience, "tune")) as self._control:
+            return self._tune(save)
+
+    def _tune(self, save: Path | None) -> TuneResult:
+        control = self._control
+        self._machine = machine_at_hand(self._training.device, self._options, control)
+        self._budget = budget_bytes(self._options.memory_budget, self._machine)
+        if self._training.device.type == "cpu":
+            refuse_profilers(control.gather(is_profiling(), "measure steps"))
+        control.attempt("save the plan", lambda: self._check_folder(save))
+        self._prepared = control.attempt("capture a step", self._capture)
+        self._prepared.agree(control)
+        # Rank 0 alone decides: what it shares, all have.
+        planner = Planner(self._prepared, self._options, self._settings, self._machine, control.num_ranks)
+        self._candidates = control.share("share the plans to try", planner.plan)
+        with watched("tuning", "candidates", show=control.rank == 0) as bar:
+            chosen = most_promising(self._candidates, self._num_candidates)
+            bar.total = len(chosen)
+            for index in chosen:
+                self._measure(index, bar)
+            costs = self._correct(planner)
+            for _ in range(_ROUNDS):
+                better = promises_more(self._candidates)
+                if better is None:
+                    break
+                bar.total += 1
+                self._measure(better, bar)
+                costs = self._correct(planner)
+        return self._conclude(costs, save)
+
+    # ------------------------------------------------------------------------------------------------ planning
+
+    def _check_folder(self, save: Path | None) -> None:
+        if save is not None and self._control.rank == 0 and not save.parent.is_dir():
+            raise UsageError(f"expected a folder to save the plan in, found that {save.parent} is none")
+
+    def _capture(self) -> Prepared:
+        training = self._training
+        constant = ConstantArguments(self._options.constant, training.model, self._options.objective.forward)
+        batch = constant.of(Batch.of(training.args, training.keywords))
+        check_batch(training.model, batch)
+        talk = self._control.rank == 0
+        captures = MicroBatches(training.model, batch, self._options, self._settings, talk=talk)
+        return prepare(
+            training.model, training.optimizer, captures, self._options, self._control.num_ranks, None, None, None,
+            talk=talk,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------ running
+
+    def _measure(self, index: int, bar: tqdm[Any]) -> None:
+        """Run one candidate, and note what came of it."""
+        control, candidate = self._control, self._candidates[index]
+        bar.set_description(f"tuning: {candidate.name}", refresh=False)
+        plan = candidate.plan
+        assert plan is not None
+        if not self._in_step:
+            reason = "not run: another failed amid a step, and ranks may not be in the same place since"
+            self._candidates[index] = replace(candidate, outcome=reason)
+            return
+        trial, regions = control.attempt(
+            "run a candidate", lambda: run_trial(self._training, plan, self._options, self._num_steps)
+        )
+        free_copies(self._training.device)
+        trials = control.gather(trial, "compare what was measured")
+        self._in_step = control.num_ranks == 1 or all(one.in_step for one in trials)
+        self._candidates[index] = self._outcome(candidate, trials)
+        measured = self._candidates[index].measured
+        for key, seconds in measured.region_seconds.items() if measured else ():
+            self._region_seconds.setdefault(key, []).append(seconds)
+        for stream, made in measured.transfers.items() if measured else ():
+            self._transfers.setdefault(stream, []).extend(made)
+        self._regions += regions
+        bar.update()
+
+    def _outcome(self, candidate: Candidate, trials: Sequence[Trial]) -> Candidate:
+        failed = {rank: one.failure for rank, one in enumerate(trials) if one.measured is None}
+        if failed:
+            rank, why = next(iter(failed.items()))
+            return replace(candidate, outcome=f"failed{f' on rank {rank}' if len(trials) > 1 else ''}: {why}")
+        measured = slowest([one.measured for one in trials if one.measured is not None])
+        over = measured.peak_bytes["device"] - self._budget if self._budget is not None else 0
+        outcome = f"does not fit: measured {format_bytes(over)} too much" if over > 0 else ""
+        return replace(candidate, measured=measured, outcome=outcome)
+
+    def _correct(self, planner: Planner) -> MeasuredCosts:
+        """Costs from all that was measured; predictions, and plans within a budget, are made anew from them."""
+        costs, self._candidates = self._control.share(
+            "share corrected costs",
+            lambda: planner.corrected(self._candidates, self._region_seconds, self._regions, self._transfers),
+        )
+        return costs
+
+    def _conclude(self, costs: MeasuredCosts, save: Path | None) -> TuneResult:
+        best = best_of(self._candidates)
+        if best is None:
+            table = candidate_table(self._candidates)
+            if any(one.measured is not None for one in self._candidates):
+                raise MemoryBudgetError(
+                    f"expected a plan whose measured peak is within memory_budget={format_bytes(self._budget or 0)}, "
+                    f"found none:\n{table}\nAllow more, or use a smaller batch"
+                )
+            raise PlanError(f"expected a plan that runs, found that every candidate failed:\n{table}")
+        candidates = tuple(concluded(one, best) for one in self._candidates)
+        chosen = candidates[self._candidates.index(best)]
+        result = TuneResult(candidates, chosen, costs, self._budget)
+        if save is not None:
+            self._control.attempt("save the plan", lambda: self._save(result, save))
+        return result
+
+    def _save(self, result: TuneResult, path: Path) -> None:
+        """Rank 0 writes the best plan with its schedule; times in both are those from measured costs."""
+        if self._control.rank > 0:
+            return
+        prepared = self._prepared
+        captured = prepared.captures.graph(result.plan.num_micro_batches)
+        lowered = lower(
+            captured.clone(), result.plan, prepared.layout, prepared.programs, self._machine, self._settings,
+            on_cpu=is_on_cpu(captured.device), talk=False,
+            fused=self._options.backend == "inductor", costs=result.costs,
+        )  # fmt: skip
+        training = self._training
+        what = f"{type(training.model).__name__} with {type(training.optimizer).__name__}, times from measured costs"
+        saved = SavedPlan.of(lowered, self._machine, what)
+        try:
+            saved.save(path)
+        except OSError as error:
+            raise UsageError(f"expected to write the plan to {path}, found that it cannot be: {error}") from error
