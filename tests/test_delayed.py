@@ -98,7 +98,7 @@ def test_bytes_are_those_predicted(precision: str | None) -> None:
     args, _ = next(batches(case, 0, 1))
     step = _compiled(case, precision=precision)
     found = step.measure(*args)
-    # What kernels for half precision pack on a CPU is not predicted, with or without delay (docs/design_notes.md).
+    # What kernels for half precision pack on a CPU is not predicted, with or without delay (docs/design/memory.md).
     check_measured(found, step.plan, args[0].nbytes if precision is None else 16384)
     assert step._layout is not None
     numel = sum(bucket.numel for bucket in step._layout.buckets)

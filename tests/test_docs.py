@@ -13,7 +13,7 @@ from zerofx.codegen.regions import cut
 from zerofx.scheduler.cost.liveness import liveness
 
 _ROOT = Path(__file__).parent.parent
-_PAGES = [_ROOT / "README.md", _ROOT / "CONTRIBUTING.md", *sorted((_ROOT / "docs").glob("*.md"))]
+_PAGES = [_ROOT / "README.md", _ROOT / "CONTRIBUTING.md", *sorted((_ROOT / "docs").rglob("*.md"))]
 
 
 def _joined(text: str) -> str:

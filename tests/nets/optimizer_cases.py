@@ -35,7 +35,7 @@ class OptimizerCase:
 
     @property
     def rounds_ends(self) -> bool:
-        """Whether its kernels round the ends of a tensor otherwise, and a slice has others (docs/design_notes.md)."""
+        """Whether its kernels round the ends of a tensor otherwise, and a slice has others (docs/design/passes.md)."""
         return self.dtype == torch.bfloat16 or "fused" in self.options or self.name in _ROUND_ENDS
 
     @property
