@@ -32,7 +32,8 @@ class Rehearsal:
 
     ``on_cpu``: whether kernels and collectives are those of a CPU, which hold memory of their own. ``fused``: whether
     regions will be compiled, and so hold less inside; what they are estimated to hold is added to ``estimates``.
-    ``costs`` are measured costs to go by, which ``machine`` has the links of.
+    ``costs`` are measured costs to go by, which ``machine`` has the links of. ``latest`` is the plan that was simulated
+    last, with what it came to: whoever spends what a plan leaves of a budget asks for it twice.
     """
 
     captured: StepGraph
@@ -44,6 +45,7 @@ class Rehearsal:
     fused: bool
     costs: MeasuredCosts | None = None
     estimates: Estimates = field(default_factory=dict)
+    latest: list[tuple[Plan, StepGraph, Simulation]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def kernels(self) -> frozenset[str]:
@@ -58,11 +60,14 @@ class Rehearsal:
 
     def simulated(self, plan: Plan) -> tuple[StepGraph, Simulation]:
         """The graph that carries ``plan`` out, and its run on paper."""
-        step = self.carried_out(plan)
-        return step, simulate_step(
-            step, cut(step), self.layout, self.machine, self.on_cpu, self.costs,
-            fused=self.fused, estimates=self.estimates, kernels=self.kernels,
-        )  # fmt: skip
+        if not self.latest or self.latest[0][0] is not plan:
+            step = self.carried_out(plan)
+            simulation = simulate_step(
+                step, cut(step), self.layout, self.machine, self.on_cpu, self.costs,
+                fused=self.fused, estimates=self.estimates, kernels=self.kernels,
+            )  # fmt: skip
+            self.latest[:] = [(plan, step, simulation)]
+        return self.latest[0][1:]
 
     def predicted(self, plan: Plan) -> Prediction:
         """What ``plan`` leads to."""
