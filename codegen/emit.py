@@ -29,6 +29,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.serialise import Name
 from zerofx.ir.streams import runs_on_host, stream_of
 from zerofx.scheduler.cost.liveness import Liveness
+from zerofx.torch_private.operators import OpOverload
 from zerofx.units import format_bytes, on_tiers
 
 
@@ -260,7 +261,7 @@ def _event(node: fx.Node, names: Mapping[fx.Node, str], dead: tuple[str, ...], n
 def _function(node: fx.Node, launches: Mapping[Any, Any]) -> str:
     if node.target is operator.getitem:
         return ITEM
-    assert isinstance(node.target, torch._ops.OpOverload), f"no operator: {node.target}"
+    assert isinstance(node.target, OpOverload), f"no operator: {node.target}"
     return str(launches.get(node.target, node.target))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.distributed import run_ranks
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
-from zerofx.torch_private import is_profiling
+from zerofx.torch_private.profiler import is_profiling
 
 
 def test_the_peak_is_that_of_allocations() -> None:

@@ -15,7 +15,7 @@ from tests.models import DIM, Layer, adamw
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.budget import BudgetMissedError
 from zerofx.scheduler.search.planner import make_plan
-from zerofx.torch_private import without_onednn
+from zerofx.torch_private.operators import without_onednn
 
 BUDGET = 45_000  # bytes: less than is needed without recomputing
 

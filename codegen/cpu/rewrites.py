@@ -27,7 +27,6 @@ import math
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from zerofx.codegen.cpu.merged_products import merge_products
 from zerofx.codegen.inductor.traced import as_node, call
@@ -36,6 +35,7 @@ from zerofx.ir.aliasing import storage_source
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import value
 from zerofx.ir.op_kernels.products import has_kernel
+from zerofx.torch_private.operators import OpOverload
 
 _aten = torch.ops.aten
 _INTO = torch.ops.zerofx.mm_into.default

@@ -8,9 +8,9 @@ from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.ir import Layout, MutationLayoutSHOULDREMOVE
 from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode, SchedulerBuffer
-from torch._ops import OpOverload
 
 from zerofx.scheduler.cost.overwriting import overwriting_order, overwritten
+from zerofx.torch_private.operators import OpOverload
 
 
 class KeepOrder(CustomSchedulerPass):

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from zerofx.ir.aliasing import tensors_in
 from zerofx.scheduler.cost.cpu.workspace import workspace_bytes
 from zerofx.scheduler.cost.liveness import MemoryEvent
+from zerofx.torch_private.operators import OpOverload
 
 _EMPTY = "empty_strided_"  # and the device
 _SAME_MEMORY = "copy_if_misaligned"  # what it is given, for inputs that begin where kernels for CUDA expect it

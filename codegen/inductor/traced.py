@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from torch import fx
-from torch._ops import OpOverload
+
+from zerofx.torch_private.operators import OpOverload
 
 
 def call(

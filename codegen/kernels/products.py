@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerofx.ir.op_kernels.products import CONSTANTS, empty_result, scratch_numel
-from zerofx.torch_private import onednn_linear
+from zerofx.torch_private.operators import onednn_linear
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _ARGUMENTS = ("float*",) * 4 + ("int64_t*",)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from zerofx.codegen.kernels.update_writer import COMPUTED, Buffer, NoKernelError, Writer
+from zerofx.torch_private.operators import OpOverload
 
 
 def write_operator(writer: Writer, node: fx.Node) -> None:
@@ -24,7 +25,7 @@ def write_operator(writer: Writer, node: fx.Node) -> None:
     Raises:
         NoKernelError: there are none for it; says what is in the way.
     """
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     schema = node.target._schema
     name = schema.name.removeprefix("aten::")
     if name in _FUSED:

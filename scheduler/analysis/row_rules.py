@@ -18,6 +18,7 @@ from torch import fx
 from zerofx.ir.aliasing import mutated_inputs
 from zerofx.ir.facts import is_random, tensor, value
 from zerofx.scheduler.analysis.rows import OWN, SUM, Found, Rows, grouped
+from zerofx.torch_private.operators import OpOverload
 
 _aten = torch.ops.aten
 
@@ -32,7 +33,7 @@ def rows_of_result(node: fx.Node, given: Given, num_rows: int) -> Found:
     """
     if node.target is operator.getitem:
         return None
-    if not isinstance(node.target, torch._ops.OpOverload) or is_random(node) or mutated_inputs(node):
+    if not isinstance(node.target, OpOverload) or is_random(node) or mutated_inputs(node):
         return None
     if not any(given.values()):
         return None

@@ -14,13 +14,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from zerofx.ir.aliasing import Storage, aliased_input, is_view, mutated_inputs, storage_source
 from zerofx.scheduler.analysis.saved_values import storage_size
 from zerofx.scheduler.cost.cpu.workspace import compiled_workspace_bytes
 from zerofx.scheduler.cost.liveness import MemoryEvent, RegionLike
 from zerofx.scheduler.cost.overwriting import overwriting_order, overwritten
+from zerofx.torch_private.operators import OpOverload
 
 # Operators that Inductor decomposes into loops over their elements, beside those that are tagged pointwise.
 _INLINED = frozenset({

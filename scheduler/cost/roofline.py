@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from zerofx.errors import InvalidGraphError
 from zerofx.ir.aliasing import aliased_input, is_view, mutated_inputs, storage_bytes, storage_source, tensors_of
 from zerofx.scheduler.cost.machine import Machine
+from zerofx.torch_private.operators import OpOverload
 
 _aten = torch.ops.aten
 

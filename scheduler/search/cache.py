@@ -22,7 +22,7 @@ from zerofx.scheduler.search.budget import BudgetMissedError
 from zerofx.scheduler.search.evaluate import Estimates
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.settings import Settings
-from zerofx.torch_private import is_profiling
+from zerofx.torch_private.profiler import is_profiling
 
 
 def kept_plan(

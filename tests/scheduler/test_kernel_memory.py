@@ -13,7 +13,7 @@ from tests.scheduler.test_workspace import call, rand
 from zerofx.scheduler.cost.cpu import kernel_memory
 from zerofx.scheduler.cost.cpu.kernel_memory import kernel_memories
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
-from zerofx.torch_private import without_onednn
+from zerofx.torch_private.operators import without_onednn
 
 aten = torch.ops.aten
 

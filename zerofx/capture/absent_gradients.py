@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from zerofx.errors import UsageError
-from zerofx.torch_private import without_memory
+from zerofx.torch_private.operators import pytree
+from zerofx.torch_private.tensors import without_memory
 
 _aten = torch.ops.aten
 _HARMLESS = {_aten.zero_.default, _aten.detach.default, _aten.detach_.default, _aten.alias.default}
@@ -59,7 +59,8 @@ class AbsentGradient(torch.Tensor):
                     one.value.zero_()
             return None
         result = func(
-            *tree_map_only(AbsentGradient, _value, args), **tree_map_only(AbsentGradient, _value, kwargs or {})
+            *pytree.tree_map_only(AbsentGradient, _value, args),
+            **pytree.tree_map_only(AbsentGradient, _value, kwargs or {}),
         )
         return first if isinstance(first, AbsentGradient) and result is first.value else result
 

@@ -14,7 +14,7 @@ from torch import nn
 from zerofx.capture.checks import names
 from zerofx.capture.outside import Outside
 from zerofx.errors import warn
-from zerofx.torch_private import is_traced
+from zerofx.torch_private.tensors import is_traced
 
 _OF_RNNS = "._flat_weights"  # their parameters, which they list anew whenever one is set
 

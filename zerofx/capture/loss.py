@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from zerofx.capture.calling import call_model, check_forward_call, divided_call, listed
 from zerofx.capture.outside import Outside, OutsideFoundError, StandInMaker, StandIns
@@ -20,6 +19,7 @@ from zerofx.capture.values.watched_calls import Checks
 from zerofx.errors import CaptureError
 from zerofx.ir.batch import Batch
 from zerofx.ir.returned import NOTHING_ELSE, Returned
+from zerofx.torch_private.operators import pytree
 
 LossFunction = Callable[..., Any]  # of outputs and what the model did not take
 ForwardFunction = Callable[..., Any]  # of the model and a batch

@@ -58,7 +58,8 @@ from zerofx.errors import CaptureError, ZeroFXError, warn, working
 from zerofx.ir.batch import Batch as Batch
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role, origin, set_origin, set_placeholder, set_source_line
 from zerofx.ir.graph import ParameterInfo, StepGraph, Strides, cast_of, parameter_infos
-from zerofx.torch_private import without_checkpoints, without_log_of_fakes, without_modes
+from zerofx.torch_private.checkpoints import without_checkpoints
+from zerofx.torch_private.dispatch import without_log_of_fakes, without_modes
 
 
 def capture(

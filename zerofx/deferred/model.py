@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from zerofx.deferred.recipe import check_constants
 from zerofx.deferred.tensor import DeferredTensor, become, recording
 from zerofx.errors import UsageError
+from zerofx.torch_private.operators import pytree
 
 _TABLES = ("_parameters", "_buffers", "_modules")  # of nn.Module
 _RESETS = ("reset_parameters", "_reset_parameters")  # of torch's own modules; nn.MultiheadAttention has the second

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from zerofx.errors import UsageError
-from zerofx.torch_private import without_modes
+from zerofx.torch_private.dispatch import without_modes
+from zerofx.torch_private.operators import pytree
 
 _aten = torch.ops.aten
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from zerofx.deferred.recipe import (
     Cell,
@@ -20,7 +19,9 @@ from zerofx.deferred.recipe import (
     replay,
 )
 from zerofx.errors import UsageError
-from zerofx.torch_private import TorchDispatchMode
+from zerofx.torch_private.dispatch import TorchDispatchMode
+from zerofx.torch_private.operators import pytree
+from zerofx.torch_private.tensors import without_torch_function
 
 _aten = torch.ops.aten
 _OWN = ("_value", "_is_param")  # attributes that make a deferred parameter one
@@ -50,7 +51,7 @@ class DeferredTensor(torch.Tensor):
         made._value = value
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # no method, by its type
+    __torch_function__ = without_torch_function  # type: ignore[assignment]  # no method, by its type
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types a default that does nothing

@@ -32,7 +32,7 @@ from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.runtime.state.state import TrainingState
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.settings import Settings
-from zerofx.torch_private import is_profiling
+from zerofx.torch_private.profiler import is_profiling
 
 
 @dataclass(frozen=True)

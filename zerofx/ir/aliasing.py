@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
+
+from zerofx.torch_private.operators import Argument, OpOverload
 
 # A node and the number of its output: what owns the memory that values are views of.
 Storage = tuple[fx.Node, int]
@@ -216,7 +217,7 @@ def _is_shared(name: str, base: fx.Node, node: fx.Node) -> bool:
     return True
 
 
-def _bound(node: fx.Node) -> Iterator[tuple[torch._C.Argument, object]]:
+def _bound(node: fx.Node) -> Iterator[tuple[Argument, object]]:
     """The schema's arguments with the values given for them; arguments left at their default are skipped."""
     assert isinstance(node.target, OpOverload), node
     for i, argument in enumerate(node.target._schema.arguments):

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from zerofx.errors import UsageError
+from zerofx.torch_private.operators import pytree
 
 # What may stand in a batch beside tensors: values that are equal when they print alike.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype, torch.device, torch.Size)

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from zerofx.scheduler.plan.tiers import Tier
+from zerofx.torch_private.operators import OpOverload
 
 DEVICE: Tier = "device"
 
@@ -246,7 +247,7 @@ def ints(argument: object) -> tuple[int, ...]:
 def is_random(node: fx.Node) -> bool:
     """Whether the operator draws from a random generator. Attention without dropout does not, though it could."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     for position, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":

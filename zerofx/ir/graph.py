@@ -31,6 +31,7 @@ from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.text import node_text
 from zerofx.scheduler.plan.decisions import SliceDecision
 from zerofx.scheduler.plan.units import unit_of
+from zerofx.torch_private.operators import OpOverload
 
 Strides = Mapping[int, tuple[int, ...]]  # of parameters, by the identity of their tensors
 
@@ -305,7 +306,7 @@ def insert_call(
     may have no fake implementation, and check the hyperparameters.
     """
     node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
-    has_result = not isinstance(target, torch._ops.OpOverload) or bool(target._schema.returns)
+    has_result = not isinstance(target, OpOverload) or bool(target._schema.returns)
     if fake is None and has_result:
         fake = _same_value(target, args)
     if fake is None and has_result:
@@ -321,7 +322,7 @@ def _same_value(target: Any, args: tuple[Any, ...]) -> Any:
         source, index = args
         return value(source)[index]
     first = args[0] if args else None
-    if not isinstance(first, fx.Node) or not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(first, fx.Node) or not isinstance(target, OpOverload):
         return None
     returns = target._schema.returns
     written = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write

@@ -31,6 +31,7 @@ from zerofx.ir.facts import (
     source_line,
 )
 from zerofx.ir.graph import StepGraph
+from zerofx.torch_private.operators import OpOverload
 
 LARGEST_LITERAL = 64  # elements of a constant that is kept by its values
 TORCH_NAMESPACES = frozenset({"aten", "prims"})  # of operators that are torch's: what they do follows from its version
@@ -183,7 +184,7 @@ def _target_text(node: fx.Node) -> Any:
     target = node.target
     if target is operator.getitem:
         return "getitem"
-    if isinstance(target, torch._ops.OpOverload) and target.namespace in TORCH_NAMESPACES:
+    if isinstance(target, OpOverload) and target.namespace in TORCH_NAMESPACES:
         return str(target)
     raise NotStorableError(f"{target} is no operator of torch")
 
@@ -193,14 +194,14 @@ def _operator(text: str) -> Any:
 
 
 @functools.cache
-def named_operator(text: str, namespaces: frozenset[str]) -> torch._ops.OpOverload:
+def named_operator(text: str, namespaces: frozenset[str]) -> OpOverload:
     """The operator that ``str`` gives ``text`` for, of one of ``namespaces``.
 
     Raises:
         ValueError: there is none, or it reads or writes files.
     """
     found = operator.attrgetter(text)(torch.ops) if re.fullmatch(r"\w+\.\w+\.\w+", text) else None
-    if not isinstance(found, torch._ops.OpOverload) or str(found) != text or found.namespace not in namespaces:
+    if not isinstance(found, OpOverload) or str(found) != text or found.namespace not in namespaces:
         raise ValueError(f"expected an operator of {', '.join(sorted(namespaces))}, found {text!r}")
     if any("filename" in argument.name for argument in found._schema.arguments):
         raise ValueError(f"expected an operator that touches no file, found {text!r}")

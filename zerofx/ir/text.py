@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from zerofx.ir.facts import DEVICE, known_origin, placeholder, tier_of, value
+from zerofx.torch_private.operators import OpOverload
 
 
 def target_name(node: fx.Node) -> str:
@@ -18,7 +19,7 @@ def target_name(node: fx.Node) -> str:
 
 @functools.cache
 def _name(target: Any) -> str:
-    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+    return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
 
 
 def type_text(fake: Any) -> str:

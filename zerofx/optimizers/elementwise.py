@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-from torch._ops import OpOverload
+
+from zerofx.torch_private.operators import OpOverload
 
 # Elementwise, though not tagged as pointwise: copies, casts and fills.
 _COPIES_AND_FILLS: Final = frozenset({"copy_", "_to_copy", "fill_", "zero_"})

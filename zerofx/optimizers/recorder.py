@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch._ops import OpOverload
 
 from zerofx.errors import OptimizerError
 from zerofx.optimizers.blame import blame, optimizer_frame
@@ -37,6 +36,7 @@ from zerofx.optimizers.scalars import (
     is_constant,
     lost_scalar,
 )
+from zerofx.torch_private.operators import OpOverload
 
 # Keywords that say where or how memory is laid out; a flat shard has one answer to them all.
 _PLACEMENT_KEYWORDS: Final = frozenset({"memory_format", "layout", "device", "pin_memory", "non_blocking"})

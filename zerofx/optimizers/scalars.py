@@ -14,9 +14,9 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch._ops import OpOverload
 
 from zerofx.errors import OptimizerError
+from zerofx.torch_private.operators import OpOverload
 
 
 @dataclass(frozen=True)

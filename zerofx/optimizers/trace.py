@@ -21,7 +21,8 @@ from zerofx.optimizers.shadow import (
     step_function,
     tracked_group,
 )
-from zerofx.torch_private import TorchDispatchMode, call_one_by_one, is_foreach
+from zerofx.torch_private.dispatch import TorchDispatchMode
+from zerofx.torch_private.operators import call_one_by_one, is_foreach
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from zerofx.session.ending import give_back_alone, let_go
 from zerofx.session.guards import ParameterWatch, release
 from zerofx.session.stopped import StoppedStep
 from zerofx.session.summary import summary
-from zerofx.torch_private import is_profiling
+from zerofx.torch_private.profiler import is_profiling
 
 
 class Step(StoppedStep):

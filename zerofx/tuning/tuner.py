@@ -42,7 +42,7 @@ from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.search.planner import budget_bytes
 from zerofx.session.guards import claim, release
 from zerofx.settings import read_settings
-from zerofx.torch_private import is_profiling
+from zerofx.torch_private.profiler import is_profiling
 from zerofx.tuning.candidates import Planner, best_of, concluded, most_promising, promises_more
 from zerofx.tuning.result import Candidate, TuneResult, candidate_table
 from zerofx.tuning.trial import Training, Trial, free_copies, run_trial, slowest

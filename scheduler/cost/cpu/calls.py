@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from zerofx.ir.aliasing import tensors_in
+from zerofx.torch_private.operators import OpOverload
 
 # What is made at once: some milliseconds, bytes of inputs and outputs and multiplications.
 QUICK_BYTES, QUICK_STEPS = 2**22, 2**24

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from zerofx.ir.aliasing import storage_bytes, tensors_in, tensors_of
 from zerofx.scheduler.cost.cpu.kernel_memory import call_memory
-from zerofx.torch_private import suggest_memory_format
+from zerofx.torch_private.tensors import suggest_memory_format
 
 _convolution = torch.ops.aten.convolution.default
 _backward = torch.ops.aten.convolution_backward.default

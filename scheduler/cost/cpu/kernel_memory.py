@@ -27,13 +27,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from zerofx.ir.aliasing import tensors_in
 from zerofx.scheduler.cost.cpu.calls import Call, KernelMemory, Like, call_of, chosen_by, is_cubic
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 from zerofx.scheduler.cost.cpu.smaller_calls import approximate, extrapolated, two_smaller
-from zerofx.torch_private import is_profiling, without_modes
+from zerofx.torch_private.dispatch import without_modes
+from zerofx.torch_private.operators import OpOverload
+from zerofx.torch_private.profiler import is_profiling
 
 
 def kernel_memories(nodes: Iterable[fx.Node]) -> dict[fx.Node, KernelMemory | None]:

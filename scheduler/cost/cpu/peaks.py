@@ -14,7 +14,7 @@ import torch
 from torch.profiler import record_function
 
 from zerofx.errors import UsageError
-from zerofx.torch_private import is_profiling
+from zerofx.torch_private.profiler import ON_CPU, is_profiling
 
 _MEMORY, _PART = "[memory]", "zerofx part"  # names of events
 
@@ -54,7 +54,7 @@ class CpuPeak:
             gc.enable()
         inner = self._profiler.profiler
         assert inner is not None and inner.kineto_results is not None
-        cpu = torch._C._autograd.DeviceType.CPU
+        cpu = ON_CPU
         found = [e for e in inner.kineto_results.events() if e.name() in (_MEMORY, _PART) and e.device_type() == cpu]
         events = sorted((e for e in found if e.name() == _MEMORY), key=lambda event: event.start_ns())
         changes = [(e.start_ns(), e.nbytes()) for e in events]  # type: ignore[attr-defined]  # torch's stubs lack it

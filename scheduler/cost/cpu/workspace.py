@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import is_view, storage_bytes, tensors_of
@@ -37,6 +36,7 @@ from zerofx.ir.op_kernels.quantise import BLOCK, ENCODINGS, unpacked_numel
 from zerofx.scheduler.cost.cpu.calls import KernelMemory, call_of
 from zerofx.scheduler.cost.cpu.convolutions import compiled_convolution_bytes, convolution_bytes
 from zerofx.scheduler.cost.cpu.kernel_memory import call_memory, kernel_memories
+from zerofx.torch_private.operators import OpOverload
 
 Rule = Callable[[fx.Node], int | None]
 _NOTHING = KernelMemory(0, ())

@@ -30,7 +30,8 @@ from zerofx.ir.facts import Origin, Phase, Placeholder, Role
 from zerofx.ir.graph import Strides
 from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.serialise import LARGEST_LITERAL, TORCH_NAMESPACES
-from zerofx.torch_private import TorchDispatchMode, without_modes
+from zerofx.torch_private.dispatch import TorchDispatchMode, without_modes
+from zerofx.torch_private.operators import has_autograd_function
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ def _origin(layer: str) -> Origin:
 @functools.cache
 def _is_torchs(name: str) -> bool:
     """Whether a node of autograd's graph is torch's own."""
-    return hasattr(torch._C._functions, name.removeprefix("torch::autograd::"))
+    return has_autograd_function(name.removeprefix("torch::autograd::"))
 
 
 def _given(lossy: LossModule, fakes: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, Placeholder]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zerofx.capture.compat.strides import kernel_layouts
-from zerofx.torch_private import without_modes
+from zerofx.torch_private.dispatch import without_modes
 
 
 def decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import decompose
 
-from zerofx.torch_private import elementwise_order, suggest_memory_format, without_modes
+from zerofx.torch_private.dispatch import without_modes
+from zerofx.torch_private.tensors import elementwise_order, suggest_memory_format
 
 aten = torch.ops.aten
 

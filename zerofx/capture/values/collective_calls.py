@@ -19,7 +19,9 @@ from torch.distributed.nn import functional as with_gradients
 
 from zerofx.capture.blame import user_line
 from zerofx.errors import CaptureError
-from zerofx.torch_private import TorchDispatchMode, boxed_work, name_of_reduction, unboxed_group
+from zerofx.torch_private.dispatch import TorchDispatchMode
+from zerofx.torch_private.distributed import boxed_work, name_of_reduction, unboxed_group
+from zerofx.torch_private.operators import OpOverload
 
 
 class FunctionalCollectives(TorchDispatchMode):
@@ -27,7 +29,7 @@ class FunctionalCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload) or func.namespace != "c10d":
+        if not isinstance(func, OpOverload) or func.namespace != "c10d":
             return func(*args, **kwargs)
         match func._schema.name, args:
             case "c10d::allgather_", [outputs, [tensor], group, *_]:

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerofx.torch_private import FunctionalTensor, TorchDispatchMode, is_functional, without_modes
+from zerofx.torch_private.dispatch import TorchDispatchMode, without_modes
+from zerofx.torch_private.operators import OpOverload, pytree
+from zerofx.torch_private.tensors import FunctionalTensor, is_functional
 
 MOST_ELEMENTS = 1 << 18
 """The elements that a value has at most: what Python looks at is small, and each value is computed next to a trace."""
@@ -111,7 +112,7 @@ class KnownValues(TorchDispatchMode):
 
     def _known(self, func: Any, flat: list[Any]) -> list[Any] | None:
         """The arguments with values in the places of tensors, or None where what ``func`` gives is not known."""
-        if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func in _WITHOUT_VALUES:
+        if not isinstance(func, OpOverload) or func.namespace != "aten" or func in _WITHOUT_VALUES:
             return None
         if torch.Tag.nondeterministic_seeded in func.tags:
             return None

@@ -15,7 +15,8 @@ from zerofx.capture.blame import user_line, user_lines
 from zerofx.capture.values.raising_branches import answer_without_raising
 from zerofx.capture.values.value_dependent import with_one_backward
 from zerofx.errors import CaptureError
-from zerofx.torch_private import reader, without_onednn, without_python_dispatcher
+from zerofx.torch_private.dispatch import reader, without_python_dispatcher
+from zerofx.torch_private.operators import without_onednn
 
 _IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 # Calls that torch's Python dispatcher takes apart, as it does others, into kernels that eager mode does not run: one

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 from zerofx.errors import OptimizerError
@@ -25,6 +24,7 @@ from zerofx.optimizers.recorder import OpRecord, Recorder, Ref
 from zerofx.optimizers.scalars import GuardTape, Heard, MakeTensor
 from zerofx.optimizers.shadow import keep_to_single_tensors, sample, step_function
 from zerofx.optimizers.trace import DispatchRecorder, FlatState
+from zerofx.torch_private.operators import OpOverload
 
 _HOST: Final = MakeTensor(0.0, torch.float32)
 _READS_MEMORY: Final = frozenset(

@@ -20,12 +20,12 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, but not listed as public
-from torch.distributed.distributed_c10d import _get_default_store
 
 from zerofx.errors import RankMismatchError, TierError, ZeroFXError
 from zerofx.runtime.comm.groups import close_connections, destroyed_with, gloo_over
 from zerofx.runtime.comm.patience import WAYS_TO_WAIT, Work, in_time, patience_seconds, wait_for
 from zerofx.runtime.comm.transport import LostRankError
+from zerofx.torch_private.distributed import default_store
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class Control:
 
     def _connect(self, group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
         """A gloo group over the same ranks, once all of them want one."""
-        default = _get_default_store()
+        default = default_store()
         # How many channels this rank has made before: the same number on all ranks that do the same.
         count = f"zerofx/channels/{self.rank}"
         try:

@@ -21,7 +21,7 @@ from typing import Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from zerofx.torch_private import group_timeout
+from zerofx.torch_private.distributed import group_timeout
 
 T = TypeVar("T")
 

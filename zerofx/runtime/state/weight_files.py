@@ -12,9 +12,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from zerofx.errors import UsageError
+from zerofx.torch_private.distributed import create_read_items_for_chunk_list
 
 if TYPE_CHECKING:
     from safetensors import safe_open

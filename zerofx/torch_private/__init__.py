@@ -1,0 +1,1 @@
+"""What is taken from torch's private modules outside capture and Inductor: one place to look at when torch changes."""

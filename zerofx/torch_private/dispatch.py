@@ -1,0 +1,45 @@
+"""Modes that see what is called, and calls that none of them sees."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+without_modes = _disable_current_modes
+"""A context in which no dispatch mode sees what is called: it computes, on real tensors."""
+
+without_python_dispatcher = torch._C._DisablePythonDispatcher
+"""A context in which calls go to the kernels that eager mode runs: Python's dispatcher takes some of them apart."""
+
+_BETWEEN = tuple(
+    f"{Path(torch.__file__).parent}/{place}"
+    for place in ("_compile.py", "_dynamo/", "_ops.py", "_subclasses/", "overrides.py")
+)
+
+
+def reader(frame: FrameType | None) -> FrameType | None:
+    """The frame that called into torch's dispatcher, of those from ``frame`` on, which itself is behind it."""
+    while frame is not None:
+        name = frame.f_code.co_name
+        if not name.startswith("__torch_") and not frame.f_code.co_filename.startswith(_BETWEEN):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+@contextlib.contextmanager
+def without_log_of_fakes() -> Iterator[None]:
+    """What an operator has against its arguments is in the error that it raises: torch logs it too, with all stacks."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

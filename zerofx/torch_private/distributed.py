@@ -1,0 +1,41 @@
+"""Process groups, and the operators that are given them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner_helpers import (
+    create_read_items_for_chunk_list as create_read_items_for_chunk_list,
+)
+from torch.distributed.distributed_c10d import _get_default_store
+
+default_store = _get_default_store
+"""The store that the default process group was made with."""
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout that a process group was made with, the least of its backends'; None where it has none."""
+    found = []
+    for device in group._device_types:
+        options: Any = getattr(group._get_backend(device), "options", None)
+        found += [options._timeout] if hasattr(options, "_timeout") else []
+    return min(found, default=None)
+
+
+def unboxed_group(group: Any) -> dist.ProcessGroup:
+    """The process group that an operator of c10d is given."""
+    return dist.ProcessGroup.unbox(group)
+
+
+def boxed_work() -> Any:
+    """What an operator of c10d gives to wait for, of a collective that is done."""
+    return torch._C._distributed_c10d.FakeWork().boxed()
+
+
+def name_of_reduction(operation: Any) -> str:
+    """``"sum"`` or the like, for the reduction that an operator of c10d is given."""
+    name: str = dist.ReduceOp.RedOpType(int(operation.op())).name
+    return name.lower()

@@ -1,0 +1,68 @@
+"""Operators: their class, trees of their arguments, and how some are called."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._ops import OpOverload as OpOverload
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "Argument",
+    "OpOverload",
+    "call_one_by_one",
+    "has_autograd_function",
+    "is_foreach",
+    "onednn_linear",
+    "pytree",
+    "without_onednn",
+]
+
+Argument = torch._C.Argument
+"""An argument in an operator's schema."""
+
+_ONE_BY_ONE = torch._C.DispatchKey.CompositeExplicitAutograd
+
+
+def is_foreach(op: OpOverload[..., Any]) -> bool:
+    """Whether ``op`` works on lists of tensors, and can be taken apart into an operator for each."""
+    return "_foreach_" in op._schema.name and op.has_kernel_for_dispatch_key(_ONE_BY_ONE)
+
+
+def call_one_by_one(op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operator that ``is_foreach`` as CPUs do: one tensor at a time, by operators that dispatch modes see."""
+    return op._op_dk(_ONE_BY_ONE, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """ATen's own steps for an LSTM: oneDNN's keeps what its backward needs only with autograd on, as in no step."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x @ weight.t() + bias`` by oneDNN, through the one operator that gives it dense matrices as they are.
+
+    Args:
+        x: ``[rows, inputs]`` in float32, on a CPU.
+        weight: ``[outputs, inputs]``, laid out either way.
+        bias: ``[outputs]``, or None.
+
+    Returns:
+        ``[rows, outputs]``.
+    """
+    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return found
+
+
+def has_autograd_function(name: str) -> bool:
+    """Whether autograd of C++ has a function of that name, such as ``AddmmBackward0``."""
+    return hasattr(torch._C._functions, name)
