@@ -6,7 +6,7 @@
 - **typical**: half of the values that are not zero are off by at most this part of themselves.
 - **lost**: the part of the values that are not zero and come back as zero.
 
-Gradients and parameters are those of a small GPT on the standard library's source, behind ``--steps`` steps of AdamW.
+Gradients and parameters are those of a small GPT on the standard library's source, after ``--steps`` steps of AdamW.
 Prints a Markdown table; ``docs/wire.md`` shows one.
 """
 
@@ -48,7 +48,7 @@ def made_up() -> dict[str, Tensor]:
 
 
 def of_training(num_steps: int) -> dict[str, Tensor]:
-    """Gradients and parameters of a small GPT behind some steps, each flat, in whole blocks."""
+    """Gradients and parameters of a small GPT after some steps, each flat, in whole blocks."""
     from gpt import GPT  # of the examples' folder
     from text import VOCAB, batches, load_source
 

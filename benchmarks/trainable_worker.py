@@ -2,7 +2,7 @@
 
     python -m benchmarks.trainable_worker '{"contender": "plain AdamW", "dim": 512, "depth": 4, ...}'
 
-Writes a line of JSON when it is ready and behind each step: what is resident, and the loss. Whoever started it holds it
+Writes a line of JSON when it is ready and after each step: what is resident, and the loss. Whoever started it holds it
 to its cap; libraries are imported before the first line, so that this says what they take of it.
 """
 

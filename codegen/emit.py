@@ -1,7 +1,7 @@
 """Emit a step as one readable Python file.
 
 The file holds a function for each *distinct* region, and ``step``, which is a line an instruction: a region's call, or
-a call on the runtime. Every line says what is live on the device behind it, on which stream it runs, and where it came
+a call on the runtime. Every line says what is live on the device after it, on which stream it runs, and where it came
 from. A name is deleted with its last use, which frees its memory: what the comments say is what happens.
 
 Regions take their inputs in a list that they empty, so that a value whose last reader is a region dies inside it.
@@ -170,7 +170,7 @@ def _statements(region: Region) -> list[_Statement]:
 
 
 def _dying(region: Region, statements: Sequence[_Statement]) -> dict[int, list[fx.Node]]:
-    """The values to delete behind each statement: those it reads last, and those it makes that nothing reads."""
+    """The values to delete after each statement: those it reads last, and those it makes that nothing reads."""
     last: dict[fx.Node, int] = {}
     for index, statement in enumerate(statements):
         last.update(dict.fromkeys((t for t in statement.targets if t is not None), index))
@@ -222,7 +222,7 @@ def _host(node: fx.Node) -> tuple[str, int | None]:
 
 
 def _live(live: Liveness, node: fx.Node) -> str:
-    """Bytes behind a node: on the device, and on each slower tier that the step uses."""
+    """Bytes after a node: on the device, and on each slower tier that the step uses."""
     return format_bytes(live.after[node]) + on_tiers({tier: use.after[node] for tier, use in live.slower.items()})
 
 

@@ -20,7 +20,7 @@ class RegionFacts:
     """What all regions of one key have in common.
 
     ``inputs`` are fake tensors, or scalars. ``on_host``: whether one of them runs on the host. ``dying`` are, of
-    updates, the numbers of the inputs whose memory is not read again behind any of them, where that was asked for.
+    updates, the numbers of the inputs whose memory is not read again after any of them, where that was asked for.
     """
 
     key: str
@@ -48,7 +48,7 @@ def _facts(key: str, equal: Sequence[Region], *, with_dying: bool) -> RegionFact
     on_host = any(runs_on_host(region.nodes[-1]) for region in equal)
     dying = frozenset[int]()
     if with_dying and first.is_update and not on_host:
-        # Equal regions share a kernel: what it leaves out must be needed behind none of them.
+        # Equal regions share a kernel: what it leaves out must be needed after none of them.
         dying = frozenset.intersection(*(_dying(region) for region in equal))
     return RegionFacts(
         key, tuple(value(node) for node in first.inputs), len(first.nodes), len(first.outputs), first.is_update,
@@ -57,7 +57,7 @@ def _facts(key: str, equal: Sequence[Region], *, with_dying: bool) -> RegionFact
 
 
 def _dying(region: Region) -> frozenset[int]:
-    """The numbers of the inputs whose memory is given back behind the region, or written before it is read again."""
+    """The numbers of the inputs whose memory is given back after the region, or written before it is read again."""
     last = region.own[-1]
     return frozenset(
         number

@@ -96,7 +96,7 @@ def _runs(step: StepGraph) -> Iterator[list[fx.Node]]:
         )  # fmt: skip
         # A view can be made anywhere, and an output of an operator stays with it: neither ends a run.
         stays = node.target is operator.getitem or is_free_view(node)
-        # A forward behind a backward is the next micro-batch's.
+        # A forward after a backward is the next micro-batch's.
         again = not stays and origin(node).phase is Phase.FORWARD and phase is Phase.BACKWARD
         # What passes have added is of no piece, and runs with its neighbours.
         own = None if stays else step.cut_piece_of(node)

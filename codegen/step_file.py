@@ -223,7 +223,7 @@ def _line(comment: str) -> str:
 
 
 def wrapped(line: str) -> list[str]:
-    """A long line broken behind commas inside its brackets, so that it stays readable and stays one statement."""
+    """A long line broken after commas inside its brackets, so that it stays readable and stays one statement."""
     if len(line) <= _WIDTH or ("(" not in line and "[" not in line):
         return [line]
     indent = len(line) - len(line.lstrip())

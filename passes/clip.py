@@ -10,7 +10,7 @@
                                             clip = clamp(max_norm / (grad_norm + 1e-6), max=1)
     return loss                             return loss, grad_norm
 
-The update pass multiplies each bucket's gradient by ``clip``. So every update comes behind every reduction, and reduced
+The update pass multiplies each bucket's gradient by ``clip``. So every update comes after every reduction, and reduced
 gradients live until then.
 
 The sum is taken over slices of buckets, in the order of buckets and then of ranks. At stage 0 too, where each rank has

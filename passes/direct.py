@@ -9,7 +9,7 @@ A weight's gradient is most of a backward's output: written once rather than thr
 product is the same call of the same kernel, so its bits are the same.
 
 Does not handle: products that something else reads too, that are laid out unlike the slot, that are added to what the
-buffer has (the micro-batches behind the first), or that come well before a buffer that is made late.
+buffer has (the micro-batches after the first), or that come well before a buffer that is made late.
 """
 
 from __future__ import annotations

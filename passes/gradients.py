@@ -3,7 +3,7 @@
     backward of micro-batch 0                   backward of micro-batch 0
     grads_0 = empty_gradients(0, ...)           grads_0 = empty_gradients(0, ...)
     copy_(as_strided(grads_0, ...), gw)         copy_(as_strided(grads_0, ...), gw)
-    ...                                         offload_grads_0 = offload(grads_0, "host")       # behind its unit
+    ...                                         offload_grads_0 = offload(grads_0, "host")       # after its unit
     ...                                         ...
     ...                                         stored_grads_0 = wait(offload_grads_0, grads_0)  # as the plan says
     ...                                         reload_grads_0 = reload(stored_grads_0)          # as the plan says
@@ -14,7 +14,7 @@
 A bucket's buffer is then on the device only while its unit's backward runs. What is added to what, and in which order,
 stays as it is, and so do the bits.
 
-Does not handle: gradients behind the last micro-batch, which are reduced at once.
+Does not handle: gradients after the last micro-batch, which are reduced at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from zerofx.scheduler.plan.tiers import TIERS
 
 @dataclass(frozen=True)
 class Gradients:
-    """Copy gradient buffers out behind a micro-batch, and back before the next one's gradients are added."""
+    """Copy gradient buffers out after a micro-batch, and back before the next one's gradients are added."""
 
     layout: BucketLayout
     name: str = "gradients"

@@ -11,7 +11,7 @@
 A gather that copies is done with the other ranks' slices when it has arrived. One that does not goes on reading them
 until its release, so that no rank may write its slice before all of them are there. A reduction proves that: it waits
 for every rank to have started it, and all ranks run the same nodes in the same order. So a bucket is marked where a
-reduction starts behind its last release and is awaited before its slice is written, or before the step ends if nothing
+reduction starts after its last release and is awaited before its slice is written, or before the step ends if nothing
 writes it. That slices are complete when a step begins to gather needs no proof here: no rank's first collective runs
 before all ranks have begun the step.
 

@@ -26,7 +26,7 @@ from zerofx.scheduler.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Merge:
-    """Move each gather that the plan merges right behind the one before it, and have them start together."""
+    """Move each gather that the plan merges right after the one before it, and have them start together."""
 
     name: str = "merge"
 

@@ -3,7 +3,7 @@
     forward                                 forward
     a = relu(x)                             a = relu(x)
     y = mm(a, w)                            y = mm(a, w)
-    ...                                     offload_a = offload(a, "host")      # behind the unit that reads a last
+    ...                                     offload_a = offload(a, "host")      # after the unit that reads a last
     ...                                     ...
     ...                                     stored_a = wait(offload_a, a)       # as the plan says; a dies here
     backward                                backward
@@ -39,7 +39,7 @@ from zerofx.scheduler.plan.tiers import TIERS
 
 @dataclass(frozen=True)
 class Offload:
-    """Copy values out behind their last use in forward, and back before their first use in backward."""
+    """Copy values out after their last use in forward, and back before their first use in backward."""
 
     name: str = "offload"
 
@@ -54,7 +54,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where one decision is carried out: behind ``issue`` and ``free``, before ``reload`` and ``first``.
+    """Where one decision is carried out: after ``issue`` and ``free``, before ``reload`` and ``first``.
 
     ``readers`` are the nodes of backward that read the value, in order.
     """
@@ -159,7 +159,7 @@ def _behind(
     args: tuple[object, ...],
     name: str,
 ) -> fx.Node:
-    """A call behind ``anchor`` and behind all that was put there before."""
+    """A call after ``anchor`` and after all that was put there before."""
     with step.graph.inserting_after(tails.get(anchor, anchor)):
         where = Origin(origin(value).layer, Phase.FORWARD)
         tails[anchor] = insert_call(step.graph, target, args, where, name=name, fake=tensor(value))

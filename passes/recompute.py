@@ -12,7 +12,7 @@
 
 The plan says which forward values are *kept*; whatever else backward reads is computed again from kept values and
 placeholders, just before its first reader, once. The operators are the same on the same inputs, so the bits are too.
-What backward has computed already by then, and needs only behind that reader, is put off until it is needed: it would
+What backward has computed already by then, and needs only after that reader, is put off until it is needed: it would
 lie beside all that is computed again. Not in a plan that offloads: copies come back where a layer's backward begins.
 
 Does not handle: random operators. Their outputs are never computed again: the plan keeps them, and the pass refuses a
@@ -101,7 +101,7 @@ def _again(
 
 
 def put_off(step: StepGraph) -> None:
-    """Move backward's operators behind the copies that stand before their first readers, where that frees memory."""
+    """Move backward's operators after the copies that stand before their first readers, where that frees memory."""
     places = sorted(node for node in step.calls() if copied_from(node) is not None)  # by their place in the graph
     backward = (
         [n for n in step.calls() if origin(n).phase is Phase.BACKWARD and copied_from(n) is None] if places else []

@@ -8,7 +8,7 @@
                                     grad_0 = wait(reduce_0, grads_0); div_(grad_0, 2)
 
 With several micro-batches the first one's gradients are copied into the buffer and those of the others added to it, in
-order, so that gradients take no memory but the buffer's; it is reduced once, behind the last.
+order, so that gradients take no memory but the buffer's; it is reduced once, after the last.
 
 The average over the ranks is the sum divided once. At stage 0 every rank updates the whole bucket: an all-reduce in its
 two halves, both of them in the buffer.
@@ -69,7 +69,7 @@ class Reduce:
             ]
             buffers[bucket.index] = _fill_buffer(step, bucket, members, tails)
         step.set_outputs(step.loss, step.mutations, {})
-        # Every reduction is issued before one is placed behind another's gradient, as decisions may ask.
+        # Every reduction is issued before one is placed after another's gradient, as decisions may ask.
         pending = {
             bucket.index: _issue(step, plan, bucket, buffers[bucket.index])
             if plan.num_ranks > 1
@@ -92,7 +92,7 @@ class Reduce:
 
 
 class _Tails:
-    """The last node that has been put behind each node of the graph, so that additions keep their order."""
+    """The last node that has been put after each node of the graph, so that additions keep their order."""
 
     def __init__(self) -> None:
         self._last: dict[fx.Node, fx.Node] = {}
@@ -155,8 +155,8 @@ def _turns_in_unit(step: StepGraph, bucket: Bucket, first: fx.Node) -> bool:
 def _put_off(step: StepGraph, gradient: fx.Node, others: list[fx.Node], buffer_bytes: int) -> None:
     """Compute a weight's gradient later, when more has died where its buffer is made.
 
-    Behind what else reads the same values, they die with it. Where the rest of the run holds little and leaves next to
-    nothing, it goes to the run's end, behind the releases there: a gathered weight is then not there beside its
+    After what else reads the same values, they die with it. Where the rest of the run holds little and leaves next to
+    nothing, it goes to the run's end, after the releases there: a gathered weight is then not there beside its
     gradient. ``others`` are the bucket's other gradients, which need the buffer as well.
     """
     order = step.positions()
@@ -180,7 +180,7 @@ def _put_off(step: StepGraph, gradient: fx.Node, others: list[fx.Node], buffer_b
 
 
 def _held_and_left(nodes: list[fx.Node]) -> tuple[int, int]:
-    """Bytes that nodes in a row hold at once of what they make, and those of it that are read behind them."""
+    """Bytes that nodes in a row hold at once of what they make, and those of it that are read after them."""
     position = {node: number for number, node in enumerate(nodes)}
     dying: Counter[int] = Counter()
     live = most = 0

@@ -12,7 +12,7 @@ Where the compute dtype is lower than the stored one, the update works on the fp
 to its dtype, and the new values are cast into the slice that the graph computes with. Neither a whole buffer that stays
 on the device nor a slice that is gathered is touched before its last reader of this step has run.
 
-Where gradients are clipped (``passes/clip.py``) all updates stand where the step ends, one behind the other, and each
+Where gradients are clipped (``passes/clip.py``) all updates stand where the step ends, one after the other, and each
 gradient is multiplied by the factor once it is in the dtype of the master:
 
     mul_(grad_0, clip); ...; addcdiv_(shard_0, exp_avg_0, ...); mul_(grad_1, clip); ...
@@ -69,7 +69,7 @@ _HYPER = "hyperparameters"
 
 @dataclass(frozen=True)
 class Update:
-    """Inline each bucket's update program behind its reduction. ``programs`` is keyed by bucket index."""
+    """Inline each bucket's update program after its reduction. ``programs`` is keyed by bucket index."""
 
     layout: BucketLayout
     programs: Mapping[int, UpdateProgram] = field(hash=False)
@@ -106,7 +106,7 @@ def _update_bucket(
     start: fx.Node | None,
     factor_on_host: fx.Node | None,
 ) -> list[Started]:
-    """Insert the update behind the waits of ``earlier`` copies; returns the copies that are still to be awaited.
+    """Insert the update after the waits of ``earlier`` copies; returns the copies that are still to be awaited.
 
     At stages 1 and 2 the started gather of the new values is added to ``gathers``, and the last wait for what a bucket
     copies back to ``written``. ``start``: where states start on their way that the plan does not say it of.
@@ -135,7 +135,7 @@ def _update_bucket(
     delayed = _add_delayed(step, bucket, local) if decision is not None and decision.delayed else {}
     scalars = _add_scalars(step, bucket, program)
     reduced = step.reduced[bucket.index]
-    # A gather reads the slice until it is done; its own readers, the release among them, come behind that.
+    # A gather reads the slice until it is done; its own readers, the release among them, come after that.
     readers = consumers(full) if full is not None else _readers_of_gathered(low)
     # Nodes compare by their place in the graph.
     end = end_of_unit(step, max([reduced, *consumers(reduced), *readers])).next
@@ -144,7 +144,7 @@ def _update_bucket(
         end = step.output
     free = None
     if decision is not None and decision.behind is not None:
-        # Where that bucket's buffers are free only behind this update's place, there is no time to read ahead.
+        # Where that bucket's buffers are free only after this update's place, there is no time to read ahead.
         free = min(written.get(decision.behind, end.prev), end.prev)
     placed = PlacedStates(step, bucket, kept, decision, free, start)
     with graph.inserting_before(end):

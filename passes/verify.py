@@ -1,16 +1,16 @@
 """Check a step graph after a pass: every rule that the emitted step relies on.
 
 =====================  =====================================================================================
-order                  a node comes behind everything that it reads
+order                  a node comes after everything that it reads
 names                  no two nodes have one: what is emitted is made of them
 release                a gathered buffer is released once, and nothing reads it afterwards
 residency              once the gather pass has run, every whole parameter buffer, gathered or copied up, is released
-launches               gathers that start as one collective stand one behind the other, and all of them are there
+launches               gathers that start as one collective stand one after the other, and all of them are there
 waits                  nothing but its wait reads a started collective or copy; each is awaited once
 gradients              every trained bucket is reduced at most once
 update                 a slice is not written before its last gather, or copy to a faster tier, is done with it
 in place               no slice that is gathered in place is written before all ranks are done with what they gathered
-plan                   behind the last pass: one gather, reduction or offload for each decision of the plan, no others,
+plan                   after the last pass: one gather, reduction or offload for each decision of the plan, no others,
                        gathers merged as it says, states and parameters in the tiers that it says, and what it says sent
                        in few bits
 gather before use      a gather's buffer is not read before its wait (follows from order and waits)
@@ -19,7 +19,7 @@ clipping               nothing is updated before the factor that gradients are m
 delayed                the host is done with a bucket's delayed update before the next one of it begins
 states                 what lives in a slower tier is only copied, or read where it lives
 offload                what is stored in a slower tier is reloaded, and read by nothing else; a value is not read on the
-                       device behind the wait that frees it
+                       device after the wait that frees it
 =====================  =====================================================================================
 """
 

@@ -1,6 +1,6 @@
 """Closed formulas of the field for GPT-like transformers: what traced graphs and plans are held against.
 
-A layer is attention and an MLP four times as wide, each behind a layer norm and with dropout. Values take two bytes,
+A layer is attention and an MLP four times as wide, each after a layer norm and with dropout. Values take two bytes,
 dropout masks one. Bytes are exact where the formula is.
 
 Sources: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2205.05198), sections 4

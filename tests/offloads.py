@@ -77,7 +77,7 @@ def recomputing(prepared: Prepared) -> Plan:
 def offloading(prepared: Prepared, plan: Plan, tiers: Sequence[str], *, near: bool = False) -> Plan:
     """``plan`` with all values offloaded that wait for backward, to ``tiers`` in turn.
 
-    A value is freed behind the unit after that of its last use, and reloaded while the unit before its first use runs;
+    A value is freed after the unit after that of its last use, and reloaded while the unit before its first use runs;
     ``near``: freed, and reloaded, where it is used.
     """
     step = prepared.step.clone()

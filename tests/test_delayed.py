@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("verified")
 
 
 def train_delayed(case: Case, steps: int, warm_up: int, rank: int = 0) -> Trained:
-    """Delayed training by hand on one rank: behind the warm-up a step computes with the parameters of the step before.
+    """Delayed training by hand on one rank: after the warm-up a step computes with the parameters of the step before.
 
     Master weights are updated with every gradient; the weights that gradients are computed with lag one update behind.
     """

@@ -65,7 +65,7 @@ def test_a_state_that_was_changed_on_the_drive_is_never_trained_on(drive: Path) 
     before = step.full_state_dict()
     for path in drive.glob("*/*.bin"):
         data = bytearray(path.read_bytes())
-        data[0] ^= 1  # what is behind the values, up to a whole page, does not matter
+        data[0] ^= 1  # what is after the values, up to a whole page, does not matter
         path.write_bytes(data)
     with pytest.raises(TierError, match=rf"expected the hash .* of {drive}/.*\.bin, found .*not what was written"):
         step(*args)

@@ -16,7 +16,7 @@ STEPS = 30
 
 
 def _train_by_hand(name: str) -> Trained:
-    """bf16 parameters cast from fp32 masters behind every update: what `precision="bf16"` means, on one rank."""
+    """bf16 parameters cast from fp32 masters after every update: what `precision="bf16"` means, on one rank."""
     case = CASES[name]
     masters = build(case)
     model = build(case).bfloat16()

@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 
 
 def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """A terminal in the place of stderr, and little patience. No fixture: pytest sets stderr anew behind those."""
+    """A terminal in the place of stderr, and little patience. No fixture: pytest sets stderr anew after those."""
     made = Terminal()
     monkeypatch.setattr("sys.stderr", made)
     monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.2)

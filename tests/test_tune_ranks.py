@@ -144,7 +144,7 @@ def test_copies_that_took_other_times_correct_the_links_to_the_host() -> None:
 
 
 class FailingOnOne(zerofx.Step):
-    """Runs out of memory on rank 1, behind a step that both have run."""
+    """Runs out of memory on rank 1, after a step that both have run."""
 
     def measure(self, *args: Any, num_steps: int = 3, **kwargs: Any) -> Measurement:
         if dist.get_rank() == 1 and len(self.plan.gathers) and FailingOnOne.built > 1:

@@ -80,7 +80,7 @@ def _updated_under_a_gather(prepared: Prepared) -> None:
 
 
 def _updated_under_readers_in_place(prepared: Prepared) -> None:
-    # Behind the release here, but nothing says that the other ranks are there too.
+    # After the release here, but nothing says that the other ranks are there too.
     release = max(calls(prepared.step, ops.release), key=prepared.step.positions().__getitem__)
     with prepared.step.graph.inserting_after(release):
         insert_call(prepared.step.graph, aten.mul_.Tensor, (prepared.node("shard_0"), 0.5), _WHERE)

@@ -80,7 +80,7 @@ class Run:
     """What one rank saw of one training run."""
 
     losses: list[float]
-    first: dict[str, Tensor]  # the parameters behind the first step
+    first: dict[str, Tensor]  # the parameters after the first step
     last: dict[str, Tensor]
     sent: dict[str, int]  # in one step
     planned_sent: int

@@ -20,7 +20,7 @@ from tests.models import CASES, Case, Layer, batches, rows
 
 @dataclass(frozen=True)
 class Trained:
-    """This rank's losses, the model's whole state behind the last step, and each step's norm of all gradients if they
+    """This rank's losses, the model's whole state after the last step, and each step's norm of all gradients if they
     were clipped."""
 
     losses: list[Tensor]

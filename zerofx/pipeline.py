@@ -68,7 +68,7 @@ def passes(
 
 @dataclass(frozen=True)
 class Stage:
-    """The graph as text behind one pass, and what the pass did (None for the captured graph)."""
+    """The graph as text after one pass, and what the pass did (None for the captured graph)."""
 
     name: str
     text: str
@@ -104,7 +104,7 @@ def run_passes(
     on_cpu: bool,
     talk: bool,
 ) -> tuple[Stage, ...]:
-    """Run all passes on ``step`` in place; returns the captured graph and the graph behind each pass.
+    """Run all passes on ``step`` in place; returns the captured graph and the graph after each pass.
 
     ``talk``: whether this rank writes what ``ZEROFX_DEBUG`` asks for.
     """

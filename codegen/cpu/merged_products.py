@@ -1,7 +1,7 @@
 """Products with weights that lie side by side, made as one where a region runs on a CPU.
 
 Linear layers that read one input (query, key and value; gate and up) have their weights, and so their gradients, one
-behind the other in a bucket. Backward multiplies the gradient of each one's result by its weight and by the input, and
+after the other in a bucket. Backward multiplies the gradient of each one's result by its weight and by the input, and
 adds up what the weights give. A wide product packs each operand once, and sums in its registers::
 
     mm_into(grads_q, q.T, x)                               both = cat([q, k], 1)
@@ -127,7 +127,7 @@ def _fits(term: fx.Node, total: fx.Node) -> bool:
 
 
 def _lie_side_by_side(pairs: Sequence[_Pair]) -> bool:
-    """Whether weights and gradients lie one behind the other, and nothing else goes to them there."""
+    """Whether weights and gradients lie one after the other, and nothing else goes to them there."""
     adjacent = all(
         one.weight.buffer is other.weight.buffer
         and one.weight.end == other.weight.offset

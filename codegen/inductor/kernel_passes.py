@@ -1,4 +1,4 @@
-"""Passes over Inductor's kernels: what keeps reads behind writes, and what lets results be written over operands."""
+"""Passes over Inductor's kernels: what keeps reads after writes, and what lets results be written over operands."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 With the logits of classes a to b of all rows in hand, which a matrix product of ATen has made, one read of them
 updates each row's running maximum m, the sum s of exp(logit - m), and the target's logit (Milakov and Gimelshein,
-arXiv:1805.02867). Behind the last run log s + m is the logarithm of the softmax's denominator, and a second product
+arXiv:1805.02867). After the last run log s + m is the logarithm of the softmax's denominator, and a second product
 gives the logits again, whose gradients are written in their place.
 """
 

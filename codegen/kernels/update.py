@@ -142,7 +142,7 @@ def _distinct(writer: Writer) -> list[Buffer]:
 def _source(writer: Writer, used: Sequence[int], stored: Sequence[Buffer]) -> str:
     arguments = [*(f"x{number}" for number in used), "numel", *writer.scalars.values(), "BLOCK: tl.constexpr"]
     body = [
-        # Behind 2**31 elements a 32-bit offset would wrap around.
+        # After 2**31 elements a 32-bit offset would wrap around.
         "at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)",
         "inside = at < numel",
         *writer.lines,

@@ -25,7 +25,7 @@ class Beside:
         self._error: BaseException | None = None
 
     def append(self, step: Step) -> None:
-        """Do ``step`` too, behind what there is."""
+        """Do ``step`` too, after what there is."""
         with self._changed:
             if self._error is not None:
                 return

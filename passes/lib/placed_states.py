@@ -11,9 +11,9 @@
     ...                                               ...
     wait(exp_avg_0_down, exp_avg_0_up)                wait(shard_0_up, low_0)
 
-Where gradients are clipped all updates are behind the last reduction. A bucket's states then start on their way where
+Where gradients are clipped all updates are after the last reduction. A bucket's states then start on their way where
 the bucket before it is updated. A gradient that the host updates with goes down as soon as it is reduced and its
-squares are summed, is awaited behind the next bucket's reduction, and waits on the host.
+squares are summed, is awaited after the next bucket's reduction, and waits on the host.
 
 The last copies of a bucket are awaited where the next one is updated, so that they run meanwhile, or where the step
 ends. States on nvme whose update runs on the host are read into its memory and written back.
@@ -94,7 +94,7 @@ class PlacedStates:
 
     What the update does not work on where it lives is copied to it from where the plan says, or else from where the
     bucket's reduction starts: on one rank where the unit's run starts that completes its gradients; or from ``start``,
-    if that is given. ``at_once``: it is copied where it is awaited. ``free``: the node behind which the buffers that it
+    if that is given. ``at_once``: it is copied where it is awaited. ``free``: the node after which the buffers that it
     passes through are free, if it has to wait for that.
     """
 
@@ -160,7 +160,7 @@ class PlacedStates:
 
 
 def _start_of_reduction(step: StepGraph, bucket: Bucket) -> fx.Node:
-    """The node before which copies start: behind the start of the reduction, or on one rank before the unit's run that
+    """The node before which copies start: after the start of the reduction, or on one rank before the unit's run that
     completes the gradients."""
     for node in step.calls():
         if node.target in ops.REDUCTIONS and node.args[1] == bucket.index:

@@ -63,7 +63,7 @@ class _Tile:
 
 
 class _PartTiler:
-    """Writes the tiles of one part behind its last node."""
+    """Writes the tiles of one part after its last node."""
 
     def __init__(self, step: StepGraph, chain: Chain, part: Part) -> None:
         self._step, self._chain, self._part = step, chain, part

@@ -224,7 +224,7 @@ class _Slicer:
         if padding >= 0:
             padded = self._call(node, number, _aten.eq.Scalar, indices, padding)
             outside = self._call(node, number, _aten.logical_or.default, outside, padded)
-        # What lies elsewhere goes to a row behind the slice, which is its padding.
+        # What lies elsewhere goes to a row after the slice, which is its padding.
         within = self._within(node, number, indices, outside, rows)
         args = (grad, within, rows + 1, rows, by_frequency)
         found = self._call(node, number, node.target, *args)
@@ -252,7 +252,7 @@ class _Slicer:
 
 
 def _put_views_before(node: fx.Node, place: fx.Node) -> None:
-    """Move the views that ``node`` reads before ``place``, behind which their owner is not."""
+    """Move the views that ``node`` reads before ``place``, after which their owner is not."""
     for source in node.all_input_nodes:
         if source > place and is_view(source):
             _put_views_before(source, place)

@@ -9,7 +9,7 @@
                                         |   gather_1 = gather_on_node(second_0)     # nothing leaves the node
                                         |   full_1 = wait(gather_1, second_0)
 
-Runs behind all other passes: everything stays where those have put it. With a second shard, backward computes with the
+Runs after all other passes: everything stays where those have put it. With a second shard, backward computes with the
 very values that forward had; without, with values that are quantised again from the same slice, which are the same.
 
 Does not handle: gathers of new values at stages 1 and 2, second shards of slices in a slower tier.

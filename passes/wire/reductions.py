@@ -21,7 +21,7 @@ twice then, whatever the number of ranks, where a ring would round it at every r
     grad_0 = wait(reduce_across_0, across_0)
     reduced_0 = dequantise_sum(grad_0)
 
-Runs behind all other passes: everything stays where those have put it. The gradient buffer dies with its quantisation.
+Runs after all other passes: everything stays where those have put it. The gradient buffer dies with its quantisation.
 
 Does not handle: stage 0, whose reduced slices are gathered again.
 """
@@ -110,7 +110,7 @@ def _quantise(step: StepGraph, plan: Plan, bucket: Bucket, reduce: fx.Node, enco
 
 
 def _behind(step: StepGraph, reduce: fx.Node, hop: fx.Node) -> fx.Node:
-    """Where the second hop begins: behind the unit's run that ``hop`` ends, and what is released and started there."""
+    """Where the second hop begins: after the unit's run that ``hop`` ends, and what is released and started there."""
     anchor = max(end_of_unit(step, after(hop)), reduce)  # nodes compare by their place in the graph
     while anchor.next.target in (ops.release, ops.quantise, ops.reduce_scatter, ops.exchange):
         anchor = anchor.next

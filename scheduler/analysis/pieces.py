@@ -33,7 +33,7 @@ _PAYS = 0.1  # of what a micro-batch leaves to backward, which borders must save
 class ForwardRun:
     """Operators of forward in a row: of the repeated layer ``unit``, or of a piece of what is outside layers (``""``).
 
-    ``name`` is that of the piece, and empty where what is outside layers is not divided. Behind those that are ``ends``
+    ``name`` is that of the piece, and empty where what is outside layers is not divided. After those that are ``ends``
     backward begins.
     """
 
@@ -129,10 +129,10 @@ def _name(nodes: Sequence[fx.Node]) -> str:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes between places of a run; stretch ``i`` is what is behind place ``i - 1``, up to place ``i``.
+    """Bytes between places of a run; stretch ``i`` is what is after place ``i - 1``, up to place ``i``.
 
     ``read_in[a][b]`` are made in stretch ``a`` and read last by forward in stretch ``b``; ``crossing`` of them are read
-    by backward too. The last ``b`` is what is behind the run. ``largest[a]`` is the largest value of stretch ``a``.
+    by backward too. The last ``b`` is what is after the run. ``largest[a]`` is the largest value of stretch ``a``.
     """
 
     read_in: list[list[int]]
@@ -188,7 +188,7 @@ def _reads(reader: fx.Node, storage: Storage) -> bool:
 
 
 def _places(nodes: Sequence[fx.Node], uses: Sequence[_Use]) -> list[int]:
-    """Positions behind which a border may be, the run's last among them: of some in a row, the one that fewest bytes
+    """Positions after which a border may be, the run's last among them: of some in a row, the one that fewest bytes
     are handed on at, those that backward reads counting half."""
     handed_on, blocked = [0] * (len(nodes) + 1), [0] * (len(nodes) + 1)
     made = [0] * len(nodes)
@@ -229,7 +229,7 @@ def _best_borders(sizes: _Sizes) -> tuple[int, list[int]]:
     """The least peak that any borders lead to, and the stretches that pieces end with.
 
     While a piece runs backward, all that those before it hand on is held: what the first piece hands on is on top of
-    the least peak of the pieces behind it. Of the borders with that peak, those are taken that hand on least.
+    the least peak of the pieces after it. Of the borders with that peak, those are taken that hand on least.
     """
     count = len(sizes.largest)
     own = [list(_pieces_from(sizes, start)) for start in range(count)]  # by first and last stretch: handed on, and held

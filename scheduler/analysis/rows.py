@@ -29,7 +29,7 @@ class Rows:
         return range(self.first, self.first + self.span)
 
     def moved(self, by: int) -> Rows:
-        """The same rows behind ``by`` more dimensions."""
+        """The same rows after ``by`` more dimensions."""
         return Rows(self.first + by, self.span, self.each)
 
 

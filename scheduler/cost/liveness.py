@@ -1,6 +1,6 @@
 """Live bytes at every node of a step graph, by storage: on the device, and on the slower tiers that the step uses.
 
-A value's storage is allocated when the node that owns it runs, and freed behind the last node that reads it, itself or
+A value's storage is allocated when the node that owns it runs, and freed after the last node that reads it, itself or
 through views: exactly where the emitted step deletes the last name that holds it. Placeholders (parameters, states,
 buffers, the batch) live throughout. A copy between tiers holds its source and its result from its start to its wait;
 one that leads to or comes from nvme passes through a buffer of its size on the host.
@@ -63,7 +63,7 @@ class FusedRegion:
 
 @dataclass(frozen=True)
 class Liveness:
-    """Bytes on the device by node: live while it runs (``during``, outputs and workspace included) and behind it
+    """Bytes on the device by node: live while it runs (``during``, outputs and workspace included) and after it
     (``after``).
 
     ``last_use`` and ``sizes`` are the last reader and the bytes of each storage on the device that a call owns.

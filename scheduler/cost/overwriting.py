@@ -19,7 +19,7 @@ def overwriting_order(
     is no better than the order as it is, that stays.
 
     Args:
-        ends: the values of the size of its result that a loop reads, and that nothing reads behind the kernel.
+        ends: the values of the size of its result that a loop reads, and that nothing reads after the kernel.
         needs: the loops whose results a loop needs, directly or not; others than the kernel's may be among them.
     """
     rest, found, claimed = list(loops), list[Loop](), set[Value]()

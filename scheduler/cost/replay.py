@@ -20,7 +20,7 @@ from zerofx.scheduler.cost.simulate import Simulation
 
 @dataclass(frozen=True)
 class Start:
-    """Something starts: the seconds that it takes on each stream, one leg behind the other."""
+    """Something starts: the seconds that it takes on each stream, one leg after the other."""
 
     name: str
     legs: tuple[tuple[str, float], ...]
@@ -36,7 +36,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Until:
-    """Computation waits for an update of the last step, which ends so many seconds behind this step's begin."""
+    """Computation waits for an update of the last step, which ends so many seconds after this step's begin."""
 
     seconds: float
 

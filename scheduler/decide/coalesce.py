@@ -4,7 +4,7 @@ A collective takes ``latency + bytes / bandwidth`` (Hockney's model; ``scheduler
 Below ``latency * bandwidth`` bytes the first term is the longer one, and gathers that start together pay it once. The
 price is memory: the later bucket is on the device from where the earlier one is gathered.
 
-Decided behind everything else, on the step as it will run, one gather after the other in order: a gather joins the
+Decided after everything else, on the step as it will run, one gather after the other in order: a gather joins the
 one before it if the whole timeline gets shorter, or stays as it is without a byte held longer, and the limit holds at
 every position. What is gathered earlier only adds to memory, so that a smaller limit never leads to a higher peak:
 up to the first gather that it refuses all is decided alike, and that one would have led above it.
@@ -45,7 +45,7 @@ def merge_gathers(
 
     Args:
         plan: all other decisions; none of its gathers is merged.
-        step: the graph behind all passes that carry ``plan`` out.
+        step: the graph after all passes that carry ``plan`` out.
         layout: the buckets.
         simulation: that of ``step`` on ``machine``.
         machine: its links.

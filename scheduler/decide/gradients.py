@@ -2,7 +2,7 @@
 
 With several micro-batches a rank holds the gradient buffers of all buckets from the first backward on, in whole. A
 buffer that waits in a slower tier is on the device only while its unit's backward runs; for each pair of micro-batches
-it goes down once and comes up once, beside the backward of the units behind it and before it.
+it goes down once and comes up once, beside the backward of the units after it and before it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def place_gradients(
     seconds: Mapping[Place, float],
     machine: Machine,
 ) -> tuple[GradientDecision, ...]:
-    """``decisions`` with the nodes behind which copies out are awaited, and before which copies back start.
+    """``decisions`` with the nodes after which copies out are awaited, and before which copies back start.
 
     ``step`` is the captured graph with tiles and recomputation carried out, ``seconds`` its computation by unit and
     phase. Each copy has the seconds of the runs of units next to its own, as many as it takes, and no more than half of

@@ -7,7 +7,7 @@ layer's own computation hides. Those on the lower convex hull of bytes against s
 one tensor alone: offload it if the exposed part of its two copies is less than computing it again; compare POET,
 2207.07697, and Capuchin.)
 
-``place`` puts the copies on the timeline: out behind the last reader in forward, first come first served; back as late
+``place`` puts the copies on the timeline: out after the last reader in forward, first come first served; back as late
 as they can be without keeping backward waiting, or as soon as they can be where that is no time at all. What is needed
 again before it could be gone stays on the device.
 """
@@ -131,7 +131,7 @@ def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> 
 
 
 def _hull(levels: Sequence[Level]) -> tuple[Level, ...]:
-    """The lower convex hull of bytes against seconds behind the first level, from the most bytes to the least."""
+    """The lower convex hull of bytes against seconds after the first level, from the most bytes to the least."""
     found = [levels[0]]
     for level in sorted(levels[1:], key=lambda level: (level.seconds, level.num_bytes)):
         if level.num_bytes >= found[-1].num_bytes:
@@ -170,7 +170,7 @@ class _Copy:
     node: fx.Node
     num_bytes: int
     tier: Tier
-    made: int  # index of the run behind which it is copied out
+    made: int  # index of the run after which it is copied out
     needed: int  # index of the run that reads it again
 
 
@@ -236,7 +236,7 @@ def _copies(step: StepGraph, spans: Sequence[Run], wishes: Sequence[Wish], room:
         readers = [order[reader] for reader in consumers(node) if origin(reader).phase is Phase.FORWARD]
         again = [order[reader] for reader in consumers(node) if origin(reader).phase is not Phase.FORWARD]
         tier = first_with_room(left, num_bytes)
-        # A buffer is read by the next micro-batch's forward: behind its reload it would be needed twice.
+        # A buffer is read by the next micro-batch's forward: after its reload it would be needed twice.
         needed_twice = bool(again) and max(readers, default=0) > min(again)
         if tier is None or not again or needed_twice or refusal(node) is not None:
             continue
@@ -247,7 +247,7 @@ def _copies(step: StepGraph, spans: Sequence[Run], wishes: Sequence[Wish], room:
 
 
 def _ways_out(copies: Sequence[_Copy], spans: Sequence[Run], machine: Machine) -> dict[Wish, int]:
-    """The run behind which each value has been copied out, or else the last one of forward."""
+    """The run after which each value has been copied out, or else the last one of forward."""
     ends = [run.end_seconds for run in spans]
     free: dict[Tier, float] = {}
     found = {}

@@ -78,7 +78,7 @@ def hide_collectives(
 
     Args:
         plan: all decisions. What it has beside computation already stays so.
-        step: the graph behind all passes that carry ``plan`` out.
+        step: the graph after all passes that carry ``plan`` out.
         layout: the buckets.
         simulation: that of ``step``.
         prefetch: units that gathers may be issued ahead.
@@ -145,7 +145,7 @@ class _Room:
         return self._order[self._tasks[Task(Job.REDUCTION, bucket)]] if bucket is not None else len(self._left) - 1
 
     def _take(self, *spans: tuple[int, int, int]) -> bool:
-        """Take bytes from each first position to what is behind the last, if all of it fits."""
+        """Take bytes from each first position to what is after the last, if all of it fits."""
         needed: Counter[int] = Counter()
         for first, behind, num_bytes in spans:
             needed.update(dict.fromkeys(range(first, behind), num_bytes))

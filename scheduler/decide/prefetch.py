@@ -6,9 +6,9 @@ made as soon as its link is free, and computation waits where it is not there in
 make it wait less. On that timeline every copy is then put as late as it can be. So a link that is slower than
 computation is always busy, and yet little has arrived before it is wanted; one that is faster is used just in time.
 From nvme there are two copies, into the host's memory and from there to the device, each as late as it can be:
-with a gather behind them that is the three-deep prefetch of ZeRO-Infinity (2104.07857), as deep as the timeline says.
+with a gather after them that is the three-deep prefetch of ZeRO-Infinity (2104.07857), as deep as the timeline says.
 
-Where gradients are clipped, states are wanted behind the last reduction, one bucket after the other, and nothing but
+Where gradients are clipped, states are wanted after the last reduction, one bucket after the other, and nothing but
 their updates runs beside their copies: each bucket's start where the bucket before it is updated.
 
 States from nvme pass through the host in the buffers of three buckets, whatever the number of buckets: one is read
@@ -195,7 +195,7 @@ class _Positions:
 
 
 def _updates(plan: Plan, step: StepGraph, layout: BucketLayout, at: _Positions) -> dict[int, int]:
-    """The run behind which each trained bucket is updated."""
+    """The run after which each trained bucket is updated."""
     readers = {bucket.index: nodes[-1] for bucket, nodes in parameter_uses(step, layout)}
     found = {}
     for decision in plan.reduces:
@@ -207,7 +207,7 @@ def _updates(plan: Plan, step: StepGraph, layout: BucketLayout, at: _Positions) 
 
 
 def _reduced(decision: ReduceDecision, plan: Plan, step: StepGraph, layout: BucketLayout, at: _Positions) -> int:
-    """The run behind which a bucket's reduced gradient is there."""
+    """The run after which a bucket's reduced gradient is there."""
     if plan.num_ranks > 1:
         return at.run(decision.updated_after) if decision.updated_after else at.run_of(step.output)
     return max(at.run_of(step.gradients[slot.name]) for slot in layout.buckets[decision.bucket].slots)

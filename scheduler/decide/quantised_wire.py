@@ -1,7 +1,7 @@
 """Which buckets go over the wire in few bits, where the user allows it: only those with which the step takes less time.
 
 Gathers in 8 bits, a second shard on each node and reductions in few bits (ZeRO++, 2306.10209) shorten what collectives
-take, and add computation before and behind them. The exact plan is simulated, and its collectives and waits are
+take, and add computation before and after them. The exact plan is simulated, and its collectives and waits are
 replayed with each bucket's in one form or the other. From all buckets compressed, each part of that is taken back
 where the step is not longer without it: what hides behind computation stays exact.
 """
@@ -145,7 +145,7 @@ class _Sends:
         return self.machine.device.launch_latency + num_bytes / self.machine.memory_bandwidth
 
     def gather(self, bucket: Bucket) -> tuple[float, float, float]:
-        """Before, during and behind a gather in 8 bits."""
+        """Before, during and after a gather in 8 bits."""
         small = packed_bytes(bucket.shard_numel, ENCODINGS[self.plan.wire].gathers)
         total = small * bucket.num_ranks
         during = collective_seconds("all_gather", total, bucket.num_ranks, self.machine)
@@ -158,7 +158,7 @@ class _Sends:
         return self.compute(2 * bucket.full_bytes / self.local)
 
     def reduction(self, bucket: Bucket) -> tuple[float, tuple[tuple[float, float], ...]]:
-        """Seconds before the first hop, and of each hop on the wire and behind it."""
+        """Seconds before the first hop, and of each hop on the wire and after it."""
         small = packed_bytes(bucket.numel, self.plan.wire)
         before = self.compute(bucket.full_bytes + small)
         if not self.two_hops:

@@ -67,7 +67,7 @@ def state_menus(
         seconds: computation by unit and phase.
         machine: its links, its host, and how much its tiers hold for a rank.
         tiers: where states may go; the first is filled first.
-        clipped: whether updates are behind all reductions: no backward is beside them, and gradients of buckets that
+        clipped: whether updates are after all reductions: no backward is beside them, and gradients of buckets that
             are updated on the host wait there.
     """
     ways = {}

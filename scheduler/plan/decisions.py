@@ -43,7 +43,7 @@ class ReduceDecision:
 
     @property
     def updated_after(self) -> str | None:
-        """The node behind which the bucket is updated; None means at the end of the step."""
+        """The node after which the bucket is updated; None means at the end of the step."""
         return self.wait_after if self.gathered_after == "" else self.gathered_after
 
 
@@ -94,8 +94,8 @@ class SliceDecision:
 class OffloadDecision:
     """A forward value that waits for backward in a slower tier: ``"host"`` or ``"nvme"``.
 
-    Positions are names of nodes of the captured graph. The copy out is issued behind the value's last reader in
-    forward; it is awaited, and the value's memory on the device given back, behind ``free_after``. The copy back is
+    Positions are names of nodes of the captured graph. The copy out is issued after the value's last reader in
+    forward; it is awaited, and the value's memory on the device given back, after ``free_after``. The copy back is
     issued before ``reload_before`` and awaited before the value's first reader in backward. ``layer`` as in
     ``RecomputeDecision``.
     """
@@ -175,7 +175,7 @@ class GradientDecision:
     """The slower tier that a bucket's gradients wait in between micro-batches: ``"host"`` or ``"nvme"``.
 
     Positions are names of nodes of the captured graph, one of each for every micro-batch but the last: the copy out
-    starts behind the micro-batch's last gradient of the bucket, and is awaited behind ``free_after``; the copy back
+    starts after the micro-batch's last gradient of the bucket, and is awaited after ``free_after``; the copy back
     starts before ``reload_before``, and is awaited before the next micro-batch's first gradient. A bucket without a
     decision has its gradients on the device.
     """
@@ -195,7 +195,7 @@ class WireDecision:
     ``gather`` and ``reduce`` are ``"exact"`` or in ``zerofx.ir.op_kernels.quantise.ENCODINGS``; nothing is gathered in
     ``"int4"``. With ``second_shard`` each rank keeps the part of the first gathered bucket that is its own among the
     ranks of its node, and later gathers stay on the node. A reduction that is not exact, on several nodes of several
-    ranks, is a hop within nodes and one across: the second begins behind the node ``hop_after`` of the captured graph
+    ranks, is a hop within nodes and one across: the second begins after the node ``hop_after`` of the captured graph
     (None: where the bucket is updated).
     """
 

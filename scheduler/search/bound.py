@@ -168,7 +168,7 @@ def convex_hull(segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node
 def _between(
     segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], left: Level, right: Level
 ) -> list[Level]:
-    """The corners behind ``left`` up to ``right``."""
+    """The corners after ``left`` up to ``right``."""
     freed, paid = left.num_bytes - right.num_bytes, right.seconds - left.seconds
     if freed <= 0 or paid <= 0:
         return []
@@ -188,7 +188,7 @@ def _exchanges(hull: Sequence[Level]) -> Iterator[Exchange]:
 
 @dataclass(frozen=True)
 class _Moment:
-    """A time in every plan: after all before position ``first``, and before all behind ``last``.
+    """A time in every plan: after all before position ``first``, and before all after ``last``.
 
     ``floor`` are bytes that live then in any case, beside what lives throughout the step.
     """
@@ -288,8 +288,8 @@ def _moments(facts: _Facts, plan: Plan, layout: BucketLayout, *, on_cpu: bool) -
     """The moments between two runs, and unless regions are compiled those in which an operator computes."""
     begins = [facts.order[run[0]] for run in facts.runs]
     ends = [facts.order[run[-1]] for run in facts.runs]
-    across: Counter[int] = Counter()  # by run: live from before its begin until behind its end
-    behind: Counter[int] = Counter()  # by run: live behind its end
+    across: Counter[int] = Counter()  # by run: live from before its begin until after its end
+    behind: Counter[int] = Counter()  # by run: live after its end
     stretches = {storage: stretch for storage in facts.sizes if (stretch := facts.always_live(storage)) is not None}
     for storage, (first, last) in stretches.items():
         size, stop = facts.sizes[storage], bisect_left(ends, last)

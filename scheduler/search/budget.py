@@ -210,7 +210,7 @@ class _Search:
         return self.at(length)[0].peak_bytes
 
     def _where_freed(self, low: int, num_bytes: float) -> int:
-        """The length behind ``low`` at which the moves in between should have freed so many bytes."""
+        """The length after ``low`` at which the moves in between should have freed so many bytes."""
         return bisect_left(self._freed, self._freed[low] + num_bytes, low + 1, len(self._moves))
 
     def _share_freed(self, low: int, high: int) -> float:

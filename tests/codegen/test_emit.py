@@ -285,7 +285,7 @@ def test_a_wrapped_line_is_the_same_statement_in_lines_of_bounded_width(names: l
     lines = wrapped(f"    {line}")
     text = "\n".join(lines)
     assert ast.dump(ast.parse(text.strip())) == ast.dump(ast.parse(line))
-    assert max(map(len, lines)) <= 100 + 60  # a name and the comment behind the last bracket stay whole
+    assert max(map(len, lines)) <= 100 + 60  # a name and the comment after the last bracket stay whole
 
 
 def test_an_edited_file_runs_as_edited() -> None:

@@ -66,7 +66,7 @@ def stand_in(stack: ExitStack) -> None:
 
 
 def written(options: dict[str, Any]) -> dict[str, Any]:
-    """What Inductor writes for the regions of a step, by name, and the step's peak in bytes before and behind it."""
+    """What Inductor writes for the regions of a step, by name, and the step's peak in bytes before and after it."""
     import torch
 
     from tests.cuda_stand_in.model import plan

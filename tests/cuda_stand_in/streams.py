@@ -1,7 +1,7 @@
 """Streams of a GPU, played on a CPU so that races show: a side stream does what it is given as late as it may.
 
 Computation runs at once. A copy or collective that is given to another stream runs only when computation, the host or a
-third stream comes to wait for it, or for something behind it there; and before that, what its own stream waits for.
+third stream comes to wait for it, or for something after it there; and before that, what its own stream waits for.
 So where a wait is missing, or memory is written that is still to be read, other numbers come out than without streams.
 Noted as races, since no number tells of them here:
 
@@ -220,6 +220,6 @@ def on_streams() -> Iterator[Streams]:
 
 
 def _coalesced(group: Any, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-    """Gloo has no gather of several: one behind the other, which is as late."""
+    """Gloo has no gather of several: one after the other, which is as late."""
     for full, shard in zip(fulls, shards, strict=True):
         nccl.gather_single(full, shard, group=group)

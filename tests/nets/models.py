@@ -7,7 +7,7 @@ there is left out, and said to be.
 
 A case is tried at stages 0 and 3 on one rank, on two ranks (compared with ``DistributedDataParallel``), and with a
 budget of the least that a plan takes, also where values may go to the host. All run on the eager backend, where losses
-and values behind the last step have to be those of plain torch bit for bit; with a budget the measured peak has to be
+and values after the last step have to be those of plain torch bit for bit; with a budget the measured peak has to be
 the predicted one and within the budget. Tiles, which the least of all takes, sum in parts: with them all is the same up
 to rounding. What is refused says whether ``torch.compile(fullgraph=True)`` takes it.
 """

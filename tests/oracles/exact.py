@@ -68,7 +68,7 @@ def solve(problem: Problem, budget: int, *, time_limit_seconds: float = 60.0) ->
 
 _INFEASIBLE = 2  # scipy.optimize.milp's status
 
-Column = tuple[str, int, int, int]  # kind, stage, node, and for a value that is freed the reader behind which
+Column = tuple[str, int, int, int]  # kind, stage, node, and for a value that is freed the reader after which
 
 
 class _Program:
@@ -76,7 +76,7 @@ class _Program:
 
     What can only be 0 has no column, what can only be 1 is fixed. Bytes are counted in their greatest common divisor,
     seconds in the dearest node's, to be of the solver's scale. Columns: "computed" and "resident" as in the module;
-    "freed": in this stage the value is not needed behind that reader; "live": bytes while the node runs.
+    "freed": in this stage the value is not needed after that reader; "live": bytes while the node runs.
     """
 
     def __init__(self, problem: Problem, budget: int) -> None:
@@ -137,7 +137,7 @@ class _Program:
             self._row({("resident", stage + 1, node, 0): 1, resident: -1, computed: -1}, 0)
 
     def _add_memory(self, stage: int) -> None:
-        """Live bytes while each node of a stage runs: those before it, what is freed behind that one, its own."""
+        """Live bytes while each node of a stage runs: those before it, what is freed after that one, its own."""
         sizes = [size // self._unit for size in self._problem.num_bytes]
         before: dict[Column, float] = {("resident", stage, node, 0): sizes[node] for node in range(stage)}
         for node in range(stage + 1):

@@ -110,7 +110,7 @@ def replay(problem: Problem, schedule: Schedule) -> Replay:
 
 
 def without_recomputation(problem: Problem) -> Schedule:
-    """Every node once, in order; every value dropped behind its last reader."""
+    """Every node once, in order; every value dropped after its last reader."""
     return with_drops(problem, range(problem.num_nodes))
 
 
@@ -159,7 +159,7 @@ def problem_of(step: StepGraph, machine: Machine) -> Problem:
 
 
 def order_of(step: StepGraph, recomputed: StepGraph) -> list[int]:
-    """What ``recomputed``, a copy of ``step`` behind the recompute pass, computes, as nodes of ``problem_of(step)``."""
+    """What ``recomputed``, a copy of ``step`` after the recompute pass, computes, as nodes of ``problem_of(step)``."""
     number = {node.name: i for i, node in enumerate(node for node in step.calls() if not is_view(node))}
     return [number[copied_from(node) or node.name] for node in recomputed.calls() if not is_view(node)]
 

@@ -1,4 +1,4 @@
-"""Gradients are clipped by the norm of all of them, behind the last reduction and in front of every update."""
+"""Gradients are clipped by the norm of all of them, after the last reduction and in front of every update."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_one_bucket_s_states_are_on_their_way_while_another_is_updated() -> None
     reloads = sorted(order[node] for node in calls(step, ops.reload))
     updates = sorted(order[node] for node in calls(step, aten.addcdiv_.default))
     (squares,) = calls(step, aten.cat.default)
-    # A bucket's copies start before the one before it is updated, and behind the update before that.
+    # A bucket's copies start before the one before it is updated, and after the update before that.
     assert len(reloads) == len(updates) == 3
     assert reloads[0] < order[squares] and reloads[1] < updates[0] < reloads[2] < updates[1]
 

@@ -119,7 +119,7 @@ def test_a_reduction_is_awaited_where_the_next_bucket_is_complete() -> None:
 
 
 class Classifier(nn.Module):
-    """A layer, and a norm and an output layer in one bucket behind it."""
+    """A layer, and a norm and an output layer in one bucket after it."""
 
     def __init__(self) -> None:
         super().__init__()

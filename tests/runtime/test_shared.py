@@ -81,7 +81,7 @@ def test_three_ranks_read_each_others_slices_where_they_lie() -> None:
 
 
 def _held() -> list[bool]:
-    """Whether the planned buffer is there while the gathered one is, and behind it."""
+    """Whether the planned buffer is there while the gathered one is, and after it."""
     transport = _transport()
     shard, buffer = transport.share(torch.ones(1000)), torch.empty(2000)
     planned = weakref.ref(buffer)

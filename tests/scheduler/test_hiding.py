@@ -57,7 +57,7 @@ def planned(options: PolicyOptions, stage: int = 3) -> Plan:
 
 
 def simulated(plan: Plan) -> tuple[StepGraph, BucketLayout, Simulation]:
-    """What ``plan`` leads to: the graph behind all passes, its buckets, and its run on paper."""
+    """What ``plan`` leads to: the graph after all passes, its buckets, and its run on paper."""
     one = prepared(plan.stage)
     step = one.step.clone()
     run_quietly(step, plan, one.layout, one.programs, graphs.settings())

@@ -81,14 +81,14 @@ def step_graphs(draw: st.DrawFn) -> StepGraph:
 
 
 def held_bytes(names: Mapping[fx.Node, Any]) -> int:
-    """Bytes of the distinct storages behind all names."""
+    """Bytes of the distinct storages after all names."""
     tensors = [t for value in names.values() for t in (value if isinstance(value, list | tuple) else (value,))]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}
     return sum(storages.values())
 
 
 def interpret(step: StepGraph) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-    """Bytes held while each call runs, and behind it, where a name goes with its last reader.
+    """Bytes held while each call runs, and after it, where a name goes with its last reader.
 
     An operator's outputs are named as it returns, as Python unpacks them: those without a name die at once.
     """

@@ -56,7 +56,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer as in Megatron-LM: layer norms in front, dropout behind attention and MLP."""
+    """A layer as in Megatron-LM: layer norms in front, dropout after attention and MLP."""
 
     def __init__(self, hidden: int, heads: int, sequence: int) -> None:
         super().__init__()
@@ -131,13 +131,13 @@ def test_a_traced_layer_keeps_what_the_paper_lists_item_by_item() -> None:
         # Queries, keys and values, in one; the input of the GELU.
         "aten.addmm.default": 6 * sbh + 8 * sbh,
         "aten._softmax.default": 2 * scores,
-        # Dropout masks, a byte each: of the scores, behind attention, behind the MLP.
+        # Dropout masks, a byte each: of the scores, after attention, after the MLP.
         "aten.bernoulli.p": scores + sbh + sbh,
-        # The scores behind their dropout, which multiply the values.
+        # The scores after their dropout, which multiply the values.
         "aten.mul.Tensor": 2 * scores,
         # The input of attention's last linear layer.
         "aten.clone.default": 2 * sbh,
-        # The inputs of two layer norms: the sum behind attention, and the layer's result as that of the next layer.
+        # The inputs of two layer norms: the sum after attention, and the layer's result as that of the next layer.
         "aten.add.Tensor": 2 * sbh + 2 * sbh,
         # The input of the MLP's second linear layer.
         "aten.gelu.default": 8 * sbh,

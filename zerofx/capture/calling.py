@@ -154,7 +154,7 @@ def _signature(parameters: list[inspect.Parameter] | None) -> str:
 
 
 def listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Arguments behind a first one: ``, Tensor, y=Tensor``."""
+    """Arguments after a first one: ``, Tensor, y=Tensor``."""
     return "".join([f", {_kind(one)}" for one in args] + [f", {name}={_kind(one)}" for name, one in kwargs.items()])
 
 

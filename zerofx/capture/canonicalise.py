@@ -57,7 +57,7 @@ def refuse_mixed_products(graph: fx.Graph) -> None:
 
 
 def check_results(graph: fx.Graph) -> None:
-    """Let what reads a result of linear algebra read it behind the check that raises an error where there is none.
+    """Let what reads a result of linear algebra read it after the check that raises an error where there is none.
 
         inverse, info = linalg_inv_ex(a)                             inverse, info = linalg_inv_ex(a)
         token = with_effects(token, _linalg_check_errors, info)  ->  checked = zerofx.checked(inverse, info)
@@ -81,7 +81,7 @@ def check_results(graph: fx.Graph) -> None:
 
 
 def _check_result(graph: fx.Graph, info: fx.Node, name: str, *, is_matrix: bool = True) -> bool:
-    """Put a result of the operator that gave ``info`` behind a check; False if none is read."""
+    """Put a result of the operator that gave ``info`` after a check; False if none is read."""
     made = info.args[0] if info.target is operator.getitem else None
     results = [one for one in made.users if one is not info and one.users] if isinstance(made, fx.Node) else []
     if not results:
@@ -97,7 +97,7 @@ def _check_result(graph: fx.Graph, info: fx.Node, name: str, *, is_matrix: bool 
 
 
 def assert_values(graph: fx.Graph, tangent: fx.Node, checks: Iterable[tuple[fx.Node, str]]) -> None:
-    """Let backward begin behind what the forward checks of values: where a check fails, a step ends before its updates.
+    """Let backward begin after what the forward checks of values: where a check fails, a step ends before its updates.
 
     holds = all(condition)                               holds = all(condition)
     one = full([], 1.0)                            ->    one = asserted(full([], 1.0), holds, "...")

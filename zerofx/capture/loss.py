@@ -129,9 +129,9 @@ class LossModule(nn.Module):
     """The model followed by its loss, called with the batch's tensors alone.
 
     ``loss_scope`` opens a context that ``loss_fn`` and ``forward`` run in. Where the forward puts other tensors in the
-    places of its buffers (``self.mean = 0.9 * self.mean + ...``), those come behind the loss, in the order of their
-    names in ``rebound``; behind them what it checks of values, as booleans, in the order of their texts in ``checked``;
-    and behind those the tensors of ``returned``. ``counts`` has the names of the numbers that a forward changes again
+    places of its buffers (``self.mean = 0.9 * self.mean + ...``), those come after the loss, in the order of their
+    names in ``rebound``; after them what it checks of values, as booleans, in the order of their texts in ``checked``;
+    and after those the tensors of ``returned``. ``counts`` has the names of the numbers that a forward changes again
     when it runs again. The parameters and buffers of ``outside`` stand for the tensors that ``objective`` uses beside
     the model's, in the order of ``outside_names``.
     """

@@ -353,7 +353,7 @@ def _classify_outputs(
         match desc:
             case PlainAOTOutput(idx=0):
                 loss = node
-            # Behind what in-place calls make of a buffer; then come checks, which are part of the graph by now.
+            # After what in-place calls make of a buffer; then come checks, which are part of the graph by now.
             case PlainAOTOutput(idx=index) if index <= len(lossy.rebound):
                 mutations[lossy.rebound[index - 1]] = node
             case PlainAOTOutput(idx=index) if index > len(lossy.rebound) + len(lossy.checked):

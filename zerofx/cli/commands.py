@@ -85,7 +85,7 @@ def plan_command(
     """Plan a training step for ranks and a machine that need not exist.
 
     MODULE is a dotted module or a path to a .py file. FUNCTION takes nothing and returns (model, optimizer, batch), and
-    behind them loss_fn, or None and forward, if zerofx.compile is given one; the batch is that of one rank, a tuple of
+    after them loss_fn, or None and forward, if zerofx.compile is given one; the batch is that of one rank, a tuple of
     positional arguments or a dict of keywords. It is called with torch's default device set to "meta": shapes
     are all a plan needs.
     """

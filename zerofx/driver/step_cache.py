@@ -1,7 +1,7 @@
 """Steps kept on disk whole: all that a lowered step needs to be loaded and run, for an equal step of an earlier run.
 
 What is kept follows from the captured graph, which has a key of its own (``capture/cache.py``), and from what is listed
-in ``step_key``. The optimizer's update is traced anew, and has to be what it was. The graph behind the passes is not
+in ``step_key``. The optimizer's update is traced anew, and has to be what it was. The graph after the passes is not
 kept: it is made from the captured graph when a report asks for it.
 """
 

@@ -44,7 +44,7 @@ class Batch:
 
     @staticmethod
     def of_extras(extras: Any) -> Batch:
-        """Take apart what ``forward`` returns behind its loss, as one argument that is called ``extras``.
+        """Take apart what ``forward`` returns after its loss, as one argument that is called ``extras``.
 
         Raises:
             UsageError: as ``of``.

@@ -59,7 +59,7 @@ def view_again(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], w
 
 
 def after(node: fx.Node) -> fx.Node:
-    """The node behind which a successor of ``node`` may be put: past the getitems that name its outputs."""
+    """The node after which a successor of ``node`` may be put: past the getitems that name its outputs."""
     while node.next.target is operator.getitem:
         node = node.next
     return node
@@ -77,7 +77,7 @@ def start_of_unit(step: StepGraph, node: fx.Node, *, by_piece: bool = False) -> 
 
 
 def end_of_unit(step: StepGraph, node: fx.Node, *, by_piece: bool = False) -> fx.Node:
-    """The node behind which an event for ``node``'s unit is put so that it does not cut the unit's run in two.
+    """The node after which an event for ``node``'s unit is put so that it does not cut the unit's run in two.
 
     ``by_piece``: also where a piece ends at whose borders regions do not end.
     """

@@ -119,7 +119,7 @@ class Clipping:
 class StepGraph:
     """An fx graph of a training step with its parameters, gradients and buffer updates by name.
 
-    The output node is ``(loss, extras..., buffer updates..., gradients...)``, and behind them the gradients' norm where
+    The output node is ``(loss, extras..., buffer updates..., gradients...)``, and after them the gradients' norm where
     ``clipping`` says how they are clipped; ``num_extras``, ``gradient_names`` and ``mutation_names`` say which
     is which, and each micro-batch has extras and gradients of its own. ``returned`` is what one of them gives besides
     its loss. Passes empty both as they turn gradients into reductions
@@ -205,12 +205,12 @@ class StepGraph:
                 yield node
 
     def last_placeholder(self) -> fx.Node:
-        """The node behind which the graph's first call may be put."""
+        """The node after which the graph's first call may be put."""
         found: fx.Node = list(self.graph.find_nodes(op="placeholder"))[-1]
         return found
 
     def add_placeholder(self, name: str, what: Placeholder, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
-        """A new placeholder behind the others, with a fake value of ``shape`` and ``dtype`` on the step's device."""
+        """A new placeholder after the others, with a fake value of ``shape`` and ``dtype`` on the step's device."""
         last = self.last_placeholder()
         with self.graph.inserting_after(last):
             node = self.graph.placeholder(name)

@@ -6,7 +6,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 
 ====================  ==============================================================================================
 ``all_gather``        start gathering every rank's slice of a flat bucket into a fresh full buffer; ``more``
-                      gathers stand directly behind it, and all of them start with the last, as one collective;
+                      gathers stand directly after it, and all of them start with the last, as one collective;
                       ``in_place``: no slice changes before all ranks are done with what they have gathered
 ``all_gather_into``   the same into a full buffer that exists, of which this rank's slice is already up to date
 ``reduce_scatter``    start summing a flat gradient buffer over the ranks; the result is this rank's slice

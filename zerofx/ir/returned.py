@@ -15,7 +15,7 @@ from zerofx.ir.batch import Batch
 class Returned:
     """What a micro-batch gives besides its loss.
 
-    ``extras`` is what ``forward`` returned behind its loss, None where it returned its loss alone; what is no tensor in
+    ``extras`` is what ``forward`` returned after its loss, None where it returned its loss alone; what is no tensor in
     it is as it was while the step was captured. Of a view a step gives the memory that it is of: shapes and strides are
     those of the tensors in ``extras``, and ``offsets`` where they begin. ``left_out`` describes tensors that a model
     returned besides its loss, and that nobody asked for.

@@ -80,7 +80,7 @@ def slice_behind(node: fx.Node) -> fx.Node | None:
 
 
 def num_gathers_behind(node: fx.Node) -> int:
-    """How many gathers directly behind a node start with it as one collective; 0 for the last of them, and others."""
+    """How many gathers directly after a node start with it as one collective; 0 for the last of them, and others."""
     if node.target is not ops.all_gather or len(node.args) < 4:
         return 0
     more = node.args[3]

@@ -89,7 +89,7 @@ class CompiledStep(StepProgram):
 
     @property
     def graph(self) -> StepGraph:
-        """The graph behind all passes."""
+        """The graph after all passes."""
         return self.lowered.graph
 
     @property
@@ -104,7 +104,7 @@ class CompiledStep(StepProgram):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The captured graph and the graph behind each pass."""
+        """The captured graph and the graph after each pass."""
         return self.lowered.stages
 
     @property

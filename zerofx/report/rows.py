@@ -18,7 +18,7 @@ class Row:
 
     ``stream`` is what it runs on, ``tier`` where its result lies; ``legs`` are those of a copy between tiers.
     ``bytes_in`` and ``bytes_out`` are read and written, ``wire_bytes`` what the rank sends.
-    ``live_bytes`` are on the device behind the row, ``peak_bytes`` while it runs. ``start_seconds`` counts from the
+    ``live_bytes`` are on the device after the row, ``peak_bytes`` while it runs. ``start_seconds`` counts from the
     step's begin, ``exposed_seconds`` is how long computation waited just before. ``recompute_seconds`` are those of
     ``seconds`` in which values are computed again for backward.
     """

@@ -192,7 +192,7 @@ def _bucket_of(node: fx.Node) -> int | None:
 
 
 def _instruction(lowered: LoweredStep, instruction: Instruction, rows: Mapping[fx.Node, Row]) -> Row:
-    """One row for a region or event: sums, the highest peak, and what is live behind its last node."""
+    """One row for a region or event: sums, the highest peak, and what is live after its last node."""
     if isinstance(instruction, Event):
         return rows[instruction.node]
     members = [rows[node] for node in instruction.own if node in rows]
@@ -241,7 +241,7 @@ def _slower_memory(lowered: LoweredStep, rows: Mapping[fx.Node, Row], use: TierU
 
 
 def _clock(nodes: Sequence[fx.Node], rows: Mapping[fx.Node, Row]) -> Iterator[float]:
-    """The time of computation behind each node, in seconds."""
+    """The time of computation after each node, in seconds."""
     now = 0.0
     for node in nodes:
         row = rows.get(node)

@@ -47,12 +47,12 @@ class Runtime:
         self._agree()
 
     def abort(self) -> None:
-        """Behind a step that failed here: let ranks that wait for this one in a collective fail too."""
+        """After a step that failed here: let ranks that wait for this one in a collective fail too."""
         if self._transport is not None:
             self._transport.abort()
 
     def close(self) -> None:
-        """Behind the last step of all ranks: let go of what moves tensors between them."""
+        """After the last step of all ranks: let go of what moves tensors between them."""
         if self._transport is not None:
             self._transport.close()
 
@@ -172,7 +172,7 @@ class Runtime:
             raise NonFiniteLossError(f"the loss is {loss.item()} here")
 
     def finish_collectives(self) -> None:
-        """Behind a step that all ranks have left at one place: wait for what they have sent one another."""
+        """After a step that all ranks have left at one place: wait for what they have sent one another."""
         if self._transport is not None:
             self._transport.settle()
 
@@ -214,7 +214,7 @@ def _told(pending: Pending[T], kind: str, bucket: int) -> Pending[T]:
     return pending
 
 
-# What a step gives: its loss, behind it what else it hands out, and the norm of all gradients where they are clipped.
+# What a step gives: its loss, after it what else it hands out, and the norm of all gradients where they are clipped.
 Outcome = torch.Tensor | tuple[torch.Tensor, ...]
 StepFunction = Callable[[Runtime, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Outcome]
 

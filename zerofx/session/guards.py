@@ -127,7 +127,7 @@ def guard_model(model: nn.Module, is_open: Callable[[], bool], instead: str = ""
 
 
 class ParameterWatch:
-    """Notices parameters that were replaced, moved, frozen, unfrozen or given hooks behind the step's back."""
+    """Notices parameters that were replaced, moved, frozen, unfrozen or given hooks after the step's back."""
 
     def __init__(self, model: nn.Module) -> None:
         self._entries = [

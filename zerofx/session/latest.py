@@ -55,7 +55,7 @@ class LatestStep:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The captured graph and the graph behind each pass."""
+        """The captured graph and the graph after each pass."""
         return self.compiled.stages
 
     @property

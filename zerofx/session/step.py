@@ -90,7 +90,7 @@ class Step(StoppedStep):
         return loss if compiled.returned.extras is None else (loss, self._extras(compiled, others))
 
     def _extras(self, compiled: CompiledStep, tensors: Sequence[torch.Tensor]) -> Any:
-        """What ``forward`` returned behind its loss, around a step's tensors."""
+        """What ``forward`` returned after its loss, around a step's tensors."""
         num, returned = compiled.plan.num_micro_batches, compiled.returned
         each = returned.num_tensors
         found = [returned.rebuilt(tensors[i * each : (i + 1) * each]) for i in range(num)]
@@ -158,7 +158,7 @@ class Step(StoppedStep):
             )
 
     def _finish_updates(self, compiled: CompiledStep) -> None:
-        """Behind a step with delayed updates: leave them to the host, or finish them while that is warming up."""
+        """After a step with delayed updates: leave them to the host, or finish them while that is warming up."""
         assert self._state is not None
         if any(decision.delayed for decision in compiled.plan.states):
             self._state.count_delayed()
@@ -166,11 +166,11 @@ class Step(StoppedStep):
                 self._state.flush()
 
     def flush(self) -> None:
-        """Finish delayed updates, so that the parameters are those behind all steps so far. Collective.
+        """Finish delayed updates, so that the parameters are those after all steps so far. Collective.
 
         Whatever shows parameters or states does so by itself: ``full_parameters``, ``full_state_dict``,
-        ``optimizer.state_dict`` and ``close``. The step behind a flush computes with parameters that are up to date, as
-        the first one behind the warm-up does. Without ``delayed_update`` there is nothing to finish.
+        ``optimizer.state_dict`` and ``close``. The step after a flush computes with parameters that are up to date, as
+        the first one after the warm-up does. Without ``delayed_update`` there is nothing to finish.
         """
         self._check_open("flush the step")
         if self._state is not None:

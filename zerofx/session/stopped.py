@@ -23,7 +23,7 @@ class StoppedStep(StepBuilder):
         return {b.index: self._state.buckets[b.index].version for b in self._layout.buckets if b.trainable}
 
     def _undo(self, advance: Advance, versions: Mapping[int, int], error: BaseException) -> BaseException:
-        """Behind a step that failed: count no step for the buckets that had not been updated, and say which had.
+        """After a step that failed: count no step for the buckets that had not been updated, and say which had.
 
         Returns what to raise: where another rank has failed, its error says more than that its messages did not come.
         """
@@ -73,7 +73,7 @@ class StoppedStep(StepBuilder):
             )
 
     def _leave_out(self, advance: Advance, versions: Mapping[int, int], error: NonFiniteLossError) -> torch.Tensor:
-        """Behind a step that all ranks have left before its first update: as if it had not been."""
+        """After a step that all ranks have left before its first update: as if it had not been."""
         assert self._runtime is not None and self._state is not None
         self._runtime.finish_collectives()
         self._runtime.tiers.settle()

@@ -25,7 +25,7 @@ _BETWEEN = tuple(
 
 
 def reader(frame: FrameType | None) -> FrameType | None:
-    """The frame that called into torch's dispatcher, of those from ``frame`` on, which itself is behind it."""
+    """The frame that called into torch's dispatcher, of those from ``frame`` on, which itself is after it."""
     while frame is not None:
         name = frame.f_code.co_name
         if not name.startswith("__torch_") and not frame.f_code.co_filename.startswith(_BETWEEN):

@@ -15,7 +15,7 @@ ON_CPU = torch._C._autograd.DeviceType.CPU
 def is_profiling() -> bool:
     """Whether one of torch's profilers records in this process, or its schedule has it warm up to.
 
-    In either state a second one takes away what the first has recorded; behind a warm-up the process then crashes
+    In either state a second one takes away what the first has recorded; after a warm-up the process then crashes
     (torch 2.13). While objects are frozen (``gc.freeze``), every ``torch.profiler.profile`` counts whose block is open.
     """
     if _autograd_profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():

@@ -87,7 +87,7 @@ def tune(
         batch: a batch to run: a tuple of positional arguments, or a dict of keywords.
         memory_budget: the most bytes on the device, as for ``zerofx.compile``; the copy's alone.
         machine: what plans are predicted for at first; None for the machine at hand.
-        num_steps: steps to measure of each candidate, behind two that warm up; on CPU the last is recorded for its
+        num_steps: steps to measure of each candidate, after two that warm up; on CPU the last is recorded for its
             memory, and not timed.
         num_candidates: how many plans to run at first; a few more may follow once costs are corrected.
         save: a file for the best plan with its schedule, written by rank 0: for ``zerofx.compile(plan=...)`` and

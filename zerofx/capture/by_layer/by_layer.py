@@ -239,7 +239,7 @@ class _Names:
             self._grown[node] = self._grown.get(node, 0) + grown
 
     def extend(self, stamped: Stamped) -> None:
-        """Number the nodes of the layers that were put in, and those of the layer behind them."""
+        """Number the nodes of the layers that were put in, and those of the layer after them."""
         for ordinal, (node, last) in enumerate(zip(stamped.layers[0], stamped.layers[-1], strict=True)):
             if node not in self._numbers:
                 continue

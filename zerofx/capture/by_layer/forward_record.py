@@ -38,9 +38,9 @@ from zerofx.torch_private.operators import has_autograd_function
 class ForwardRecord:
     """What a forward did.
 
-    The calls among ``lines`` are operators, and the methods the nodes of autograd's graph, which stand behind all
+    The calls among ``lines`` are operators, and the methods the nodes of autograd's graph, which stand after all
     operators. Values are texts. ``asked`` are the functions of torch that Python called, a line each: which of them
-    are composed of others is up to the one who traces; behind them, the buffers that get other tensors, and what is
+    are composed of others is up to the one who traces; after them, the buffers that get other tensors, and what is
     checked of values. ``returned`` is what it
     gives besides its loss. ``foreign`` names an operator or a backward that is not torch's, if there is one.
     """
@@ -142,7 +142,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def finished(self, results: tuple[torch.Tensor, ...]) -> tuple[Line, ...]:
-        """The record, with the loss as its output, and behind it what the forward puts in the places of buffers."""
+        """The record, with the loss as its output, and after it what the forward puts in the places of buffers."""
         if any(one._backward_hooks for one in self._kept):
             raise NotRepeatedError("the model has hooks on tensors")
         # What autograd makes of an operator is there once the operator has returned.

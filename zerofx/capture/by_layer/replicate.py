@@ -4,7 +4,7 @@ The second layer and the third (the last but one of the whole) are compared node
 one is that of the other a layer further, the layers between are written down by the same rule::
 
     0 1 2 3   ->   0 1 a b c 2 3        forward: each reads the layer before it
-    3 2 1 0   ->   3 2 c b a 1 0        backward: each reads the layer behind it
+    3 2 1 0   ->   3 2 c b a 1 0        backward: each reads the layer after it
 
 Does not handle: layers that read a layer further away than the next, what is outside the layers and reads one of those
 in between, layers that are run more than once. These are refused.
@@ -172,7 +172,7 @@ def _near_end(unify: _Unify, one: fx.Node, other: fx.Node) -> Any:
 
 
 def _far_end(unify: _Unify, one: fx.Node, other: fx.Node) -> Any:
-    """What the third layer reads: what is behind it stays."""
+    """What the third layer reads: what is after it stays."""
     found = unify(one, other)
     return other if isinstance(found, _Reference) and found.shift == 1 else found
 

@@ -1,7 +1,7 @@
 """Operators whose kernels lay their results out otherwise than torch's fake tensors say.
 
 A view that a traced graph takes of such a result is one that the fake's strides allow and the kernel's may not: the
-step would fail where it takes it. Tracing puts a copy behind the operator that has the kernel's strides in both.
+step would fail where it takes it. Tracing puts a copy after the operator that has the kernel's strides in both.
 
     before   t = mse_loss_backward(g, predictions.transpose(1, 2), y)    a fake like the predictions, a kernel in order
     after    c = clone(t, memory_format=contiguous)                      what reads t reads c

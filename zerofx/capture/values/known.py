@@ -37,7 +37,7 @@ _WITHOUT_VALUES = frozenset({
     _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_permuted.default,
     _aten.empty_like.default, _aten.new_empty.default, _aten.new_empty_strided.default,
 })  # fmt: skip
-# What have a list of indices behind what is indexed. A mask is as many of them as it has dimensions.
+# What have a list of indices after what is indexed. A mask is as many of them as it has dimensions.
 _INDEXED = frozenset({
     _aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default,
     _aten._unsafe_index.Tensor, _aten._unsafe_index_put.default,

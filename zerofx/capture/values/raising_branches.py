@@ -21,7 +21,7 @@ def answer_without_raising(frame: FrameType) -> bool | None:
     """
     code = [one for one in dis.get_instructions(frame.f_code) if one.opname != "CACHE"]
     places = {one.offset: index for index, one in enumerate(code)}
-    # Within a call of Python the frame is somewhere in what stands behind the instruction.
+    # Within a call of Python the frame is somewhere in what stands after the instruction.
     index, opposite = bisect_right([one.offset for one in code], frame.f_lasti) - 1, False
     if not _is_branch(code[index]):
         opposite ^= code[index].opname == "UNARY_NOT"

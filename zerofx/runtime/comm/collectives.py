@@ -63,7 +63,7 @@ class Joint:
         self._pending = transport.all_gather_many(fulls, shards)
 
     def _finish(self) -> None:
-        # Only once, and nothing is held behind it: a bucket that is released must not live on in another's name.
+        # Only once, and nothing is held after it: a bucket that is released must not live on in another's name.
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.finish(None)

@@ -256,7 +256,7 @@ class Control:
         return ""
 
     def close(self) -> None:
-        """Destroy the group, behind the last meeting of all ranks; nothing can be agreed on after it."""
+        """Destroy the group, after the last meeting of all ranks; nothing can be agreed on after it."""
         group, self._group = self._group, None
         # Connections end with the last name for their group.
         self._last_work = None

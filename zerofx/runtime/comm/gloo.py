@@ -242,7 +242,7 @@ class PointToPoint(Transport):
 class _Watch:
     """A thread that notes when messages have come: whoever waits for them may come later than they do.
 
-    Collectives are taken to run one behind the other, as in predictions: one begins where the one before it ends.
+    Collectives are taken to run one after the other, as in predictions: one begins where the one before it ends.
     """
 
     def __init__(self, log: SpanLog) -> None:

@@ -21,12 +21,12 @@ reduce_single: Callable[..., object] = getattr(dist, "reduce_scatter_single", No
 class Nccl(Transport):
     """NCCL collectives on a stream of their own.
 
-    A collective starts behind what the compute stream has been given so far, which also makes it safe to reuse memory
+    A collective starts after what the compute stream has been given so far, which also makes it safe to reuse memory
     that earlier computation read; computation waits for it only where the step says so. What is sent is counted as a
     ring sends it, to the next rank; of an exchange, to whom it is for.
 
     What a collective writes, and what it reads but for slices that are gathered, is held until its wait, and what uses
-    the memory again comes behind that. So the allocator is not told of the stream (``record_stream``): it would keep a
+    the memory again comes after that. So the allocator is not told of the stream (``record_stream``): it would keep a
     buffer that has been released until the stream has done all that it had been given by then, gathers ahead among it,
     and take more memory than planned meanwhile.
     """

@@ -97,7 +97,7 @@ class Transport(Protocol):
         return self.sent_to.total()
 
     def abort(self) -> None:
-        """Behind a step that failed here: let ranks that wait for this one fail. Nothing can be moved after it."""
+        """After a step that failed here: let ranks that wait for this one fail. Nothing can be moved after it."""
 
     def close(self) -> None:
-        """Behind the last collective of all ranks: end its threads, and destroy the process groups that it has made."""
+        """After the last collective of all ranks: end its threads, and destroy the process groups that it has made."""

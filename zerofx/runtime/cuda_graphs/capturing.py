@@ -33,7 +33,7 @@ class Capturer(Protocol):
         """The end of a stretch; what does its work."""
 
     def give_up(self) -> None:
-        """Behind an error inside a stretch: it is none."""
+        """After an error inside a stretch: it is none."""
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor over the same memory that does not keep it: what is captured next may use the memory again."""

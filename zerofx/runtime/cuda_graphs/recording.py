@@ -76,7 +76,7 @@ class _Values:
 
 @dataclass
 class _Call:
-    """A call between graphs. ``over``: the calls whose outcome nothing reads behind this one."""
+    """A call between graphs. ``over``: the calls whose outcome nothing reads after this one."""
 
     number: int
     function: Callable[[_Values, list[Any]], Any]

@@ -26,7 +26,7 @@ class StepArguments:
 
     @staticmethod
     def of(step: StepGraph) -> StepArguments:
-        """Those of a step behind all passes."""
+        """Those of a step after all passes."""
         named = {node.name: placeholder(node) for node in step.placeholders()}
         return StepArguments(named, step.constants, step.num_micro_batches)
 

@@ -86,7 +86,7 @@ class OptimizerState:
             )
 
     def _note_loaded(self) -> None:
-        """Check what has been loaded; the ``load_state_dict`` of a subclass may still work on it, behind torch's."""
+        """Check what has been loaded; the ``load_state_dict`` of a subclass may still work on it, after torch's."""
         try:
             self._binding.held(self._state.parameters)
         except BaseException:

@@ -25,11 +25,11 @@ class Copy(Protocol):
 
     @property
     def under_way(self) -> bool:
-        """Whether its bytes may still be read and written: on CUDA also behind ``finish``."""
+        """Whether its bytes may still be read and written: on CUDA also after ``finish``."""
 
 
 class Copies(Protocol):
-    """Starts copies of bytes; those of one stream run one behind the other."""
+    """Starts copies of bytes; those of one stream run one after the other."""
 
     def start(
         self, stream: str, source: torch.Tensor, destination: torch.Tensor, after: Callable[[], None] | None = None
@@ -129,7 +129,7 @@ class _ThreadCopy:
 class CudaCopies:
     """Copies between a CUDA device and pinned memory: a CUDA stream for each direction.
 
-    A copy starts behind what the compute stream has been given when it is issued. A copy to the device whose source is
+    A copy starts after what the compute stream has been given when it is issued. A copy to the device whose source is
     still to be read from a file is launched by a thread, once it has been. Threads begin on device 0, where what they
     do would make a context (some hundred MB) that no plan has: they say which device they are for.
     """

@@ -1,7 +1,7 @@
 """Memory of the nvme tier: files read and written past the page cache, striped over drives, and checked when read.
 
 A tensor is cut into blocks that go round the drives in turn. Each drive has threads for reading and others for writing,
-so that many blocks are under way at once, and what is read ahead does not queue behind what is written behind. The
+so that many blocks are under way at once, and what is read ahead does not queue after what is written behind. The
 hash of every block (XXH3, 64 bits, which runs at the speed of memory) is taken on other threads while it is written,
 kept in this process, and compared when the block is read: what a drive, or another program, has changed or cut short is
 never trained on.
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 class NvmeFile:
-    """Where a tensor's bytes are: block ``k`` is in ``parts[k % len(parts)]``, behind the blocks before it there."""
+    """Where a tensor's bytes are: block ``k`` is in ``parts[k % len(parts)]``, after the blocks before it there."""
 
     def __init__(self, parts: tuple[Part, ...], num_bytes: int) -> None:
         self.parts = parts

@@ -269,7 +269,7 @@ class Tiers:
         return _pending(into, copy.finish, block.end)
 
     def settle(self) -> None:
-        """Block until nothing is under way: behind a step that failed."""
+        """Block until nothing is under way: after a step that failed."""
         concurrent.futures.wait(self._later.values())
         if self._files is not None:
             self._files.settle()

@@ -68,7 +68,7 @@ class SharedBuckets:
                     os.pwrite(descriptor, told[2].numpy().tobytes(), 0)
             dist.broadcast(told, group=self._group, group_src=0)
             pages = _opened(told.tolist(), num_bytes, descriptor)
-            # Behind this all have opened it, and read the word.
+            # After this all have opened it, and read the word.
             return pages if _on_all_ranks(self._group, pages is not None) else None
 
 
