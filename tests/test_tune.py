@@ -124,11 +124,7 @@ def test_arguments_are_checked(options: Mapping[str, Any], message: str) -> None
 
 def test_variations_change_what_may_be_changed() -> None:
     def names(stage: int = 3, num_ranks: int = 2, **changed: Any) -> list[str]:
-        given = {"prefetch": 1, "keep_gathered": (), "recompute": "auto", "offload": "auto", **changed}
-        options = check_options(
-            stage, None, None, "eager", None, None, given["prefetch"], given["keep_gathered"], 1, None,
-            given["recompute"], given["offload"],
-        )  # fmt: skip
+        options = check_options(stage=stage, backend="eager", **changed)
         return [variation.name for variation in variations(options, num_ranks)]
 
     leanings = ["as asked", "recompute nothing", "recompute all"]

@@ -112,10 +112,11 @@ def compile(
         ZeroFXError: see its subclasses; nothing has been changed then.
     """
     options = check_options(
-        stage, loss_fn, precision, backend, machine, plan, prefetch, keep_gathered, max_shapes,
-        memory_budget, recompute, offload, accumulate, tile, host_budget, weights, delayed_update, wire,
-        cuda_graphs,
-        max_grad_norm, forward, on_nonfinite=on_nonfinite, constant=constant,
+        stage=stage, loss_fn=loss_fn, precision=precision, backend=backend, machine=machine, plan=plan,
+        prefetch=prefetch, keep_gathered=keep_gathered, max_shapes=max_shapes, memory_budget=memory_budget,
+        recompute=recompute, offload=offload, accumulate=accumulate, tile=tile, host_budget=host_budget,
+        weights=weights, delayed_update=delayed_update, wire=wire, cuda_graphs=cuda_graphs,
+        max_grad_norm=max_grad_norm, forward=forward, on_nonfinite=on_nonfinite, constant=constant,
     )  # fmt: skip
     check_training(model, optimizer, options, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):

@@ -99,7 +99,9 @@ def test_updates_are_regions_like_others() -> None:
 def made(
     prepared: Prepared, costs: MeasuredCosts | None, budget: int | None, prefetch: int, recompute: Recompute
 ) -> Plan:
-    options = check_options(3, None, None, "eager", CPU, None, prefetch, (), 1, budget, recompute)
+    options = check_options(
+        stage=3, backend="eager", machine=CPU, prefetch=prefetch, memory_budget=budget, recompute=recompute
+    )
     return make_plan(
         prepared.step, prepared.layout, prepared.programs, CPU, options, graphs.settings(), budget,
         on_cpu=True, costs=costs, talk=False,

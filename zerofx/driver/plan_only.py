@@ -160,8 +160,9 @@ def plan(
     """
     check_world_size(world_size)
     options = check_options(
-        stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
-        memory_budget, recompute, offload, accumulate, tile, host_budget, delayed_update=delayed_update, wire=wire,
+        stage=stage, loss_fn=loss_fn, precision=precision, backend=backend, machine=machine, prefetch=prefetch,
+        keep_gathered=keep_gathered, memory_budget=memory_budget, recompute=recompute, offload=offload,
+        accumulate=accumulate, tile=tile, host_budget=host_budget, delayed_update=delayed_update, wire=wire,
         max_grad_norm=max_grad_norm, forward=forward, constant=constant,
     )  # fmt: skip
     with working("plan a step"):

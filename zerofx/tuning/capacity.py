@@ -250,12 +250,8 @@ def _check_limit(limit: int) -> None:
 def _options(stage: int, given: RankOptions) -> CompileOptions:
     """The options of ``zerofx.plan`` with its defaults, but for the budget: without one it is the whole device."""
     budget = given.get("memory_budget")
-    defaults: RankOptions = {
-        "loss_fn": None, "precision": None, "backend": "inductor", "machine": "h100-sxm", "prefetch": 1,
-        "keep_gathered": (),
-    }  # fmt: skip
-    asked: RankOptions = {**defaults, **given, "memory_budget": 1.0 if budget is None else budget}
-    return check_options(stage, plan=None, max_shapes=1, **asked)
+    asked: RankOptions = {"machine": "h100-sxm", **given, "memory_budget": 1.0 if budget is None else budget}
+    return check_options(stage=stage, **asked)
 
 
 def _limit_bytes(options: CompileOptions) -> int:

@@ -100,9 +100,9 @@ def tune(
         ZeroFXError: as ``zerofx.compile`` would.
     """
     options = check_options(
-        stage, loss_fn, precision, backend, machine, None, prefetch, keep_gathered, 1,
-        memory_budget, recompute, offload, accumulate, wire=wire, max_grad_norm=max_grad_norm,
-        forward=forward, constant=constant,
+        stage=stage, loss_fn=loss_fn, precision=precision, backend=backend, machine=machine, prefetch=prefetch,
+        keep_gathered=keep_gathered, memory_budget=memory_budget, recompute=recompute, offload=offload,
+        accumulate=accumulate, wire=wire, max_grad_norm=max_grad_norm, forward=forward, constant=constant,
     )  # fmt: skip
     check_training(model, optimizer, options)
     make_buffers(model)
