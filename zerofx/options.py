@@ -88,6 +88,11 @@ class CompileOptions:
         return 1 if self.wire == "exact" else BLOCK
 
     @property
+    def compiles_regions(self) -> bool:
+        """Whether regions are compiled, which then hold less inside, and updates run torch's fused kernels."""
+        return self.backend == "inductor"
+
+    @property
     def compute_dtype(self) -> torch.dtype | None:
         return torch.bfloat16 if self.precision == "bf16" else None
 

@@ -44,7 +44,7 @@ def lasting_plan(
         BudgetMissedError: one of the updates has no plan within the budget; that of the most bytes.
         UsageError: as ``kept_plan``.
     """
-    fused = options.backend == "inductor"
+    fused = options.compiles_regions
 
     def is_within(plan: Plan, programs: Mapping[int, UpdateProgram]) -> bool:
         rehearsal = Rehearsal(captured, layout, programs, machine, settings, on_cpu, fused, estimates=estimates or {})

@@ -67,7 +67,7 @@ def make_plan(
     """
     machine = costs.machine(machine, layout.num_ranks) if costs is not None else machine
     rehearsal = Rehearsal(
-        captured, layout, programs, machine, settings, on_cpu, options.backend == "inductor", costs,
+        captured, layout, programs, machine, settings, on_cpu, options.compiles_regions, costs,
         {} if estimates is None else estimates,
     )  # fmt: skip
     plan = _exact_plan(rehearsal, options, memory_budget, merging=options.wire == "exact", talk=talk)

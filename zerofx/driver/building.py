@@ -116,7 +116,7 @@ def prepare(
         cut = captures.sliced(slices)
         made = layout_of(cut.first, groups, num_ranks, options.block)
         check_bucket_names(options.policy.keep, [bucket.name for bucket in made.buckets])
-        bound = OptimizerBinding(optimizer, made, captured.device, prefer_fused=options.backend == "inductor")
+        bound = OptimizerBinding(optimizer, made, captured.device, prefer_fused=options.compiles_regions)
         bound.programs(None, bound.held(dict(model.named_parameters())))
         return Prepared(cut, made, bound, bound.updates(), sliced)
 
@@ -214,7 +214,7 @@ def lower_prepared(
     """A captured graph, which stays as it is, with ``plan`` carried out; other arguments as for ``lower``."""
     lowered = lower(
         captured.clone(), plan, layout, programs, machine, settings, on_cpu=is_on_cpu(captured.device), talk=talk,
-        fused=options.backend == "inductor", estimates=estimates,
+        fused=options.compiles_regions, estimates=estimates,
     )  # fmt: skip
     if talk:
         write_debug(lowered, settings.debug)

@@ -21,7 +21,7 @@ def check_training(
     check_model(model, on_meta=on_meta)
     check_optimizer(model, optimizer)
     check_supported(optimizer)
-    if options.backend == "inductor":
+    if options.compiles_regions:
         # Inductor takes seconds to import: only who needs it pays.
         from zerofx.codegen.inductor.cpp import check_compiler
 

@@ -267,7 +267,7 @@ def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True)
         captures = captured.captures.sliced(slices)
         layout = layout_of(captures.first, captured.groups, world_size, options.block)
         binding = OptimizerBinding(
-            captured.optimizer, layout, captures.first.device, prefer_fused=options.backend == "inductor"
+            captured.optimizer, layout, captures.first.device, prefer_fused=options.compiles_regions
         )
         binding.programs(None)
         return _Laid(captures, layout, binding.updates())
@@ -286,7 +286,7 @@ def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True)
     laid, decided = choose_slices(first, captured.captures.first, budget, again, plan_for)
     lowered = lower(
         laid.captures.graph(decided.num_micro_batches).clone(), decided, laid.layout, laid.updates[0], machine,
-        settings, on_cpu=machine.is_cpu, talk=talk, fused=options.backend == "inductor", estimates=estimates,
+        settings, on_cpu=machine.is_cpu, talk=talk, fused=options.compiles_regions, estimates=estimates,
     )  # fmt: skip
     if talk:
         write_debug(lowered, settings.debug)

@@ -143,7 +143,7 @@ def _find(request: Request, earlier: Earlier | None, *, talk: bool) -> tuple[Mic
     if earlier is not None:
         binding = earlier.binding
     else:
-        fused = request.options.backend == "inductor"
+        fused = request.options.compiles_regions
         binding = OptimizerBinding(optimizer, layout, kept.program.device, prefer_fused=fused)
         programs = binding.programs(None, binding.held(dict(model.named_parameters())))
     # The update follows from code that is no part of zerofx, and from states that the optimizer holds.

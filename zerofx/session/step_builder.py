@@ -206,7 +206,7 @@ class StepBuilder(LatestStep):
                 f"this call has others and runs a newly generated step"
             )
         beside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.options.backend == "inductor":
+        if self.options.compiles_regions:
             # Inductor takes seconds to import: only who needs it pays.
             from zerofx.codegen.inductor.cpp import preparation
 

@@ -114,7 +114,7 @@ class Planner:
         prepared, captured = self.prepared, self.prepared.captures.graph(plan.num_micro_batches)
         return predict_plan(
             captured, plan, prepared.layout, prepared.programs, self.machine, self.settings,
-            on_cpu=self._on_cpu, fused=self.options.backend == "inductor", costs=costs,
+            on_cpu=self._on_cpu, fused=self.options.compiles_regions, costs=costs,
         )  # fmt: skip
 
     @property

@@ -264,7 +264,7 @@ class _Tuner:
         lowered = lower(
             captured.clone(), result.plan, prepared.layout, prepared.programs, self._machine, self._settings,
             on_cpu=is_on_cpu(captured.device), talk=False,
-            fused=self._options.backend == "inductor", costs=result.costs,
+            fused=self._options.compiles_regions, costs=result.costs,
         )  # fmt: skip
         training = self._training
         what = f"{type(training.model).__name__} with {type(training.optimizer).__name__}, times from measured costs"
