@@ -1,6 +1,6 @@
 """Cut a step graph into regions: maximal runs of nodes between scheduled events, inside one unit and one phase, on the
-device or on the host, and of one tile: what runs tile by tile must not be fused across tiles. What makes values small
-for the wire is a region by itself: a layer's own region is then the same whether its bucket is sent so or not.
+device or on the host, and of one tile: what runs tile by tile must not be fused across tiles. Quantisation
+for communication gets its own region: a layer's own region is then the same whether its bucket is quantised or not.
 Outside layers a region also ends at the borders of a piece whose values are computed again or offloaded: a compiler
 that saw what computes them twice at once would compute them once, and hold them.
 

@@ -46,7 +46,7 @@ from zerofx.scheduler.analysis.saved_values import outputs_of, storage_size
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
-# Of a buffer's bytes: what a run may hold at once, and leave, before a gradient that is put off to its end.
+# Limits, as fractions of the bucket: most bytes live, and most bytes left over, before a deferred weight gradient.
 _LITTLE, _NEXT_TO_NOTHING = 0.5, 0.125
 
 

@@ -48,8 +48,8 @@ STOPPING = ("skip", "raise")  # those that end a step before its updates
 class CompileOptions:
     """All options of one compiled step. ``plan`` is one that was given, or the file that it is in.
 
-    An option is compared for every ``Purpose`` but those that it says it is left out of: because nothing follows from
-    it there, or because what follows from it is compared.
+    Every option is part of every comparison (see ``Purpose``) unless its metadata leaves it out: because it has no
+    consequence there, or because the consequence itself is compared.
     """
 
     stage: int

@@ -1,4 +1,4 @@
-"""The way through the house: the one ordered list of passes, and the loop that runs, checks and reports them."""
+"""The ordered list of passes, and the loop that runs, verifies and reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Find chains of operators whose values tower over what goes into them and comes out, and that rows pass independently.
+"""Find chains of operators with inner values much larger than what enters and leaves, and with independent rows.
+independent.
 
     up = addmm(b1, x, w1)                   # [tokens, 4 dim]
     h = gelu(up)

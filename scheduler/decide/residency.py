@@ -214,7 +214,7 @@ def parameter_uses(step: StepGraph, layout: BucketLayout) -> list[tuple[Bucket, 
 
 
 def _home(step: StepGraph, bucket: Bucket) -> str:
-    """The unit that a bucket is of; that of a slice is the layer whose weight it is of."""
+    """The bucket's layer; for a slice, the layer of the sliced weight."""
     return unit_of(bucket.slots[0].name, step.units) if bucket.is_slice else bucket.unit
 
 

@@ -42,7 +42,7 @@ from zerofx.scheduler.search.parameter_slices import choose_slices, slices_asked
 from zerofx.scheduler.search.planner import budget_bytes
 from zerofx.settings import Settings
 
-# Plans to try until compiled regions are within the budget too, and how many of them are made for all of it.
+# At most so many plan/compile rounds; the first of them target the full budget, later ones a reduced one.
 _FIT_ROUNDS, _FULL_ROUNDS = 8, 4
 
 
@@ -128,11 +128,13 @@ def build_within_budget(
 ) -> tuple[Prepared, CompiledStep, RegionMemory]:
     """Plan and build the step; a budget holds for the compiled regions too.
 
-    What a compiled region holds inside is known once it is compiled. Where that takes the step over the budget, the
-    plan is made again with what is known in the place of the estimates: some times for the same budget, and then for
-    less by as much as estimates were short, or for the least that a plan is estimated to need. The step is returned
-    with what was prepared for it: where the budget asks for that, parameters are in slices there. The last of what is
-    returned is what was known of compiled regions when the plan was made.
+    What a compiled region holds inside is known once it is compiled. Where the compiled step exceeds the budget, it is
+    planned again with the measured memory of regions: up to 4 times for the same budget, then for the budget minus the
+    largest shortfall seen, or for the least that a plan is estimated to need.
+
+    Returns:
+        What was prepared for the step (with parameters in slices, where the budget asks for that), the step, and the
+        memory of compiled regions that its plan was made with.
 
     Raises:
         MemoryBudgetError: no plan fits the budget.

@@ -1,4 +1,4 @@
-"""Find the step of a batch on disk, or build it and keep it: what a second start of the same program does less.
+"""Build the step of a batch, or load it from disk where an earlier run has kept it: the entry of every build.
 
 The forward is run on fake tensors and recorded, as it is for a captured graph's key; where graph and step are on disk,
 nothing is planned, lowered or emitted, and only what runs is loaded. Ranks take what they have kept together, or not at

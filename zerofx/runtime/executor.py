@@ -1,4 +1,4 @@
-"""What the emitted step calls: the runtime object, and loading the file that calls it."""
+"""The runtime object, which the emitted step calls."""
 
 from __future__ import annotations
 

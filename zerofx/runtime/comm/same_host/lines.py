@@ -1,7 +1,8 @@
 """Lines between ranks of one host: words of a few bytes, over sockets, about what to read in one another's memory.
 
-Whoever waits for a word takes it from the socket himself. gloo sends three messages for one and has a thread take each,
-and that thread, awake some hundred times a step, takes its time from the computation on the same core.
+The waiting thread reads the socket itself; no background thread is woken. gloo sends three messages for one and has a
+thread take each, and that thread, awake some hundred times a step, takes its time from the computation on the same
+core.
 
 As with gloo, the lines of a rank that lets go of them, fails or ends are closed, and whoever waits there fails.
 """
