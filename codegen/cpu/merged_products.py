@@ -24,11 +24,12 @@ import torch
 from torch import fx
 
 from zerofx.codegen.inductor.traced import as_node, call
+from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs, storage_bytes, storage_source
 from zerofx.ir.facts import value
 
 _aten = torch.ops.aten
-_INTO = torch.ops.zerofx.mm_into.default
+_INTO = ops.mm_into
 _VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
 _FEWEST = 64  # rows and columns that are worth it
 

@@ -38,7 +38,7 @@ from zerofx.ir.op_kernels.products import has_kernel
 from zerofx.torch_private.operators import OpOverload
 
 _aten = torch.ops.aten
-_INTO = torch.ops.zerofx.mm_into.default
+_INTO = ops.mm_into
 _PRODUCTS = frozenset({
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default,
     _INTO,

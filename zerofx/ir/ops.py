@@ -355,6 +355,7 @@ checked = torch.ops.zerofx.checked.default
 asserted = torch.ops.zerofx.asserted.default
 masked_sum = torch.ops.zerofx.masked_sum.default
 prod_gradient = torch.ops.zerofx.prod_gradient.default
+mm_into = torch.ops.zerofx.mm_into.default
 product = torch.ops.zerofx.product.default
 product_into = torch.ops.zerofx.product_into.default
 quantise = torch.ops.zerofx.quantise.default
