@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner_helpers import (
-    create_read_items_for_chunk_list as create_read_items_for_chunk_list,
-)
 from torch.distributed.distributed_c10d import _get_default_store
 
 default_store = _get_default_store

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from zerofx.errors import UsageError
-from zerofx.torch_private.distributed import create_read_items_for_chunk_list
+from zerofx.torch_private.checkpoint_files import create_read_items_for_chunk_list
 
 if TYPE_CHECKING:
     from safetensors import safe_open
