@@ -47,7 +47,8 @@ def lasting_plan(
     fused = options.compiles_regions
 
     def is_within(plan: Plan, programs: Mapping[int, UpdateProgram]) -> bool:
-        rehearsal = Rehearsal(captured, layout, programs, machine, settings, on_cpu, fused, estimates=estimates or {})
+        known = {} if estimates is None else estimates
+        rehearsal = Rehearsal(captured, layout, programs, machine, settings, on_cpu, fused, estimates=known)
         return memory_budget is None or rehearsal.predicted(plan).peak_bytes["device"] <= memory_budget
 
     plans: list[Plan] = []

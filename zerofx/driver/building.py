@@ -118,7 +118,7 @@ def prepare(
         check_bucket_names(options.policy.keep, [bucket.name for bucket in made.buckets])
         bound = OptimizerBinding(optimizer, made, captured.device, prefer_fused=options.compiles_regions)
         bound.programs(None, bound.held(dict(model.named_parameters())))
-        return Prepared(cut, made, bound, bound.updates(), sliced)
+        return Prepared(cut, made, bound, bound.updates(ahead=options.memory_budget is not None), sliced)
 
     return sliced(slices_asked(captured, options))
 

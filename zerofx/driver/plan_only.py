@@ -150,8 +150,8 @@ def plan(
             accumulate, delayed_update, wire, max_grad_norm, forward, constant: as for ``zerofx.compile``; what
             ``constant`` names needs values.
         backend: as for ``zerofx.compile``: what a compiled region holds inside is estimated
-        (``scheduler/cost/fusion.py``),
-            an eager one is simulated node by node, to the byte. Times are those of single operators either way.
+            (``scheduler/cost/fusion.py``), an eager one is simulated node by node, to the byte. Times are those of
+            single operators either way.
         world_size: number of ranks.
         machine: a ``Machine`` or the name of a built-in one.
 
@@ -270,7 +270,7 @@ def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True)
             captured.optimizer, layout, captures.first.device, prefer_fused=options.compiles_regions
         )
         binding.programs(None)
-        return _Laid(captures, layout, binding.updates())
+        return _Laid(captures, layout, binding.updates(ahead=budget is not None))
 
     def plan_for(laid: _Laid) -> Plan:
         def plan_in(num_micro_batches: int) -> Plan:

@@ -24,18 +24,19 @@ def programs_ahead(
     Raises:
         OptimizerError: a later update cannot be traced.
     """
-    different = {program.key: program}
+    different, host = {program.key: program}, program.host()
     state = program.new_scalar_states() | dict(scalars)
     present = program.state_before
     for _ in range(STEPS):
         after = copy.deepcopy(state)
-        if present != program.state_before or program.host()(group, after) is None:
+        if present != program.state_before or host(group, after) is None:
             program = trace_update(
                 optimizer, group, state_present=present, dtype=program.dtype, fused=program.fused,
                 scalar_values={name: float(value) for name, value in state.items() if name in present},
             )  # fmt: skip
             different.setdefault(program.key, program)
             after = program.new_scalar_states() | copy.deepcopy(state)
-            program.host()(group, after)
+            host = program.host()
+            host(group, after)
         state, present = after, program.state_after
     return list(different.values())

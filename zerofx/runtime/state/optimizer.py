@@ -152,24 +152,26 @@ class OptimizerBinding:
         self._variant = f"{type(self.optimizer).__name__}({'; '.join(flags)}), traced as {digest}"
         return dict(self._programs)
 
-    def updates(self) -> list[dict[int, UpdateProgram]]:
+    def updates(self, *, ahead: bool) -> list[dict[int, UpdateProgram]]:
         """The update of each trained bucket in the coming step, as ``programs`` gave it, and others of later steps.
 
-        Later ones are known for a dozen steps from the first.
+        ``ahead``: whether later ones are asked for, which are known for a dozen steps from the first.
         """
+        if not ahead:
+            return [dict(self._programs)]
         forms: dict[int, list[UpdateProgram]] = {}
-        ahead: dict[Any, list[UpdateProgram]] = {}
+        alike: dict[Any, list[UpdateProgram]] = {}
         for index, stand_in in self._starts.items():
-            if stand_in.key not in ahead:
+            if stand_in.key not in alike:
                 program = self._programs[index]
-                ahead[stand_in.key] = (
+                alike[stand_in.key] = (
                     self._follower.forms(stand_in, program)
                     if self._is_followed
                     else programs_ahead(
                         self.optimizer, self.group(self._layout.buckets[index]), program, dict(stand_in.scalars)
                     )
                 )
-            forms[index] = ahead[stand_in.key]
+            forms[index] = alike[stand_in.key]
         num_forms = max(map(len, forms.values()), default=1)
         return [
             {index: several[min(number, len(several) - 1)] for index, several in forms.items()}
