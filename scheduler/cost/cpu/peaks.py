@@ -54,8 +54,7 @@ class CpuPeak:
             gc.enable()
         inner = self._profiler.profiler
         assert inner is not None and inner.kineto_results is not None
-        cpu = ON_CPU
-        found = [e for e in inner.kineto_results.events() if e.name() in (_MEMORY, _PART) and e.device_type() == cpu]
+        found = [e for e in inner.kineto_results.events() if e.name() in (_MEMORY, _PART) and e.device_type() == ON_CPU]
         events = sorted((e for e in found if e.name() == _MEMORY), key=lambda event: event.start_ns())
         changes = [(e.start_ns(), e.nbytes()) for e in events]  # type: ignore[attr-defined]  # torch's stubs lack it
         self.num_bytes = _most(change for _, change in changes)
