@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import zerofx
-from tests.distributed import _PRELOADED, _environment
+from tests.lib.distributed import _PRELOADED, _environment
 from tests.nets.records import Record, read_records, results_path, write_records
 from zerofx.runtime.comm.same_host import channels
 

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import zerofx
-from tests.distributed import run_ranks
+from tests.lib.distributed import run_ranks
 from tests.nets.cases import ModelCase
 from tests.nets.model_cases import CASES
 from tests.nets.records import Outcome, Record, read_records, results_path, write_records

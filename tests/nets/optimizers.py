@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import zerofx
-from tests.distributed import run_ranks
+from tests.lib.distributed import run_ranks
 from tests.nets.optimizer_cases import OptimizerCase, optimizer_cases
 from tests.nets.records import Outcome, Record, results_path, write_records
 

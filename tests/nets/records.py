@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from tests.lib.checkout import ROOT
+
 Outcome = Literal["exact", "refused", "wrong"]
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
+from tests.lib.checkout import ROOT
 from tests.nets.records import Record, read_records, results_path
 
-PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
+PAGE = ROOT / "docs" / "coverage.md"
 
 NETS = {
     "operators": (

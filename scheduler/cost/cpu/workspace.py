@@ -4,7 +4,7 @@ Eager kernels on CPU keep such buffers where one would not look: convolutions co
 another layout; a mean of squares has all of them; a number beside a tensor becomes one. So each call is made and looked
 at (``scheduler/cost/cpu/kernel_memory.py``), but for views, which hold nothing, and for what cannot be measured while a
 step is planned, or not as well, for which there are rules (torch 2.13), held to the profiler's record by
-``tests/scheduler/test_workspace.py``:
+``tests/train/cost/test_workspace.py``:
 
 - attention that takes long goes other ways than that of shorter sequences, which so tells nothing of it;
 - the kernels of zerofx's own for attention and products are compiled after it is decided that a step uses them;

@@ -1,0 +1,60 @@
+"""What is made for GPUs is the same on every rank, and is what it has to be, on stand-ins for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+from tests.lib.checkout import ROOT
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = tmp_path_factory.mktemp("guard") / "guard.so"
+    headers = [f"-I{folder}" for folder in cpp_extension.include_paths()]
+    libraries = [f(folder) for folder in cpp_extension.library_paths() for f in ("-L{}".format, "-Wl,-rpath,{}".format)]
+    flags = ["-shared", "-fPIC", "-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    source = str(HERE / "guard.cpp")
+    command = ["g++", *flags, *headers, source, *libraries, "-lc10", "-ltorch_cpu", "-o", str(built)]
+    subprocess.run(command, check=True, timeout=300)
+    return built
+
+
+def _printed(program: str, library: Path, folder: Path, *arguments: str) -> Any:
+    settings = {"ZEROFX_CACHE_DIR": "0", "TORCHINDUCTOR_CACHE_DIR": str(folder), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-m", f"tests.compiled.cuda_stand_in.{program}", str(library), *arguments],
+        env=os.environ | settings, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_ranks_agree_whatever_their_devices(library: Path, tmp_path: Path) -> None:
+    first, second = _printed("ranks", library, tmp_path)
+    for what, found in first.items():
+        assert found == second[what], what
+    assert "device=cuda," in first["captured graph"] and 'torch.device("cuda")' in first["emitted step"]
+
+
+def test_regions_sum_in_one_order_and_within_what_is_planned_for_them(library: Path, tmp_path: Path) -> None:
+    options: list[dict[str, Any]] = [{"stage": 3, "world_size": 2}, {"stage": 0, "world_size": 1, "max_grad_norm": 1.0}]
+    for found in _printed("regions", library, tmp_path, *map(json.dumps, options)):
+        kernels = "".join(found["sources"].values())
+        assert len(found["sources"]) >= 6
+        assert "tl.atomic_add" not in kernels
+        assert kernels.count("'deterministic': True") == kernels.count("'deterministic':") > 0
+        assert "embedding_gradient" in kernels
+        assert found["compiled peak"] <= found["planned peak"]

@@ -1,0 +1,136 @@
+"""Every kernel, built offline for A100 and H100: within its registers, and without a byte spilled."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.compiled.kernels.interpreted import region_of
+from tests.lib.optimizers import CASES
+from zerofx.codegen.kernels.update import BLOCK, NUM_WARPS, load_kernel, make_update_kernel
+from zerofx.ir.op_kernels.norms import ROW
+from zerofx.ir.op_kernels.quantise import ENCODINGS
+from zerofx.optimizers import trace_update
+
+pytest.importorskip("triton")
+norms, softmax, wire = (import_module(f"zerofx.codegen.kernels.{name}") for name in ("norms", "softmax", "wire"))
+
+_NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float64: "*fp64"}
+_LOW = torch.bfloat16
+
+
+class Build(NamedTuple):
+    """A kernel, the types of its run-time arguments in order, its compile-time arguments, and how it is launched."""
+
+    kernel: Any
+    types: Sequence[str]
+    constants: Mapping[str, object]
+    options: Mapping[str, object]
+    max_registers: int  # a thread's, measured with triton 3.7 and rounded up to a multiple of 8
+
+
+def update(case: str, fused: bool, max_registers: int) -> Build:
+    optimizer = CASES[case]([torch.nn.Parameter(torch.zeros(3))])
+    group = optimizer.param_groups[0]
+    program = trace_update(optimizer, group, fused=fused)
+    if program.first_step_only:
+        names = program.state_after
+        program = trace_update(optimizer, group, state_present=names, fused=fused)
+    states = [torch.zeros(8) for _ in program.states] + [torch.zeros(()) for _ in program.tensor_scalars]
+    inputs = [torch.zeros(8), torch.zeros(8, dtype=_LOW), *states, torch.zeros(8, dtype=_LOW)]
+    made = make_update_kernel(region_of(program, _LOW), [*inputs, (0.5,) * program.num_scalars], dying={1})
+    types = [_NAMES[inputs[number].dtype] for number in made.pointers] + ["i64"] + ["fp32"] * len(made.scalars)
+    return Build(load_kernel(made.source), types, {"BLOCK": BLOCK}, {"num_warps": NUM_WARPS}, max_registers)
+
+
+def quantiser(encoding: str, max_registers: int) -> Build:
+    constants, options = wire_constants(encoding)
+    constants |= {"LARGEST": ENCODINGS[encoding].largest, "SMALLEST": torch.finfo(torch.float32).tiny}
+    types = ["*bf16", "*u8", "*fp32", "i32", "i32", "i32", "i32", "i32"]
+    return Build(wire.quantise_kernel, types, constants, options, max_registers)
+
+
+def dequantiser(encoding: str, max_registers: int) -> Build:
+    types = ["*u8", "*fp32", "*bf16", "i32", "i32", "i32"]
+    return Build(wire.dequantise_kernel, types, *wire_constants(encoding), max_registers)
+
+
+def wire_constants(encoding: str) -> tuple[dict[str, object], dict[str, object]]:
+    """Compile-time arguments that both kernels have, and how they are launched."""
+    given = wire.options(encoding)
+    options = {name: given.pop(name) for name in ("num_warps", "enable_fp_fusion")}
+    return given, options
+
+
+def row_sums(dtype: torch.dtype, max_registers: int) -> Build:
+    types = [_NAMES[dtype], "*fp64", "i64"]
+    return Build(norms.row_sums_kernel, types, {"ROW": ROW}, {"num_warps": norms.NUM_WARPS}, max_registers)
+
+
+def chunk(first: bool, max_registers: int) -> Build:
+    types = ["*bf16", "*i64", "*fp32", "*fp32", "i32", "i32", "i32", "i32"]
+    constants = {"FIRST": first, "COLUMNS": softmax.COLUMNS}
+    return Build(softmax.chunk_kernel, types, constants, {"num_warps": softmax.NUM_WARPS}, max_registers)
+
+
+def gradient(max_registers: int) -> Build:
+    types = ["*bf16", "*i64", "*fp32", "*fp32", "i32", "i32", "i32", "i32"]
+    constants = {"COLUMNS": softmax.COLUMNS}
+    return Build(softmax.gradient_kernel, types, constants, {"num_warps": softmax.NUM_WARPS}, max_registers)
+
+
+BUILDS = {
+    "adamw": lambda: update("adamw", True, 48),
+    "adamw written out": lambda: update("adamw", False, 48),
+    "sgd with momentum": lambda: update("sgd_momentum", True, 32),
+    "lion": lambda: update("lion", False, 32),
+    "quantise int8": lambda: quantiser("int8", 64),
+    "quantise int4": lambda: quantiser("int4", 64),
+    "quantise fp8": lambda: quantiser("fp8", 64),
+    "dequantise int8": lambda: dequantiser("int8", 40),
+    "dequantise int4": lambda: dequantiser("int4", 40),
+    "dequantise fp8": lambda: dequantiser("fp8", 40),
+    "row sums of bfloat16": lambda: row_sums(torch.bfloat16, 40),
+    "row sums of float32": lambda: row_sums(torch.float32, 40),
+    "row sums of float64": lambda: row_sums(torch.float64, 56),
+    "first chunk": lambda: chunk(True, 32),
+    "another chunk": lambda: chunk(False, 32),
+    "gradient": lambda: gradient(32),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_kernel_builds_within_its_registers(name: str, capability: int, tmp_path: Path) -> None:
+    build = BUILDS[name]()
+    num_registers, num_spilled = resources(build, capability, tmp_path / "kernel.cubin")
+    assert 0 < num_registers <= build.max_registers
+    assert num_spilled == 0
+
+
+def resources(build: Build, capability: int, path: Path) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its that spill to memory, as the assembler has put them into the binary."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = [name for name in build.kernel.arg_names if name not in build.constants]
+    # Triton finds out at each launch that allocations begin at multiples of 16 bytes.
+    aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(build.types) if kind.startswith("*")}
+    source = ASTSource(build.kernel, dict(zip(names, build.types, strict=True)), build.constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(build.options))
+    path.write_bytes(compiled.asm["cubin"])
+    told = subprocess.run(
+        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)], check=True, capture_output=True, text=True
+    ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", told)
+    assert found is not None, told
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local

@@ -1,0 +1,199 @@
+"""Optimizers that cannot run on flat shards are refused, with what is in the way."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import zerofx
+from tests.lib.optimizers import CASES, Lion
+from zerofx.errors import OptimizerError
+from zerofx.optimizers import check_supported, trace_update
+
+Update = Callable[[torch.Tensor, dict[str, Any], dict[str, Any]], None]
+
+
+def matrix() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4))
+
+
+class Custom(torch.optim.Optimizer):
+    """An optimizer whose update of one parameter is a function."""
+
+    def __init__(self, params: Any, update: Update) -> None:
+        super().__init__(params, {"lr": 0.1, "beta": 0.9, "count": 2})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.update(p, group, self.state[p])
+
+
+def refused(update: Update, match: str) -> None:
+    optimizer = Custom([matrix()], update)
+    with pytest.raises(OptimizerError, match=match):
+        check_supported(optimizer)
+
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+def test_elementwise_optimizers_pass(make: Any) -> None:
+    check_supported(make([matrix()]))
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon", "SparseAdam"])
+def test_whole_tensor_optimizers_are_refused_by_name(name: str) -> None:
+    with pytest.raises(OptimizerError, match=name):
+        check_supported(getattr(torch.optim, name)([matrix()]))
+
+
+def test_a_subclass_of_a_refused_optimizer_is_refused() -> None:
+    class Mine(torch.optim.LBFGS):
+        pass
+
+    with pytest.raises(OptimizerError, match="Mine: its step needs a closure"):
+        check_supported(Mine([matrix()]))
+
+
+def test_a_closure_is_refused() -> None:
+    class Closure(Lion):
+        def step(self, closure: Any) -> None:  # type: ignore[override]  # what is tested
+            super().step()
+
+    with pytest.raises(OptimizerError, match=re.escape("Closure.step(closure)")):
+        check_supported(Closure([matrix()]))
+
+
+def test_differentiable_is_refused() -> None:
+    with pytest.raises(OptimizerError, match="differentiable"):
+        check_supported(torch.optim.Adam([matrix()], differentiable=True))
+
+
+def test_complex_parameters_are_refused_where_their_parts_are_not_updated_apart() -> None:
+    parameter = torch.zeros(3, dtype=torch.complex64, requires_grad=True)
+    check_supported(torch.optim.Adam([parameter]))
+    with pytest.raises(OptimizerError, match=r"parts of a complex parameter .* SGD does not"):
+        check_supported(torch.optim.SGD([parameter], lr=0.1))
+
+
+def test_layerwise_norms_are_refused_with_the_operator_and_the_line() -> None:
+    def lars(p: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        assert p.grad is not None
+        p.add_(p.grad * (p.norm() / p.grad.norm()), alpha=-group["lr"])
+
+    refused(lars, r"Custom calls aten.linalg_vector_norm.default, which is not elementwise.*test_refuse\.py:\d+")
+
+
+@pytest.mark.parametrize(
+    ("update", "match"),
+    [
+        (lambda p, g, s: p.sub_(p.mean()), "aten.mean.default"),
+        (lambda p, g, s: p.add_(torch.rand_like(p)), "aten.rand_like.default, which draws random numbers"),
+        (lambda p, g, s: p.sub_(p.grad.cumsum(0)), "aten.cumsum.default"),
+        (lambda p, g, s: p.sub_(p.flatten()[1]), "aten.select.int, which takes a tensor apart"),
+        (lambda p, g, s: p.sub_(p.grad.max().item()), "aten.max.default"),
+        (lambda p, g, s: p.sub_(p.grad, alpha=g["lr"] / p.numel()), "shapes differently"),
+        (lambda p, g, s: p.sub_(p.grad @ p.t() @ p if p.dim() > 1 else p.grad), "aten.t.default"),
+        (lambda p, g, s: p.sub_(p.grad * 2 if p.dim() > 1 else p.grad), "shapes differently"),
+        (lambda p, g, s: p.sub_(torch.ones(5).sum()), "shape"),
+        (lambda p, g, s: s.update(history=[p.grad]), r'keeps a list in state\["history"\]'),
+        (lambda p, g, s: p.sub_(p.grad, alpha=float(p.detach().numpy().max())), r"numpy\(\) on a whole tensor"),
+        (
+            lambda p, g, s: p.sub_(p.grad, alpha=random.random()),
+            "when the same step is run again: it depends on random",
+        ),
+        (lambda p, g, s: p.sub_(p.grad * 2 if p.numel() > 4096 else p.grad), "leaves another parameter"),
+        (lambda p, g, s: torch._foreach_norm([p]), "aten.linalg_vector_norm.default"),
+        (lambda p, g, s: g.update(count=g["count"] + 1), r'another param_groups\["count"\]'),
+        (
+            lambda p, g, s: [p.mul_(0.5) for _ in range(s.setdefault("n", [1])[0])] and s["n"].append(s["n"].pop() + 1),
+            "more than 8 forms",
+        ),
+        (lambda p, g, s: s.clear() if s else s.update(m=torch.zeros_like(p)), "drops state 'm'"),
+        (lambda p, g, s: p.mul_(g["absent"]), r"Custom.step\(\).*KeyError"),
+    ],
+)
+def test_what_a_flat_shard_cannot_do_is_refused(update: Update, match: str) -> None:
+    refused(update, match)
+
+
+def test_tensors_from_outside_are_refused() -> None:
+    mask = torch.ones(1)
+    refused(lambda p, g, s: p.mul_(mask), "neither parameter, gradient, state")  # type: ignore[arg-type]  # returns what nobody reads
+
+
+def test_states_of_something_else_than_a_parameter_are_refused() -> None:
+    class Shared(Lion):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+            self.state["all"]["count"] = 1  # type: ignore[index]  # as people do
+            super().step()
+
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(OptimizerError, match=r"keeps state for something other than a parameter; use"):  # no line
+        zerofx.compile(model, Shared(model.parameters()))
+
+
+def test_counters_that_depend_on_the_number_of_parameters_are_refused() -> None:
+    class Counter(Lion):
+        count = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+            self.count += len(self.param_groups[0]["params"])
+            super().step()
+
+    optimizer = Counter([matrix()])
+    with pytest.raises(OptimizerError, match="another attribute 'count' in step 1"):
+        check_supported(optimizer)
+    assert optimizer.count == 0
+
+
+def test_optimizers_in_optimizers_are_refused() -> None:
+    class Wrapper(Lion):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    with pytest.raises(OptimizerError, match="found the SGD in inner of Wrapper"):
+        check_supported(Wrapper([matrix()]))
+
+
+def test_parameters_that_are_updated_in_pairs_are_refused() -> None:
+    class Pairs(Lion):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+            super().step()
+            first, *others = self.param_groups[0]["params"]
+            for p in others:
+                p.add_(first.flatten()[0])
+
+    with pytest.raises(OptimizerError, match="Pairs leaves another parameter in step 1"):
+        check_supported(Pairs([matrix(), matrix()]))
+
+
+def test_counts_among_hyperparameters_may_be_integers() -> None:
+    def update(p: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        assert p.grad is not None
+        for _ in range(group["count"]):
+            p.sub_(p.grad, alpha=group["lr"])
+
+    optimizer = Custom([matrix()], update)
+    program = trace_update(optimizer, optimizer.param_groups[0])
+    assert program.host()({"lr": 0.5, "count": 2}, {}) == (-0.5,) or program.num_scalars == 1
+    assert program.host()({"lr": 0.5, "count": 3}, {}) is None
+
+
+def test_a_state_that_an_option_adds_half_way_is_refused() -> None:
+    optimizer = torch.optim.RMSprop([matrix()], momentum=0.9)
+    with pytest.raises(OptimizerError, match="momentum_buffer"):
+        trace_update(
+            optimizer,
+            optimizer.param_groups[0],
+            state_present=frozenset({"step", "square_avg"}),
+            scalar_values={"step": 1},
+        )

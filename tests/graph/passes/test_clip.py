@@ -1,0 +1,105 @@
+"""Gradients are clipped by the norm of all of them, after the last reduction and in front of every update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.graph.passes.test_states import placed
+from tests.lib.graphs import Prepared, calls, prepare
+from zerofx.errors import InvalidGraphError, PlanError
+from zerofx.ir import ops
+from zerofx.ir.facts import Phase, origin
+from zerofx.ir.streams import runs_on_host
+from zerofx.passes.verify import verify
+
+aten = torch.ops.aten
+
+
+def clipping(prepared: Prepared, max_grad_norm: float = 1.0) -> Prepared:
+    prepared.plan = replace(prepared.plan, max_grad_norm=max_grad_norm)
+    return prepared
+
+
+@pytest.mark.parametrize(("stage", "num_ranks"), [(0, 2), (3, 2), (3, 1)])
+def test_the_norm_is_taken_of_slices(golden: Callable[..., None], stage: int, num_ranks: int) -> None:
+    golden(clipping(prepare(stage=stage, num_ranks=num_ranks)).changes("clip"))
+
+
+def test_updates_begin_with_the_factor(golden: Callable[..., None]) -> None:
+    golden(clipping(prepare(stage=2, precision="bf16")).changes("update"))
+
+
+@pytest.mark.parametrize(("tier", "update"), [("host", "host"), ("nvme", "device")])
+def test_states_come_up_one_after_the_other(golden: Callable[..., None], tier: str, update: str) -> None:
+    golden(clipping(placed(tier, update)).changes("update"))
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, None), (2, "bf16"), (3, None)])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("tier", "update"), [("host", "host"), ("nvme", "device")])
+def test_what_the_passes_leave_is_accepted(
+    tier: str, update: str, num_ranks: int, stage: int, precision: str | None
+) -> None:
+    prepared = clipping(placed(tier, update, stage, num_ranks, precision))
+    prepared.run_pipeline()
+    step = prepared.step
+    order = step.positions()
+    (factor,) = calls(step, aten.clamp.default)
+    scaled = [node for node in calls(step, aten.mul_.Tensor) if node.args[1] in (factor, *_copies(prepared))]
+    assert len(scaled) == len(prepared.plan.reduces)
+    assert {runs_on_host(node) for node in scaled} == {update == "host"}
+    assert all(order[factor] < order[node] for node in scaled)
+    backward = [node for node in step.calls() if origin(node).phase is Phase.BACKWARD]
+    assert max(order[node] for node in (*backward, *calls(step, ops.square_sum))) < order[factor]
+
+
+def _copies(prepared: Prepared) -> list[object]:
+    return [node for node in prepared.step.calls() if node.name == "clip_down"]
+
+
+def test_one_bucket_s_states_are_on_their_way_while_another_is_updated() -> None:
+    step = clipping(placed("host", "device")).run().step
+    order = step.positions()
+    reloads = sorted(order[node] for node in calls(step, ops.reload))
+    updates = sorted(order[node] for node in calls(step, aten.addcdiv_.default))
+    (squares,) = calls(step, aten.cat.default)
+    # A bucket's copies start before the one before it is updated, and after the update before that.
+    assert len(reloads) == len(updates) == 3
+    assert reloads[0] < order[squares] and reloads[1] < updates[0] < reloads[2] < updates[1]
+
+
+def test_buckets_are_added_up_in_their_own_order() -> None:
+    # That of reductions may be another one with another plan.
+    step = clipping(prepare()).run("clip").step
+    (together,) = calls(step, aten.cat.default)
+    assert [node.name for node in together.all_input_nodes] == ["squares_0", "squares_1", "squares_2"]
+    order = step.positions()
+    assert order[together.all_input_nodes[0]] > order[together.all_input_nodes[2]]
+
+
+def test_an_update_before_the_factor_is_refused() -> None:
+    prepared = clipping(prepare()).run()
+    verify(prepared.step, "all", prepared.plan)
+    written = calls(prepared.step, aten.add_.Tensor)[0]
+    calls(prepared.step, aten.cat.default)[0].prepend(written)
+    written.kwargs = {}
+    with pytest.raises(InvalidGraphError, match=r"clipping: add__tensor writes shard_2 before the factor is known"):
+        verify(prepared.step, "mine")
+
+
+def test_a_step_that_clips_is_refused_for_a_plan_that_does_not() -> None:
+    prepared = clipping(prepare()).run()
+    with pytest.raises(InvalidGraphError, match="plan: the graph sums squares of gradients"):
+        verify(prepared.step, "all", replace(prepared.plan, max_grad_norm=None))
+
+
+def test_delayed_updates_are_refused() -> None:
+    prepared = clipping(placed("host", "host"))
+    states = tuple(replace(decision, delayed=True) for decision in prepared.plan.states)
+    prepared.plan = replace(prepared.plan, states=states)
+    with pytest.raises(PlanError, match="expected no delayed updates beside max_grad_norm"):
+        prepared.run()

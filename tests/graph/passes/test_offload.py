@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from tests.lib.graphs import Block, Prepared, calls, prepare
+from tests.lib.offloads import offloading, recomputing
+from zerofx.codegen.regions import Region, cut, is_free_view
+from zerofx.errors import PlanError
+from zerofx.ir import ops
+from zerofx.ir.edit import consumers
+from zerofx.ir.facts import Phase, origin, tensor, tier_of
+from zerofx.scheduler.plan.decisions import OffloadDecision
+
+aten = torch.ops.aten
+
+
+class ThreeBlocks(nn.Module):
+    """Blocks that transpose their input, so that backward reads views of it; the last reads the first one's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.tanh(self.layers[0](x).t()).t()
+        y = torch.tanh(self.layers[1](first).t()).t()
+        loss: Tensor = (torch.tanh(self.layers[2](y)) * first).sum()
+        return loss
+
+
+def offloaded(near: bool = False) -> Prepared:
+    prepared = prepare(ThreeBlocks())
+    prepared.plan = offloading(prepared, prepared.plan, ["host", "nvme"], near=near)
+    return prepared
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_values_are_copied_out_and_back(golden: Callable[..., None], near: bool) -> None:
+    golden(offloaded(near).changes("offload"))
+
+
+def test_backward_reads_what_was_reloaded() -> None:
+    prepared = offloaded()
+    values = [prepared.node(decision.value) for decision in prepared.plan.offloads]
+    prepared.run("offload")
+    assert len(values) > 3
+    for value, decision in zip(values, prepared.plan.offloads, strict=True):
+        assert not any(origin(reader).phase is Phase.BACKWARD for reader in consumers(value))
+        again = prepared.node(f"{value.name}_again")
+        assert any(origin(reader).phase is Phase.BACKWARD for reader in consumers(again))
+        assert tensor(again).stride() == tensor(value).stride() and tier_of(again) == "device"
+        assert tier_of(prepared.node(f"stored_{value.name}")) == decision.tier
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_no_units_run_is_cut_in_two(near: bool) -> None:
+    assert _runs(offloaded(near)) == _runs(prepare(ThreeBlocks()))
+
+
+def _runs(prepared: Prepared) -> Counter[tuple[str, Phase]]:
+    """How many regions have nodes of each unit and phase: around the loss one region may be in two phases."""
+    regions = [one for one in cut(prepared.run().step) if isinstance(one, Region)]
+    return Counter(
+        (region.unit, phase)
+        for region in regions
+        for phase in {origin(node).phase for node in region.own if not is_free_view(node)}
+    )
+
+
+def test_copies_start_before_others_are_awaited_at_the_same_place() -> None:
+    step = offloaded(near=True).run("offload").step
+    for first, second in zip(step.calls(), list(step.calls())[1:], strict=False):
+        if second.target is ops.offload:
+            assert first.target is not ops.wait
+
+
+def test_what_is_computed_again_reads_what_was_reloaded() -> None:
+    prepared = prepare(ThreeBlocks())
+    prepared.plan = offloading(prepared, recomputing(prepared), ["host"])
+    step = prepared.run("offload").step
+    assert prepared.plan.offloads and prepared.plan.recomputes
+    for out in calls(step, ops.offload):
+        value = out.args[0]
+        assert isinstance(value, fx.Node)
+        assert not any(origin(reader).phase is Phase.BACKWARD for reader in consumers(value))
+
+
+def test_a_plan_without_offloads_changes_nothing() -> None:
+    prepared = prepare(ThreeBlocks())
+    before = prepared.step.text()
+    assert prepared.run("offload").step.text() == before
+
+
+def _refused(message: str, **changed: Any) -> None:
+    prepared = offloaded()
+    first = next(decision for decision in prepared.plan.offloads if decision.value == "tanh")
+    prepared.plan = replace(prepared.plan, offloads=(replace(first, **changed),))
+    before = prepared.step.text()
+    with pytest.raises(PlanError, match=message):
+        prepared.run("offload")
+    assert prepared.step.text() == before
+
+
+@pytest.mark.parametrize("where", ["value", "free_after", "reload_before"])
+def test_a_node_that_is_not_there_is_refused(where: str) -> None:
+    _refused("names node nowhere, which this graph has not", **{where: "nowhere"})
+
+
+@pytest.mark.parametrize("tier", ["device", "tape"])
+def test_another_tier_is_refused(tier: str) -> None:
+    _refused(f"expected tanh to be offloaded to host or nvme, found tier '{tier}'", tier=tier)
+
+
+def test_values_that_cannot_be_offloaded_are_refused() -> None:
+    _refused("expected to offload a tensor that forward computes, found batch_0", value="batch_0")
+    _refused("expected to offload a value with memory of its own, found t_1", value="t_1")
+    _refused("that it does not read sum_1|found a result: sum_1", value="sum_1")
+    _refused("expected to offload a tensor that forward computes, found mm_3", value="mm_3")
+
+
+def test_another_order_is_refused() -> None:
+    prepared = offloaded()
+    first = next(decision for decision in prepared.plan.offloads if decision.value == "tanh")
+    _refused("found another order", free_after=first.reload_before, reload_before=first.free_after)
+    _refused("found another order", free_after="mm")
+    _refused("found another order", reload_before=first.free_after)
+
+
+def test_a_value_that_is_offloaded_twice_is_refused() -> None:
+    prepared = offloaded()
+    first: OffloadDecision = prepared.plan.offloads[0]
+    prepared.plan = replace(prepared.plan, offloads=(first, replace(first, tier="nvme")))
+    with pytest.raises(PlanError, match="offloaded twice"):
+        prepared.run("offload")
+
+
+def test_a_value_that_is_written_in_place_is_refused() -> None:
+    prepared = offloaded()
+    value = prepared.node("tanh")
+    with prepared.step.graph.inserting_after(value):
+        written = prepared.step.graph.call_function(aten.mul_.Tensor, (value, 2.0))
+    written.meta.update(value.meta)
+    prepared.plan = replace(prepared.plan, offloads=tuple(d for d in prepared.plan.offloads if d.value == value.name))
+    with pytest.raises(PlanError, match="expected to offload a value that is not written in place, found tanh"):
+        prepared.run("offload")

@@ -1,0 +1,49 @@
+"""Lowered steps for reports: no process group, no kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from tests.lib.graphs import DIM, Block, prepare, settings
+from tests.lib.offloads import offloading
+from zerofx.lowering.lower import LoweredStep, lower
+from zerofx.scheduler.cost.machine import Machine
+
+
+class Deep(nn.Module):
+    """`depth` equal layers and a head; the loss is the sum of the head's outputs."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(DIM, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        loss: Tensor = self.head(x).sum()
+        return loss
+
+
+def lowered(
+    depth: int = 6,
+    *,
+    stage: int = 3,
+    num_ranks: int = 2,
+    prefetch: int = 1,
+    tiers: Sequence[str] = (),
+    fused: bool = False,
+) -> LoweredStep:
+    """The step of ``Deep(depth)``; all that waits for backward does so in ``tiers`` in turn, if there are any.
+
+    ``fused``: whether its regions are to be compiled.
+    """
+    prepared = prepare(Deep(depth), stage=stage, num_ranks=num_ranks, prefetch=prefetch)
+    plan = offloading(prepared, prepared.plan, tiers) if tiers else prepared.plan
+    machine = Machine.named("cpu")
+    return lower(
+        prepared.step, plan, prepared.layout, prepared.programs, machine, settings(), on_cpu=True, talk=False,
+        fused=fused,
+    )  # fmt: skip

@@ -1,0 +1,112 @@
+"""When what lives in slower tiers starts on its way: as late as it can be, and never later."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.train.search.test_joint import small_machine
+from zerofx.scheduler.cost.machine import Link, Machine, Nvme, copy_seconds
+from zerofx.scheduler.decide.prefetch import Arrival, starts_of
+from zerofx.scheduler.plan.tiers import Tier
+
+
+def machine(link: float, drive: float) -> Machine:
+    """One whose link moves ``link`` bytes/s and whose drive moves ``drive``, for one rank."""
+    small = small_machine(link)
+    alone = replace(small, ranks_per_node=1, host=replace(small.host, memory_bandwidth=1e18))
+    return replace(alone, nvme=Nvme(2**50, Link(drive, 1e-12), Link(drive, 1e-12)))
+
+
+def layers(count: int, num_bytes: int, tier: Tier) -> list[Arrival]:
+    """The parameters of ``count`` layers, each wanted where its run begins."""
+    return [Arrival(num_bytes, tier, "device", run, run) for run in range(count)]
+
+
+def test_on_a_fast_link_a_copy_starts_one_run_ahead() -> None:
+    found = starts_of(layers(6, 100, "host"), [1.0] * 6, machine(1000, 1e9))  # 0.1 s a copy, 1 s a run
+    assert [start.copy for start in found] == [0, 0, 1, 2, 3, 4]
+
+
+def test_a_copy_of_several_runs_seconds_starts_as_many_runs_ahead() -> None:
+    slow = machine(100, 1e9)
+    assert 3 < copy_seconds(250, "host", "device", slow) < 4
+    (start,) = starts_of([Arrival(250, "host", "device", 8, 8)], [1.0] * 10, slow)
+    assert start.copy == 8 - 4
+
+
+def test_a_link_slower_than_computation_is_always_busy_and_yet_little_is_there_early() -> None:
+    found = starts_of(layers(8, 300, "host"), [1.0] * 8, machine(100, 1e9))  # 3 s a copy, 1 s a run
+    assert [start.copy for start in found] == [0, *range(7)]  # each one copy ahead, not all from the beginning
+
+
+def test_the_drive_is_read_ahead_of_the_copy_to_the_device() -> None:
+    found = starts_of(layers(8, 100, "nvme"), [1.0] * 8, machine(1000, 60))  # 0.1 s and 1.67 s
+    for run, start in list(enumerate(found))[3:]:
+        assert start.read < start.copy < run
+
+
+def test_the_depth_follows_the_seconds_and_is_no_constant() -> None:
+    depth = {
+        drive: 11 - starts_of([Arrival(1000, "nvme", "device", 11, 11)], [1.0] * 12, machine(1e9, drive))[0].read
+        for drive in (4000, 900, 300)
+    }
+    assert depth == {4000: 2, 900: 3, 300: 5}
+
+
+def test_what_an_update_wants_is_there_behind_its_run_at_the_latest() -> None:
+    (start,) = starts_of([Arrival(100, "host", "device", 4, 3)], [1.0] * 4, machine(1e9, 1e9))
+    assert start.copy == 3
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    data=st.data(),
+    seconds=st.lists(st.floats(0.01, 2.0), min_size=2, max_size=10),
+    link=st.sampled_from([50.0, 300.0, 1e5]),
+    drive=st.sampled_from([40.0, 300.0, 1e5]),
+)
+def test_no_copy_makes_computation_wait_longer_than_copying_as_soon_as_possible(
+    data: st.DataObject, seconds: list[float], link: float, drive: float
+) -> None:
+    runs = len(seconds)
+    wanted = sorted(data.draw(st.lists(st.integers(0, runs - 1), min_size=1, max_size=8)))
+    slower: list[Tier] = ["host", "nvme"]
+    tiers = data.draw(st.lists(st.sampled_from(slower), min_size=len(wanted), max_size=len(wanted)))
+    sizes = data.draw(st.lists(st.integers(1, 400), min_size=len(wanted), max_size=len(wanted)))
+    arrivals = [Arrival(n, t, "device", r, r) for n, t, r in zip(sizes, tiers, wanted, strict=True)]
+    fast = machine(link, drive)
+    starts = starts_of(arrivals, seconds, fast)
+    assert all(0 <= start.read <= start.copy <= arrival.latest for start, arrival in zip(starts, arrivals, strict=True))
+    soonest = simulate(arrivals, [0] * len(arrivals), [0] * len(arrivals), seconds, fast)
+    placed = simulate(arrivals, [s.read for s in starts], [s.copy for s in starts], seconds, fast)
+    assert placed == pytest.approx(soonest, rel=1e-6)
+
+
+def simulate(
+    arrivals: list[Arrival], reads: list[int], copies: list[int], seconds: list[float], fast: Machine
+) -> float:
+    """The step's seconds when each leg is issued where computation reaches a run, and awaited where it is wanted."""
+    free = {"read": 0.0, "copy": 0.0}
+    there: dict[int, float] = {}
+    read_done: dict[int, float] = {}
+    now = 0.0
+    for run in range(len(seconds)):
+        for number, arrival in enumerate(arrivals):
+            if arrival.needed == run and copies[number] < run:
+                now = max(now, there[number])
+        for number, arrival in enumerate(arrivals):
+            if arrival.tier == "nvme" and reads[number] == run:
+                begin = max(now, free["read"])
+                free["read"] = read_done[number] = begin + copy_seconds(arrival.num_bytes, "nvme", "host", fast)
+        for number, arrival in enumerate(arrivals):
+            if copies[number] == run:
+                begin = max(now, free["copy"], read_done.get(number, 0.0))
+                free["copy"] = there[number] = begin + copy_seconds(arrival.num_bytes, "host", "device", fast)
+                if arrival.needed == run:
+                    now = max(now, there[number])
+        now += seconds[run]
+    return now

@@ -1,0 +1,78 @@
+"""The examples run as a reader would run them, for a few steps only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.lib.checkout import ROOT
+from tests.lib.distributed import PATIENCE_SECONDS
+
+
+def run(script: str, *options: str, processes: int = 1) -> str:
+    """What `script` of examples/ prints; fails with all that it printed if it ends in an error."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += [str(ROOT / "examples" / script), *options]
+    # An installed zerofx is not needed: the examples find the one of this checkout.
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_train_gpt(processes: int) -> None:
+    printed = run("train_gpt.py", "--steps", "3", "--backend", "eager", processes=processes)
+    for line in ("validation loss", "unigram entropy", "predicted peak", "measured peak", "generated step"):
+        assert printed.count(line) == 1, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_train_gpt_learns(processes: int) -> None:
+    printed = run("train_gpt.py", "--steps", "100", processes=processes)
+    learned, ignorant = (
+        next(float(line.split()[2]) for line in printed.splitlines() if line.startswith(name))
+        for name in ("validation loss", "unigram entropy")
+    )
+    assert learned < ignorant - 0.3, printed
+
+
+def test_train_llama() -> None:
+    pytest.importorskip("transformers")
+    assert "step    1   loss" in run("train_llama.py", "--steps", "2")
+
+
+def test_finetune_lora() -> None:
+    assert "frozen weights unchanged     True" in run("finetune_lora.py", "--steps", "2")
+
+
+def test_train_convnet() -> None:
+    assert "accuracy on new images" in run("train_convnet.py", "--steps", "2")
+
+
+def test_distill() -> None:
+    assert "from the teacher" in run("distill.py", "--steps", "2", "--backend", "eager")
+
+
+def test_train_contrastive() -> None:
+    assert "among 128 images" in run("train_contrastive.py", "--steps", "2", "--backend", "eager", processes=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["distill.py", "train_llama.py", "finetune_lora.py", "train_convnet.py"])
+def test_on_two_processes(script: str) -> None:
+    run(script, "--steps", "2", processes=2)

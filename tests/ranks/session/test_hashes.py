@@ -1,0 +1,59 @@
+"""Plans are the same on every rank and in every run, whatever the environment of a process is."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.lib.checkout import ROOT
+from tests.lib.distributed import PATIENCE_SECONDS
+from tests.lib.hashes import planned_alone
+
+PATHS = f"{ROOT}{os.pathsep}{ROOT / 'examples'}"
+ONE = {"PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C", "TZ": "UTC", "UNRELATED": "one"}
+OTHER = {"PYTHONHASHSEED": "2", "OMP_NUM_THREADS": "2", "LC_ALL": "tr_TR.UTF-8", "TZ": "Asia/Tokyo", "UNRELATED": "2"}
+
+
+def run_with(environments: Sequence[Mapping[str, str]], folder: Path) -> list[dict[str, Any]]:
+    """What ``tests.lib.hashes`` writes on ranks with these environments, each started by a launcher of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launchers = [
+        subprocess.Popen(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(environments)), "--node-rank",
+                str(rank), "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port),
+                "-m", "tests.lib.hashes", str(folder),
+            ],
+            env={**os.environ, "PYTHONPATH": PATHS, "GLOO_SOCKET_IFNAME": "lo", **environment},
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank, environment in enumerate(environments)
+    ]  # fmt: skip
+    try:
+        outputs = [launcher.communicate(timeout=PATIENCE_SECONDS)[0] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert [launcher.returncode for launcher in launchers] == [0] * len(launchers), "\n".join(outputs)
+    return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(len(environments))]
+
+
+def test_environments_do_not_change_a_plan(tmp_path: Path) -> None:
+    one, other = run_with([ONE, OTHER], tmp_path)
+    # The environments did reach the processes.
+    assert (one["mark"], one["threads"]) == ("one", 1) and (other["mark"], other["threads"]) == ("2", 2)
+    assert one["hash of a word"] != other["hash of a word"]
+    for what in ("planned alone", "compiled", "source", "graph"):
+        assert one[what] == other[what], what
+    assert one["compiled"] == one["planned alone"], "what is planned without ranks is what they run"
+    # This process is another run, with an environment of its own.
+    here = planned_alone()
+    assert (here.decisions_hash(), here.graph) == (one["planned alone"], one["graph"])

@@ -1,0 +1,175 @@
+"""Tuning on several ranks, and over links that are not what the machine says."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerofx
+from tests.lib.distributed import run_ranks
+from tests.lib.tuning import check, noisy, peak_of, rows, tune
+from tests.lib.users import adamw, ids, tiny, untouched
+from zerofx import Candidate, Plan, TuneResult, ZeroFXError
+from zerofx.driver import building
+from zerofx.runtime.measure.measure import Measurement
+from zerofx.scheduler.cost.machine import Link, Machine
+from zerofx.scheduler.search.evaluate import predict_plan
+from zerofx.settings import read_settings
+from zerofx.tuning import trial
+from zerofx.tuning import tuner as tuning
+
+
+def tune_on_ranks(folder: str) -> tuple[TuneResult, list[float], bool, dict[str, str]]:
+    """The result, this rank's own times, whether nothing was trained, and errors."""
+    os.environ["ZEROFX_TIMEOUT"] = "60"
+    rank = dist.get_rank()
+    model = tiny()
+    optimizer = adamw(model)
+    batch = {"ids": ids(rank), "labels": ids(9)}
+    own: list[float] = []
+    run = trial.run_trial
+
+    def noted(*args: Any) -> Any:
+        found, regions = run(*args)
+        assert found.measured is not None
+        own.append(found.measured.step_seconds)
+        return found, regions
+
+    with pytest.MonkeyPatch.context() as patch, untouched(model, optimizer):
+        patch.setattr(tuning, "run_trial", noted)
+        result = tune(model, optimizer, batch, save=Path(folder, "plan.json"))
+    before = copy.deepcopy(model.state_dict())
+    step = zerofx.compile(model, optimizer, backend="eager", plan=Path(folder, "plan.json"), example_batch=batch)
+    assert step.plan == result.plan
+    step.close()
+    errors = {}
+    wrong: dict[str, dict[str, Any]] = {
+        "number": {"num_steps": 2 + rank},
+        "budget": {"memory_budget": 1000},
+        "folder": {"save": Path(folder, "none", "plan.json")},
+    }
+    for name, options in wrong.items():
+        with pytest.raises(ZeroFXError) as caught:
+            tune(model, optimizer, batch, **options)
+        errors[name] = f"{type(caught.value).__name__}: {caught.value}"
+    return result, own, all(torch.equal(before[name], value) for name, value in model.state_dict().items()), errors
+
+
+def test_ranks_return_the_same_result() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (zero, mine, kept, errors), (one, theirs, also, others) = run_ranks(tune_on_ranks, 2, folder)
+        assert Plan.load(Path(folder, "plan.json")) == zero.plan
+    assert zero == one and zero.plan.prediction == one.plan.prediction
+    assert kept and also
+    check(zero)
+    assert "prefetch 2" in [candidate.name for candidate in zero.candidates]
+    measured = [candidate.measured.step_seconds for candidate in zero.candidates if candidate.measured]
+    assert sorted(measured) == sorted(max(pair) for pair in zip(mine, theirs, strict=True)), "of the slowest rank"
+    assert re.search("rank 0: num_steps: 2\n  rank 1: num_steps: 3", errors["number"])
+    assert errors["budget"] == others["budget"] and "MemoryBudgetError" in errors["budget"]
+    assert errors["folder"].startswith("UsageError") and "rank 0 could not" in others["folder"]
+
+
+def far_off(**links: Link) -> Machine:
+    """The CPU's row with links that it does not have."""
+    cpu = Machine.named("cpu")
+    to_host, to_device = (links.get(name, getattr(cpu.host, name)) for name in ("to_host", "to_device"))
+    host = replace(cpu.host, to_host=to_host, to_device=to_device)
+    between = links.get("between", cpu.intra_node)
+    return replace(cpu, intra_node=between, inter_node=between, host=host)
+
+
+def regions_alone(result: TuneResult, prepared: Any, machine: Machine) -> float:
+    """What the best plan is predicted to take if regions are corrected, and links are not."""
+    return predict_plan(
+        prepared.captured, result.plan, prepared.layout, prepared.programs, machine, read_settings(),
+        on_cpu=True, fused=False, costs=replace(result.costs, links={}),
+    ).step_seconds  # fmt: skip
+
+
+def tune_from(machine: Machine, model: nn.Module, batch: Any, **options: Any) -> tuple[TuneResult, float]:
+    """The result, and the best plan's seconds with links as the machine has them."""
+    seen: list[Any] = []
+
+    def noted(*args: Any, **keywords: Any) -> Any:
+        seen.append(building.prepare(*args, **keywords))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zerofx.tuning.tuner.prepare", noted)
+        result = tune(model, adamw(model), batch, machine=machine, **options)
+    return result, regions_alone(result, seen[0], machine)
+
+
+def tune_over_a_wrong_link() -> tuple[TuneResult, float]:
+    os.environ["ZEROFX_TIMEOUT"] = "60"
+    batch = {"ids": ids(dist.get_rank()), "labels": ids(9)}
+    return tune_from(far_off(between=Link(1e4, 1.0)), tiny(), batch, num_candidates=1)
+
+
+def test_collectives_that_took_other_times_correct_the_links_between_ranks() -> None:
+    zero, one = run_ranks(tune_over_a_wrong_link, 2)
+    assert zero == one
+    result, without = zero
+    corrected, measured = result.plan.step_seconds, result.measured.step_seconds
+    assert abs(corrected - measured) < abs(without - measured)
+    assert without > 5.0 and corrected < 1.0
+    assert result.costs.links["collective"].seconds(1 << 10) < 1.0
+    assert "collective: " in str(result)
+
+
+def test_copies_that_took_other_times_correct_the_links_to_the_host() -> None:
+    slow = Link(1e4, 0.5)
+    machine = far_off(to_host=slow, to_device=slow)
+    model = noisy()
+    most = peak_of("none")
+    options: dict[str, Any] = {"memory_budget": most - 6000, "offload": "host", "recompute": "none"}
+    result, without = tune_from(machine, model, rows(), num_candidates=1, **options)
+    check(result)
+    assert result.plan.link_bytes["to_host"] > 0
+    assert set(result.costs.links) == {"to_host", "to_device"}
+    corrected, measured = result.plan.step_seconds, result.measured.step_seconds
+    assert abs(corrected - measured) < abs(without - measured)
+    assert without > 1.0 > corrected
+
+
+class FailingOnOne(zerofx.Step):
+    """Runs out of memory on rank 1, after a step that both have run."""
+
+    def measure(self, *args: Any, num_steps: int = 3, **kwargs: Any) -> Measurement:
+        if dist.get_rank() == 1 and len(self.plan.gathers) and FailingOnOne.built > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().measure(*args, num_steps=num_steps, **kwargs)
+
+    built = 0
+
+    def __init__(self, *args: Any) -> None:
+        FailingOnOne.built += 1
+        super().__init__(*args)
+
+
+def fail_on_one_rank() -> list[Candidate]:
+    os.environ["ZEROFX_TIMEOUT"] = "5"
+    model = tiny()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "Step", FailingOnOne)
+        return list(tune(model, adamw(model), {"ids": ids(), "labels": ids(9)}).candidates)
+
+
+def test_after_one_rank_failed_amid_a_step_nothing_more_is_run() -> None:
+    zero, one = run_ranks(fail_on_one_rank, 2)
+    assert zero == one
+    assert zero[0].outcome == "best"
+    outcomes = [candidate.outcome for candidate in zero]
+    assert sum(text.startswith("failed on rank") for text in outcomes) == 1
+    assert any(text.startswith("not run: another failed amid a step") for text in outcomes)

@@ -1,0 +1,102 @@
+"""The promise of exactness: training through zerofx gives the bits that plain PyTorch gives, whatever is planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lib.distributed import run_ranks
+from tests.lib.models import CASES, sgd
+from tests.lib.training import compare_runs, differences, train_compiled, train_plain
+
+STAGES: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in range(4)}
+PLANS: dict[str, dict[str, Any]] = {
+    "prefetch 0": {"stage": 3, "prefetch": 0},
+    "prefetch 3": {"stage": 3, "prefetch": 3},
+    "all kept": {"stage": 3, "keep_gathered": "all"},
+}
+
+# One spawn of ranks costs seconds: cases of a kind share one. The first of each is trained under every plan.
+FAMILIES = {
+    "language models": ["gpt", "tied"],
+    "torch layers": ["torch layers"],
+    "images": ["batchnorm", "channels last", "evaluating"],
+    "image layers": ["image layers"],
+    "trained in part": ["frozen", "lora", "unused", "param groups"],
+    "sharing": ["borrowed", "peeking", "view as loss", "repeated", "shared module", "parametrised"],
+    "sizes and dtypes": ["odd sizes", "stack", "one scalar", "mixed dtypes", "mixed in layer"],
+    "buffers and dropout": ["dropout", "buffers", "swapped buffers", "evaluating dropout"],
+    "llama": ["llama", "llama masked"],
+    "gpt2": ["gpt2", "gpt2 dropout"],
+    "bert": ["bert", "bert dropout"],
+    "qwen3 next": ["qwen3 next"],
+    "t5": ["t5"],
+    "vit": ["vit"],
+}
+SLOW = {"torch layers", "image layers", "bert", "qwen3 next", "t5", "vit"}
+INTERFACES = ["arguments", "returns dict", "returns tuple", "returns list", "returns dataclass", "loss function"]
+
+
+def _families() -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in FAMILIES]
+
+
+def test_every_case_is_trained() -> None:
+    assert sorted(CASES) == sorted([name for names in FAMILIES.values() for name in names] + INTERFACES)
+
+
+def test_a_difference_of_one_bit_is_noticed() -> None:
+    found = train_plain(CASES["stack"], steps=2)
+    state = {name: tensor.clone() for name, tensor in found.state.items()}
+    state["layers.1.up.bias"][3] = torch.nextafter(state["layers.1.up.bias"][3], torch.tensor(9.0))
+    assert differences(found, found) == []
+    assert [line.split()[0] for line in differences(found, replace(found, state=state))] == ["layers.1.up.bias"]
+
+
+def _compare_family(names: list[str]) -> dict[str, list[str]]:
+    return compare_runs(names[:1], STAGES | PLANS) | compare_runs(names[1:], STAGES)
+
+
+@pytest.mark.parametrize("family", _families())
+def test_two_ranks_train_like_distributed_data_parallel(family: str) -> None:
+    for rank, wrong in enumerate(run_ranks(_compare_family, 2, FAMILIES[family])):
+        assert wrong == {}, f"rank {rank}"
+
+
+def test_two_ranks_take_any_batch_and_find_the_loss_in_any_output() -> None:
+    runs = {label: STAGES[label] for label in ("stage 0", "stage 3")}
+    for rank, wrong in enumerate(run_ranks(compare_runs, 2, INTERFACES, runs, 0.0, 4)):
+        assert wrong == {}, f"rank {rank}"
+
+
+@pytest.mark.parametrize("family", _families())
+def test_one_process_trains_like_eager_mode(family: str) -> None:
+    runs = {label: STAGES[label] for label in ("stage 0", "stage 3")}
+    assert (
+        compare_runs(FAMILIES[family][:1], runs) | compare_runs(FAMILIES[family][1:], {"stage 3": {"stage": 3}}) == {}
+    )
+
+
+MANY_RANKS = ["gpt", "odd sizes", "batchnorm", "tied"]
+
+
+def _compare_on_many_ranks() -> dict[str, list[str]]:
+    found = {}
+    for name in MANY_RANKS:
+        # Plain SGD: Adam divides a gradient that is truly zero (a key's bias) by its own rounding errors.
+        case = replace(CASES[name], optimizer=sgd, steps=8)
+        first = train_compiled(case, 0)
+        found[f"{name}, stage 0 to plain"] = differences(train_plain(case), first, 1e-6)
+        for label, options in {**STAGES, **PLANS}.items():
+            if label in ("stage 1", "stage 3", "prefetch 3"):
+                found[f"{name}, {label} to stage 0"] = differences(first, train_compiled(case, **options))
+    return {label: wrong for label, wrong in found.items() if wrong}
+
+
+@pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_more_ranks_train_like_distributed_data_parallel_but_for_the_order_of_sums(num_ranks: int) -> None:
+    for rank, wrong in enumerate(run_ranks(_compare_on_many_ranks, num_ranks)):
+        assert wrong == {}, f"rank {rank}"

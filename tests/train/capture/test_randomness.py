@@ -1,0 +1,89 @@
+"""A forward that draws otherwise than with torch would draw once, for all steps: it is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from tests.lib.models import DIM, Regression
+from zerofx.capture.randomness import kept_randomness
+from zerofx.errors import CaptureError
+
+
+class Drawing(Regression):
+    """Scales each layer by what it draws, so that repeated layers draw too."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.draw = draw
+
+    def predict(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.draw()
+        return x
+
+
+def _states() -> tuple[object, ...]:
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), kind, tuple(keys), *rest
+
+
+@pytest.mark.parametrize(
+    ("draw", "found"),
+    [
+        (random.random, "draws with Python's random:"),
+        (np.random.rand, "draws with numpy.random:"),
+        (lambda: random.gauss() + np.random.randn(), "draws with Python's random and numpy.random:"),
+    ],
+)
+def test_draws_of_other_generators_are_refused_and_undone(draw: Callable[[], float], found: str) -> None:
+    model = Drawing(draw)
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
+    batch, before = (torch.randn(4, DIM), torch.randn(4, DIM)), _states()
+    with pytest.raises(CaptureError, match=found):
+        step(*batch)
+    assert _states() == before
+
+
+def _seeded() -> float:
+    torch.manual_seed(42)
+    return 1.0
+
+
+def _seeded_for_a_draw() -> float:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(42)
+        return torch.rand(())  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("draw", [_seeded, _seeded_for_a_draw])
+def test_a_forward_that_seeds_is_refused_and_the_seed_undone(draw: Callable[[], float]) -> None:
+    model = Drawing(draw)
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
+    batch, before = (torch.randn(4, DIM), torch.randn(4, DIM)), torch.get_rng_state()
+    with pytest.raises(CaptureError, match="found one that seeds it"):
+        step(*batch)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("draw", [lambda: 0.5, lambda: float(random.Random(0).random())])
+def test_what_does_not_touch_them_is_not_refused(draw: Callable[[], float]) -> None:
+    model = Drawing(draw)
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
+    assert step(torch.randn(4, DIM), torch.randn(4, DIM)).isfinite()
+
+
+def test_generators_are_left_as_they_were() -> None:
+    before, torch_before = _states(), torch.get_rng_state()
+    with kept_randomness(torch.device("cpu")):
+        drawn = random.random(), np.random.rand(3), torch.rand(3)
+    assert len(drawn) == 3
+    assert _states() == before
+    assert torch.equal(torch.get_rng_state(), torch_before)

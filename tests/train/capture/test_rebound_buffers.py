@@ -1,0 +1,184 @@
+"""A forward may put other tensors in the places of its buffers, and leave tensors on its modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.lib.models import DIM, Case, Regression, batches, rows
+from tests.lib.training import differences, train_compiled, train_plain
+from zerofx.capture.trace import capture
+from zerofx.errors import CaptureError, ZeroFXWarning
+from zerofx.ir.batch import Batch
+from zerofx.ir.graph import StepGraph
+
+
+def _capture(model: nn.Module) -> StepGraph:
+    args, keywords = next(batches(Case(lambda: model, rows), 0, 1))
+    return capture(model, Batch.of(args, keywords))
+
+
+class _Rebinding(Regression):
+    """Puts other tensors in the places of its buffers, one of which it has changed in place before."""
+
+    count: Tensor
+    a: Tensor
+    b: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("a", torch.zeros(DIM))
+        self.register_buffer("b", torch.ones(DIM))
+        self.register_buffer("cached", None)
+        self.last: Tensor | None = None
+        self.ran = False
+
+    def predict(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * self.b + self.a * self.count
+        self.count += 1
+        self.count = self.count * 2
+        self.a, self.b = self.b, self.a
+        self.b = 0.9 * self.b + y.detach().mean(0)
+        self.last, self.cached, self.ran = y, torch.zeros(3), True
+        return y
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_a_buffer_that_gets_another_tensor_has_its_values_behind_the_step(num_micro_batches: int) -> None:
+    case = Case(_Rebinding, rows)
+    expected = train_plain(case, 4, num_micro_batches)
+    del expected.state["cached"]
+    assert differences(expected, train_compiled(case, 3, 4, accumulate=num_micro_batches)) == []
+
+
+def test_tensors_that_a_forward_leaves_on_its_modules_go_with_the_capture() -> None:
+    model = _Rebinding()
+    assert set(_capture(model).mutations) == {"count", "a", "b"}
+    assert model.last is None and model.cached is None and model.ran
+
+
+class _Counted(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(x)
+
+
+class _Noted(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self.num_rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_rows = x.shape[0]
+        return super().forward(x)
+
+
+class _With(Regression):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def predict(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_a_number_that_each_forward_changes_is_named() -> None:
+    with pytest.warns(ZeroFXWarning, match=r"changes linear\.num_calls: .* register what is to change as a buffer"):
+        _capture(_With(_Counted()))
+
+
+def test_a_number_that_a_second_forward_leaves_as_it_is_is_none_to_warn_of() -> None:
+    _capture(_With(_Noted()))
+
+
+class _Growing(_Rebinding):
+    def predict(self, x: Tensor) -> Tensor:
+        self.a = torch.cat([self.a, self.a])
+        y: Tensor = self.linear(x)
+        return y
+
+
+class _Undetached(_Rebinding):
+    def predict(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.a = self.a + y.mean(0)
+        return y
+
+
+@pytest.mark.parametrize(("kind", "found"), [(_Growing, r"shape \[16\]"), (_Undetached, "with a gradient")])
+def test_a_buffer_that_gets_what_it_cannot_hold_is_refused(kind: type[_Rebinding], found: str) -> None:
+    with pytest.raises(CaptureError, match=rf"{found}.* in the place of a, .*shape \[8\]"):
+        _capture(kind())
+
+
+class _Scaled(nn.Module):
+    """Scales by a mean over all that it has seen, kept in a buffer that may be another module's too."""
+
+    mean: Tensor
+
+    def __init__(self, mean: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("mean", mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.add_(x.detach().mean(0))
+        y: Tensor = self.linear(x) * self.mean.clone()
+        return y
+
+
+class _Sharing(Regression):
+    """Modules that share a buffer, which each of them changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mean = torch.ones(DIM)
+        self.layers = nn.Sequential(*(_Scaled(mean) for _ in range(4)))
+
+    def predict(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+
+class _Reading(_Sharing):
+    """Reads what modules share, and has a name of its own for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", self.layers[0].get_buffer("mean"))
+
+    def predict(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer.get_submodule("linear")(x) * layer.get_buffer("mean")
+        return x * self.get_buffer("scale")
+
+
+class _Parting(_Sharing):
+    """Puts another tensor in one of the places of a buffer that modules share."""
+
+    def predict(self, x: Tensor) -> Tensor:
+        last = self.layers[-1]
+        assert isinstance(last, _Scaled)
+        last.mean = last.mean * 2
+        return super().predict(x)
+
+
+@pytest.mark.parametrize("model", [_Sharing, _Reading])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_modules_may_share_a_buffer(model: type[nn.Module], num_micro_batches: int) -> None:
+    case = Case(model, rows)
+    found = train_compiled(case, 3, 3, accumulate=num_micro_batches)
+    assert differences(train_plain(case, 3, num_micro_batches), found) == []
+
+
+def test_a_buffer_that_modules_share_stays_one() -> None:
+    with pytest.raises(CaptureError, match=r"layers.3.mean, which is layers.0.mean, layers.1.mean, layers.2.mean too"):
+        _capture(_Parting())

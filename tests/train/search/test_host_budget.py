@@ -1,0 +1,139 @@
+"""Plans within a budget of host memory, and the pool that keeps to it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import zerofx
+from tests.lib.models import CASES, batches
+from tests.lib.offloads import placing, prepare_case
+from tests.lib.training import build
+from tests.train.search.test_budget import gpt, run
+from tests.train.search.test_joint import small_machine
+from zerofx.driver.plan_only import PlannedStep
+from zerofx.errors import MemoryBudgetError, TierError, UsageError, ZeroFXWarning
+from zerofx.options import Offload
+from zerofx.runtime.tiers.host_memory import HostMemory
+from zerofx.scheduler.cost.blocks import PAGE
+from zerofx.scheduler.cost.machine import Machine
+
+H100 = Machine.named("h100-sxm")
+
+
+def planned(memory_budget: int | None, **options: Any) -> PlannedStep:
+    model, batch = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    return zerofx.plan(
+        model, optimizer, batch, machine=small_machine(1e10), memory_budget=memory_budget, backend="eager", **options
+    )  # fmt: skip
+
+
+@functools.cache
+def most() -> int:
+    """The peak without a budget."""
+    return planned(None).plan.peak_bytes["device"]
+
+
+def blocks_of(step: PlannedStep) -> int:
+    return step.lowered.simulation.live.host_block_bytes
+
+
+@pytest.mark.parametrize("offload", ["nvme", "auto"])
+def test_a_plan_takes_no_more_of_the_host_than_it_may(offload: Offload) -> None:
+    memory_budget = int(0.8 * most())
+    free = blocks_of(planned(memory_budget, offload=offload))
+    found = planned(memory_budget, offload=offload, host_budget=int(0.8 * free))
+    assert 0 < blocks_of(found) <= int(0.8 * free)
+    assert found.plan.peak_bytes["device"] <= memory_budget
+    assert found.plan.peak_bytes["nvme"] > 0
+
+
+def test_one_that_is_too_small_is_refused_with_what_would_do() -> None:
+    memory_budget = int(0.6 * most())
+    with pytest.raises(
+        MemoryBudgetError, match=r"cannot be met within host_budget=4.0 KiB: the least possible"
+    ) as found:
+        planned(memory_budget, offload="host", host_budget="4KiB")
+    enough = int(str(found.value).split("takes ")[1].split("(")[1].split(" bytes")[0])
+    assert blocks_of(planned(memory_budget, offload="host", host_budget=enough)) <= enough
+
+
+def test_a_fraction_is_of_a_ranks_share_of_the_host() -> None:
+    tiny = 5e3 / H100.host_bytes_per_rank
+    with pytest.raises(MemoryBudgetError, match=r"host_budget=4\.9 KiB"):
+        planned(int(0.6 * most()), offload="host", host_budget=tiny)
+
+
+def test_what_cannot_be_a_budget_is_refused() -> None:
+    for wrong in (0, -1, 1.5, True, "much"):
+        with pytest.raises(UsageError, match=r"host_budget|expected a size"):
+            planned(10**9, host_budget=wrong)
+    with pytest.warns(ZeroFXWarning, match="host_budget is ignored without a memory_budget"):
+        planned(None, host_budget="1GiB")
+
+
+@pytest.mark.usefixtures("drive")
+@pytest.mark.parametrize("offload", ["host", pytest.param("nvme", marks=pytest.mark.slow)])
+def test_the_pool_keeps_to_it_and_the_bits_are_the_same(offload: Offload) -> None:
+    model, batch = gpt()
+
+    def trained(**options: Any) -> tuple[zerofx.Step, list[torch.Tensor]]:
+        copied = copy.deepcopy(model)
+        optimizer = torch.optim.AdamW(copied.parameters(), lr=0.01, foreach=False)
+        step = zerofx.compile(copied, optimizer, backend="eager", **options)
+        losses = [run(step, batch) for _ in range(2)]
+        return step, [*losses, *step.full_state_dict().values()]
+
+    plain, expected = trained()
+    memory_budget = int(0.75 * plain.plan.peak_bytes["device"])
+    options = {"memory_budget": memory_budget, "offload": offload, "machine": small_machine(1e9)}
+    free, _ = trained(**options)
+    needed = free.compiled.simulation.live.host_block_bytes
+    limit = needed if offload == "host" else int(0.9 * needed)
+    step, found = trained(**options, host_budget=limit)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert step._tiers is not None
+    # Blocks of other sizes wait for reuse as long as the limit allows.
+    assert 0 < step._tiers.host_block_bytes <= limit and step.compiled.simulation.live.host_block_bytes <= limit
+
+
+def test_a_plan_that_was_given_is_held_to_it() -> None:
+    case = CASES["gpt"]
+    plan = placing(prepare_case(case, 0, 1), "host", "host")
+    args, _ = next(batches(case, 0, 1))
+
+    def compiled(limit: int | None) -> zerofx.Step:
+        model = build(case)
+        step = zerofx.compile(model, case.optimizer(model), 0, plan=plan, backend="eager", host_budget=limit)
+        step(*args)
+        return step
+
+    with pytest.raises(MemoryBudgetError, match=r"within host_budget=1 B \(1 bytes\), found one that takes"):
+        compiled(1)
+    needed = compiled(None).compiled.simulation.live.host_block_bytes
+    step = compiled(needed)
+    assert step._tiers is not None
+    # Adam's moments and the parameters with them, gradients and new parameters on their way: counted to the block.
+    assert step.plan.peak_bytes["host"] < step._tiers.host_block_bytes <= needed
+
+
+def test_blocks_of_other_sizes_make_room_and_what_is_in_use_does_not() -> None:
+    memory = HostMemory(pinned=False, budget=10 * PAGE)
+    small, large = memory.take(2 * PAGE), memory.take(4 * PAGE)
+    memory.give_back(large)
+    assert memory.num_bytes == 6 * PAGE
+    other = memory.take(6 * PAGE)
+    assert memory.num_bytes == 8 * PAGE, "the free block had to go"
+    with pytest.raises(
+        TierError, match=r"expected 12.0 KiB more .* within host_budget=40.0 KiB, found 32.0 KiB in use"
+    ):
+        memory.take(3 * PAGE)
+    memory.give_back(small)
+    memory.give_back(other)
+    memory.clear()
+    assert memory.num_bytes == 0

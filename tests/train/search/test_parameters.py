@@ -1,0 +1,156 @@
+"""Parameters off the device, chosen by the budget: what is moved, what it costs, the same bits."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import zerofx
+from gpt import GPT
+from tests.train.search.test_budget import gpt, run
+from tests.train.search.test_joint import small_machine
+from zerofx.capture.trace import Batch, capture
+from zerofx.driver.plan_only import PlannedStep
+from zerofx.ir.buckets import layout_of
+from zerofx.options import Offload
+from zerofx.scheduler.cost.machine import Link, Machine, Nvme
+from zerofx.scheduler.cost.timeline import seconds_by_place
+from zerofx.scheduler.decide.parameters import Home, copies_menu, parameter_menus
+from zerofx.scheduler.decide.residency import PolicyOptions, residencies
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.tiers import Tier
+
+H100 = Machine.named("h100-sxm")
+
+
+def menus(
+    machine: Machine, num_ranks: int = 1, state_bytes: int = 12, room: int = 2**40
+) -> dict[str, tuple[Home, Home]]:
+    with torch.device("meta"):
+        model = GPT(512, 512, 2, 8, 128)
+        ids = torch.zeros(1, 128, dtype=torch.long)
+    step = capture(model, Batch.of((ids, ids), {}), compute_dtype=torch.bfloat16)
+    layout = layout_of(step, {p.name: 0 for p in step.parameters}, num_ranks)
+    held = {bucket.index: state_bytes * bucket.shard_numel for bucket in layout.buckets}
+    space: dict[Tier, int] = {"host": room}
+    found = parameter_menus(
+        residencies(step, layout, PolicyOptions()), layout, held, seconds_by_place(step, machine), machine, space
+    )
+    return {bucket.name: levels for bucket, levels in found.items()}
+
+
+def test_parameters_on_the_device_cost_nothing_and_off_it_they_hold_nothing() -> None:
+    found = menus(H100)
+    assert set(found) >= {"layers.0", "layers.1"}
+    for stay, leave in found.values():
+        assert stay == Home(stay.num_bytes, 0.0) and stay.num_bytes > 0
+        assert leave.tier == "host" and leave.num_bytes == 0 and leave.seconds > 0
+
+
+def test_beside_the_copies_of_states_nothing_of_theirs_is_hidden() -> None:
+    alone, beside = menus(H100, state_bytes=0), menus(H100)
+    assert all(beside[name][1].seconds >= alone[name][1].seconds for name in alone)
+    assert beside["layers.1"][1].seconds > alone["layers.1"][1].seconds
+
+
+def test_where_computation_is_slow_copies_hide_behind_it() -> None:
+    slow = replace(H100.device, peak=replace(H100.device.peak, bfloat16=1e9))
+    assert menus(replace(H100, device=slow), state_bytes=0)["layers.1"][1].seconds == 0
+
+
+def test_with_more_ranks_each_has_less_to_move() -> None:
+    few, many = menus(H100), menus(H100, 64)
+    assert sum(stay.num_bytes for stay, _ in many.values()) < sum(stay.num_bytes for stay, _ in few.values()) / 32
+    assert sum(leave.seconds for _, leave in many.values()) < sum(leave.seconds for _, leave in few.values())
+
+
+def test_what_a_tier_has_no_room_for_stays() -> None:
+    assert not menus(H100, room=8)
+    one = menus(H100)["layers.0"][0].num_bytes
+    assert len(menus(H100, room=one)) < len(menus(H100))
+
+
+def test_copies_ahead_hold_a_bucket_and_copies_at_once_are_waited_for() -> None:
+    with torch.device("meta"):
+        model = GPT(512, 512, 2, 8, 128)
+        ids = torch.zeros(1, 128, dtype=torch.long)
+    step = capture(model, Batch.of((ids, ids), {}))
+    layout = layout_of(step, {p.name: 0 for p in step.parameters}, 1)
+    ahead, at_once = copies_menu(layout, {}, "host", H100)
+    assert ahead.num_bytes == max(bucket.full_bytes for bucket in layout.buckets) and ahead.seconds == 0
+    assert at_once.num_bytes == 0 and at_once.seconds > 0
+
+
+def planned(memory_budget: str | None, num_ranks: int = 1) -> PlannedStep:
+    with torch.device("meta"):
+        model = GPT(512, 1024, 4, 8, 128)
+        ids = torch.zeros(1, 128, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return zerofx.plan(
+        model, optimizer, (ids, ids), machine=H100, precision="bf16", memory_budget=memory_budget, backend="eager",
+        world_size=num_ranks,
+    )  # fmt: skip
+
+
+def moved(plan: Plan) -> tuple[int, int]:
+    return len(plan.states), len(plan.parameters)
+
+
+@pytest.mark.parametrize(("num_ranks", "least"), [(1, 0.45), (2, 0.36)])
+def test_states_leave_before_parameters_and_a_smaller_budget_moves_more(num_ranks: int, least: float) -> None:
+    most = planned(None, num_ranks).plan
+    some, more = (planned(f"{int(s * most.peak_bytes['device'])}B", num_ranks).plan for s in (0.65, least))
+    assert moved(most) == (0, 0)
+    assert 0 < moved(some)[0] <= moved(more)[0] and moved(some)[1] == 0 < moved(more)[1]
+    assert all("between uses" in decision.reason for decision in more.parameters)
+    assert most.step_seconds <= some.step_seconds <= more.step_seconds
+    name = more.buckets[more.parameters[-1].bucket].name
+    text = more.why(name)
+    assert f"parameters on {more.parameters[-1].tier} between uses: frees" in text
+    assert "copied to the device before" in text and "never gathered" not in text
+    assert "on the device -> on host" in some.diff(more).partition("\nparameters")[2]
+    assert "parameters" in str(more) and "between uses" in str(more)
+
+
+def test_a_plan_with_parameters_elsewhere_is_read_as_it_was_written(tmp_path: Path) -> None:
+    most = planned(None).plan
+    plan = planned(f"{int(0.45 * most.peak_bytes['device'])}B").plan
+    assert plan.parameters
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def with_drive(rate: float) -> Machine:
+    """A machine with a host link and a drive of so many bytes a second."""
+    return replace(small_machine(rate), nvme=Nvme(2**40, Link(rate, 1e-9), Link(rate, 1e-9)))
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_training_within_a_budget_below_the_parameters_has_the_same_bits(
+    tier: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEROFX_NVME_DIR", str(tmp_path))
+    model, batch = gpt()
+    results, most, plans = [], 0, []
+    for limit in (None, 0.6, 0.4):
+        trained = copy.deepcopy(model)
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01, foreach=False)
+        step = zerofx.compile(
+            trained, optimizer, backend="eager", machine=with_drive(1e9), offload=tier if limit else "auto",
+            memory_budget=int(limit * most) if limit else None,
+        )  # fmt: skip
+        losses = [run(step, batch) for _ in range(3)]
+        plans.append(step.plan)
+        most = most or step.plan.peak_bytes["device"]
+        found = step.measure(*batch, num_steps=1)
+        assert found.link_bytes == step.plan.link_bytes
+        assert {**found.peak_bytes, "device": 0} == {**step.plan.peak_bytes, "device": 0}
+        step.close()
+        results.append([*losses, *(p.detach().clone() for p in trained.parameters())])
+    assert plans[2].parameters and plans[2].peak_bytes["device"] <= 0.4 * most
+    assert len(plans[1].parameters) <= len(plans[2].parameters)
+    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*results, strict=True))

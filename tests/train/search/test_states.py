@@ -1,0 +1,95 @@
+"""Optimizer states off the device, chosen by the budget: what is moved, on which side it is updated, the same bits."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+import zerofx
+from gpt import GPT
+from tests.train.search.test_budget import gpt, run
+from tests.train.search.test_joint import small_machine
+from zerofx.capture.trace import Batch, capture
+from zerofx.driver.plan_only import PlannedStep
+from zerofx.ir.buckets import layout_of
+from zerofx.scheduler.cost.machine import Link, Machine
+from zerofx.scheduler.cost.timeline import seconds_by_place
+from zerofx.scheduler.decide.states import Placement, state_menus
+
+H100 = Machine.named("h100-sxm")
+
+
+def menus(machine: Machine, num_ranks: int = 1, stage: int = 3) -> list[tuple[Placement, Placement]]:
+    with torch.device("meta"):
+        model = GPT(512, 512, 2, 8, 128)
+        ids = torch.zeros(1, 128, dtype=torch.long)
+    step = capture(model, Batch.of((ids, ids), {}), compute_dtype=torch.bfloat16)
+    layout = layout_of(step, {p.name: 0 for p in step.parameters}, num_ranks)
+    held = {bucket.index: 12 * bucket.shard_numel for bucket in layout.buckets}
+    return list(state_menus(layout, held, stage, seconds_by_place(step, machine), machine, ("host",)).values())
+
+
+def test_states_on_the_device_cost_nothing_and_off_it_they_hold_nothing() -> None:
+    for stay, leave in menus(H100):
+        assert stay.tier == "device" and stay.seconds == 0 and stay.num_bytes > 0
+        assert leave.tier == "host" and leave.num_bytes == 0
+
+
+def test_the_update_goes_where_it_is_cheaper() -> None:
+    slow_link = replace(H100, host=replace(H100.host, to_host=Link(1e8, 0.0), to_device=Link(1e8, 0.0)))
+    slow_host = replace(H100, host=replace(H100.host, flops=1e6))
+    assert {leave.update for _, leave in menus(slow_link)} == {"host"}
+    assert {leave.update for _, leave in menus(slow_host)} == {"device"}
+
+
+def test_with_more_ranks_there_is_less_to_free_and_less_to_wait_for() -> None:
+    few, many = menus(H100, 1), menus(H100, 64)
+    assert sum(stay.num_bytes for stay, _ in many) < sum(stay.num_bytes for stay, _ in few) / 32
+    assert sum(leave.seconds for _, leave in many) < sum(leave.seconds for _, leave in few)
+
+
+def test_where_the_host_is_full_states_stay() -> None:
+    assert not menus(replace(H100, host=replace(H100.host, memory_bytes=8)))
+
+
+def planned(memory_budget: str | None) -> PlannedStep:
+    with torch.device("meta"):
+        model = GPT(512, 1024, 12, 8, 128)
+        ids = torch.zeros(1, 128, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return zerofx.plan(
+        model, optimizer, (ids, ids), machine=H100, precision="bf16", memory_budget=memory_budget, backend="eager"
+    )
+
+
+def test_a_budget_below_the_states_moves_some_buckets_and_a_smaller_one_moves_more() -> None:
+    most = planned(None).plan
+    some, more = (planned(f"{int(share * most.peak_bytes['device'])}B").plan for share in (0.7, 0.45))
+    assert 0 < len(some.states) < len(more.states) <= len(most.buckets)
+    assert some.slower_peak_bytes["host"] < more.slower_peak_bytes["host"]
+    assert all("frees" in decision.reason and "exposed" in decision.reason for decision in more.states)
+    assert most.step_seconds <= some.step_seconds <= more.step_seconds
+
+
+@pytest.mark.parametrize("share", [0.6, 0.55])
+def test_training_with_states_on_the_host_has_the_same_bits(share: float) -> None:
+    model, batch = gpt()
+    results, states = [], 0
+    most = 0
+    for limit in (None, share):
+        trained = copy.deepcopy(model)
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01, foreach=False)
+        step = zerofx.compile(
+            trained, optimizer, backend="eager", machine=small_machine(1e9), offload="host" if limit else "auto",
+            memory_budget=int(limit * most) if limit else None,
+        )  # fmt: skip
+        losses = [run(step, batch) for _ in range(3)]
+        most, states = step.plan.peak_bytes["device"], len(step.plan.states)
+        with step.full_parameters():  # parameters may be off the device as well
+            results.append([*losses, *(p.detach().clone() for p in trained.parameters())])
+        step.close()
+    assert states > 0
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

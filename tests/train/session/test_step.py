@@ -1,0 +1,393 @@
+"""A compiled step and its model over a life: training, evaluating, failing, closing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from tests.lib.pairs import OptimizerOf, Pair, compile_eager, momentum
+from tests.lib.users import TOKENS, Tiny, adamw, eager_step, ids, same_parameters, tiny
+from zerofx import CompilerError, PlanError, ShardedParametersError, Step, UsageError, ZeroFXWarning
+
+# ------------------------------------------------------------------------------------------------ close
+
+
+@pytest.mark.parametrize("optimizer", [adamw, momentum])
+def test_a_closed_step_leaves_a_model_that_trains_on_in_eager_mode(optimizer: OptimizerOf) -> None:
+    pair = Pair(optimizer)
+    pair.train(3)
+    pair.step.close()
+    pair.step.close()
+    assert not [k for m in pair.model.modules() for k, v in vars(m).items() if k.endswith("hooks") and v]
+    assert not [k for k in vars(pair.model) if "zerofx" in k]
+    for seed in range(3):
+        mine, theirs = (
+            eager_step(model, optimizer, ids(seed), labels=ids(9))
+            for model, optimizer in zip((pair.model, pair.plain), pair.optimizers, strict=True)
+        )
+        assert torch.equal(mine, theirs)
+    assert same_parameters(pair.model, pair.plain)
+    states = [o.state_dict()["state"] for o in pair.optimizers]
+    assert str(states[0]) == str(states[1])
+    with pytest.raises(UsageError, match=r"call step\(batch\) before close\(\)"):
+        pair.step(ids(), labels=ids(1))
+    with pytest.raises(UsageError, match="prepare a step before close"):
+        pair.step.prepare(ids(), labels=ids(1))
+    with pair.step.full_parameters() as model:
+        assert model is pair.model
+    pair.step = compile_eager(pair.model, pair.optimizers[0])
+    pair.train(2)
+    assert pair.same()
+
+
+def test_a_step_that_never_ran_closes() -> None:
+    model = tiny()
+    compile_eager(model, adamw(model)).close()
+    assert not [name for name in vars(model) if "zerofx" in name]
+    assert same_parameters(model, tiny())
+
+
+def test_a_step_is_not_closed_while_its_parameters_are_shown() -> None:
+    pair = Pair()
+    pair.train()
+    with pair.step.full_parameters(), pytest.raises(UsageError, match=r"close\(\) outside full_parameters"):
+        pair.step.close()
+    pair.train()
+
+
+# ------------------------------------------------------------------------------------------------ the model
+
+
+def test_a_resident_model_is_used_as_it_is() -> None:
+    pair = Pair()
+    pair.train(2)
+    assert torch.equal(pair.model(ids()), pair.plain(ids()))
+    assert same_parameters(pair.model, pair.plain)
+    full = pair.step.full_state_dict()
+    assert all(torch.equal(full[name], tensor) for name, tensor in pair.plain.state_dict().items())
+    pair.model.load_state_dict(tiny().state_dict())
+    pair.plain.load_state_dict(tiny().state_dict())
+    pair.train()
+    other = copy.deepcopy(pair.model)
+    compile_eager(other, adamw(other))
+    assert pickle.loads(pickle.dumps(pair.model)).head.weight.equal(pair.plain.head.weight)
+
+
+def test_full_parameters_are_those_of_plain_training_and_can_be_written_back() -> None:
+    pair = Pair()
+    with pair.step.full_parameters() as model:
+        assert model is pair.model
+    pair.train(2)
+    with pair.step.full_parameters(write_back=True), torch.no_grad():
+        assert pair.same()
+        pair.model.head.bias.zero_()
+        with pytest.raises(UsageError, match="found it inside another"), pair.step.full_parameters(write_back=True):
+            pass
+    with torch.no_grad():
+        pair.plain.head.bias.zero_()
+    pair.train(2)
+    assert pair.same()
+
+
+def test_a_step_inside_full_parameters_is_refused() -> None:
+    pair = Pair()
+    pair.train()
+    with pair.step.full_parameters(), pytest.raises(UsageError, match=r"step\(batch\) outside full_parameters"):
+        pair.step(ids(), labels=ids(1))
+    pair.train()
+
+
+def test_masters_guard_the_model_until_they_are_shown() -> None:
+    model = tiny()
+    step = compile_eager(model, adamw(model), precision="bf16")
+    first = step(ids(), labels=ids(1))
+    whole = r"with step.full_parameters\(\)"
+    with pytest.raises(ShardedParametersError, match=f"expected Tiny to be called .*{whole}"):
+        model(ids())
+    with pytest.raises(ShardedParametersError, match="expected Linear to be called"):
+        model.head(torch.zeros(1, 4))
+    for part in (model, model.head):
+        with pytest.raises(ShardedParametersError, match=r"step.full_state_dict\(\)"):
+            part.state_dict()
+    with pytest.raises(ShardedParametersError, match=r"full_parameters\(write_back=True\)"):
+        model.load_state_dict(tiny().state_dict())
+    with pytest.raises(ShardedParametersError, match="expected a copy of the model"):
+        copy.deepcopy(model)
+    with pytest.raises(ShardedParametersError, match="expected the model to be pickled"):
+        pickle.dumps(model)
+    with step.full_parameters():
+        assert model(ids()).isfinite().all()
+        other = copy.deepcopy(model)
+        read = pickle.loads(pickle.dumps(model))
+        assert model.head.weight.dtype == torch.float32
+    assert torch.equal(other(ids()), read(ids()))
+    assert step.full_state_dict()["head.weight"].equal(other.head.weight)
+    with step.full_parameters(write_back=True):
+        model.load_state_dict(tiny().state_dict())
+    assert torch.equal(step(ids(), labels=ids(1)), first)
+    with pytest.raises(RuntimeError, match="size of tensor"), step.full_parameters(write_back=True), torch.no_grad():
+        model.head.bias.fill_(1e9).add_(torch.zeros(2, 2))
+    assert step.full_state_dict()["head.bias"].abs().max() < 10
+
+
+class Noisy(Tiny):
+    """Tiny with dropout in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = self.layers[1]
+        assert isinstance(layer, nn.Sequential)
+        layer.append(nn.Dropout(0.5))
+
+
+def test_another_mode_is_another_step() -> None:
+    model = Noisy()
+    step = compile_eager(model, adamw(model))
+    step(ids(), labels=ids(1))
+    model.eval()
+    with pytest.warns(ZeroFXWarning, match=r"mode: eval \(was train\)"):
+        step(ids(), labels=ids(1))
+    assert "bernoulli" not in step.source
+    model.train()
+    step(ids(), labels=ids(1))
+    assert "bernoulli" in step.source
+    model.layers[1].eval()
+    with pytest.warns(ZeroFXWarning, match="mode: train, but eval in layers.1, layers.1.0"):
+        step(ids(), labels=ids(1))
+    assert "bernoulli" not in step.source
+
+
+def test_autocast_and_the_default_dtype_are_part_of_what_a_step_is_for() -> None:
+    class Scaled(Tiny):
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+            return self.outputs(ids).square().mean() * torch.full((), 1 / 3)
+
+    model = Scaled()
+    step = compile_eager(model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+    def autocast() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found: torch.Tensor = step(ids())
+            return found
+
+    def other_default() -> torch.Tensor:
+        torch.set_default_dtype(torch.float64)
+        try:
+            found: torch.Tensor = step(ids())
+            return found
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(ids()).detach()
+    assert torch.equal(autocast(), expected)
+    with pytest.warns(ZeroFXWarning, match=r"autocast to: none \(was torch.bfloat16 on cpu\)"):
+        assert torch.equal(step(ids()), model(ids()).detach())
+    with pytest.warns(ZeroFXWarning, match=r"default dtype: torch.float64 \(was torch.float32\)"):
+        other_default()
+    assert torch.equal(autocast(), expected)
+
+
+class Numbered(Tiny):
+    """Reads a number of its own; counts its calls, and notes the length of the last batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha: Any = 1.0
+        self.length = 0
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        self.length = ids.shape[1]
+        return super().forward(ids, labels) * self.alpha
+
+
+def test_a_number_that_is_changed_on_a_module_is_named_once() -> None:
+    model = Numbered()
+    step = compile_eager(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    first = step(ids(), labels=ids(1))
+    with pytest.warns(ZeroFXWarning, match="a batch of another shape"):
+        step(ids(length=5), labels=ids(1, length=5))
+    step(ids(), labels=ids(1))  # forward's own note of the length is no change
+    model.alpha = 2.0
+    with pytest.warns(ZeroFXWarning, match="found alpha from 1.0 to 2.0 in step 4, computed with") as seen:
+        assert torch.equal(step(ids(), labels=ids(1)), first)
+    assert seen[0].filename == __file__
+    step(ids(), labels=ids(1))
+    step.close()
+    step = compile_eager(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    assert torch.equal(step(ids(), labels=ids(1)), 2 * first)
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), None, True, float("nan")], ids=["tensor", "none", "bool", "nan"])
+def test_whatever_takes_the_place_of_a_number_is_named(value: Any) -> None:
+    model = Numbered()
+    dropout = nn.Dropout(0.0)
+    model.layers[1] = nn.Sequential(nn.Linear(4, 4), dropout)
+    model.alpha = 3.0
+    step = compile_eager(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    step(ids(), labels=ids(1))
+    model.alpha, dropout.p = value, 0.5
+    with pytest.warns(ZeroFXWarning, match=r"alpha from 3.0 to .*layers.1.1.p from 0.0 to 0.5"):
+        step(ids(), labels=ids(1))
+    step(ids(), labels=ids(1))
+
+
+def test_numbers_of_a_loss_function_that_is_a_module_are_watched() -> None:
+    model, loss_fn = nn.Linear(3, 3), nn.CrossEntropyLoss()
+    step = compile_eager(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_fn=loss_fn)
+    step(torch.ones(2, 3))
+    loss_fn.label_smoothing = 0.5
+    with pytest.warns(ZeroFXWarning, match=r"loss_fn.label_smoothing from 0.0 to 0.5"):
+        step(torch.ones(2, 3))
+
+
+def test_a_parameter_that_is_given_a_hook_is_named() -> None:
+    pair = Pair()
+    pair.train()
+    handle = pair.model.head.bias.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(UsageError, match=r"without hooks of their own, found one on head\.bias"):
+        pair.step(ids(), labels=ids(1))
+    handle.remove()
+    pair.train()
+
+
+def test_the_first_step_runs_without_gradients_and_not_in_inference_mode() -> None:
+    pair = Pair()
+    with torch.inference_mode(), pytest.raises(UsageError, match=r"outside of torch\.inference_mode\(\)"):
+        pair.step(ids(), labels=ids(1))
+    plain, optimizer = tiny(), adamw(pair.model)
+    step = zerofx.compile(plain, adamw(plain), backend="eager")
+    with torch.no_grad():
+        loss = step(ids(), labels=ids(1))
+    assert torch.equal(loss, eager_step(pair.model, optimizer, ids(), labels=ids(1)))
+
+
+def test_a_parameter_that_is_frozen_or_replaced_is_named() -> None:
+    pair = Pair()
+    pair.train()
+    pair.model.head.bias.requires_grad_(False)
+    with pytest.raises(UsageError, match=r"head.bias was trained and is frozen: call step.close\(\)"):
+        pair.step(ids(), labels=ids(1))
+    pair.model.head.bias.requires_grad_(True)
+    pair.train()
+    bias = pair.model.head.bias
+    pair.model.head.bias = nn.Parameter(torch.zeros(TOKENS))
+    with pytest.raises(UsageError, match=r"head\.bias was replaced or moved"):
+        pair.step(ids(), labels=ids(1))
+    pair.model.head.bias = bias
+    pair.train()
+    pair.model.double()
+    with pytest.raises(UsageError, match=r"embed.weight was replaced or moved since \(by model.to\(\)"):
+        pair.step(ids(), labels=ids(1))
+
+
+# ------------------------------------------------------------------------------------------------ failing steps
+
+
+@pytest.mark.parametrize("optimizer", [adamw, momentum])
+def test_a_step_that_fails_has_not_happened(optimizer: OptimizerOf) -> None:
+    pair = Pair(optimizer)
+    pair.train(2)
+    bad = torch.full((2, 3), TOKENS + 1)
+    with pytest.raises(IndexError) as caught:
+        pair.step(bad, labels=ids())
+    files = [Path(entry.path) for entry in caught.traceback]
+    assert pair.step.source_path in files
+    line = next(str(entry.statement) for entry in caught.traceback if Path(entry.path) == pair.step.source_path)
+    assert "embed_forward" in line
+    assert "zerofx: when step 3 failed, nothing had been updated yet" in caught.value.__notes__
+    pair.train(2)
+    assert pair.same()
+    assert pair.step.num_steps == 4
+
+
+def test_a_step_that_fails_halfway_says_what_was_updated(tmp_path: Path) -> None:
+    pair = Pair()
+    pair.train()
+    lines = pair.step.source.splitlines()
+    lines.insert(len(lines) - 1, "    raise KeyboardInterrupt")
+    (tmp_path / "step.py").write_text("\n".join(lines))
+    pair.step.load(tmp_path / "step.py")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pair.step(ids(), labels=ids(1))
+    assert "buckets had been updated already (" in caught.value.__notes__[0]
+    state = pair.optimizers[0].state_dict()["state"]
+    assert {float(entry["step"]) for entry in state.values()} == {2.0}
+
+
+# ------------------------------------------------------------------------------------------------ edited steps
+
+
+class Summed(nn.Module):
+    """One layer, whose outputs' sum is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.linear(x).sum()
+        return loss
+
+
+def edited(step: Step, path: Path, change: Callable[[str], str]) -> Path:
+    path.write_text(change(step.source))
+    return path
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_edited_step_runs_in_the_place_of_the_generated(
+    backend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Summed()
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.0), backend=backend)
+    with pytest.raises(UsageError, match="expected a captured step"):
+        step.load(tmp_path / "none.py")
+    x = torch.ones(2, 3)
+    loss = step(x)
+    assert step.source_path.read_text() == step.source
+    assert step.stages[0].name == "capture"
+
+    def scale(source: str) -> str:
+        head, _, tail = source.rpartition("    return ")
+        body = head.replace("aten.sum.default(", "3 * aten.sum.default(", 1)
+        assert body != head
+        return f"{body}    print('edited')\n    return {tail}"
+
+    path = edited(step, tmp_path / "edited.py", scale)
+    step.load(path)
+    torch.testing.assert_close(step(x), 3 * loss)
+    assert capsys.readouterr().out == "edited\n"
+    assert step.source_path == path
+    assert "print('edited')" in step.source
+
+    for name, change, match in (
+        ("missing.py", None, "found none"),
+        ("broken.py", lambda s: s + "\n)(", "that Python can load"),
+        ("raises.py", lambda s: "1 / 0\n" + s, "ZeroDivisionError"),
+        ("empty.py", lambda s: "", "function step"),
+        ("renamed.py", lambda s: re.sub(r"def \w+\(inputs\)", "def other(inputs)", s), "regions in .*found no"),
+    ):
+        if change is not None:
+            edited(step, tmp_path / name, change)
+        with pytest.raises(PlanError, match=match):
+            step.load(tmp_path / name)
+    if backend == "inductor":
+        path = edited(step, tmp_path / "bad.py", lambda s: s.replace("3 * aten.sum.default(", "3 * aten.summ(", 1))
+        with pytest.raises(CompilerError, match="summ"):
+            step.load(path)
+    torch.testing.assert_close(step(x), 3 * loss)
+    with pytest.warns(ZeroFXWarning) as seen:
+        torch.testing.assert_close(step(torch.ones(1, 3)), loss / 2)
+    assert any("the edited step" in str(w.message) for w in seen)
+    torch.testing.assert_close(step(x), 3 * loss)

@@ -1,0 +1,186 @@
+"""A compiled step and its optimizer: options and states that change, are loaded, or do not fit."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerofx
+from tests.lib.pairs import OptimizerOf, Pair, compile_eager, momentum
+from tests.lib.users import adamw, eager_step, ids, tiny
+from zerofx import UsageError, ZeroFXWarning
+from zerofx.lowering import load as compiler
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The source of every step that is built."""
+    seen: list[str] = []
+    build = compiler.build
+
+    def counted(lowered: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(lowered.emitted.source)
+        return build(lowered, *args, **kwargs)
+
+    monkeypatch.setattr("zerofx.driver.building.build", counted)
+    return seen
+
+
+@pytest.mark.filterwarnings("error")
+def test_options_that_change_between_steps_change_the_update_as_in_eager_mode(builds: list[str]) -> None:
+    pair = Pair()
+    pair.train(2)
+    pair.set(lr=0.01, betas=(0.8, 0.9))
+    pair.train(2)
+    assert len(builds) == 1
+    pair.set(weight_decay=0.0)
+    pair.train(2)
+    pair.set(weight_decay=0.1, maximize=True)
+    pair.train(2)
+    number = len(builds)
+    assert number > 1
+    pair.set(weight_decay=0.0, maximize=False)
+    pair.train(1)
+    pair.set(weight_decay=0.1, maximize=True)
+    pair.train(1)
+    assert len(builds) == number, "updates that were built before are used again"
+    assert pair.same()
+
+
+def test_another_update_is_no_other_shape(builds: list[str]) -> None:
+    pair = Pair(max_shapes=2)
+    pair.train()
+    with pytest.warns(ZeroFXWarning, match="another shape"):
+        pair.train(rows=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair.set(maximize=True)
+        pair.train()
+        pair.train(rows=1)
+        pair.set(maximize=False)
+        pair.train()
+        pair.train(rows=1)
+    assert len(builds) == 4
+    assert pair.same()
+
+
+def test_momentum_is_built_for_its_first_step_and_for_the_others(builds: list[str]) -> None:
+    pair = Pair(momentum)
+    pair.train(6)
+    assert len(builds) == 2
+    assert pair.same()
+
+
+def test_a_scheduler_changes_the_learning_rate(builds: list[str]) -> None:
+    pair = Pair()
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in pair.optimizers]
+    for _ in range(3):
+        pair.train()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert pair.same()
+    assert len(builds) == 1
+
+
+@pytest.mark.parametrize("optimizer", [adamw, momentum])
+def test_a_loaded_optimizer_goes_on_where_it_was(optimizer: OptimizerOf, builds: list[str]) -> None:
+    model = tiny()
+    first = optimizer(model)
+    for seed in range(2):
+        eager_step(model, first, ids(seed), labels=ids(9))
+    pair = Pair(optimizer)
+    for m, o in ((pair.model, pair.optimizers[0]), (pair.plain, pair.optimizers[1])):
+        m.load_state_dict(model.state_dict())
+        o.load_state_dict(copy.deepcopy(first.state_dict()))
+    pair.train(2)
+    assert len(builds) == 1
+    pair.optimizers[0].load_state_dict(copy.deepcopy(first.state_dict()))
+    pair.optimizers[1].load_state_dict(copy.deepcopy(first.state_dict()))
+    pair.train(2)
+    assert pair.same()
+
+
+def test_a_state_that_does_not_fit_is_refused_and_the_states_are_kept() -> None:
+    pair = Pair()
+    pair.train(2)
+    wrong = copy.deepcopy(pair.optimizers[0].state_dict())
+    del wrong["state"][6]["exp_avg"]
+    with pytest.raises(zerofx.OptimizerError, match=r"state 'exp_avg' for every parameter of head, .*\['head.bias'\]"):
+        pair.optimizers[0].load_state_dict(wrong)
+    pair.train()
+    other = tiny()
+    optimizer = adamw(other)
+    eager_step(other, optimizer, ids(), labels=ids(1))
+    optimizer.state[other.head.bias]["step"] += 1
+    before = str(optimizer.state)
+    step = compile_eager(other, optimizer)
+    with pytest.raises(zerofx.OptimizerError, match="expected one value of 'step'"):
+        step(ids(), labels=ids(1))
+    assert str(optimizer.state) == before
+    step.close()
+    eager_step(other, optimizer, ids(), labels=ids(1))
+
+
+@pytest.mark.parametrize("make", [adamw, momentum])
+def test_a_state_from_before_the_first_step_has_the_optimizer_begin_anew(make: OptimizerOf) -> None:
+    pair = Pair(make)
+    start = [copy.deepcopy(optimizer.state_dict()) for optimizer in pair.optimizers]
+    pair.train(3)
+    for optimizer, state in zip(pair.optimizers, start, strict=True):
+        optimizer.load_state_dict(state)
+    pair.train(3)
+    assert pair.same()
+    of_head = [i for i, (name, _) in enumerate(pair.plain.named_parameters()) if name.startswith("head")]
+    for optimizer in pair.optimizers:
+        state = copy.deepcopy(optimizer.state_dict())
+        for index in of_head:
+            del state["state"][index]
+        optimizer.load_state_dict(state)
+    pair.train(3)
+    assert pair.same()
+
+
+def test_param_groups_that_are_added_later_are_refused() -> None:
+    pair = Pair()
+    pair.train()
+    pair.optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(UsageError, match=r"expected the 1 param groups .* found 2: call step.close\(\)"):
+        pair.step(ids(), labels=ids(1))
+
+
+def test_stepping_the_optimizer_by_hand_is_refused() -> None:
+    pair = Pair()
+    pair.train()
+    with pytest.raises(UsageError, match=r"step\(batch\) has already updated the parameters"):
+        pair.optimizers[0].step()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        pair.step(ids(), labels=ids(1)).backward()
+    pair.optimizers[0].zero_grad()
+
+
+def test_a_step_made_anew_computes_what_the_first_did_where_the_model_shows_nan() -> None:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(2), nn.Linear(64, 8), nn.Linear(8, 1)
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's overloads lack it
+    step = zerofx.compile(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), precision="bf16", backend="eager",
+        loss_fn=lambda outputs, x: outputs.square().mean(),
+    )  # fmt: skip
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+
+    def computed() -> list[str]:
+        step(x)
+        return [
+            line for line in step.source.splitlines() if re.search(r"aten\.(addmm|mm|convolution|as_strided)", line)
+        ]
+
+    first, second = computed(), computed()
+    assert any("addmm" in line for line in first)
+    assert not any(p.isfinite().any() for p in model.parameters())
+    assert second == first
