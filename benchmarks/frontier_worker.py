@@ -24,7 +24,7 @@ from benchmarks.contenders import Checkpointed
 from gpt import GPT
 from zerofx.errors import MemoryBudgetError
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak, CudaPeak
-from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.scheduler.search.problem import BudgetMissedError
 
 TrainStep = Callable[[], Any]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import zerofx
 from zerofx.errors import MemoryBudgetError
 from zerofx.options import Offload, Tiling
-from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.scheduler.search.problem import BudgetMissedError
 from zerofx.units import format_bytes
 
 

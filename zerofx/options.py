@@ -219,6 +219,16 @@ def check_options(
     )
 
 
+def budget_bytes(asked: int | float | None, machine: Machine) -> int | None:
+    """A memory budget in bytes; a fraction is of the machine's device memory."""
+    return int(asked * machine.device.memory_bytes) if isinstance(asked, float) else asked
+
+
+def host_budget_bytes(asked: int | float | None, machine: Machine) -> int | None:
+    """A host budget in bytes of one rank; a fraction is of its share of the machine's host memory."""
+    return int(asked * machine.host_bytes_per_rank) if isinstance(asked, float) else asked
+
+
 def tiers_for(offload: Offload, machine: Machine) -> tuple[Tier, ...]:
     """The tiers that values may leave the device for, the first being filled first.
 

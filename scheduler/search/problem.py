@@ -1,376 +1,169 @@
-"""What can be decided about a step, each with its menu of levels, and the plan that a choice of levels leads to."""
+"""What a plan is searched for, as far as it is settled, and why there may be none."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from zerofx.ir.aliasing import storage_bytes, tensors_of
+from zerofx.codegen.kernels.table import LOSS
+from zerofx.errors import MemoryBudgetError
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
-from zerofx.passes.divide import divide
-from zerofx.passes.recompute import put_off, recompute
-from zerofx.scheduler.analysis.saved_values import value_node
+from zerofx.optimizers import UpdateProgram
+from zerofx.options import CompileOptions, gradients_tier, tiers_for
+from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.timeline import Place, runs
-from zerofx.scheduler.decide.activations import Level, Segment, menu
-from zerofx.scheduler.decide.gathers import Gathering, keep_menus, prefetch_menu, reduction_menu, why_kept
-from zerofx.scheduler.decide.gradients import Waiting, gradient_menus, place_gradients
-from zerofx.scheduler.decide.offload import Room, Wish, away_seconds, entries, joint_menu, place
-from zerofx.scheduler.decide.parameters import Home, copies_menu, parameter_menus
-from zerofx.scheduler.decide.prefetch import NUM_BUFFERS, place_arrivals
-from zerofx.scheduler.decide.residency import PolicyOptions, decide, residencies
-from zerofx.scheduler.decide.states import Placement, decisions_of, state_menus
-from zerofx.scheduler.plan.decisions import (
-    GradientDecision,
-    ParameterDecision,
-    RecomputeDecision,
-    StateDecision,
-    TileDecision,
-)
+from zerofx.scheduler.decide.gradients import gradients_asked
+from zerofx.scheduler.decide.states import Placement, delayed_placements
+from zerofx.scheduler.decide.tiling import named_tiles
+from zerofx.scheduler.plan.decisions import GradientDecision
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.tiers import Tier
+from zerofx.scheduler.search.evaluate import Rehearsal
 from zerofx.scheduler.search.graph_facts import Captured
-from zerofx.scheduler.search.moves import Move, reached
-from zerofx.units import format_bytes, format_seconds
-
-Leaning = Literal["recompute", "offload", "joint"]
+from zerofx.scheduler.search.question import Question
+from zerofx.scheduler.search.target import Target
 
 
-@dataclass(frozen=True)
-class Question:
-    """What a plan is wanted for.
+class BudgetMissedError(MemoryBudgetError):
+    """No plan fits; ``least_bytes`` is the least peak on the device that a plan has, whatever the budget."""
 
-    ``recompute``: whether activations may be computed again. ``tiers``: where they may be offloaded to, the first being
-    filled first; none if empty. ``asked``: how buckets are gathered as long as memory allows. ``state_bytes``: bytes of
-    one rank's optimizer states and masters, by bucket index. ``tile``: whether values may be tiled, and
-    ``tile_classes`` logits over their classes too.
-    ``delayed``: where states are in any case, so that their updates run beside the next step; none if empty.
-    ``max_grad_norm``: what gradients are clipped to, if they are: all updates are after all reductions then.
-    ``gradients``: which wait elsewhere between micro-batches in any case, with copies that are still to be placed.
+    def __init__(self, message: str, least_bytes: int) -> None:
+        super().__init__(message, least_bytes)  # both, so that it can be pickled: rank 0's errors are raised everywhere
+        self.least_bytes = least_bytes
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Work(Protocol):
+    """A captured step with its buckets, in any number of micro-batches, and with parameters in any slices.
+
+    ``candidates``: the numbers of micro-batches that there may be, the least first. ``updates``: those of the coming
+    step by bucket, then what later steps have in their place.
     """
 
-    captured: Captured
-    layout: BucketLayout
-    stage: int
-    precision: str | None
+    @property
+    def layout(self) -> BucketLayout: ...
+
+    @property
+    def updates(self) -> Sequence[Mapping[int, UpdateProgram]]: ...
+
+    @property
+    def candidates(self) -> Sequence[int]: ...
+
+    @property
+    def may_be_sliced(self) -> bool:
+        """Whether the slices are still open."""
+        ...
+
+    def graph(self, num_micro_batches: int) -> StepGraph:
+        """The captured step, which is not to be edited."""
+        ...
+
+    def sliced(self, slices: Slices) -> Work:
+        """The same with parameters in slices."""
+        ...
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan is wanted for: each stage settles a part of it, and asks the stages after it for the rest.
+
+    ``rehearsal`` has the graph and the updates that are planned for. ``memory_budget``: bytes on the device; None for
+    no limit. ``machine``: the target's, whose host may have less for this plan. ``merges_gathers``: whether gathers may
+    start together. ``questions``: the ways to tile and divide that are searched together. ``plan``: one that fits.
+    """
+
+    work: Work
+    rehearsal: Rehearsal
+    options: CompileOptions
     memory_budget: int | None
-    recompute: bool
-    tiers: tuple[Tier, ...] = ()
-    asked: PolicyOptions = field(default_factory=PolicyOptions)
-    state_bytes: Mapping[int, int] = field(default_factory=dict)
-    tile: bool = False
-    tile_classes: bool = False
-    delayed: Mapping[Bucket, Placement] = field(default_factory=dict)
-    max_grad_norm: float | None = None
-    gradients: tuple[GradientDecision, ...] = ()
+    machine: Machine
+    merges_gathers: bool = True
+    questions: tuple[Question, ...] = ()
+    plan: Plan | None = None
 
-    def tiled(self, tiles: tuple[TileDecision, ...]) -> Question:
-        """The same question where values are tiled so."""
-        return self if tiles == self.tiles else replace(self, captured=replace(self.captured, tiles=tiles))
+    @staticmethod
+    def of(work: Work, target: Target, options: CompileOptions, memory_budget: int | None) -> Problem:
+        """The problem with everything open."""
+        rehearsal = Rehearsal(work.graph(work.candidates[0]), work.layout, work.updates[0], target)
+        return Problem(work, rehearsal, options, memory_budget, target.machine)
 
-    @property
-    def divisions(self) -> tuple[Question, ...]:
-        """The same question with what is outside layers divided in every way that there is a choice of."""
-        if not self.captured.divides_others:
-            return (self,)
-        return (self, replace(self, captured=replace(self.captured, ends_only=True)))
+    def on(self, work: Work, num_micro_batches: int) -> Problem:
+        """The same for other slices, or another number of micro-batches."""
+        graph = work.graph(num_micro_batches)
+        rehearsal = Rehearsal(graph, work.layout, work.updates[0], self.target)
+        return replace(self, work=work, rehearsal=rehearsal)
 
-    @property
-    def tiles(self) -> tuple[TileDecision, ...]:
-        return self.captured.tiles
+    def with_update(self, programs: Mapping[int, UpdateProgram]) -> Problem:
+        """The same where the optimizer's update is another."""
+        if programs is self.rehearsal.programs:
+            return self
+        return replace(self, rehearsal=replace(self.rehearsal, programs=programs, latest=[]))
 
     @property
-    def step(self) -> StepGraph:
-        return self.captured.step
+    def target(self) -> Target:
+        return self.rehearsal.target
 
     @property
-    def machine(self) -> Machine:
-        return self.captured.machine
+    def captured(self) -> StepGraph:
+        return self.rehearsal.captured
 
     @property
-    def leanings(self) -> tuple[Leaning, ...]:
-        """The ways to hold fewer activations; the joint one chooses for each tensor."""
-        if self.recompute and self.tiers:
-            return ("joint", "recompute", "offload")
-        return ("offload",) if self.tiers else ("recompute",)
+    def layout(self) -> BucketLayout:
+        return self.rehearsal.layout
 
+    def facts(self) -> Captured:
+        """The captured graph on the machine, with what is tiled by name.
 
-@dataclass(frozen=True)
-class Activations:
-    """What becomes of the activations of one run of a repeated layer, or between layers."""
+        Raises:
+            UsageError: ``options.tile`` names what cannot be tiled.
+        """
+        tiles = named_tiles(self.captured, self.options.tile) if isinstance(self.options.tile, Mapping) else ()
+        return Captured(self.captured, self.machine, tiles)
 
-    segment: Segment
-    levels: tuple[Level, ...]
+    def gradients(self) -> tuple[GradientDecision, ...]:
+        """The gradients that are asked to wait elsewhere between micro-batches."""
+        tier = gradients_tier(self.options.offload, self.machine)
+        return gradients_asked(self.layout, self.captured.num_micro_batches, tier)
 
+    def delayed(self) -> dict[Bucket, Placement]:
+        """Where states are whose updates are asked to run next to the following step."""
+        if self.options.delayed_update is None:
+            return {}
+        return delayed_placements(self.layout, self.state_bytes(), self.options.stage)
 
-@dataclass(frozen=True)
-class Keeping:
-    """Whether a bucket stays gathered from forward to backward."""
+    def question(self) -> Question:
+        """What moves are chosen for.
 
-    bucket: Bucket
-    levels: tuple[Gathering, Gathering]
+        Raises:
+            UsageError: ``options.tile`` names what cannot be tiled, or ``options.offload`` a tier that is not there.
+        """
+        options = self.options
+        return Question(
+            captured=self.facts(),
+            layout=self.layout,
+            stage=options.stage,
+            precision=options.precision,
+            memory_budget=self.memory_budget,
+            recompute=options.recompute != "none",
+            tiers=tiers_for(options.offload, self.machine),
+            asked=options.policy,
+            tile=options.tile == "auto",
+            tile_classes=LOSS in self.target.kernels,
+            state_bytes=self.state_bytes(),
+            delayed=self.delayed(),
+            max_grad_norm=options.max_grad_norm,
+            gradients=self.gradients(),
+        )
 
-
-@dataclass(frozen=True)
-class Prefetching:
-    """How many units ahead gathers are issued, by level; with none, copies from slower tiers are awaited at once."""
-
-    levels: tuple[Gathering, ...]
-    units: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Awaiting:
-    """Whether reductions are awaited a unit later, or where they are issued."""
-
-    levels: tuple[Gathering, Gathering]
-
-
-@dataclass(frozen=True)
-class States:
-    """Where a bucket's optimizer states live."""
-
-    bucket: Bucket
-    levels: tuple[Placement, Placement]
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """Where a bucket's parameters live between uses."""
-
-    bucket: Bucket
-    levels: tuple[Home, Home]
-
-
-@dataclass(frozen=True)
-class Accumulated:
-    """Where a bucket's gradients wait between micro-batches."""
-
-    bucket: Bucket
-    levels: tuple[Waiting, Waiting]
-
-
-Item = Activations | Keeping | Prefetching | Awaiting | States | Parameters | Accumulated
-
-
-def items_of(question: Question, leaning: Leaning) -> list[Item]:
-    """All that can be decided, in a fixed order."""
-    found: list[Item] = list(_activations(question, leaning))
-    if question.stage == 3 and question.layout.num_ranks > 1:
-        asked, seconds = question.asked, question.captured.seconds_of_one
-        gathered = residencies(question.captured.tiled, question.layout, asked)
-        found += [
-            Keeping(bucket, levels) for bucket, levels in keep_menus(gathered, asked, seconds, question.machine).items()
-        ]
-        levels = prefetch_menu(gathered, question.layout, asked.prefetch, seconds, question.machine)
-        found.append(Prefetching(levels, tuple(range(asked.prefetch, -1, -1))))
-    if question.layout.num_ranks > 1:
-        found.append(Awaiting(reduction_menu(question.layout, question.captured.seconds_of_one, question.machine)))
-    if leaning != "recompute" and question.delayed:
-        found += _prefetching_copies(question, found)
-    elif leaning != "recompute":
-        menus = state_menus(
-            question.layout, question.state_bytes, question.stage, question.captured.seconds_of_one, question.machine,
-            question.tiers, clipped=question.max_grad_norm is not None,
-        )  # fmt: skip
-        found += [States(bucket, levels) for bucket, levels in menus.items()]
-        if question.stage == 3:
-            found += _parameters(question, [levels[1] for levels in menus.values()])
-        found += _prefetching_copies(question, found)
-    if leaning != "recompute":
-        found += _accumulated(question, found)
-    return found
-
-
-def _accumulated(question: Question, others: Sequence[Item]) -> list[Item]:
-    """Gradients between micro-batches, in the room that states and parameters leave."""
-    states = [item.levels[1] for item in others if isinstance(item, States)] or list(question.delayed.values())
-    parameters = [item.levels[1].decision(item.bucket, 0) for item in others if isinstance(item, Parameters)]
-    menus = gradient_menus(
-        question.layout, question.step.num_micro_batches, question.captured.seconds_of_one, question.machine,
-        _room(question, states, parameters).tiers,
-    )  # fmt: skip
-    return [Accumulated(bucket, levels) for bucket, levels in menus.items()]
-
-
-def _prefetching_copies(question: Question, others: Sequence[Item]) -> list[Item]:
-    """Whether copies are issued ahead, where no gathers are."""
-    prefetch = question.asked.prefetch
-    if not question.tiers or not prefetch or any(isinstance(item, Prefetching) for item in others):
-        return []
-    levels = copies_menu(question.layout, question.state_bytes, question.tiers[0], question.machine)
-    return [Prefetching(levels, (prefetch, 0))]
-
-
-def _parameters(question: Question, states: Sequence[Placement]) -> list[Parameters]:
-    """``states`` are where states may go, which takes room too."""
-    used = residencies(question.captured.tiled, question.layout, question.asked)
-    menus = parameter_menus(
-        used,
-        question.layout,
-        question.state_bytes,
-        question.captured.seconds_of_one,
-        question.machine,
-        _room(question, states).tiers,
-    )
-    return [Parameters(bucket, levels) for bucket, levels in menus.items()]
-
-
-def _activations(question: Question, leaning: Leaning) -> list[Activations]:
-    if not question.recompute and not question.tiers:
-        return []
-    parts = question.captured.segments
-    num_layers = len(parts) // question.step.num_micro_batches
-    # The peak is that of the worst micro-batch: a layer makes the same move in each before another layer does.
-    parts = [part for layer in range(num_layers) for part in parts[layer::num_layers]]
-    machine, first = question.machine, {part.key: part for part in reversed(parts)}
-    if leaning == "recompute":
-        menus = {key: menu(part, machine) for key, part in first.items()}
-        return [Activations(part, menus[part.key]) for part in parts]
-    tier, recompute = question.tiers[0], leaning == "joint"
-    # Of layers that are alike one at a time has its values back, and so it is with pieces, which need not be alike.
-    alike = Counter(_kind(part) for part in parts)
-    found = {key: entries(part, machine, tier, alike[_kind(part)], recompute=recompute) for key, part in first.items()}
-    spans = runs(question.captured.tiled, question.captured.seconds)
-    return [Activations(part, joint_menu(found[part.key], away_seconds(part, spans))) for part in parts]
-
-
-def _kind(part: Segment) -> str:
-    return "piece" if part.piece else part.key
-
-
-@dataclass
-class _Choice:
-    """What the levels that moves have reached come to, by kind of decision."""
-
-    prefetch: int
-    keep: dict[str, str]
-    seconds: dict[Place, float]  # of computation, what is computed again included
-    hide_reductions: bool = True
-    recomputes: list[RecomputeDecision] = field(default_factory=list)
-    extra_keeps: dict[str, None] = field(default_factory=dict)
-    wishes: dict[str, Wish] = field(default_factory=dict)
-    states: list[StateDecision] = field(default_factory=list)
-    placements: list[Placement] = field(default_factory=list)  # of the same buckets
-    parameters: list[ParameterDecision] = field(default_factory=list)
-    gradients: list[GradientDecision] = field(default_factory=list)
-
-
-def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) -> tuple[Plan, StepGraph]:
-    """The plan that some moves lead to, and a copy of the captured graph with tiles and recomputation carried out."""
-    chosen = _choose(question, items, reached(moves))
-    recomputed, extra = frozenset(one.value for one in chosen.recomputes), frozenset(chosen.extra_keeps)
-    carried_out = question.captured.tiled.clone()
-    recompute(carried_out, recomputed, extra)
-    room = _room(question, chosen.placements, chosen.parameters, chosen.gradients)
-    offloads = place(carried_out, list(chosen.wishes.values()), chosen.seconds, question.machine, room)
-    if not offloads:
-        put_off(carried_out)
-    divided = question.captured.pieces_without(recomputed.union(one.value for one in offloads))
-    divide(carried_out, divided)
-    plan = decide(
-        question.step,
-        question.layout,
-        stage=question.stage,
-        precision=question.precision,
-        machine=question.machine.name,
-        options=PolicyOptions(
-            chosen.prefetch, "all" if question.asked.keep == "all" else chosen.keep, chosen.hide_reductions
-        ),
-        recomputes=tuple(chosen.recomputes),
-        extra_keeps=tuple(chosen.extra_keeps),
-        pieces=divided,
-        tiles=question.tiles,
-        offloads=offloads,
-        states=tuple(chosen.states),
-        parameters=tuple(chosen.parameters),
-        gradients=place_gradients(chosen.gradients, carried_out, question.layout, chosen.seconds, question.machine),
-        memory_budget=question.memory_budget,
-        max_grad_norm=question.max_grad_norm,
-        carried_out=carried_out,
-        identity=question.captured.identity,
-    )
-    plan = place_arrivals(
-        plan,
-        carried_out,
-        question.layout,
-        question.state_bytes,
-        chosen.seconds,
-        question.machine,
-        ahead=chosen.prefetch > 0,
-    )
-    return plan, carried_out
-
-
-def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move]) -> _Choice:
-    """What is decided about each item, given the last move made for those that have been moved."""
-    asked = question.asked
-    chosen = _Choice(asked.prefetch, dict.fromkeys(_named(asked), "as asked"), dict(question.captured.seconds))
-    chosen.states += decisions_of(question.delayed)
-    chosen.placements += question.delayed.values()
-    chosen.gradients += question.gradients
-    for number, item in enumerate(items):
-        move = levels.get(number)
-        if isinstance(item, Keeping) and move is None:
-            chosen.keep[item.bucket.name] = why_kept(item.bucket, item.levels)
-        elif isinstance(item, Prefetching) and move is not None:
-            chosen.prefetch = item.units[move.level]
-        elif isinstance(item, Awaiting) and move is not None:
-            chosen.hide_reductions = False
-        elif isinstance(item, States) and move is not None:
-            chosen.states.append(item.levels[1].decision(item.bucket, move.freed_bytes))
-            chosen.placements.append(item.levels[1])
-        elif isinstance(item, Parameters) and move is not None:
-            chosen.parameters.append(item.levels[1].decision(item.bucket, move.freed_bytes))
-        elif isinstance(item, Accumulated) and move is not None:
-            chosen.gradients.append(item.levels[1].decision(item.bucket, move.freed_bytes))
-        elif isinstance(item, Activations) and move is not None:
-            _choose_activations(question, item, move, chosen)
-    return chosen
-
-
-def _choose_activations(question: Question, item: Activations, move: Move, chosen: _Choice) -> None:
-    segment, level = item.segment, item.levels[move.level]
-    again = (segment.unit, Phase.BACKWARD)
-    chosen.seconds[again] = chosen.seconds.get(again, 0.0) + level.seconds
-    reached_level = f"level {move.level} of {len(item.levels) - 1} for {segment.name}"
-    reason = (
-        f"{reached_level}: the last move frees {format_bytes(move.freed_bytes)} for "
-        f"{format_seconds(move.extra_seconds)} of computation"
-    )
-    for i, storage in enumerate(segment.values):
-        node = value_node(storage)
-        if i in segment.needed and i not in level.kept:
-            size = storage_bytes(tensors_of(node)[0])
-            chosen.recomputes.append(RecomputeDecision(node.name, size, reason, origin(node).layer))
-        elif i in level.kept and storage not in question.captured.crossing:
-            chosen.extra_keeps[node.name] = None
-        if i in level.offloaded:
-            chosen.wishes[node.name] = Wish(node.name, reached_level)
-
-
-def _room(
-    question: Question,
-    states: Sequence[Placement],
-    parameters: Sequence[ParameterDecision] = (),
-    gradients: Sequence[GradientDecision] = (),
-) -> Room:
-    """What one rank has left for activations beside its states and parameters."""
-    machine = question.machine
-    left: dict[Tier, int] = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
-    for tier in left:
-        left[tier] -= sum(placement.stored_bytes for placement in states if placement.tier == tier)
-        buckets = [question.layout.buckets[decision.bucket] for decision in parameters if decision.tier == tier]
-        left[tier] -= sum(bucket.shard_bytes for bucket in buckets)
-        left[tier] -= sum(decision.num_bytes for decision in gradients if decision.tier == tier)
-    left["host"] -= sum(placement.waiting_bytes for placement in states)
-    left["host"] -= NUM_BUFFERS * max((placement.passing_bytes for placement in states), default=0)
-    return Room({tier: left[tier] for tier in question.tiers}, left["host"])
-
-
-def _named(asked: PolicyOptions) -> tuple[str, ...]:
-    return () if isinstance(asked.keep, str) else tuple(asked.keep)
+    def state_bytes(self) -> dict[int, int]:
+        """Bytes of one rank's optimizer states and masters, by bucket."""
+        num_bytes = {}
+        for index, program in self.rehearsal.programs.items():
+            bucket = self.layout.buckets[index]
+            local = bucket.shard_numel if self.options.stage >= 1 else bucket.numel
+            master = bucket.dtype.itemsize if bucket.has_master else 0
+            num_bytes[index] = local * (master + sum(state.dtype.itemsize for state in program.states))
+        return num_bytes

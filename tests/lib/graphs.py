@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +22,13 @@ from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.prepare.slice import slice_parameters
 from zerofx.pipeline import Stage, passes, run_passes
 from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
-from zerofx.scheduler.analysis.slices import named_slices
+from zerofx.scheduler.analysis.slices import Slices, named_slices
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.evaluate import Rehearsal
+from zerofx.scheduler.search.target import Target
 from zerofx.settings import Settings
 
 ROWS = 2
@@ -172,6 +176,26 @@ class Prepared:
     layout: BucketLayout
     programs: Mapping[int, UpdateProgram]
     plan: Plan
+    may_be_sliced: bool = False
+
+    @property
+    def updates(self) -> Sequence[Mapping[int, UpdateProgram]]:
+        return [self.programs]
+
+    @property
+    def candidates(self) -> Sequence[int]:
+        return [self.step.num_micro_batches]
+
+    def graph(self, num_micro_batches: int) -> StepGraph:
+        assert num_micro_batches == self.step.num_micro_batches
+        return self.step
+
+    def sliced(self, slices: Slices) -> Prepared:
+        assert not slices, "its parameters stay whole"
+        return self
+
+    def rehearsal(self, target: Target) -> Rehearsal:
+        return Rehearsal(self.step, self.layout, self.programs, target)
 
     def run(self, until: str = "") -> Prepared:
         """Run the pipeline's passes in place, up to and with the one called ``until``, or all."""
@@ -200,6 +224,12 @@ class Prepared:
     def node(self, name: str) -> fx.Node:
         found: fx.Node = next(node for node in self.step.graph.nodes if node.name == name)
         return found
+
+
+def target(machine: Machine, *, costs: MeasuredCosts | None = None, num_ranks: int = 1) -> Target:
+    """A target whose regions are not compiled, and that says nothing."""
+    silent = Target(machine, settings(), on_cpu=True, compiles_regions=False, kernels=frozenset(), verbose=False)
+    return silent if costs is None else silent.with_costs(costs, num_ranks)
 
 
 def settings(**changed: object) -> Settings:

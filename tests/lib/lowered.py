@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
-from tests.lib.graphs import DIM, Block, prepare, settings
+from tests.lib.graphs import DIM, Block, prepare, target
 from tests.lib.offloads import offloading
 from zerofx.lowering.lower import LoweredStep, lower
 from zerofx.scheduler.cost.machine import Machine
@@ -43,7 +44,5 @@ def lowered(
     prepared = prepare(Deep(depth), stage=stage, num_ranks=num_ranks, prefetch=prefetch)
     plan = offloading(prepared, prepared.plan, tiers) if tiers else prepared.plan
     machine = Machine.named("cpu")
-    return lower(
-        prepared.step, plan, prepared.layout, prepared.programs, machine, settings(), on_cpu=True, talk=False,
-        fused=fused,
-    )  # fmt: skip
+    compiled = replace(target(machine), compiles_regions=fused)
+    return lower(prepared.step, plan, prepared.layout, prepared.programs, compiled)

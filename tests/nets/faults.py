@@ -135,7 +135,7 @@ def _run_rank(fault: Fault, rank: int) -> None:
     step(x)
     if where == "next step":
         strike()
-    runtime: Any = step._runtime
+    runtime: Any = step._steps.taken.runtime  # type: ignore[union-attr]  # trained
     if where in _WRAPPED:
         for name in (_WRAPPED[where], f"{_WRAPPED[where]}_into"):
             if hasattr(runtime, name):
@@ -144,7 +144,7 @@ def _run_rank(fault: Fault, rank: int) -> None:
         runtime.wait = before(runtime.wait)
     for _ in range(2):
         step(x)
-    state: Any = step._state
+    state: Any = step._steps.taken.state  # type: ignore[union-attr]  # trained
     if where == "full parameters":
         state.show_parameters = before(state.show_parameters)
         step.full_state_dict()

@@ -35,7 +35,7 @@ from tests.lib.distributed import run_ranks
 from tests.nets.cases import ModelCase
 from tests.nets.model_cases import CASES
 from tests.nets.records import Outcome, Record, read_records, results_path, write_records
-from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.scheduler.search.problem import BudgetMissedError
 
 STEPS = 3
 TILED = "1 rank, least budget in tiles, up to rounding"

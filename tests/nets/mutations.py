@@ -168,9 +168,9 @@ def _trained_from(world: World, name: str, data: bytes) -> bool:
 
 
 def _read(world: World, name: str, data: bytes) -> bool:
-    from zerofx.driver.step_cache import KeptStep
+    from zerofx.driver.kept_step import KeptStep
     from zerofx.ir.serialise import from_json
-    from zerofx.scheduler.search.cache import Answer
+    from zerofx.scheduler.search.stages.kept import Answer
 
     path = world.folder / "cache" / name
     path.write_bytes(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Collection
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
+from tests.lib.graphs import Prepared, target
 from tests.oracles.exact import SEARCH_NODES, search, solve
 from tests.oracles.problem import (
     Compute,
@@ -23,21 +25,26 @@ from tests.oracles.problem import (
     without_recomputation,
 )
 from zerofx.capture.trace import Batch, capture
-from zerofx.errors import MemoryBudgetError, UsageError
+from zerofx.errors import UsageError
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role, set_placeholder, set_value
 from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.options import check_options
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.recompute import recompute
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.simulate import predict, simulate
+from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.budget import fit
+from zerofx.scheduler.search.evaluate import Rehearsal
 from zerofx.scheduler.search.graph_facts import Captured
 from zerofx.scheduler.search.held import Held, held
-from zerofx.scheduler.search.problem import Question
+from zerofx.scheduler.search.problem import Problem as PlanProblem
+from zerofx.scheduler.search.question import Question
+from zerofx.scheduler.search.stage import Search, trail
+from zerofx.scheduler.search.stages.moves import Moves, OutOfReachError
 
 # A chain of n + 1 forward nodes and n backward ones, each of which also reads the forward node opposite, all of one
 # size and one second: least computations with room for 3, 4, ... values, the one being computed included.
@@ -201,19 +208,39 @@ def recomputed(step: StepGraph, plan: Plan) -> StepGraph:
 def fitted(step: StepGraph, machine: Machine, budget: int) -> Plan | None:
     """The planner's plan for a step without parameters' passes, or None where it finds none."""
     layout = BucketLayout((), 1)
-
-    def evaluate(plan: Plan) -> Prediction:
-        copy = recomputed(step, plan)
-        return predict(copy, plan, layout, simulate(copy, machine, 1, on_cpu=False))
-
-    def peak(plan: Plan, carried_out: StepGraph) -> Held:
-        return held(carried_out, liveness(carried_out, on_cpu=False))
-
     question = Question(Captured(step, machine), layout, 0, None, budget, recompute=True)
-    try:
-        return fit(question, peak, evaluate)
-    except MemoryBudgetError:
-        return None
+    rehearsal = WithoutParameters(step, layout, {}, target(machine))
+    work = Prepared(
+        step, layout, {}, decide(step, layout, stage=0, precision=None, machine=machine.name, options=PolicyOptions())
+    )
+    problem = PlanProblem(work, rehearsal, check_options(stage=0), budget, machine, questions=question.divisions)
+    with trail(verbose=False, debug=0) as silent:
+        try:
+            return Search((Moves(), Predicted()), silent).plan(problem)
+        except OutOfReachError:
+            return None
+
+
+class WithoutParameters(Rehearsal):
+    """Carries out recomputation alone, and simulates a step of one rank on a device that is no CPU."""
+
+    def held(self, plan: Plan, begun: StepGraph, done: Collection[str]) -> Held:
+        return held(begun, liveness(begun, on_cpu=False))
+
+    def predicted(self, plan: Plan) -> Prediction:
+        copy = recomputed(self.captured, plan)
+        return predict(copy, plan, self.layout, simulate(copy, self.target.machine, 1, on_cpu=False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """Leaves a plan that fits as it is."""
+
+    name: str = "predicted"
+
+    def plan(self, problem: PlanProblem, rest: Search) -> Plan:
+        assert problem.plan is not None
+        return problem.plan.with_prediction(problem.rehearsal.predicted(problem.plan))
 
 
 def check_replay(step: StepGraph, machine: Machine, plan: Plan, budget: int) -> float:

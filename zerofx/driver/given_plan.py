@@ -12,13 +12,12 @@ from zerofx.errors import MemoryBudgetError, PlanError, UsageError, warn
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.lowering.lower import LoweredStep
-from zerofx.options import GRADIENTS, CompileOptions
+from zerofx.options import GRADIENTS, CompileOptions, budget_bytes, host_budget_bytes
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.residency import PolicyOptions, identify, summarise
 from zerofx.scheduler.plan.facts import BucketSummary
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.planner import budget_bytes, host_budget_bytes
 from zerofx.units import format_bytes, format_count
 
 T = TypeVar("T")

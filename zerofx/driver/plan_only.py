@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -13,12 +13,13 @@ from torch import nn
 from zerofx.capture.constant_arguments import ConstantArguments
 from zerofx.capture.loss import ForwardFunction, LossFunction
 from zerofx.deferred import make_buffers
-from zerofx.driver.micro_batches import MicroBatches
+from zerofx.driver.captures import Captures
+from zerofx.driver.driver import lower_step
+from zerofx.driver.prepared import Request, prepare
 from zerofx.errors import UsageError, working
 from zerofx.ir.batch import Batch
-from zerofx.ir.buckets import BucketLayout, layout_of
-from zerofx.lowering.lower import LoweredStep, lower
-from zerofx.optimizers import UpdateProgram
+from zerofx.ir.buckets import BucketLayout
+from zerofx.lowering.lower import LoweredStep
 from zerofx.options import (
     Accumulate,
     Backend,
@@ -28,24 +29,20 @@ from zerofx.options import (
     Recompute,
     Tiling,
     Wire,
+    budget_bytes,
     check_options,
 )
 from zerofx.pipeline import check_disabled
 from zerofx.progress import watched
-from zerofx.report.debug import write_debug
 from zerofx.report.saved import SavedPlan
 from zerofx.report.schedule import Schedule, make_schedule
-from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
-from zerofx.scheduler.analysis.slices import Slices
+from zerofx.runtime.state.optimizer import group_of_parameters
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import matmul_seconds_at_peak
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.evaluate import Estimates
-from zerofx.scheduler.search.lasting import lasting_plan
-from zerofx.scheduler.search.micro_batches import choose_micro_batches
-from zerofx.scheduler.search.parameter_slices import choose_slices, slices_asked
-from zerofx.scheduler.search.planner import budget_bytes
-from zerofx.settings import Settings, read_settings
+from zerofx.scheduler.search.planner import make_plan
+from zerofx.scheduler.search.target import Target
+from zerofx.settings import read_settings
 from zerofx.units import format_bytes, format_seconds, on_tiers
 
 
@@ -199,22 +196,15 @@ class PlanOptions(RankOptions, total=False):
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A captured step with what it takes to plan it, for any number of ranks.
+    """A captured step that can be planned for any number of ranks; the one in ``request`` stands for all."""
 
-    ``groups`` is the index of the param group of each trained parameter, by name.
-    """
-
-    captures: MicroBatches
-    optimizer: torch.optim.Optimizer
-    groups: Mapping[str, int]
-    options: CompileOptions
-    settings: Settings
+    request: Request
+    captures: Captures
 
     @property
     def machine(self) -> Machine:
         """The machine that is planned for."""
-        assert self.options.machine is not None
-        return self.options.machine
+        return self.request.machine
 
 
 def check_world_size(world_size: int) -> None:
@@ -233,9 +223,9 @@ def capture_for_plans(
     batch: tuple[Any, ...] | Mapping[str, Any],
     options: CompileOptions,
     *,
-    talk: bool = True,
+    verbose: bool = True,
 ) -> CapturedStep:
-    """Capture once what ``plan_captured`` plans many times; ``talk``: show how long it takes.
+    """Capture once what ``plan_captured`` plans many times; ``verbose``: show how long that takes.
 
     Raises:
         ZeroFXError: the model cannot be captured, or the optimizer is not the model's.
@@ -245,58 +235,29 @@ def capture_for_plans(
     make_buffers(model)
     taken = Batch.of((), batch) if isinstance(batch, Mapping) else Batch.of(tuple(batch), {})
     taken = ConstantArguments(options.constant, model, options.objective.forward).of(taken)
-    with watched("capturing the model", show=talk):
-        captures = MicroBatches(model, taken, options, settings, talk=talk)
+    assert options.machine is not None, "plans are made for a machine that is named"
+    request = Request(model, optimizer, taken, options, settings, 1, options.machine, verbose)
+    captures = Captures(model, taken, options, settings, verbose=verbose)
+    with watched("capturing the model", show=verbose):
         captured = captures.first
-    groups = group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
-    return CapturedStep(captures, optimizer, groups, options, settings)
+    group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
+    return CapturedStep(request, captures)
 
 
-def plan_captured(captured: CapturedStep, world_size: int, *, talk: bool = True) -> PlannedStep:
-    """Plan a captured step for ``world_size`` ranks; ``talk``: write what ``ZEROFX_DEBUG`` asks for.
+def plan_captured(captured: CapturedStep, world_size: int, *, verbose: bool = True) -> PlannedStep:
+    """Plan a captured step for ``world_size`` ranks; ``verbose``: show how long it takes, and what was decided.
 
     Raises:
         MemoryBudgetError: no plan fits the memory budget among the options.
         OptimizerError: the optimizer cannot be run on flat shards.
     """
-    machine, options, settings = captured.machine, captured.options, captured.settings
-    budget = budget_bytes(options.memory_budget, machine)
-    estimates: Estimates = {}
-
-    def sliced(slices: Slices) -> _Laid:
-        captures = captured.captures.sliced(slices)
-        layout = layout_of(captures.first, captured.groups, world_size, options.block)
-        binding = OptimizerBinding(
-            captured.optimizer, layout, captures.first.device, prefer_fused=options.compiles_regions
-        )
-        binding.programs(None)
-        return _Laid(captures, layout, binding.updates(ahead=budget is not None))
-
-    def plan_for(laid: _Laid) -> Plan:
-        def plan_in(num_micro_batches: int) -> Plan:
-            return lasting_plan(
-                laid.captures.graph(num_micro_batches), laid.layout, laid.updates, machine, options, settings, budget,
-                on_cpu=machine.is_cpu, talk=talk, estimates=estimates,
-            )  # fmt: skip
-
-        return choose_micro_batches(laid.captures.candidates, budget, plan_in)
-
-    first = sliced(slices_asked(captured.captures.first, options))
-    again = sliced if options.tile == "auto" else None
-    laid, decided = choose_slices(first, captured.captures.first, budget, again, plan_for)
-    lowered = lower(
-        laid.captures.graph(decided.num_micro_batches).clone(), decided, laid.layout, laid.updates[0], machine,
-        settings, on_cpu=machine.is_cpu, talk=talk, fused=options.compiles_regions, estimates=estimates,
-    )  # fmt: skip
-    if talk:
-        write_debug(lowered, settings.debug)
-    return PlannedStep(lowered, laid.layout, machine)
-
-
-@dataclass(frozen=True)
-class _Laid:
-    """A captured step with buckets and their updates: those of the first step, then what later ones have instead."""
-
-    captures: MicroBatches
-    layout: BucketLayout
-    updates: Sequence[Mapping[int, UpdateProgram]]
+    options, machine = captured.request.options, captured.machine
+    request = replace(captured.request, num_ranks=world_size, verbose=verbose)
+    prepared = prepare(request, captured.captures)
+    target = Target.of(
+        machine, options, request.settings, prepared.captured.device, on_cpu=machine.is_cpu, verbose=verbose
+    )
+    decided = make_plan(prepared, target, options, budget_bytes(options.memory_budget, machine))
+    prepared = prepared.sliced(decided.slices)
+    lowered = lower_step(prepared, prepared.graph(decided.num_micro_batches), decided, target)
+    return PlannedStep(lowered, prepared.layout, machine)

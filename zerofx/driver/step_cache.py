@@ -1,165 +1,68 @@
-"""Steps kept on disk whole: all that a lowered step needs to be loaded and run, for an equal step of an earlier run.
+"""Steps kept on disk: found by all they follow from, loaded where every rank has the same one, kept for the next run.
 
 What is kept follows from the captured graph, which has a key of its own (``capture/cache.py``), and from what is listed
-in ``step_key``. The optimizer's update is traced anew, and has to be what it was. The graph after the passes is not
-kept: it is made from the captured graph when a report asks for it.
+in ``key_of_step``. The optimizer's update is traced anew, and has to be what it was. The graph after the passes is not
+kept: it is made from the captured graph when a report asks for it. ``ZEROFX_DEBUG`` and ``ZEROFX_VERIFY=2`` ask for
+what happens on the way, and have every step built.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+import functools
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from zerofx.capture.trace import fake_mode
-from zerofx.codegen.emit import EmittedStep
+from zerofx.capture.trace import tracing_device
 from zerofx.codegen.kernels.table import kernels_in_use
-from zerofx.codegen.region_facts import RegionFacts
-from zerofx.codegen.step_file import StepFile
-from zerofx.disk.cache import key_of
-from zerofx.ir.batch import Batch
-from zerofx.ir.buckets import Bucket, BucketLayout, Slot
-from zerofx.ir.facts import Placeholder, Role
-from zerofx.ir.returned import NOTHING_ELSE, Returned
-from zerofx.ir.serialise import decoded, decoded_constant, encoded, encoded_constant
-from zerofx.lowering.load import RegionMemory, StepProgram
+from zerofx.disk.cache import DiskCache, key_of
+from zerofx.driver.captures import Captures
+from zerofx.driver.kept_step import KeptStep
+from zerofx.driver.prepared import Earlier, Prepared, Request
+from zerofx.ir.serialise import NotStorableError
+from zerofx.lowering.load import CompiledStep, compiled_step, load_program, with_memory, write_plan
+from zerofx.lowering.lower import LoweredStep, lower
+from zerofx.optimizers import UpdateProgram
 from zerofx.optimizers.shadow import structural_flags
-from zerofx.options import CompileOptions
-from zerofx.runtime.state.arguments import StepArguments
-from zerofx.scheduler.cost.liveness import MemoryEvent
-from zerofx.scheduler.cost.machine import Machine
+from zerofx.runtime.comm.collectives import is_on_cpu
+from zerofx.runtime.comm.control import Control
+from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.settings import Settings
+from zerofx.scheduler.search.target import RegionMemory, Target
+from zerofx.torch_private.profiler import is_profiling
 
 
 @dataclass(frozen=True)
-class KeptStep:
-    """A step that an earlier run has built.
+class Found:
+    """A step that was kept, for the optimizer as it is now."""
 
-    ``program`` has the plan with the predictions that hold for the compiled regions, which hold ``memory``. Its
-    source is kept as data: a step that was read has none before ``with_update``.
-    ``plan_text`` and ``decisions_hash`` are the plan's. ``gradients`` names the parameters of the captured graph that
-    have one. ``variant`` is the optimizer's update (``OptimizerBinding.variant``). ``measured`` is what regions were
-    known to hold when the step was planned, from plans that had been built before and did not fit.
-    """
-
-    program: StepProgram
-    plan_text: str
-    decisions_hash: str
-    layout: BucketLayout
-    gradients: tuple[str, ...]
-    variant: str
-    memory: RegionMemory
-    measured: RegionMemory
-
-    def returning(self, returned: Returned) -> KeptStep:
-        """The same with what its micro-batches give besides their losses, which has no text: classes of the user's."""
-        return replace(self, program=replace(self.program, returned=returned))
-
-    def digest(self) -> str:
-        """Equal on ranks that run the same step."""
-        file = json.dumps(self.program.emitted.file.as_data())
-        parts = (self.decisions_hash, repr(self.layout), self.variant, file)
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-    def with_update(self, host_functions: Iterable[str]) -> KeptStep:
-        """The step with the source that it has with these functions of the optimizer (``StepFile.text``)."""
-        emitted = EmittedStep.of(self.program.emitted.file, host_functions)
-        return replace(self, program=replace(self.program, emitted=emitted))
-
-    def to_json(self) -> str:
-        """The step as text.
-
-        Raises:
-            NotStorableError: it has what has no text.
-        """
-        program = self.program
-        return json.dumps({
-            "plan": self.plan_text,
-            "decisions_hash": self.decisions_hash,
-            "layout": [self.layout.num_ranks, [_bucket_data(bucket) for bucket in self.layout.buckets]],
-            "gradients": self.gradients,
-            "variant": self.variant,
-            "memory": _memory_data(self.memory),
-            "measured": _memory_data(self.measured),
-            "file": program.emitted.file.as_data(),
-            "placeholders": {
-                name: [what.role, what.name, what.bucket, what.alias_of, what.part]
-                for name, what in program.arguments.placeholders.items()
-            },
-            "constants": {name: encoded_constant(one) for name, one in program.arguments.constants.items()},
-            "num_micro_batches": program.arguments.num_micro_batches,
-            "regions": [
-                [one.key, encoded(one.inputs), one.num_nodes, one.num_outputs, one.is_update, one.on_host,
-                 sorted(one.dying)]
-                for one in program.regions
-            ],
-            "num_regions": program.num_regions,
-            "device": str(program.device),
-        })  # fmt: skip
-
-    @staticmethod
-    def from_json(text: str) -> KeptStep:
-        """The step that ``to_json`` has written, without its source.
-
-        Raises:
-            Exception: one of ``disk_cache.MALFORMED``, the text is nothing that ``to_json`` has written.
-        """
-        data = json.loads(text)
-        file = StepFile.from_data(data["file"])
-        with fake_mode():
-            regions = tuple(
-                RegionFacts(key, decoded(inputs), num_nodes, num_outputs, is_update, on_host, frozenset(dying))
-                for key, inputs, num_nodes, num_outputs, is_update, on_host, dying in data["regions"]
-            )
-        arguments = StepArguments(
-            {name: Placeholder(Role(role), *rest) for name, (role, *rest) in data["placeholders"].items()},
-            {name: decoded_constant(*one) for name, one in data["constants"].items()},
-            data["num_micro_batches"],
-        )
-        num_ranks, buckets = data["layout"]
-        return KeptStep(
-            StepProgram(
-                Plan.from_json(data["plan"]), EmittedStep("", file.functions, file), arguments, regions,
-                data["num_regions"], torch.device(data["device"]), NOTHING_ELSE,
-            ),
-            data["plan"], data["decisions_hash"], BucketLayout(tuple(map(_bucket, buckets)), num_ranks),
-            tuple(data["gradients"]), data["variant"], _memory(data["memory"]), _memory(data["measured"]),
-        )  # fmt: skip
+    step: KeptStep
+    binding: OptimizerBinding
+    programs: dict[int, UpdateProgram]
 
 
-def step_key(
-    capture_key: str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    machine: Machine,
-    options: CompileOptions,
-    settings: Settings,
-    num_ranks: int,
-    device: torch.device,
-    earlier: str | None,
-) -> str:
-    """The key of the step whose captured graph has ``capture_key``.
-
-    ``machine`` is the one that is planned for. ``earlier`` says which buckets and states there are, for a step that is
-    not a model's first.
-    """
+def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -> str | None:
+    """The key of a step; None if it has none, or if its captured graph is not kept."""
+    if request.settings.debug:
+        return None
+    recorded = captures.recorded()
+    if recorded is None or recorded.kept.key is None:
+        return None
+    if recorded.text is None and recorded.kept.read() is None:
+        return None
+    model, optimizer, batch = request.model, request.optimizer, request.batch
+    options, settings, device = request.options, request.settings, tracing_device(request.model, request.batch)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = [[names.get(id(one)) for one in group["params"]] for group in optimizer.param_groups]
+    groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
     # Which update that makes is compared once it is traced; here it keeps steps of several optimizers apart.
     flags = [structural_flags(group) for group in optimizer.param_groups]
     update = f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {flags}"
     plan = options.plan
     assert plan is None or isinstance(plan, Plan), "a file has been read"
     parts = (
-        capture_key, update, repr(groups), repr(earlier),
-        repr(sorted(batch.described().items())), repr(machine), str(num_ranks), str(device),
+        recorded.kept.key, update, repr(groups),
+        repr(None if earlier is None else f"{earlier.layout} {earlier.binding.variant}"),
+        repr(sorted(batch.described().items())), repr(request.machine), str(request.num_ranks), str(device),
         f"{torch.get_num_threads()} threads",  # each takes memory of its own
         *options.texts("step"),
         plan.to_json() if plan is not None else "no plan", repr(sorted(settings.disable)), str(settings.verify),
@@ -168,24 +71,79 @@ def step_key(
     return key_of("step", parts)
 
 
-def _memory_data(memory: RegionMemory) -> dict[str, list[tuple[int, int | None]]]:
-    return {key: [(event.num_bytes, event.freed) for event in events] for key, events in memory.items()}
+def find(key: str, request: Request, captures: Captures, earlier: Earlier | None) -> Found | None:
+    """The step that was kept under ``key``; None if there is none, or if the optimizer's update is another now.
+
+    Raises:
+        OptimizerError: the optimizer does not belong to the model.
+    """
+    kept = DiskCache(request.settings.cache_dir).read_as(key, KeptStep.from_json)
+    recorded = captures.recorded() if kept is not None else None
+    if kept is None or recorded is None:
+        return None
+    kept = kept.returning(recorded.record.returned)
+    model, optimizer = request.model, request.optimizer
+    group_of_parameters(model, optimizer, recorded.kept.blank.parameters, set(kept.gradients))
+    if earlier is not None:
+        binding, programs = earlier.binding, earlier.binding.programs(earlier.state)
+    else:
+        fused = request.options.compiles_regions
+        binding = OptimizerBinding(optimizer, kept.layout, kept.program.device, prefer_fused=fused)
+        programs = binding.programs(None, binding.held(dict(model.named_parameters())))
+    # The update follows from code that is no part of zerofx, and from states that the optimizer holds.
+    if binding.variant != kept.variant:
+        return None
+    return Found(kept.with_update(program.host_source for program in programs.values()), binding, programs)
 
 
-def _memory(data: Mapping[str, list[list[Any]]]) -> RegionMemory:
-    return {key: tuple(MemoryEvent(*event) for event in events) for key, events in data.items()}
+def is_everywhere(found: Found | None, control: Control) -> bool:
+    """Whether every rank has kept the same step."""
+    digests = control.gather(found.step.digest() if found is not None else None, "compare kept steps")
+    return found is not None and all(digest == digests[0] for digest in digests)
 
 
-def _bucket_data(bucket: Bucket) -> list[Any]:
-    slots = [
-        [one.name, one.shape, one.stride, one.offset, one.numel, one.whole, one.first_row, one.is_complex]
-        for one in bucket.slots
-    ]
-    dtypes = [encoded(bucket.dtype), encoded(bucket.compute_dtype)]
-    return [bucket.index, bucket.name, bucket.unit, bucket.group, *dtypes, slots, bucket.shard_numel, bucket.num_ranks]
+def load(request: Request, captures: Captures, found: Found, control: Control) -> CompiledStep | None:
+    """The step that was kept, loaded; None where its regions, compiled here, hold other memory than they did."""
+    kept, device = found.step, found.step.program.device
+    target = Target.of(
+        request.machine, request.options, request.settings, device, on_cpu=is_on_cpu(device), verbose=False
+    )
+    path, loaded = load_program(kept.program, target, control, kept.decisions_hash)
+    if not all(control.gather(dict(loaded.memory) == kept.memory, "compare compiled regions")):
+        return None
+    write_plan(path, kept.plan_text, control)
+    plan, layout, programs = kept.program.plan, kept.layout, found.programs
+    # What is needed later is not to hold the batch.
+    graphs = captures.without_batch().sliced(plan.slices)
+
+    @functools.cache
+    def details() -> LoweredStep:
+        captured = graphs.graph(plan.num_micro_batches).clone()
+        lowered = lower(captured, plan, layout, programs, target.with_measured(kept.measured))
+        assert lowered.emitted == kept.program.emitted, "what was kept is what its captured graph leads to"
+        return with_memory(lowered, layout, kept.memory)
+
+    return compiled_step(kept.program, path, loaded, plan, details)
 
 
-def _bucket(data: list[Any]) -> Bucket:
-    index, name, unit, group, dtype, compute_dtype, slots, shard_numel, num_ranks = data
-    made = tuple(Slot(one, tuple(shape), tuple(stride), *rest) for one, shape, stride, *rest in slots)
-    return Bucket(index, name, unit, group, decoded(dtype), decoded(compute_dtype), made, shard_numel, num_ranks)
+def keep(
+    request: Request,
+    captures: Captures,
+    earlier: Earlier | None,
+    prepared: Prepared,
+    compiled: CompiledStep,
+    measured: RegionMemory,
+) -> None:
+    """Write a step for the next run; ``measured`` is what its plan was made with."""
+    key = key_of_step(request, captures, earlier)
+    if key is None or is_profiling():  # what some operators take is not known then
+        return
+    plan = compiled.plan
+    kept = KeptStep(
+        compiled, plan.to_json(), plan.decisions_hash(), prepared.layout, tuple(captures.first.gradients),
+        prepared.binding.variant, dict(compiled.memory), measured,
+    )  # fmt: skip
+    try:
+        DiskCache(request.settings.cache_dir).write(key, kept.to_json())
+    except NotStorableError:
+        return  # an input of a region that has no text; its captured graph has one

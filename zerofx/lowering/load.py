@@ -14,7 +14,7 @@ import torch
 from zerofx.capture.checks import names
 from zerofx.codegen.emit import EmittedStep
 from zerofx.codegen.kernels.choose import UpdateKernels, kernels_of_facts
-from zerofx.codegen.kernels.table import UPDATE, kernels_in_use
+from zerofx.codegen.kernels.table import UPDATE
 from zerofx.codegen.parallel.helpers import Helpers, Task, num_helpers
 from zerofx.codegen.region_facts import RegionFacts, region_facts
 from zerofx.codegen.regions import Instruction, regions_of
@@ -31,16 +31,13 @@ from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.executor import StepFunction
 from zerofx.runtime.state.arguments import StepArguments
-from zerofx.scheduler.cost.liveness import MemoryEvent, with_profiles
+from zerofx.scheduler.cost.liveness import with_profiles
 from zerofx.scheduler.cost.simulate import Simulation, predict
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.settings import Settings
+from zerofx.scheduler.search.target import RegionMemory, Target
 
 if TYPE_CHECKING:
     from zerofx.codegen.inductor.compile import CompiledRegion
-
-
-RegionMemory = Mapping[str, tuple[MemoryEvent, ...]]  # what compiled regions take and free inside, by key
 
 
 @dataclass(frozen=True)
@@ -57,10 +54,10 @@ class StepProgram:
     returned: Returned
 
     @staticmethod
-    def of(lowered: LoweredStep, settings: Settings, backend: str) -> StepProgram:
-        """That of a step that will run on ``backend``."""
+    def of(lowered: LoweredStep, kernels: frozenset[str]) -> StepProgram:
+        """That of a step that will use ``kernels`` of zerofx's own."""
         regions = regions_of(lowered.instructions)
-        facts = region_facts(regions, with_updates=UPDATE in _kernels(settings, lowered.graph.device, backend))
+        facts = region_facts(regions, with_updates=UPDATE in kernels)
         arguments = StepArguments.of(lowered.graph)
         return StepProgram(
             lowered.plan, lowered.emitted, arguments, facts, len(regions), lowered.graph.device, lowered.graph.returned
@@ -81,6 +78,15 @@ class CompiledStep(StepProgram):
     memory: RegionMemory
     updates: UpdateKernels
     details: Callable[[], LoweredStep]
+
+    def extras(self, tensors: Sequence[torch.Tensor], *, as_list: bool) -> Any:
+        """What ``forward`` returned after its loss, around a step's tensors; of several micro-batches a list.
+
+        ``as_list``: of one micro-batch too.
+        """
+        num, each = self.plan.num_micro_batches, self.returned.num_tensors
+        extras = [self.returned.rebuilt(tensors[i * each : (i + 1) * each]) for i in range(num)]
+        return extras if num > 1 or as_list else extras[0]
 
     @property
     def lowered(self) -> LoweredStep:
@@ -113,28 +119,24 @@ class CompiledStep(StepProgram):
         return len(self.emitted.functions)
 
 
-def build(
-    lowered: LoweredStep, layout: BucketLayout, settings: Settings, control: Control, backend: str
-) -> CompiledStep:
-    """Write the step's source, load it, and compile its regions if ``backend`` is ``"inductor"``."""
-    program = StepProgram.of(lowered, settings, backend)
-    path, loaded = load_program(program, settings, control, backend, lowered.plan.decisions_hash())
+def build(lowered: LoweredStep, layout: BucketLayout, target: Target, control: Control) -> CompiledStep:
+    """Write the step's source, load it, and compile its regions if ``target`` says so."""
+    program = StepProgram.of(lowered, target.kernels)
+    path, loaded = load_program(program, target, control, lowered.plan.decisions_hash())
     final = with_memory(lowered, layout, loaded.memory)
     write_plan(path, final.plan.to_json(), control)
     return compiled_step(program, path, loaded, final.plan, lambda: final)
 
 
 def load_program(
-    program: StepProgram, settings: Settings, control: Control, backend: str, decisions_hash: str
+    program: StepProgram, target: Target, control: Control, decisions_hash: str
 ) -> tuple[Path, LoadedStep]:
     """Write a step's source, and load it with its regions; ``decisions_hash`` is its plan's."""
     source = program.emitted.source
     # One plan leads to several files: the update in it changes with the optimizer's options.
     name = hashlib.sha256((decisions_hash + source).encode()).hexdigest()[:12]
-    path = control.share("write the generated step", lambda: dumps.write_source(settings.dump_dir, name, source))
-    kernels = _kernels(settings, program.device, backend)
-    functions = program.emitted.functions
-    loaded = load_step(source, str(path), program.regions, functions, control, backend, kernels, edited=False)
+    path = control.share("write the generated step", lambda: dumps.write_source(target.settings.dump_dir, name, source))
+    loaded = load_step(source, str(path), program.regions, program.emitted.functions, target, control, edited=False)
     if control.rank == 0:
         dumps.hold(path, loaded.function)
     return path, loaded
@@ -167,10 +169,6 @@ def compiled_step(
     )  # fmt: skip
 
 
-def _kernels(settings: Settings, device: torch.device, backend: str) -> frozenset[str]:
-    return kernels_in_use(settings.kernels, device) if backend == "inductor" else frozenset()
-
-
 def _is_for_cpu(inputs: Sequence[Any]) -> bool:
     return all(is_on_cpu(one.device) for one in inputs if isinstance(one, torch.Tensor))
 
@@ -189,16 +187,16 @@ def load_step(
     filename: str,
     regions: Sequence[RegionFacts],
     functions: Mapping[str, str],
+    target: Target,
     control: Control,
-    backend: str,
-    kernels: frozenset[str],
     *,
     edited: bool,
 ) -> LoadedStep:
-    """The step function of an emitted file, its region functions compiled if ``backend`` is ``"inductor"``.
+    """The step function of an emitted file, its region functions compiled if ``target`` says so.
 
-    ``kernels`` are those of zerofx's own that it uses. ``edited``: whether the file may read what the step does not.
+    ``edited``: whether the file may read what the step does not.
     """
+    kernels = target.kernels
     namespace = load_source(source, filename)
     updates = UpdateKernels({}, {})
     if UPDATE in kernels:
@@ -207,7 +205,7 @@ def load_step(
     for key, kernel in updates.made.items():
         namespace[functions[key]] = kernel
     compiled: dict[str, CompiledRegion] = {}
-    if backend == "inductor":
+    if target.compiles_regions:
         # Inductor takes seconds to import, and warns of what torch itself deprecates: only who needs it pays.
         from zerofx.codegen.inductor.compile import compile_region
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zerofx.codegen.emit import EmittedStep, emit
-from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.codegen.regions import Instruction, cut, regions_of
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
@@ -14,11 +13,10 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.pipeline import Stage, run_passes
 from zerofx.progress import watched
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.cost.simulate import Simulation, predict
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.evaluate import Estimates, simulate_step
-from zerofx.settings import Settings
+from zerofx.scheduler.search.evaluate import simulate_step
+from zerofx.scheduler.search.target import Target
 from zerofx.units import format_bytes, format_seconds, on_tiers
 
 
@@ -45,38 +43,19 @@ class LoweredStep:
 
 
 def lower(
-    step: StepGraph,
-    plan: Plan,
-    layout: BucketLayout,
-    programs: Mapping[int, UpdateProgram],
-    machine: Machine,
-    settings: Settings,
-    *,
-    on_cpu: bool,
-    talk: bool,
-    fused: bool = False,
-    costs: MeasuredCosts | None = None,
-    estimates: Estimates | None = None,
+    step: StepGraph, plan: Plan, layout: BucketLayout, programs: Mapping[int, UpdateProgram], target: Target
 ) -> LoweredStep:
-    """Carry out ``plan`` on a captured graph, which is edited in place, and predict the outcome on ``machine``.
-
-    ``on_cpu``: whether kernels and collectives are those of a CPU, which hold memory of their own. ``fused``: whether
-    regions will be compiled, and so hold less inside. ``costs`` are measured costs to go by. ``estimates`` are those of
-    ``make_plan``.
-    """
-    machine = costs.machine(machine, layout.num_ranks) if costs is not None else machine
-    with watched("carrying out the plan", show=talk):
-        stages = run_passes(step, plan, layout, programs, settings, on_cpu=on_cpu, talk=talk)
+    """Carry out ``plan`` on a captured graph, which is edited in place, and predict the outcome for ``target``."""
+    machine = target.machine
+    with watched("carrying out the plan", show=target.verbose):
+        stages = run_passes(step, plan, layout, programs, target.settings, on_cpu=target.on_cpu, talk=target.verbose)
         instructions = cut(step)
-        kernels = kernels_in_use(settings.kernels, step.device) if fused else frozenset[str]()
-        simulation = simulate_step(
-            step, instructions, layout, machine, on_cpu, costs, fused=fused, estimates=estimates, kernels=kernels
-        )
+        simulation = simulate_step(step, instructions, layout, target)
         if plan.machine != machine.name:
             plan = replace(plan, prediction=None)  # what was predicted for another machine bounds nothing here
         plan = plan.with_prediction(predict(step, plan, layout, simulation))
         sources = [program.host_source for program in programs.values()]
-        emitted = emit(step, instructions, simulation.live, _header(plan, machine), sources, kernels)
+        emitted = emit(step, instructions, simulation.live, _header(plan, machine), sources, target.kernels)
     return LoweredStep(step, plan, instructions, simulation, stages, emitted)
 
 

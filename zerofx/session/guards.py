@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerofx.capture.checks import check_hooks
+from zerofx.capture.checks import check_hooks, names
 from zerofx.deferred import DeferredTensor
-from zerofx.errors import ShardedParametersError, UsageError
+from zerofx.errors import ShardedParametersError, UsageError, warn
 
 _MARK = "_zerofx_owner"
 _PLAIN = (int, float, bool, str)
@@ -229,6 +229,15 @@ class NumberWatch:
                 found.append(f"{path} from {before!r} to {what}")
         return found
 
+    def warn(self, number: int) -> None:
+        """Warn where step ``number`` was computed with values that have changed."""
+        if changes := self.changes():
+            warn(
+                f"expected the Python values that modules had while a step was captured, found {names(changes)} in "
+                f"step {number}, computed with what they were: pass what changes as a tensor in the batch, "
+                f"keep it in a buffer, or call step.close() and compile again"
+            )
+
     def _found(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         for root, module in self._modules.items():
             for prefix, part in module.named_modules(prefix=root):
@@ -255,9 +264,11 @@ class LossWatch:
         else:
             self._pending.append((number, loss, None))
 
-    def report(self, *, wait: bool = False) -> Sequence[tuple[int, float]]:
-        """Number and loss of the steps that turned from a finite loss to one that is not, as far as known by now."""
-        found = []
+    def warn(self, rank: int, *, wait: bool = False) -> None:
+        """Warn of the steps that turned from a finite loss to one that is not, as far as known by now.
+
+        ``wait``: for values that have not arrived yet.
+        """
         while self._pending:
             number, value, arrived = self._pending[0]
             if arrived is not None and not arrived.query():
@@ -267,6 +278,8 @@ class LossWatch:
             self._pending.popleft()
             is_finite = bool(value.isfinite())
             if self._was_finite and not is_finite:
-                found.append((number, float(value)))
+                warn(
+                    f"the loss is {float(value)} on rank {rank} in step {number}; the update with its gradients has "
+                    f"been done. Lower the learning rate, or look for an overflow"
+                )
             self._was_finite = is_finite
-        return found

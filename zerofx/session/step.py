@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerofx.capture.checks import check_batch, names
 from zerofx.codegen.kernels.current_device import on_device
-from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.deferred import is_deferred
-from zerofx.errors import NonFiniteLossError, RankMismatchError, UsageError, ZeroFXError, warn, working
-from zerofx.ir.batch import Batch
-from zerofx.lowering.load import CompiledStep, load_step, read_edited
-from zerofx.runtime.cuda_graphs.graphed import Launches
-from zerofx.runtime.measure.measure import Measurement, Meter, persistent_bytes
-from zerofx.runtime.state.arguments import batch_tensors, state_tensors
+from zerofx.driver.asked import describe_request
+from zerofx.errors import NonFiniteLossError, UsageError, working
+from zerofx.lowering.load import CompiledStep
+from zerofx.options import CompileOptions
+from zerofx.pipeline import Stage, check_disabled
+from zerofx.report.saved import SavedPlan
+from zerofx.report.schedule import Schedule, make_schedule
+from zerofx.runtime.cuda_graphs.capturing import CudaCapturer
+from zerofx.runtime.cuda_graphs.graphed import GraphedSteps, Launches
+from zerofx.runtime.measure.measure import Measurement, Meter
+from zerofx.runtime.state.arguments import batch_tensors
 from zerofx.runtime.tiers.allocator import return_freed_memory
 from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
-from zerofx.session.ending import give_back_alone, let_go
-from zerofx.session.guards import ParameterWatch, release
-from zerofx.session.stopped import StoppedStep
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.session.ending import end, end_connections
+from zerofx.session.guards import LossWatch, claim, release
+from zerofx.session.life import Life
+from zerofx.session.steps import Steps
+from zerofx.session.stopped import leave_out, undo
 from zerofx.session.summary import summary
+from zerofx.settings import read_settings
 from zerofx.torch_private.profiler import is_profiling
 
 
-class Step(StoppedStep):
+class Step:
     """A training step: ``loss = step(*batch, **kwargs)`` runs forward, backward, reduction and update.
 
     It returns this rank's loss, detached, shape ``[]``: the update has been done, and ``loss.backward()`` is neither
@@ -40,67 +47,102 @@ class Step(StoppedStep):
     Where ``forward`` returns a pair, so does the step: ``loss, extras = step(*batch)``. The tensors of ``extras`` are
     this rank's, detached, on their device; with ``accumulate`` other than 1, ``extras`` is a list of what each
     micro-batch gives, and None for a step that was left out. What else a model returns besides its loss is computed
-    only where the loss needs it, and not
-    kept: ``print(step)`` lists it, and ``forward`` can hand it out.
+    only where the loss needs it, and not kept: ``print(step)`` lists it, and ``forward`` can hand it out.
 
     An error before the step runs leaves model and optimizer as they were. An error while it runs (an index out of
     range, no memory) leaves them as they were too if no bucket had been updated yet, which a note on the error says; on
     more than one rank the step cannot be used after that.
     """
 
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.settings = read_settings()
+        check_disabled(self.settings)
+        self.num_steps = 0
+        self.num_skipped = 0  # steps that on_nonfinite="skip" has left out, which ``num_steps`` does not count
+        self._losses = LossWatch()
+        self._meter: Meter | None = None
+        self._measured: tuple[CompiledStep, Measurement] | None = None
+        self._grad_norm: torch.Tensor | None = None
+        owner = weakref.proxy(self)  # a step that is dropped goes at once
+        self._graphs = GraphedSteps(
+            lambda: CudaCapturer(owner._steps.device),
+            lambda compiled: owner._steps.graph_obstacle(compiled),
+            required=options.cuda_graphs is True,
+        )
+        self._owner = claim(model, self)
+        with contextlib.ExitStack() as undo_all:
+            undo_all.callback(release, model, self._owner)
+            self._life = Life(self.settings.timeout_seconds)
+            self._control = self._life.control
+            undo_all.callback(self._control.leave)
+            self._control.agree(
+                "call zerofx.compile",
+                describe_request(model, optimizer, options, self.settings),
+                "model, optimizer and options",
+                "Compile the same on every rank.",
+            )
+            self._steps = Steps(model, optimizer, options, self.settings, self._life, self._owner)
+            self.options = self._steps.options
+            undo_all.pop_all()
+
     # ------------------------------------------------------------------------------------------------ running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with on_device(self._device), working("run a step"):
+        with on_device(self._steps.device), working("run a step"):
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        self._check_open("call step(batch)")
-        batch = self._take_apart(args, kwargs)
-        compiled, advance, agreed = self._step_for(batch, "call step(batch)")
-        assert self._state is not None and self._runtime is not None
-        if self._state.place(compiled.plan):
-            self._state.hide_parameters()
-            self._watch_parameters()
-        versions = self._versions()
-        advance.swap(self._state)
+        self._life.check_open("call step(batch)")
+        batch = self._steps.batch_of(args, kwargs)
+        compiled, taken, advance, agreed = self._steps.of(batch, "call step(batch)")
+        taken.place(compiled.plan)
+        versions = taken.versions()
+        advance.swap(taken.state)
         try:
-            self._runtime.begin(advance.values, agreed)
+            taken.runtime.begin(advance.values, agreed)
             with torch.no_grad():
-                state = state_tensors(compiled.arguments, self.model, self._state, self.options.objective.outside)
-                given = (self._runtime, state, batch_tensors(compiled.arguments, batch, self.options.compute_dtype))
+                state = taken.tensors(compiled.arguments)
+                given = (taken.runtime, state, batch_tensors(compiled.arguments, batch, self.options.compute_dtype))
                 if self._meter is None:
                     outcome = self._graphs.run(compiled, *given)
                 else:
                     outcome = self._meter(compiled.function, compiled.emitted.functions, *given)
-            self._runtime.end()
+            taken.runtime.end()
         except NonFiniteLossError as error:
-            left = self._leave_out(advance, versions, error)
-            return left if compiled.returned.extras is None else (left, None)
+            self._steps.gradients.put()
+            raises = self.options.on_nonfinite == "raise"
+            loss = leave_out(self.num_steps + 1, taken, self._life, advance, versions, error, raises=raises)
+            self.num_skipped += 1
+            return loss if compiled.returned.extras is None else (loss, None)
         except BaseException as error:
-            failure = self._undo(advance, versions, error)
+            failure = undo(self.num_steps + 1, taken, self._life, advance, versions, error)
             if failure is not error:
                 raise failure from error
             raise
         loss, *others = outcome if isinstance(outcome, tuple) else (outcome,)
         self._grad_norm = others.pop() if self.options.max_grad_norm is not None else None
-        self._gradients.put()
-        self._after_step(loss)
-        self._finish_updates(compiled)
-        return loss if compiled.returned.extras is None else (loss, self._extras(compiled, others))
+        self._steps.gradients.put()
+        self._count(loss)
+        taken.finish_step(self.options.delayed_update or 0, self.num_steps, compiled.plan)
+        return (
+            loss
+            if compiled.returned.extras is None
+            else (loss, compiled.extras(others, as_list=self.options.accumulate != 1))
+        )
 
-    def _extras(self, compiled: CompiledStep, tensors: Sequence[torch.Tensor]) -> Any:
-        """What ``forward`` returned after its loss, around a step's tensors."""
-        num, returned = compiled.plan.num_micro_batches, compiled.returned
-        each = returned.num_tensors
-        found = [returned.rebuilt(tensors[i * each : (i + 1) * each]) for i in range(num)]
-        return found if num > 1 or self.options.accumulate != 1 else found[0]
+    def _count(self, loss: torch.Tensor) -> None:
+        self.num_steps += 1
+        self._losses.add(self.num_steps, loss)
+        self._losses.warn(self._control.rank)
+        self._steps.numbers.warn(self.num_steps)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, plan and compile the step for a batch of this shape without running it."""
-        self._check_open("prepare a step")
-        with on_device(self._device), working("prepare a step"):
-            _, _, agreed = self._step_for(self._take_apart(args, kwargs), "prepare a step")
+        self._life.check_open("prepare a step")
+        with on_device(self._steps.device), working("prepare a step"):
+            *_, agreed = self._steps.of(self._steps.batch_of(args, kwargs), "prepare a step")
             agreed()
 
     def measure(self, *args: Any, num_steps: int = 3, **kwargs: Any) -> Measurement:
@@ -115,55 +157,21 @@ class Step(StoppedStep):
         """
         if num_steps < 1:
             raise UsageError(f"expected to measure at least one step, found num_steps={num_steps}")
-        self._check_open("measure a step")
-        if self._device.type == "cpu":
+        self._life.check_open("measure a step")
+        if self._steps.device.type == "cpu":
             refuse_profilers(self._control.gather(is_profiling(), "measure a step"))
         self.prepare(*args, **kwargs)
-        meter = self._meter = Meter(self._device, num_steps)
+        meter = self._meter = Meter(self._steps.device, num_steps)
         try:
             for _ in range(num_steps):
                 with meter.whole_step():
                     self(*args, **kwargs)
         finally:
             self._meter = None
-        assert self._layout is not None
-        found = meter.result(self.compiled.graph, self._layout, self.plan.stage)
-        self._measured = self.compiled, found
-        return found
-
-    def _take_apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
-        try:
-            batch = self._constant.of(Batch.of(args, kwargs))
-            check_batch(self.model, batch)
-            self.options.objective.outside.check()
-            if self._watch is not None:
-                self._watch.check()
-        except ZeroFXError as error:
-            # The other ranks are about to compare their batches with this one's: they hear of it there.
-            self._control.start(f"raise {type(error).__name__}: {error}")
-            raise
-        return batch
-
-    def _after_step(self, loss: torch.Tensor) -> None:
-        self.num_steps += 1
-        # torch's schedulers warn when they are stepped before the optimizer; the update has been done here.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # private, and all they ask
-        self._losses.add(self.num_steps, loss)
-        self._report_losses()
-        if changes := self._numbers.changes():
-            warn(
-                f"expected the Python values that modules had while a step was captured, found {names(changes)} in "
-                f"step {self.num_steps}, computed with what they were: pass what changes as a tensor in the batch, "
-                f"keep it in a buffer, or call step.close() and compile again"
-            )
-
-    def _finish_updates(self, compiled: CompiledStep) -> None:
-        """After a step with delayed updates: leave them to the host, or finish them while that is warming up."""
-        assert self._state is not None
-        if any(decision.delayed for decision in compiled.plan.states):
-            self._state.count_delayed()
-            if self.num_steps <= (self.options.delayed_update or 0):
-                self._state.flush()
+        assert self._steps.taken is not None
+        measurement = meter.result(self.compiled.graph, self._steps.taken.layout, self.plan.stage)
+        self._measured = self.compiled, measurement
+        return measurement
 
     def flush(self) -> None:
         """Finish delayed updates, so that the parameters are those after all steps so far. Collective.
@@ -172,18 +180,11 @@ class Step(StoppedStep):
         ``optimizer.state_dict`` and ``close``. The step after a flush computes with parameters that are up to date, as
         the first one after the warm-up does. Without ``delayed_update`` there is nothing to finish.
         """
-        self._check_open("flush the step")
-        if self._state is not None:
+        self._life.check_open("flush the step")
+        if self._steps.taken is not None:
             self._control.meet("flush the step")
             with self._control.together("flush the step"):
-                self._state.flush()
-
-    def _report_losses(self, *, wait: bool = False) -> None:
-        for number, loss in self._losses.report(wait=wait):
-            warn(
-                f"the loss is {loss} on rank {self._control.rank} in step {number}; the update with its gradients has "
-                f"been done. Lower the learning rate, or look for an overflow"
-            )
+                self._steps.taken.state.flush()
 
     # ------------------------------------------------------------------------------------------------ the model
 
@@ -199,39 +200,22 @@ class Step(StoppedStep):
         Before the first step and after ``close`` this is the model as it is. Where the block raises, nothing is written
         back.
         """
-        if self._state is None:
-            if is_deferred(self.model):
-                raise UsageError(
-                    "expected full parameters to be asked for once there are any, found a deferred model before its "
-                    "first step: call step.prepare(batch) first, which makes its values"
-                )
-            yield self.model
+        taken, life = self._steps.taken, self._life
+        if taken is not None and not life.showing:
+            with taken.shown(write_back=write_back):
+                yield self.model
             return
-        if self._showing:
-            if write_back:
-                raise UsageError(
-                    "expected write_back=True at the outermost full_parameters() block, found it inside another: give "
-                    "it there"
-                )
-            yield self.model
-            return
-        self._check_world()
-        self._control.meet("enter full_parameters()")
-        with self._control.together("show the whole parameters"):
-            self._state.flush()
-            if not self._state.resident:
-                self._state.show_parameters()
-        self._showing = True
-        done = False
-        try:
-            yield self.model
-            done = True
-        finally:
-            self._showing = False
-            if write_back and done:
-                self._state.write_back()
-            self._state.hide_parameters()
-            self._watch = ParameterWatch(self.model)
+        if taken is None and is_deferred(self.model):
+            raise UsageError(
+                "expected full parameters to be asked for once there are any, found a deferred model before its "
+                "first step: call step.prepare(batch) first, which makes its values"
+            )
+        if taken is not None and write_back:
+            raise UsageError(
+                "expected write_back=True at the outermost full_parameters() block, found it inside another: give "
+                "it there"
+            )
+        yield self.model
 
     @property
     def grad_norm(self) -> torch.Tensor:
@@ -259,11 +243,9 @@ class Step(StoppedStep):
             UsageError: no step has been captured yet, or the step is closed.
         """
         compiled = self.compiled
-        if self._state is None or self._tiers is None:
+        if self._steps.taken is None:
             raise UsageError("expected to ask what is where before close(), found the step closed")
-        state = state_tensors(compiled.arguments, self.model, self._state, self.options.objective.outside)
-        held = {tier: size for tier, size in self._tiers.held_bytes.items() if size}
-        return {"device": persistent_bytes(state.values()), **held}
+        return self._steps.taken.held_bytes(compiled.arguments)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """``model.state_dict()`` with whole, trained parameters, as copies on the CPU, on every rank. Collective."""
@@ -278,10 +260,10 @@ class Step(StoppedStep):
 
         Ranks that wait for this one, to build the step with it, fail.
         """
-        if self._state is None and not self._closed:
-            self._closed = True
-            if self._tiers is not None:
-                self._tiers.close()
+        if self._steps.taken is None and not self._life.closed:
+            self._life.closed = True
+            if self._steps.tiers is not None:
+                self._steps.tiers.close()
             release(self.model, self._owner)
             self._control.leave()
 
@@ -296,59 +278,95 @@ class Step(StoppedStep):
             RankMismatchError: a rank does not come, and the step is closed without it; or another world has taken the
                 place of the step's, and it stays open.
         """
-        if self._closed:
+        life, steps = self._life, self._steps
+        if life.closed:
             return
-        if self._showing:
+        if life.showing:
             raise UsageError("expected close() outside full_parameters(), found it inside: leave the block first")
-        absence: RankMismatchError | None = None
-        if self._state is not None:
-            if not self._failed:
-                try:
-                    self._give_back()
-                except RankMismatchError as error:
-                    if not self._failed:
-                        raise
-                    absence = error
-            if self._failed:
-                assert self._optimizer_state is not None
-                give_back_alone(self.model, self._state, self._optimizer_state, self._guards, self._failed)
-        if self._tiers is not None:
-            self._tiers.close()
-        self._closed = True
-        self._gradients.remove()
-        runtime = self._runtime
-        self._state, self._binding, self._runtime, self._watch, self._optimizer_state = None, None, None, None, None
-        self._steps.clear()
+        taken = steps.taken
+        absence = end(taken, life, self._losses) if taken is not None else None
+        if steps.tiers is not None:
+            steps.tiers.close()
+        life.closed = True
+        steps.forget()
         self._graphs.clear()
         release(self.model, self._owner)
         return_freed_memory()
-        if runtime is not None:
-            if not self._failed:  # others may still gather from this rank
-                try:
-                    self._control.meet("end the connections of a closed step")
-                except RankMismatchError as error:
-                    absence = error
-            runtime.close()
+        if taken is not None:
+            absence = end_connections(taken, life) or absence
         self._control.close()
         if absence is not None:
             raise absence
 
-    def _give_back(self) -> None:
-        assert self._state is not None and self._optimizer_state is not None
-        self._check_world()
-        self._control.meet("close the step")
-        self._report_losses(wait=True)
-        with self._control.together("close the step"):
-            self._state.flush()
-            self._state.show_parameters()
-            self._optimizer_state.give_back()
-        let_go(self.model, self._guards)
-
     # ------------------------------------------------------------------------------------------------ seeing
 
+    @property
+    def notice(self) -> str:
+        """What makes messages between ranks slower than they could be, as far as is known; empty for nothing."""
+        return self._steps.taken.runtime.notice if self._steps.taken is not None else ""
+
+    @property
+    def compiled(self) -> CompiledStep:
+        """The step that ran last.
+
+        Raises:
+            UsageError: none has been captured yet.
+        """
+        if self._steps.shapes.latest is None:
+            raise UsageError(
+                "expected a captured step, found none yet: call step(batch) or step.prepare(batch), or give compile an "
+                "example_batch"
+            )
+        return self._steps.shapes.latest
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions and predictions of the step that ran last."""
+        return self.compiled.plan
+
+    @property
+    def source(self) -> str:
+        """The generated Python file of the step that ran last."""
+        return self.compiled.emitted.source
+
+    @property
+    def source_path(self) -> Path:
+        """Where rank 0 wrote ``source``."""
+        return self.compiled.source_path
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The captured graph and the graph after each pass."""
+        return self.compiled.stages
+
+    @property
+    def num_regions(self) -> int:
+        """Regions that the step runs."""
+        return self.compiled.num_regions
+
+    @property
+    def num_distinct_regions(self) -> int:
+        """Regions of different structure: what had to be compiled, whatever the depth."""
+        return self.compiled.num_distinct_regions
+
+    def schedule(self) -> Schedule:
+        """What the step that ran last does, in order: a row for each node with its bytes, time, stream and origin."""
+        return make_schedule(self.compiled.lowered)
+
+    def save_plan(self, path: str | Path) -> None:
+        """Write the plan of the step that ran last with its schedule, for ``compile(plan=path)`` and ``zerofx report``.
+
+        On this rank alone; rank 0 is enough, since all ranks have the same plan.
+        """
+        assert self._steps.machine is not None, "a captured step has one"
+        what = f"{type(self.model).__name__} with {type(self.optimizer).__name__}"
+        SavedPlan.of(self.compiled.lowered, self._steps.machine, what).save(path)
+
     def __str__(self) -> str:
-        measured = self._measured[1] if self._measured is not None and self._measured[0] is self._latest else None
-        return summary(self, self._latest, measured)
+        measured = (
+            self._measured[1] if self._measured is not None and self._measured[0] is self._steps.shapes.latest else None
+        )
+        return summary(self, self._steps.shapes.latest, measured)
 
     @property
     def launches(self) -> Launches:
@@ -372,22 +390,6 @@ class Step(StoppedStep):
             CompilerError: an edited region cannot be compiled; the step runs as before.
         """
         compiled = self.compiled
-        functions = compiled.emitted.functions
-
-        self._check_open("load an edited step")
-        text = self._control.attempt("load an edited step", lambda: read_edited(path, functions))
-        self._control.agree("load an edited step", text, "edited step", "Give every rank the same file.")
-        backend = self.options.backend
-        kernels = kernels_in_use(self.settings.kernels, self._device) if backend == "inductor" else frozenset[str]()
-        with on_device(self._device):
-            loaded = load_step(
-                text, str(path), compiled.regions, functions, self._control, backend, kernels, edited=True
-            )
-        replaced = replace(
-            compiled, function=loaded.function, updates=loaded.updates, source_path=Path(path),
-            emitted=replace(compiled.emitted, source=text),
-        )  # fmt: skip
+        self._life.check_open("load an edited step")
+        self._steps.load(compiled, path)
         self._graphs.forget(compiled)
-        self._steps = {key: replaced if value is compiled else value for key, value in self._steps.items()}
-        self._latest = replaced
-        self._loaded = Path(path)

@@ -8,20 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zerofx.codegen.regions import Region
-from zerofx.driver.building import Prepared
+from zerofx.driver.prepared import Prepared, Request
 from zerofx.errors import MemoryBudgetError
-from zerofx.options import CompileOptions
-from zerofx.runtime.comm.collectives import is_on_cpu
+from zerofx.options import budget_bytes
 from zerofx.scheduler.cost.links import Transfer
-from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.budget import BudgetMissedError
-from zerofx.scheduler.search.evaluate import predict_plan
-from zerofx.scheduler.search.lasting import lasting_plan
-from zerofx.scheduler.search.micro_batches import choose_micro_batches
-from zerofx.scheduler.search.planner import budget_bytes, make_plan
-from zerofx.settings import Settings
+from zerofx.scheduler.search.evaluate import Rehearsal
+from zerofx.scheduler.search.planner import make_plan
+from zerofx.scheduler.search.problem import BudgetMissedError
+from zerofx.scheduler.search.target import Target
 from zerofx.tuning.result import Candidate, candidate_table
 from zerofx.tuning.variations import Variation, variations
 from zerofx.units import format_bytes
@@ -32,15 +28,16 @@ class Planner:
     """Makes candidates for one captured step."""
 
     prepared: Prepared
-    options: CompileOptions
-    settings: Settings
-    machine: Machine
-    num_ranks: int
+    target: Target
 
     @property
     def budget(self) -> int | None:
         """Bytes on the device."""
-        return budget_bytes(self.options.memory_budget, self.machine)
+        return budget_bytes(self._request.options.memory_budget, self.target.machine)
+
+    @property
+    def _request(self) -> Request:
+        return self.prepared.request
 
     def plan(self) -> list[Candidate]:
         """A candidate for each variation; those that do not fit, or repeat another, say so.
@@ -49,7 +46,7 @@ class Planner:
             MemoryBudgetError: none of them fits.
         """
         found: list[Candidate] = []
-        for variation in variations(self.options, self.num_ranks):
+        for variation in variations(self._request.options, self._request.num_ranks):
             found.append(self._judged(self._candidate(variation, None), found))
         if not any(candidate.is_open for candidate in found):
             raise MemoryBudgetError(
@@ -74,10 +71,10 @@ class Planner:
             transfers: all collectives, and copies between tiers, by stream.
         """
         seconds = {key: statistics.median(spans) for key, spans in measured.items()}
-        costs = MeasuredCosts.of(seconds, regions, self.machine, transfers, self.num_ranks)
+        costs = MeasuredCosts.of(seconds, regions, self.target.machine, transfers, self._request.num_ranks)
         found = list(candidates)
         if self.budget is not None:  # without one, nothing of a plan depends on costs
-            for variation in variations(self.options, self.num_ranks):
+            for variation in variations(self._request.options, self._request.num_ranks):
                 made = self._candidate(variation, costs)
                 if made.plan is not None and not self._judged(made, found).outcome:
                     found.append(replace(made, name=f"{made.name}, corrected"))
@@ -87,39 +84,21 @@ class Planner:
 
     def _candidate(self, variation: Variation, costs: MeasuredCosts | None) -> Candidate:
         """The plan of a variation, going by ``costs`` if there are any; predicted as without them."""
-        prepared, budget = self.prepared, self.budget if variation.searched else None
-        captures = prepared.captures
-
-        def plan_for(num_micro_batches: int) -> Plan:
-            captured, options = captures.graph(num_micro_batches), variation.options
-            if costs is None:
-                return lasting_plan(
-                    captured, prepared.layout, prepared.updates, self.machine, options, self.settings, budget,
-                    on_cpu=self._on_cpu,
-                )  # fmt: skip
-            return make_plan(
-                captured, prepared.layout, prepared.programs, self.machine, options, self.settings, budget,
-                on_cpu=self._on_cpu, costs=costs,
-            )  # fmt: skip
-
+        budget = self.budget if variation.searched else None
         try:
-            # Without a budget there is no reason to take more micro-batches than the least.
-            numbers = captures.candidates if budget is not None else captures.candidates[:1]
-            plan = choose_micro_batches(numbers, budget, plan_for)
+            plan = make_plan(self.prepared, self._target(costs), variation.options, budget)
         except BudgetMissedError as error:
             return Candidate(variation.name, None, f"does not fit: takes at least {format_bytes(error.least_bytes)}")
         return Candidate(variation.name, self._predicted(replace(plan, memory_budget=self.budget), None))
 
     def _predicted(self, plan: Plan, costs: MeasuredCosts | None) -> Plan:
-        prepared, captured = self.prepared, self.prepared.captures.graph(plan.num_micro_batches)
-        return predict_plan(
-            captured, plan, prepared.layout, prepared.programs, self.machine, self.settings,
-            on_cpu=self._on_cpu, fused=self.options.compiles_regions, costs=costs,
-        )  # fmt: skip
+        prepared = self.prepared
+        captured = prepared.graph(plan.num_micro_batches)
+        rehearsal = Rehearsal(captured, prepared.layout, prepared.programs, self._target(costs))
+        return plan.with_prediction(rehearsal.predicted(plan))
 
-    @property
-    def _on_cpu(self) -> bool:
-        return is_on_cpu(self.prepared.captured.device)
+    def _target(self, costs: MeasuredCosts | None) -> Target:
+        return self.target if costs is None else self.target.with_costs(costs, self._request.num_ranks)
 
     def _judged(self, candidate: Candidate, before: Sequence[Candidate]) -> Candidate:
         """``candidate``, with the reason not to run it, if there is one."""

@@ -26,10 +26,9 @@ from zerofx.driver.plan_only import (
     plan_captured,
 )
 from zerofx.errors import MemoryBudgetError, UsageError
-from zerofx.options import CompileOptions, check_options
+from zerofx.options import CompileOptions, budget_bytes, check_options
 from zerofx.progress import watched
-from zerofx.scheduler.search.budget import BudgetMissedError
-from zerofx.scheduler.search.planner import budget_bytes
+from zerofx.scheduler.search.problem import BudgetMissedError
 from zerofx.units import format_bytes
 
 
@@ -107,7 +106,7 @@ def largest_micro_batch(
 
     def attempt(samples: int) -> PlannedStep:
         return plan_captured(
-            capture_for_plans(model, optimizer, make_batch(samples), options, talk=False), world_size, talk=False
+            capture_for_plans(model, optimizer, make_batch(samples), options, verbose=False), world_size, verbose=False
         )
 
     with _Trials("micro-batch", attempt).watched() as trials:
@@ -157,7 +156,7 @@ def smallest_world(
     node = captured.machine.ranks_per_node
 
     def attempt(ranks: int) -> PlannedStep:
-        return plan_captured(captured, ranks, talk=False)
+        return plan_captured(captured, ranks, verbose=False)
 
     with _Trials("ranks", attempt).watched() as trials:
         missed = 0
@@ -177,7 +176,7 @@ def smallest_world(
                 fitting = middle
             else:
                 missed = middle
-        return trials.result(fitting, _limit_bytes(captured.options))
+        return trials.result(fitting, _limit_bytes(captured.request.options))
 
 
 class _Trials:
@@ -239,7 +238,7 @@ def _last(node: int, limit: int) -> int:
 def _most(captured: CapturedStep, limit: int) -> str:
     machine = captured.machine
     last = _last(machine.ranks_per_node, limit)
-    return f"up to {last} rank{'s' if last > 1 else ''} of {machine.name} at stage {captured.options.stage}"
+    return f"up to {last} rank{'s' if last > 1 else ''} of {machine.name} at stage {captured.request.options.stage}"
 
 
 def _check_limit(limit: int) -> None:

@@ -23,23 +23,33 @@ from zerofx.capture.constant_arguments import ConstantArguments
 from zerofx.capture.loss import ForwardFunction, LossFunction
 from zerofx.codegen.regions import Region
 from zerofx.deferred import make_buffers
-from zerofx.driver.building import Prepared, describe_request, machine_at_hand, prepare
+from zerofx.driver.asked import describe_request, machine_at_hand
+from zerofx.driver.captures import Captures
 from zerofx.driver.check_training import check_training
-from zerofx.driver.micro_batches import MicroBatches
+from zerofx.driver.driver import target_of
+from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.ir.batch import Batch
 from zerofx.lowering.lower import lower
-from zerofx.options import Accumulate, Backend, CompileOptions, Offload, Precision, Recompute, Wire, check_options
+from zerofx.options import (
+    Accumulate,
+    Backend,
+    CompileOptions,
+    Offload,
+    Precision,
+    Recompute,
+    Wire,
+    budget_bytes,
+    check_options,
+)
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
-from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.state import process_group
 from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
 from zerofx.scheduler.cost.links import Transfer
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
-from zerofx.scheduler.search.planner import budget_bytes
 from zerofx.session.guards import claim, release
 from zerofx.settings import read_settings
 from zerofx.torch_private.profiler import is_profiling
@@ -158,7 +168,7 @@ class _Tuner:
         self._prepared = control.attempt("capture a step", self._capture)
         self._prepared.agree(control)
         # Rank 0 alone decides: what it shares, all have.
-        planner = Planner(self._prepared, self._options, self._settings, self._machine, control.num_ranks)
+        planner = Planner(self._prepared, target_of(self._prepared))
         self._candidates = control.share("share the plans to try", planner.plan)
         with watched("tuning", "candidates", show=control.rank == 0) as bar:
             chosen = most_promising(self._candidates, self._num_candidates)
@@ -186,12 +196,13 @@ class _Tuner:
         constant = ConstantArguments(self._options.constant, training.model, self._options.objective.forward)
         batch = constant.of(Batch.of(training.args, training.keywords))
         check_batch(training.model, batch)
-        talk = self._control.rank == 0
-        captures = MicroBatches(training.model, batch, self._options, self._settings, talk=talk)
-        return prepare(
-            training.model, training.optimizer, captures, self._options, self._control.num_ranks, None, None, None,
-            talk=talk,
+        request = Request(
+            training.model, training.optimizer, batch, self._options, self._settings, self._control.num_ranks,
+            self._machine, verbose=self._control.rank == 0,
         )  # fmt: skip
+        captures = Captures(training.model, batch, self._options, self._settings, verbose=request.verbose)
+        # A candidate is compared with others of the same buckets.
+        return replace(prepare(request, captures), may_be_sliced=False)
 
     # ------------------------------------------------------------------------------------------------ running
 
@@ -261,11 +272,8 @@ class _Tuner:
             return
         prepared = self._prepared
         captured = prepared.captures.graph(result.plan.num_micro_batches)
-        lowered = lower(
-            captured.clone(), result.plan, prepared.layout, prepared.programs, self._machine, self._settings,
-            on_cpu=is_on_cpu(captured.device), talk=False,
-            fused=self._options.compiles_regions, costs=result.costs,
-        )  # fmt: skip
+        target = replace(target_of(prepared), verbose=False).with_costs(result.costs, self._control.num_ranks)
+        lowered = lower(captured.clone(), result.plan, prepared.layout, prepared.programs, target)
         training = self._training
         what = f"{type(training.model).__name__} with {type(training.optimizer).__name__}, times from measured costs"
         saved = SavedPlan.of(lowered, self._machine, what)

@@ -17,7 +17,7 @@ from zerofx.driver.plan_only import plan
 from zerofx.ir.facts import Phase
 from zerofx.scheduler.cost.fusion import estimated_memory
 from zerofx.scheduler.cost.liveness import liveness, with_profiles
-from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.scheduler.search.problem import BudgetMissedError
 
 # What torch itself deprecates is imported with Inductor.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

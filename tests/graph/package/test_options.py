@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from zerofx.driver.building import describe_request
+from zerofx.driver.asked import describe_request
 from zerofx.options import CompileOptions, Purpose, check_options
 from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.settings import read_settings

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lib import graphs
-from tests.lib.graphs import Prepared, prepare
+from tests.lib.graphs import Prepared, prepare, target
 from tests.lib.lowered import Deep
 from tests.plan.driver.test_search import WIDTH, Waves
 from zerofx.codegen.regions import Region, cut, regions_of
@@ -24,7 +23,6 @@ from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.simulate import Simulation, simulate
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.evaluate import predict_plan
 from zerofx.scheduler.search.planner import make_plan
 
 CPU = Machine.named("cpu")
@@ -102,17 +100,12 @@ def made(
     options = check_options(
         stage=3, backend="eager", machine=CPU, prefetch=prefetch, memory_budget=budget, recompute=recompute
     )
-    return make_plan(
-        prepared.step, prepared.layout, prepared.programs, CPU, options, graphs.settings(), budget,
-        on_cpu=True, costs=costs, talk=False,
-    )  # fmt: skip
+    return make_plan(prepared, target(CPU, costs=costs, num_ranks=prepared.layout.num_ranks), options, budget)
 
 
 def predicted_seconds(prepared: Prepared, plan: Plan, costs: MeasuredCosts) -> float:
-    return predict_plan(
-        prepared.step, plan, prepared.layout, prepared.programs, CPU, graphs.settings(), on_cpu=True, fused=False,
-        costs=costs,
-    ).step_seconds  # fmt: skip
+    rehearsal = prepared.rehearsal(target(CPU, costs=costs, num_ranks=prepared.layout.num_ranks))
+    return rehearsal.predicted(plan).step_seconds
 
 
 def test_corrected_costs_change_which_plan_is_the_fastest() -> None:

@@ -2,48 +2,75 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 
-from tests.lib.graphs import prepare
+from tests.lib.graphs import Prepared, prepare, target
+from zerofx.ir.graph import StepGraph
+from zerofx.options import check_options
+from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.decisions import RecomputeDecision
 from zerofx.scheduler.plan.facts import Prediction
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.budget import BudgetMissedError
-from zerofx.scheduler.search.micro_batches import choose_micro_batches
+from zerofx.scheduler.search.problem import BudgetMissedError, Problem
+from zerofx.scheduler.search.stage import Search, trail
+from zerofx.scheduler.search.stages.micro_batches import MicroBatches
 
 CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 24)
 
 
 class Planner:
-    """Plans that take `shared + divided / number` bytes at least, and `seconds[number]`.
+    """Work whose plans take `shared + divided / number` bytes at least, and `seconds[number]`.
 
     Values are computed again as long as the number is below `easy`.
     """
 
-    def __init__(self, budget: int, seconds: dict[int, float] | None = None, easy: int = 1000) -> None:
+    name = "made up"
+
+    def __init__(self, budget: int | None, seconds: dict[int, float] | None = None, easy: int = 1000) -> None:
         self.budget, self.seconds, self.easy = budget, seconds or {}, easy
         self.asked: list[int] = []
-        self._plan = prepare().plan
+        self._prepared = prepare()
 
-    def __call__(self, number: int) -> Plan:
+    def plan(self, problem: Problem, rest: Search) -> Plan:
+        number = problem.captured.num_micro_batches
         self.asked.append(number)
         least = 100 + 2400 // number
-        if least > self.budget:
+        if self.budget is not None and least > self.budget:
             raise BudgetMissedError(f"{number} does not fit", least)
         seconds = self.seconds.get(number, float(number))
         prediction = Prediction({"device": least}, "mm", {}, 0, 0, seconds, 0.0, 0)
         again = (RecomputeDecision("mm", 8, "to fit"),) if number < self.easy else ()
-        return replace(self._plan, num_micro_batches=number, recomputes=again, prediction=prediction)
+        return replace(self._prepared.plan, num_micro_batches=number, recomputes=again, prediction=prediction)
 
-    def choose(self) -> Plan:
-        return choose_micro_batches(CANDIDATES, self.budget, self)
+    def choose(self, *candidates: int) -> Plan:
+        work = InMicroBatches(**vars(self._prepared), numbers=candidates or CANDIDATES)
+        with trail(verbose=False, debug=0) as silent:
+            problem = Problem.of(work, target(Machine.named("cpu")), check_options(stage=3), self.budget)
+            return Search((MicroBatches(), self), silent).plan(problem)
+
+
+@dataclass
+class InMicroBatches(Prepared):
+    """A graph that says to have as many micro-batches as are asked for."""
+
+    numbers: Sequence[int] = ()
+
+    @property
+    def candidates(self) -> Sequence[int]:
+        return self.numbers
+
+    def graph(self, num_micro_batches: int) -> StepGraph:
+        step = self.step.clone()
+        step.num_micro_batches = num_micro_batches
+        return step
 
 
 def test_a_number_that_was_asked_for_is_taken() -> None:
-    planner = Planner(10_000)
-    plan = choose_micro_batches((4,), None, planner)
+    planner = Planner(None)
+    plan = planner.choose(4)
     assert (plan.num_micro_batches, plan.micro_batches_reason, planner.asked) == (4, "as asked", [4])
 
 

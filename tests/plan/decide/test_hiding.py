@@ -23,7 +23,7 @@ from zerofx.scheduler.cost.simulate import Simulation, simulate
 from zerofx.scheduler.decide.overlap import hide_collectives
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.scheduler.search.problem import BudgetMissedError
 
 DIM, CLASSES, ROWS, RANKS = 32, 256, 8, 4
 NO_LIMIT = 1 << 40

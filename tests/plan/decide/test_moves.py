@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofx.scheduler.search.moves import order_moves, reached
+from zerofx.scheduler.search.order import order_moves, reached
 
 
 @dataclass(frozen=True)

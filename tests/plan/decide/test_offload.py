@@ -24,8 +24,9 @@ from zerofx.scheduler.decide.activations import Level, Segment, menu, segments
 from zerofx.scheduler.decide.offload import Room, Wish, away_seconds, entries, joint_menu, place
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.graph_facts import Captured
-from zerofx.scheduler.search.moves import order_moves
-from zerofx.scheduler.search.problem import Activations, Question, items_of, plan_of
+from zerofx.scheduler.search.items import Activations, items_of, plan_of
+from zerofx.scheduler.search.order import order_moves
+from zerofx.scheduler.search.question import Question
 
 H100 = Machine.named("h100-sxm")
 

@@ -13,8 +13,10 @@ from torch import Tensor
 import zerofx
 from tests.lib.models import DIM, Layer, adamw
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.budget import BudgetMissedError
-from zerofx.scheduler.search.planner import make_plan
+from zerofx.scheduler.search import target
+from zerofx.scheduler.search.problem import BudgetMissedError, Problem
+from zerofx.scheduler.search.stage import Search
+from zerofx.scheduler.search.stages.wire import Wire
 from zerofx.torch_private.operators import without_onednn
 
 BUDGET = 45_000  # bytes: less than is needed without recomputing
@@ -27,11 +29,13 @@ class Searches:
         self.count = 0
         self._folder = folder
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return make_plan(*args, **kwargs)
+        search = Wire.plan
 
-        monkeypatch.setattr("zerofx.scheduler.search.cache.make_plan", counted)
+        def counted(wire: Wire, problem: Problem, rest: Search) -> Plan:
+            self.count += 1
+            return search(wire, problem, rest)
+
+        monkeypatch.setattr(Wire, "plan", counted)
 
     def run(self, **options: Any) -> tuple[int, str, str, list[Tensor]]:
         """Number of searches, and the plan, the source and the losses of two steps."""
@@ -107,9 +111,17 @@ def test_without_a_search_no_plan_is_kept(searches: Searches, tmp_path: Path) ->
 
 
 def test_a_plan_is_not_taken_for_a_step_with_other_kernels(searches: Searches, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert searches.run()[0] == 1
-    monkeypatch.setattr("zerofx.scheduler.search.cache.kernels_in_use", lambda asked, device: frozenset({"loss"}))
-    assert [searches.run()[0] for _ in range(2)] == [1, 0]
+    def planned() -> int:
+        before, model = searches.count, torch.nn.Sequential(Layer(), Layer())
+        zerofx.plan(
+            model, adamw(model), (torch.randn(64, DIM), torch.randn(64, DIM)), machine="cpu", memory_budget=BUDGET,
+            loss_fn=lambda out, x, y: F.mse_loss(out, y),
+        )  # fmt: skip
+        return searches.count - before
+
+    assert planned() == 1
+    monkeypatch.setattr(target, "kernels_in_use", lambda asked, device: frozenset({"loss"}))
+    assert [planned() for _ in range(2)] == [1, 0]
 
 
 def test_how_kernels_are_launched_is_no_other_question(searches: Searches) -> None:

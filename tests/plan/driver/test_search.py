@@ -182,7 +182,7 @@ def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         captures.append(args)
         return capture_by_layer(*args, **kwargs)
 
-    monkeypatch.setattr("zerofx.driver.micro_batches.capture_by_layer", counted)
+    monkeypatch.setattr("zerofx.driver.captures.capture_by_layer", counted)
     assert len(fewest(190).tried) > 1
     assert len(captures) == 1
 

@@ -32,8 +32,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> EmulatedCapturer:
 def emulate(monkeypatch: pytest.MonkeyPatch) -> EmulatedCapturer:
     """Have steps captured on the CPU; what else would be in the way of it still is."""
     capturer = EmulatedCapturer()
-    monkeypatch.setattr("zerofx.session.step_builder.machine_obstacle", lambda device: "")
-    monkeypatch.setattr("zerofx.session.step_builder.CudaCapturer", lambda device: capturer)
+    monkeypatch.setattr("zerofx.session.steps.machine_obstacle", lambda device: "")
+    monkeypatch.setattr("zerofx.session.step.CudaCapturer", lambda device: capturer)
     return capturer
 
 

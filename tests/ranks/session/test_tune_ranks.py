@@ -20,12 +20,12 @@ from tests.lib.distributed import run_ranks
 from tests.lib.tuning import check, noisy, peak_of, rows, tune
 from tests.lib.users import adamw, ids, tiny, untouched
 from zerofx import Candidate, Plan, TuneResult, ZeroFXError
-from zerofx.driver import building
+from zerofx.driver.driver import target_of
+from zerofx.driver.prepared import prepare
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.cost.machine import Link, Machine
-from zerofx.scheduler.search.evaluate import predict_plan
-from zerofx.settings import read_settings
-from zerofx.tuning import trial
+from zerofx.scheduler.search.evaluate import Rehearsal
+from zerofx.tuning import trial, tuner
 from zerofx.tuning import tuner as tuning
 
 
@@ -91,10 +91,9 @@ def far_off(**links: Link) -> Machine:
 
 def regions_alone(result: TuneResult, prepared: Any, machine: Machine) -> float:
     """What the best plan is predicted to take if regions are corrected, and links are not."""
-    return predict_plan(
-        prepared.captured, result.plan, prepared.layout, prepared.programs, machine, read_settings(),
-        on_cpu=True, fused=False, costs=replace(result.costs, links={}),
-    ).step_seconds  # fmt: skip
+    target = replace(target_of(prepared), machine=machine, costs=replace(result.costs, links={}))
+    rehearsal = Rehearsal(prepared.captured, prepared.layout, prepared.programs, target)
+    return rehearsal.predicted(result.plan).step_seconds
 
 
 def tune_from(machine: Machine, model: nn.Module, batch: Any, **options: Any) -> tuple[TuneResult, float]:
@@ -102,11 +101,11 @@ def tune_from(machine: Machine, model: nn.Module, batch: Any, **options: Any) ->
     seen: list[Any] = []
 
     def noted(*args: Any, **keywords: Any) -> Any:
-        seen.append(building.prepare(*args, **keywords))
+        seen.append(prepare(*args, **keywords))
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zerofx.tuning.tuner.prepare", noted)
+        patch.setattr(tuner, "prepare", noted)
         result = tune(model, adamw(model), batch, machine=machine, **options)
     return result, regions_alone(result, seen[0], machine)
 

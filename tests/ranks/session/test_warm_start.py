@@ -21,6 +21,8 @@ from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, DIM, Layer, adamw
 from tests.lib.training import train_compiled
 from zerofx.disk.cache import _hash_of_sources
+from zerofx.driver import driver, step_cache
+from zerofx.lowering import lower as lowering
 from zerofx.lowering.load import build
 from zerofx.lowering.lower import lower
 
@@ -62,8 +64,9 @@ class Starts:
             self.num_lowered += 1
             return lower(*args, **kwargs)
 
-        monkeypatch.setattr("zerofx.driver.building.build", counted_build)
-        monkeypatch.setattr("zerofx.driver.building.lower", counted_lower)
+        monkeypatch.setattr(driver, "build", counted_build)
+        monkeypatch.setattr(driver, "lower", counted_lower)
+        monkeypatch.setattr(step_cache, "lower", counted_lower)
 
     def step(self, model: Callable[[], nn.Module] = _layers, **options: Any) -> tuple[zerofx.Step, tuple[Tensor, ...]]:
         torch.manual_seed(0)
@@ -334,7 +337,7 @@ def test_a_step_for_another_update_is_a_cold_start(starts: Starts, monkeypatch: 
 def test_a_report_of_what_is_not_the_step_that_runs_is_refused(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     starts.is_built()
     step, _ = starts.step()
-    monkeypatch.setattr("zerofx.lowering.lower._header", lambda plan, machine: "another step")
+    monkeypatch.setattr(lowering, "_header", lambda plan, machine: "another step")
     with pytest.raises(AssertionError, match="what was kept"):
         step.schedule()
     step.close()
@@ -380,7 +383,7 @@ def _train_in_turn(folder: str) -> list[tuple[list[Tensor], dict[str, Tensor], i
     rank, found = torch.distributed.get_rank(), []
     for ranks in ((), (0,), (0, 1), (0, 1)):
         os.environ["ZEROFX_CACHE_DIR"] = f"{folder}/{rank}" if rank in ranks else "0"
-        with mock.patch("zerofx.driver.building.build", side_effect=build) as count:
+        with mock.patch.object(driver, "build", side_effect=build) as count:
             trained = train_compiled(CASES["stack"], 3, 2)
         found.append((trained.losses, trained.state, count.call_count))
     return found

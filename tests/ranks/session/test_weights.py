@@ -157,7 +157,7 @@ def _count(path: str) -> tuple[int, int]:
         model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = zerofx.compile(model, optimizer, 3, backend="eager", weights=path, loss_fn=lambda y, x: y.sum())
-    reads = step._values._files = Reads(step._values._files)
+    reads = step._steps.values._files = Reads(step._steps.values._files)
     step.prepare(torch.ones(1, 64))
     return reads.num_bytes, reads.largest
 

@@ -100,8 +100,8 @@ def test_bytes_are_those_predicted(precision: str | None) -> None:
     found = step.measure(*args)
     # What kernels for half precision pack on a CPU is not predicted, with or without delay (docs/design/memory.md).
     check_measured(found, step.plan, args[0].nbytes if precision is None else 16384)
-    assert step._layout is not None
-    numel = sum(bucket.numel for bucket in step._layout.buckets)
+    assert step._steps.taken is not None
+    numel = sum(bucket.numel for bucket in step._steps.taken.layout.buckets)
     size = 4 if precision is None else 2
     # 2 bytes of gradients down and 2 of parameters up for each parameter in half precision, as without delay; what is
     # handed over from step to step is there all the time.
@@ -141,7 +141,7 @@ def test_a_step_does_not_wait_for_its_update() -> None:
     step = _compiled(CASES["gpt"])
     args, _ = next(batches(CASES["gpt"], 0, 1))
     step.prepare(*args)
-    tiers, free = step._tiers, threading.Event()
+    tiers, free = step._steps.tiers, threading.Event()
     assert tiers is not None
     tiers._host_worker().submit(free.wait)
     before = step(*args)  # returns while the host has not begun with its update

@@ -162,15 +162,15 @@ def test_parameters_move_when_another_plan_asks_for_it() -> None:
     step, args = _step(parameters_away(prepared, "host", ("host", "host")))
     reference, _ = _step(None)
     assert torch.equal(step(*args), reference(*args))
-    state, tiers = step._state, step._tiers
-    assert state is not None and tiers is not None
+    taken, tiers = step._steps.taken, step._steps.tiers
+    assert taken is not None and tiers is not None
     for tier, states in (("nvme", None), ("host", ("nvme", "device")), (None, ("host", "host")), (None, None)):
         tiers.prepare({"nvme": 1}, 1)
         plan = prepared.plan if tier is None else parameters_away(prepared, tier, states, every=2)
         if tier is None and states is not None:
             plan = replace(plan, states=parameters_away(prepared, "host", states).states)
-        assert state.place(plan)
-        assert state.resident is (tier is None)
+        assert taken.state.place(plan)
+        assert taken.state.resident is (tier is None)
         assert torch.equal(step(*args), reference(*args))  # moves them back first
         with pytest.raises(zerofx.ZeroFXError, match="full_parameters"):
             step.model(*args)

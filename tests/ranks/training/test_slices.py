@@ -18,7 +18,7 @@ from tests.lib.models import CASES, adamw, sgd
 from tests.lib.training import differences, train_compiled, train_plain
 from zerofx.errors import ShardedParametersError
 from zerofx.options import Offload
-from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.scheduler.search.problem import BudgetMissedError
 
 pytestmark = pytest.mark.usefixtures("drive", "verified")
 

@@ -153,8 +153,8 @@ def test_states_move_when_another_plan_asks_for_it() -> None:
     step, args = _step(placing(prepare_case(CASES["gpt"], 0, 1), "host", "host"))
     reference, _ = _step(None)
     assert torch.equal(step(*args), reference(*args))
-    state, tiers = step._state, step._tiers
-    assert state is not None and tiers is not None
+    taken, tiers = step._steps.taken, step._steps.tiers
+    assert taken is not None and tiers is not None
     buckets = [decision.bucket for decision in step.plan.states]
     for decisions in (
         [StateDecision(bucket, "nvme", "device", "") for bucket in buckets],
@@ -162,7 +162,7 @@ def test_states_move_when_another_plan_asks_for_it() -> None:
         [],
     ):
         tiers.prepare({"nvme": 1}, 1)
-        state.place(replace(step.plan, states=tuple(decisions)))
+        taken.state.place(replace(step.plan, states=tuple(decisions)))
         held = step.tiers()
         assert set(held) == {"device", *(decision.tier for decision in decisions)}
         assert torch.equal(step(*args), reference(*args))  # moves them back first

@@ -43,17 +43,17 @@ def _count(stage: int, options: dict[str, Any], name: str = "") -> Count:
     step = zerofx.compile(model, adamw(model), stage, backend="eager", **options)
     args, kwargs = next(batches(CASES[name], world()[0], 1)) if name else (_batch(), {})
     step(*args, **kwargs)
-    assert step._state is not None
-    transport = step._state._transport
+    assert step._steps.taken is not None
+    transport = step._steps.taken.state._transport
     assert transport is not None
     before = transport.sent_bytes
     step(*args, **kwargs)
-    layout = step._state.layout
+    layout = step._steps.taken.state.layout
     align = 64 // layout.buckets[0].compute_dtype.itemsize
     return Count(
         sent=transport.sent_bytes - before,
         planned_sent=step.plan.wire_bytes,
-        held=sum(map(_held, step._state.buckets)),
+        held=sum(map(_held, step._steps.taken.state.buckets)),
         planned_states=step.plan.model_state_bytes,
         padded=sum(bucket.numel for bucket in layout.buckets),
         largest_padding=sum((len(b.slots) + layout.num_ranks) * align for b in layout.buckets),

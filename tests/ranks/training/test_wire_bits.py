@@ -106,11 +106,11 @@ def train(step: Step, steps: int = STEPS) -> Run:
     losses = [float(step(x, y))]
     first = step.full_state_dict()
     losses += [float(step(x, y)) for _ in range(steps - 1)]
-    assert step._runtime is not None
-    before = dict(step._runtime.sent_to)
+    assert step._steps.taken is not None
+    before = dict(step._steps.taken.runtime.sent_to)
     step(x, y)
     node, sent = dist.get_rank() // RANKS_PER_NODE, {"within": 0, "across": 0}
-    for peer, total in step._runtime.sent_to.items():
+    for peer, total in step._steps.taken.runtime.sent_to.items():
         sent["within" if peer // RANKS_PER_NODE == node else "across"] += total - before.get(peer, 0)
     last = step.full_state_dict()
     measured = step.measure(x, y)
@@ -147,8 +147,8 @@ def with_rounded_weights(wire: str) -> dict[str, Any]:
     step = compiled(3, wire, plan=plan)
     loss = step(*batch())
     plain, exact = build(), dict(build().named_parameters())
-    assert step._state is not None
-    for bucket in step._state.layout.buckets:
+    assert step._steps.taken is not None
+    for bucket in step._steps.taken.state.layout.buckets:
         flat = torch.zeros(bucket.numel)
         for slot in bucket.slots:
             slot.view(flat).copy_(exact[slot.name].detach())

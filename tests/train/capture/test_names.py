@@ -25,7 +25,7 @@ from tests.lib.offloads import offloading, parameters_away, recomputing
 from zerofx.codegen.source import load_source
 from zerofx.errors import InvalidGraphError
 from zerofx.passes.verify import verify
-from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.scheduler.search.problem import BudgetMissedError
 
 # What no identifier can be called, but a module, a parameter or a keyword of a batch can.
 HOSTILE = ("3x3", "a b", "²", "ünits", "_", "__", "quote'\"", "line\nbreak = 1", "#", "\\", "{x}", "%s")

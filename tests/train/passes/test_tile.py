@@ -23,7 +23,7 @@ from zerofx.passes.tile import tile
 from zerofx.scheduler.analysis.loss_heads import find_heads
 from zerofx.scheduler.plan.decisions import TileDecision
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.scheduler.search.problem import BudgetMissedError
 
 VOCAB = 512
 TILINGS: tuple[Tiling, ...] = ("none", "auto")

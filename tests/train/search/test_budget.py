@@ -24,7 +24,7 @@ from zerofx.passes.prepare.simplify import simplify
 from zerofx.scheduler.analysis.saved_values import crossing_storages
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.activations import menu, segments
-from zerofx.scheduler.search.moves import order_moves
+from zerofx.scheduler.search.order import order_moves
 
 BUDGETS = (1.0, 0.6, 0.3, 0.1, 0.0)  # between the least possible and what keeping everything takes
 

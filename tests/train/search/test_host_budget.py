@@ -97,9 +97,9 @@ def test_the_pool_keeps_to_it_and_the_bits_are_the_same(offload: Offload) -> Non
     limit = needed if offload == "host" else int(0.9 * needed)
     step, found = trained(**options, host_budget=limit)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert step._tiers is not None
+    assert step._steps.tiers is not None
     # Blocks of other sizes wait for reuse as long as the limit allows.
-    assert 0 < step._tiers.host_block_bytes <= limit and step.compiled.simulation.live.host_block_bytes <= limit
+    assert 0 < step._steps.tiers.host_block_bytes <= limit and step.compiled.simulation.live.host_block_bytes <= limit
 
 
 def test_a_plan_that_was_given_is_held_to_it() -> None:
@@ -117,9 +117,9 @@ def test_a_plan_that_was_given_is_held_to_it() -> None:
         compiled(1)
     needed = compiled(None).compiled.simulation.live.host_block_bytes
     step = compiled(needed)
-    assert step._tiers is not None
+    assert step._steps.tiers is not None
     # Adam's moments and the parameters with them, gradients and new parameters on their way: counted to the block.
-    assert step.plan.peak_bytes["host"] < step._tiers.host_block_bytes <= needed
+    assert step.plan.peak_bytes["host"] < step._steps.tiers.host_block_bytes <= needed
 
 
 def test_blocks_of_other_sizes_make_room_and_what_is_in_use_does_not() -> None:

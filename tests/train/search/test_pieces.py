@@ -32,8 +32,8 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.activations import segments
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.reasons import reasons
-from zerofx.scheduler.search.budget import BudgetMissedError
 from zerofx.scheduler.search.graph_facts import Captured
+from zerofx.scheduler.search.problem import BudgetMissedError
 
 MACHINE = Machine.named("cpu")
 SHARES = (1.0, 0.5, 0.0)  # of what lies between the least possible and keeping everything

@@ -12,7 +12,7 @@ from gpt import GPT
 from tests.lib.chains import MLP, Attention, Block, Stack, mlps
 from zerofx.errors import MemoryBudgetError, UsageError
 from zerofx.options import Tiling
-from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.scheduler.search.problem import BudgetMissedError
 
 
 def least_of(model: nn.Module, x: Tensor, tiling: Tiling) -> int:

@@ -49,7 +49,7 @@ def test_what_others_raise_stays_theirs(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_defect_while_a_step_runs_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     step = _step()
     step.prepare(torch.ones(2, 4))
-    monkeypatch.setattr(step, "_runtime", None)
+    monkeypatch.setattr(step._steps.taken, "runtime", None)
     with pytest.raises(zerofx.InternalError, match="expected to run a step, found a defect of zerofx: AssertionError"):
         step(torch.ones(2, 4))
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zerofx
-from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.scheduler.search.problem import BudgetMissedError
 
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]] = {
     "copies its first gradients": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

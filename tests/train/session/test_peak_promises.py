@@ -10,7 +10,7 @@ import pytest
 
 import zerofx
 from tests.lib.random_models import draw
-from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.scheduler.search.problem import BudgetMissedError
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},

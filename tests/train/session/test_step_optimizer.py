@@ -15,20 +15,20 @@ import zerofx
 from tests.lib.pairs import OptimizerOf, Pair, compile_eager, momentum
 from tests.lib.users import adamw, eager_step, ids, tiny
 from zerofx import UsageError, ZeroFXWarning
-from zerofx.lowering import load as compiler
+from zerofx.driver import driver
+from zerofx.lowering.load import build
 
 
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The source of every step that is built."""
     seen: list[str] = []
-    build = compiler.build
 
     def counted(lowered: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(lowered.emitted.source)
         return build(lowered, *args, **kwargs)
 
-    monkeypatch.setattr("zerofx.driver.building.build", counted)
+    monkeypatch.setattr(driver, "build", counted)
     return seen
 
 

@@ -107,9 +107,9 @@ def test_the_pool_takes_what_is_planned_and_training_is_the_same(update: str) ->
         found = step.measure(*batch, num_steps=2)
         assert found.peak_bytes["host"] == step.plan.peak_bytes["host"]
         assert found.link_bytes == step.plan.link_bytes
-        assert step._tiers is not None
+        assert step._steps.tiers is not None
         planned = step.compiled.simulation.live.host_block_bytes
-        assert step._tiers.host_block_bytes <= planned
+        assert step._steps.tiers.host_block_bytes <= planned
         taken.append((found.peak_bytes["host"], planned))
         plain, eager, _ = built(depth)
         for _ in range(2):

@@ -10,10 +10,10 @@ import pytest
 import zerofx
 from tests.lib.models import CASES, batches
 from tests.lib.training import build
-from zerofx.driver import building
+from zerofx.driver import driver
 from zerofx.lowering.load import CompiledStep
 from zerofx.lowering.load import build as build_step
-from zerofx.scheduler.search.budget import BudgetMissedError
+from zerofx.scheduler.search.problem import BudgetMissedError
 
 
 def _short_by(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -28,7 +28,7 @@ def _short_by(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         prediction = replace(compiled.plan.prediction, peak_bytes=peak_bytes)
         return replace(compiled, plan=compiled.plan.with_prediction(prediction))
 
-    monkeypatch.setattr(building, "build", with_more)
+    monkeypatch.setattr(driver, "build", with_more)
     return planned_for
 
 

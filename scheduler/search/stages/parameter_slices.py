@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
@@ -11,9 +11,8 @@ from zerofx.options import CompileOptions
 from zerofx.scheduler.analysis.slices import Slices, named_slices, slice_rungs
 from zerofx.scheduler.plan.decisions import SliceDecision
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.budget import BudgetMissedError
-
-T = TypeVar("T")
+from zerofx.scheduler.search.problem import BudgetMissedError, Problem
+from zerofx.scheduler.search.stage import Search
 
 
 def slices_asked(captured: StepGraph, options: CompileOptions) -> Slices:
@@ -37,35 +36,25 @@ def slices_of(layout: BucketLayout) -> Slices:
     return tuple(SliceDecision(n, len(sizes), sum(sizes), "as its buckets are") for n, sizes in counts.items())
 
 
-def choose_slices(
-    first: T,
-    captured: StepGraph,
-    budget: int | None,
-    sliced: Callable[[Slices], T] | None,
-    plan_for: Callable[[T], Plan],
-) -> tuple[T, Plan]:
-    """What to plan for, and the plan: ``first`` if it fits, else with huge parameters in the fewest slices that do.
+@dataclass(frozen=True)
+class ParameterSlices:
+    """Parameters as they are if a plan fits so, else the huge ones in the fewest slices with which one does."""
 
-    Args:
-        first: what was prepared as asked.
-        captured: its graph.
-        budget: bytes on the device, if there is a budget.
-        sliced: prepares the same with parameters in slices; None where they are given.
-        plan_for: the plan for what was prepared.
+    name: str = "slices"
 
-    Raises:
-        BudgetMissedError: none fits; that of the least peak.
-    """
-    try:
-        return first, plan_for(first)
-    except BudgetMissedError as missed:
-        refusals = [missed]
-    if budget is None or sliced is None:
-        raise refusals[0]
-    for slices in slice_rungs(captured, refusals[0].least_bytes - budget):
-        other = sliced(slices)
+    def plan(self, problem: Problem, rest: Search) -> Plan:
+        whole, budget = problem.work, problem.memory_budget
         try:
-            return other, plan_for(other)
+            return rest.attempt("as asked", problem)
         except BudgetMissedError as missed:
-            refusals.append(missed)
-    raise min(refusals, key=lambda missed: missed.least_bytes)
+            refusals = [missed]
+        if budget is None or not whole.may_be_sliced or problem.options.tile != "auto":
+            raise refusals[0]
+        for slices in slice_rungs(problem.captured, refusals[0].least_bytes - budget):
+            described = ", ".join(f"{decision.parameter} in {decision.num_slices}" for decision in slices)
+            sliced = whole.sliced(slices)
+            try:
+                return rest.attempt(described, problem.on(sliced, sliced.candidates[0]))
+            except BudgetMissedError as missed:
+                refusals.append(missed)
+        raise min(refusals, key=lambda missed: missed.least_bytes)

@@ -25,12 +25,12 @@ from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
 
 
-class MicroBatches:
+class Captures:
     """The step of one batch in any number of micro-batches, each captured when it is asked for first.
 
     ``candidates`` are the numbers that may be planned for, the least first: the divisors of the batch size where the
     number is left to the plan and a memory budget gives it a reason to take more than one. ``strides`` as for
-    ``capture``. ``talk``: whether this rank writes how it was captured, where ``ZEROFX_DEBUG`` asks for passes.
+    ``capture``. ``verbose``: whether this rank writes how it was captured, where ``ZEROFX_DEBUG`` asks for passes.
     """
 
     def __init__(
@@ -41,26 +41,26 @@ class MicroBatches:
         settings: Settings,
         strides: Strides = MappingProxyType({}),
         *,
-        talk: bool = False,
+        verbose: bool = False,
     ) -> None:
         self._model, self._batch, self._options, self._settings = model, batch, options, settings
         self._strides = strides
-        self._talk = talk and settings.debug > 0
+        self._writes = verbose and settings.debug > 0
         self._captured: dict[int, StepGraph] = {}  # of one micro-batch each, before it is unrolled
         self._unrolled: dict[int, StepGraph] = {}
         self._recorded: dict[int, Recorded] = {}
         self.candidates: Sequence[int] = _candidates(batch, options)
         self.slices: tuple[SliceDecision, ...] = ()
 
-    def sliced(self, slices: tuple[SliceDecision, ...]) -> MicroBatches:
+    def sliced(self, slices: tuple[SliceDecision, ...]) -> Captures:
         """The same step with parameters in slices.
 
         Raises:
             PlanError: one of them cannot be worked with so.
         """
-        found = copy.copy(self)
-        found.slices, found._unrolled = slices, {}
-        return found
+        sliced = copy.copy(self)
+        sliced.slices, sliced._unrolled = slices, {}
+        return sliced
 
     def recorded(self) -> Recorded | None:
         """What the forward does, and the place of its graph in the cache.
@@ -82,13 +82,15 @@ class MicroBatches:
                 return None
         return self._recorded[num]
 
-    def without_batch(self) -> MicroBatches:
+    def without_batch(self) -> Captures:
         """The same step, whose graph has been read, without what it takes to run the model."""
-        found = copy.copy(self)
+        graphs = copy.copy(self)
         nowhere = tuple(tensor.to("meta") for tensor in self._batch.tensors)
-        found._batch = replace(self._batch, tensors=nowhere, call=((), {}))
-        found._recorded = {num: replace(one, record=ForwardRecord.empty()) for num, one in self._recorded.items()}
-        return found
+        graphs._batch = replace(self._batch, tensors=nowhere, call=((), {}))
+        graphs._recorded = {
+            num: replace(recorded, record=ForwardRecord.empty()) for num, recorded in self._recorded.items()
+        }
+        return graphs
 
     @property
     def first(self) -> StepGraph:
@@ -145,7 +147,7 @@ class MicroBatches:
         return step
 
     def _say(self, text: str) -> None:
-        if self._talk:
+        if self._writes:
             sys.stderr.write(f"{text}\n")
 
 

@@ -1,0 +1,143 @@
+"""Plans along one order of moves, each carried out, and its memory counted whole.
+
+Ways to have less memory are put in one fixed order, best first (``search/order.py``): activations computed again or
+offloaded, buckets gathered again rather than kept, gathers issued later, reductions awaited earlier. A plan is a length
+of that order. Every plan that is tried is carried out and its memory counted at every position, so the peak that is
+compared with the budget is that of the step which will run.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.held import Held
+from zerofx.scheduler.search.items import items_of, plan_of
+from zerofx.scheduler.search.order import order_moves
+from zerofx.scheduler.search.question import Leaning, Question
+
+_SCANNED = 16  # lengths of an order that are tried, at least, before a budget is said to be out of its reach
+_HALVED_AFTER = 5  # of as many guesses, one halves what is left, in case moves free other bytes than they should
+_CARRIED_OUT = ("tile", "divide", "recompute")  # the passes that the graph of ``plan_of`` has been through
+
+
+class Holds(Protocol):
+    """Tells what a plan holds (``search/evaluate.py``)."""
+
+    def held(self, plan: Plan, begun: StepGraph, done: Collection[str]) -> Held:
+        """What the device holds when ``plan`` is carried out on ``begun``, which the passes ``done`` have been on."""
+        ...
+
+
+class Lengths:
+    """One order of moves, and the lengths of it that have been tried: looks for the shortest that fits.
+
+    ``first`` is another order for the same question: without a move, both have one plan. ``count`` is called for every
+    length that is tried.
+    """
+
+    def __init__(
+        self,
+        question: Question,
+        leaning: Leaning,
+        rehearsal: Holds,
+        first: Lengths | None = None,
+        count: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._question, self._rehearsal, self.leaning, self._count = question, rehearsal, leaning, count
+        self._items = items_of(question, leaning)
+        self._moves = order_moves([item.levels for item in self._items])
+        self._freed = list(accumulate((move.freed_bytes for move in self._moves), initial=0))
+        self._tried: dict[int, tuple[Held, Plan]] = {0: first.at(0)} if first is not None else {}
+
+    def at(self, length: int) -> tuple[Held, Plan]:
+        """What is held, and the plan, of a length."""
+        if length not in self._tried:
+            self._count()
+            plan, carried_out = plan_of(self._question, self._items, self._moves[:length])
+            self._tried[length] = (self._rehearsal.held(plan, carried_out, _CARRIED_OUT), plan)
+        return self._tried[length]
+
+    @property
+    def num_tried(self) -> int:
+        """Lengths that have been tried."""
+        return len(self._tried)
+
+    @property
+    def num_moves(self) -> int:
+        return len(self._moves)
+
+    @property
+    def last_bytes(self) -> int:
+        """The peak after all moves."""
+        return self._bytes(len(self._moves))
+
+    @property
+    def firm_bytes(self) -> int:
+        """What every length holds at least: fewer moves keep all that is held at the peak after all of them, but for
+        values that are computed again there."""
+        return self.at(len(self._moves))[0].firm_bytes
+
+    def lowest(self) -> tuple[int, Plan]:
+        """The least peak, and its plan, of some lengths of the whole order, and around the best of them.
+
+        What a length holds firmly, all shorter ones do: they are looked at as long as that is less than the best.
+        """
+        last = len(self._moves)
+        gap = max(1, last // _SCANNED)
+        tried = {last: self._bytes(last)}
+        best = length = last
+        while length > 0 and self.at(length)[0].firm_bytes < tried[best]:
+            length = max(0, length - gap)
+            tried[length] = self._bytes(length)
+            best = min(tried, key=lambda n: (tried[n], n))
+        while gap := gap // 2:
+            tried |= {n: self._bytes(n) for n in (best - gap, best + gap) if 0 <= n <= last}
+            best = min(tried, key=lambda n: (tried[n], n))
+        return tried[best], self.at(best)[1]
+
+    def fitting(self, budget: int) -> Plan | None:
+        """The plan of a length that fits where one move fewer does not; None where not even all moves do.
+
+        It is looked for where enough bytes should be free, going by what the moves tried so far have really freed.
+        """
+        low, high = 0, len(self._moves)
+        if self._bytes(low) <= budget:
+            return self.at(low)[1]
+        if self._bytes(high) > budget:
+            return None
+        share, tried = self._share_freed(low, high) or 1.0, 0
+        while high - low > 1:
+            tried += 1
+            if tried % _HALVED_AFTER == 0:
+                guess = (low + high) // 2
+            else:
+                guess = self._where_freed(low, (self._bytes(low) - budget) / share)
+            guess = min(max(guess, low + 1), high - 1)
+            share = self._share_freed(low, guess) or share
+            if self._bytes(guess) <= budget:
+                high = guess
+            else:
+                low = guess
+        return self.at(high)[1]
+
+    def _bytes(self, length: int) -> int:
+        return self.at(length)[0].peak_bytes
+
+    def _where_freed(self, low: int, num_bytes: float) -> int:
+        """The length after ``low`` at which the moves in between should have freed so many bytes."""
+        return bisect_left(self._freed, self._freed[low] + num_bytes, low + 1, len(self._moves))
+
+    def _share_freed(self, low: int, high: int) -> float:
+        """The share of what the moves from one length to another should free that they do free; 0.0 if none."""
+        expected = self._freed[high] - self._freed[low]
+        return max(0.0, (self._bytes(low) - self._bytes(high)) / expected) if expected > 0 else 0.0
+
+
+def least(orders: Sequence[Lengths]) -> list[tuple[int, Plan]]:
+    """The least peak, and its plan, of the order whose last length is the least; empty where there are no orders."""
+    return [min(orders, key=lambda order: order.last_bytes).lowest()] if orders else []

@@ -1,0 +1,77 @@
+"""What moves are chosen for: a captured graph on a machine, and what a plan for it may do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.decide.residency import PolicyOptions
+from zerofx.scheduler.decide.states import Placement
+from zerofx.scheduler.plan.decisions import GradientDecision, TileDecision
+from zerofx.scheduler.plan.tiers import Tier
+from zerofx.scheduler.search.graph_facts import Captured
+
+Leaning = Literal["recompute", "offload", "joint"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan is wanted for.
+
+    ``recompute``: whether activations may be computed again. ``tiers``: where they may be offloaded to, the first being
+    filled first; none if empty. ``asked``: how buckets are gathered as long as memory allows. ``state_bytes``: bytes of
+    one rank's optimizer states and masters, by bucket index. ``tile``: whether values may be tiled, and
+    ``tile_classes`` logits over their classes too.
+    ``delayed``: where states are in any case, so that their updates run beside the next step; none if empty.
+    ``max_grad_norm``: what gradients are clipped to, if they are: all updates are after all reductions then.
+    ``gradients``: which wait elsewhere between micro-batches in any case, with copies that are still to be placed.
+    """
+
+    captured: Captured
+    layout: BucketLayout
+    stage: int
+    precision: str | None
+    memory_budget: int | None
+    recompute: bool
+    tiers: tuple[Tier, ...] = ()
+    asked: PolicyOptions = field(default_factory=PolicyOptions)
+    state_bytes: Mapping[int, int] = field(default_factory=dict)
+    tile: bool = False
+    tile_classes: bool = False
+    delayed: Mapping[Bucket, Placement] = field(default_factory=dict)
+    max_grad_norm: float | None = None
+    gradients: tuple[GradientDecision, ...] = ()
+
+    def tiled(self, tiles: tuple[TileDecision, ...]) -> Question:
+        """The same question where values are tiled so."""
+        return self if tiles == self.tiles else replace(self, captured=replace(self.captured, tiles=tiles))
+
+    @property
+    def divisions(self) -> tuple[Question, ...]:
+        """The same question with what is outside layers divided in every way that there is a choice of."""
+        if not self.captured.divides_others:
+            return (self,)
+        return (self, replace(self, captured=replace(self.captured, ends_only=True)))
+
+    @property
+    def tiles(self) -> tuple[TileDecision, ...]:
+        return self.captured.tiles
+
+    @property
+    def step(self) -> StepGraph:
+        return self.captured.step
+
+    @property
+    def machine(self) -> Machine:
+        return self.captured.machine
+
+    @property
+    def leanings(self) -> tuple[Leaning, ...]:
+        """The ways to hold fewer activations; the joint one chooses for each tensor."""
+        if self.recompute and self.tiers:
+            return ("joint", "recompute", "offload")
+        return ("offload",) if self.tiers else ("recompute",)

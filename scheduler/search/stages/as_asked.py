@@ -1,0 +1,49 @@
+"""Plans without a budget, for which nothing is searched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerofx.scheduler.decide.gradients import place_gradients
+from zerofx.scheduler.decide.residency import decide
+from zerofx.scheduler.decide.states import decisions_of
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.items import Activations, items_of, plan_of
+from zerofx.scheduler.search.order import order_moves
+from zerofx.scheduler.search.problem import Problem
+from zerofx.scheduler.search.stage import Search
+
+
+@dataclass(frozen=True)
+class AsAsked:
+    """Without a budget: the plan as the options say, or the one that computes again all it can."""
+
+    name: str = "as asked"
+
+    def plan(self, problem: Problem, rest: Search) -> Plan:
+        if problem.memory_budget is not None:
+            return rest.plan(problem)
+        return _least_memory(problem) if problem.options.recompute == "full" else _as_asked(problem)
+
+
+def _as_asked(problem: Problem) -> Plan:
+    options, facts, gradients = problem.options, problem.facts(), problem.gradients()
+    # Only copies that are to be placed ask how long computation takes.
+    placed = (
+        place_gradients(gradients, facts.tiled, problem.layout, facts.seconds, problem.machine) if gradients else ()
+    )
+    return decide(
+        problem.captured, problem.layout, stage=options.stage, precision=options.precision,
+        machine=problem.machine.name, options=options.policy, tiles=facts.tiles,
+        states=decisions_of(problem.delayed()), max_grad_norm=options.max_grad_norm, gradients=placed,
+    )  # fmt: skip
+
+
+def _least_memory(problem: Problem) -> Plan:
+    """The plan that computes again all it can, and gathers as asked."""
+    plans = []
+    for question in problem.question().divisions:
+        items = [item for item in items_of(question, "recompute") if isinstance(item, Activations)]
+        plan, _ = plan_of(question, items, order_moves([item.levels for item in items]))
+        plans.append(plan.with_prediction(problem.rehearsal.predicted(plan)))
+    return min(plans, key=lambda plan: plan.peak_bytes["device"])

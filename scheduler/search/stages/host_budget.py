@@ -1,0 +1,71 @@
+"""Plans within a budget for host memory too.
+
+The search puts on the host what its room there allows by estimate: states, parameters that are updated with them,
+activations, and copies on their way to and from nvme. What a plan takes of the host's pool is then counted whole,
+position by position, in blocks as the pool hands them out; where that is more than the budget, the plan is made again
+with as much less room.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from zerofx.options import host_budget_bytes, tiers_for
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.problem import BudgetMissedError, Problem
+from zerofx.scheduler.search.stage import Search
+from zerofx.units import format_bytes
+
+_ROUNDS = 4  # plans to make with less and less room, before the last one leaves the host alone
+
+
+@dataclass(frozen=True)
+class HostBudget:
+    """The fastest plan within the budgets of device and host, as far as it is found.
+
+    Without a host budget a rank's share of the machine's host memory is the room that the search goes by.
+    """
+
+    name: str = "host budget"
+
+    def plan(self, problem: Problem, rest: Search) -> Plan:
+        machine = problem.machine
+        budget = host_budget_bytes(problem.options.host_budget, machine)
+        if budget is None or not tiers_for(problem.options.offload, machine):
+            return rest.plan(problem)
+        room = budget
+        for number in range(_ROUNDS + 1):
+            narrowed = replace(problem, machine=with_host_bytes(machine, room))
+            try:
+                plan = rest.attempt(f"{format_bytes(room)} by estimate", narrowed)
+            except BudgetMissedError as refusal:
+                raise self._explained(problem, budget, refusal, rest) from refusal
+            taken = problem.rehearsal.host_block_bytes(plan)
+            if taken <= budget:
+                return plan
+            rest.say(f"takes {format_bytes(taken)} of {format_bytes(budget)} in blocks")
+            room = max(room - (taken - budget), 0) if number < _ROUNDS - 1 else 0
+        raise AssertionError("a plan without room on the host takes none of it")
+
+    def _explained(self, problem: Problem, budget: int, refusal: BudgetMissedError, rest: Search) -> BudgetMissedError:
+        """What to say where the device's budget is missed with so little host memory; that of a device that is too
+        small in any case says it all."""
+        try:
+            enough = problem.rehearsal.host_block_bytes(rest.attempt("all of the host", problem))
+        except BudgetMissedError as anyway:
+            return anyway
+        assert problem.memory_budget is not None, "what has no budget for the device is not searched"
+        return BudgetMissedError(
+            f"memory_budget={format_bytes(problem.memory_budget)} cannot be met within "
+            f"host_budget={format_bytes(budget)}: the least possible with that is "
+            f"{format_bytes(refusal.least_bytes)} ({refusal.least_bytes} bytes) on the device, while a plan that fits "
+            f"it takes {format_bytes(enough)} ({enough} bytes) of host memory. Raise host_budget, or memory_budget",
+            refusal.least_bytes,
+        )
+
+
+def with_host_bytes(machine: Machine, num_bytes: int) -> Machine:
+    """``machine`` with ``num_bytes`` of host memory for each rank, where it has more."""
+    most = max(num_bytes, 1) * machine.ranks_per_node
+    return replace(machine, host=replace(machine.host, memory_bytes=min(machine.host.memory_bytes, most)))

@@ -1,0 +1,96 @@
+"""Plans kept on disk: what a search has found for equal graph, layout, optimizer, machine and options."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import torch
+
+from zerofx.capture.trace import tracing_settings
+from zerofx.disk.cache import DiskCache, key_of
+from zerofx.ir.canonical import canonical
+from zerofx.optimizers import UpdateProgram
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.problem import BudgetMissedError, Problem
+from zerofx.scheduler.search.stage import Search
+from zerofx.torch_private.profiler import is_profiling
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the stages after give, or gave in an earlier run for the same problem.
+
+    A search that finds no plan is kept too: which of several numbers of micro-batches is taken depends on those that
+    do not fit. What follows from measured costs is not kept.
+    """
+
+    name: str = "kept plans"
+
+    def plan(self, problem: Problem, rest: Search) -> Plan:
+        target, options = problem.target, problem.options
+        cache = DiskCache(target.settings.cache_dir)
+        # Without a search a plan is made in less time than is needed to find one.
+        searched = problem.memory_budget is not None or options.recompute == "full" or options.wire != "exact"
+        if cache.folder is None or not searched or target.costs is not None:
+            return rest.plan(problem)
+        key = _key(problem)
+        answer = cache.read_as(key, Answer.from_json)
+        rest.say("none for this problem" if answer is None else "read what an earlier run has found")
+        if answer is None:
+            text = _searched(problem, rest)
+            if not is_profiling():  # what some operators take is not known then
+                cache.write(key, text)
+            # The run that has searched goes on with what the next one will read.
+            answer = Answer.from_json(text)
+        if answer.plan is None:
+            raise BudgetMissedError(answer.refusal, answer.least_bytes)
+        return answer.plan
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a search has come to: a plan, or why there is none, and with how many bytes there would be one."""
+
+    plan: Plan | None
+    refusal: str
+    least_bytes: int
+
+    @staticmethod
+    def from_json(text: str) -> Answer:
+        data = json.loads(text)
+        if "refusal" in data:
+            return Answer(None, str(data["refusal"]), int(data["least_bytes"]))
+        return Answer(Plan.from_json(data["plan"]), "", 0)
+
+
+def _key(problem: Problem) -> str:
+    captured, target = problem.captured, problem.target
+    parts = (
+        captured.text(), canonical(captured.graph), str(captured.device), repr(captured.parameters),
+        repr(sorted(captured.units)), repr((captured.mutation_names, captured.gradient_names, captured.slices)),
+        f"{captured.num_extras} extras",
+        repr((captured.num_micro_batches, target.on_cpu)), repr(sorted(target.measured_regions.items())),
+        repr(problem.layout), repr(problem.machine), repr(problem.memory_budget),
+        repr(sorted(target.settings.disable)),
+        *tracing_settings(),  # which library has an operator's kernel, and in vectors of which width
+        f"{torch.get_num_threads()} threads",  # each takes memory of its own
+        repr(sorted(target.kernels)),
+        *problem.options.texts("plan"),
+        *(f"{index}: {_program_text(program)}" for index, program in sorted(problem.rehearsal.programs.items())),
+    )  # fmt: skip
+    return key_of("plan", parts)
+
+
+def _searched(problem: Problem, rest: Search) -> str:
+    try:
+        return json.dumps({"plan": rest.plan(problem).to_json()})
+    except BudgetMissedError as refusal:
+        return json.dumps({"refusal": str(refusal), "least_bytes": refusal.least_bytes})
+
+
+def _program_text(program: UpdateProgram) -> str:
+    state = sorted(program.state_before), sorted(program.state_after), program.tensor_scalars, program.num_scalars
+    return f"{program.optimizer} {program.dtype} {program.fused} {program.first_step_only} {state}\n" + "\n".join(
+        map(str, (program.states, program.scalar_states, program.host_source, program.graph))
+    )

@@ -1,0 +1,27 @@
+"""How far from the best a plan within a budget may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.bound import with_least_seconds
+from zerofx.scheduler.search.problem import Problem
+from zerofx.scheduler.search.stage import Search
+
+
+@dataclass(frozen=True)
+class LowerBound:
+    """The plan of the stages after, with the least time that any plan can take (``scheduler/search/bound.py``)."""
+
+    name: str = "lower bound"
+
+    def plan(self, problem: Problem, rest: Search) -> Plan:
+        plan, target = rest.plan(problem), problem.target
+        # The bound is on times by rule, and says nothing of measured ones.
+        if target.costs is not None:
+            return plan
+        return with_least_seconds(
+            plan, problem.captured, problem.layout, target.machine,
+            on_cpu=target.on_cpu, by_region=target.compiles_regions,
+        )  # fmt: skip

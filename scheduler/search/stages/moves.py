@@ -1,0 +1,74 @@
+"""What is computed again, offloaded, gathered again or awaited earlier: as little as fits the budget.
+
+Where values may be both computed again and offloaded there are three orders of moves: either alone, and for each tensor
+the better of both. For each order the shortest length that fits is taken (``search/lengths.py``), and the fastest of
+these plans wins: so the joint plan is never slower, as simulated, than the better of the other two. A smaller budget
+never gives a larger peak: where it changes the plan, the plan before it did not fit.
+
+A budget that not even all moves of an order come near is out of its reach, which one plan tells: what is held at the
+peak then, and is not computed again, is held by every shorter length too (``search/held.py``).
+
+Where what is before or between layers is divided into pieces, all is searched without that too: what lies in one piece
+can be computed again from less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.lengths import Lengths, least
+from zerofx.scheduler.search.problem import Problem
+from zerofx.scheduler.search.stage import Search
+from zerofx.units import format_bytes
+
+
+class OutOfReachError(Exception):
+    """No length of any order fits; ``orders`` has what was tried, to find the least possible with."""
+
+    def __init__(self, orders: Sequence[Lengths]) -> None:
+        super().__init__("no length of any order of moves fits")
+        self.orders = orders
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The fastest of the plans that are the shortest lengths that fit, over all questions and leanings."""
+
+    name: str = "moves"
+
+    def plan(self, problem: Problem, rest: Search) -> Plan:
+        """The plan for ``problem.questions``.
+
+        Raises:
+            OutOfReachError: no length fits.
+        """
+        budget = problem.memory_budget
+        assert budget is not None, "without a budget nothing is searched"
+        orders: list[Lengths] = []
+        fitting: list[Plan] = []
+        for order in _orders(problem, rest):
+            orders.append(order)
+            plan = order.fitting(budget)
+            fitting += [plan] if plan is not None else []
+            came_to = "one fits" if plan is not None else f"at least {format_bytes(order.last_bytes)}"
+            rest.say(f"{order.leaning}: {order.num_tried} lengths of {order.num_moves} moves tried, {came_to}")
+        if not fitting:
+            # What is computed again for few bytes at the end of an order can itself be the peak.
+            within_reach = [order for order in orders if order.firm_bytes <= budget]
+            fitting = [plan for num_bytes, plan in least(within_reach) if num_bytes <= budget]
+        if not fitting:
+            raise OutOfReachError(orders)
+        plans = [rest.plan(replace(problem, plan=plan)) for plan in fitting]
+        return min(plans, key=lambda plan: plan.step_seconds)
+
+
+def _orders(problem: Problem, rest: Search) -> Iterator[Lengths]:
+    for question in problem.questions:
+        first: Lengths | None = None
+        for leaning in question.leanings:
+            rest.trail.describe(leaning)
+            order = Lengths(question, leaning, problem.rehearsal, first, rest.trail.bar.update)
+            first = first or order
+            yield order

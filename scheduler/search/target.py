@@ -1,0 +1,68 @@
+"""What a step is planned, simulated and lowered for: one value, made once and passed on whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from zerofx.codegen.kernels.table import kernels_in_use
+from zerofx.options import CompileOptions
+from zerofx.scheduler.cost.liveness import MemoryEvent
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.measured import MeasuredCosts
+from zerofx.settings import Settings
+
+# What compiled regions take and free inside, by region key: equal regions hold equal memory.
+RegionMemory = Mapping[str, tuple[MemoryEvent, ...]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine, how regions run on it, and what is known of both.
+
+    ``on_cpu``: whether kernels and collectives are those of a CPU, which hold memory of their own.
+    ``compiles_regions``: whether Inductor makes the kernels of regions, which hold less inside then. ``kernels``: those
+    of zerofx's own that the step uses. ``costs``: measured costs to go by; ``machine`` has their links.
+    ``measured_regions``: what regions hold that have been compiled; ``estimates``: what regions hold by measuring, or
+    else by an estimate, to which further estimates are added. ``verbose``: whether this rank shows progress, and writes
+    what ``ZEROFX_DEBUG`` asks for.
+    """
+
+    machine: Machine
+    settings: Settings
+    on_cpu: bool
+    compiles_regions: bool
+    kernels: frozenset[str]
+    costs: MeasuredCosts | None = None
+    measured_regions: RegionMemory = field(default_factory=dict)
+    estimates: dict[str, tuple[MemoryEvent, ...]] = field(default_factory=dict, repr=False, compare=False)
+    verbose: bool = True
+
+    @staticmethod
+    def of(
+        machine: Machine,
+        options: CompileOptions,
+        settings: Settings,
+        device: torch.device,
+        *,
+        on_cpu: bool,
+        verbose: bool = True,
+    ) -> Target:
+        """The target of steps on ``machine`` whose graph has its tensors on ``device``."""
+        compiles_regions = options.compiles_regions
+        kernels = kernels_in_use(settings.kernels, device) if compiles_regions else frozenset[str]()
+        return Target(machine, settings, on_cpu, compiles_regions, kernels, verbose=verbose)
+
+    def with_costs(self, costs: MeasuredCosts, num_ranks: int) -> Target:
+        """The same where operators and links of ``num_ranks`` ranks take what was measured."""
+        return replace(self, machine=costs.machine(self.machine, num_ranks), costs=costs)
+
+    def with_measured(self, memory: RegionMemory) -> Target:
+        """The same with what regions hold that have been compiled by now."""
+        return replace(
+            self,
+            measured_regions={**self.measured_regions, **memory},
+            estimates={**self.estimates, **self.measured_regions, **memory},
+        )

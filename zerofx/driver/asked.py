@@ -1,0 +1,64 @@
+"""What must be the same on every rank before a step is built: the machine that is planned for, and what is asked."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from zerofx.errors import warn
+from zerofx.options import CompileOptions
+from zerofx.runtime.comm.control import Control
+from zerofx.scheduler.cost.catalog import machine_of_device
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.settings import Settings
+
+
+def machine_at_hand(device: torch.device, options: CompileOptions, control: Control) -> Machine:
+    """The machine that the options give, or else the built-in row of the device, or the plain CPU's: rank 0's.
+
+    Where ``options.wire`` asks where nodes end, a node has as many ranks as ``torchrun`` has started on it.
+    """
+    return control.share("describe the machine", lambda: _machine_here(device, options))
+
+
+def _machine_here(device: torch.device, options: CompileOptions) -> Machine:
+    if options.machine is not None:
+        return options.machine
+    machine = _row_of(device)
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return replace(machine, ranks_per_node=int(local)) if options.wire != "exact" and local.isdigit() else machine
+
+
+def _row_of(device: torch.device) -> Machine:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        row = machine_of_device(properties.name, properties.total_memory)
+        if row is not None:
+            # Its driver keeps a part of what a device has by its name.
+            num_bytes = min(row.device.memory_bytes, properties.total_memory)
+            return replace(row, device=replace(row.device, memory_bytes=num_bytes))
+        warn(f"no machine row for {properties.name}: predicted times are an H100's; give machine=Machine.measure()")
+        return Machine.named("h100-sxm")
+    return Machine.named("cpu")
+
+
+def describe_request(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: CompileOptions, settings: Settings
+) -> str:
+    """What must be the same on every rank, a line each."""
+    lines = options.texts("ranks")
+    plan = options.plan
+    lines.append(f"plan: {plan.decisions_hash() if isinstance(plan, Plan) else 'from a file' if plan else None}")
+    lines.append(f"ZEROFX_DISABLE: {','.join(sorted(settings.disable))}")
+    kernels = "auto" if settings.kernels is None else ",".join(sorted(settings.kernels))
+    lines.append(f"ZEROFX_KERNELS: {kernels}")
+    lines.append(f"optimizer: {type(optimizer).__name__} with {len(optimizer.param_groups)} param group(s)")
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            frozen = " frozen" if kind == "parameter" and not tensor.requires_grad else ""
+            lines.append(f"{kind} {name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{frozen}")
+    return "\n".join(lines)

@@ -1,0 +1,192 @@
+"""From a request to a step that can be run, the same on every rank: captured, planned, lowered, loaded, kept.
+
+``zerofx.compile`` comes here for every batch shape; ``zerofx.plan`` and ``zerofx.tune`` take the same steps one by one.
+What the way leads through: ``driver/captures.py`` (captured), ``driver/prepared.py`` (buckets and updates),
+``scheduler/search/planner.py`` (planned), ``lowering/lower.py`` (lowered), ``lowering/load.py`` (compiled and loaded),
+``driver/step_cache.py`` (kept). Nothing of the user's is changed on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerofx.disk.cache import MALFORMED
+from zerofx.driver import step_cache
+from zerofx.driver.captures import Captures
+from zerofx.driver.given_plan import check_budget, check_graph, check_host_budget
+from zerofx.driver.prepared import Earlier, Prepared, Request, agree_on_graph, prepare
+from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, ZeroFXError, working
+from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.graph import StepGraph
+from zerofx.lowering.load import CompiledStep, build
+from zerofx.lowering.lower import LoweredStep, lower
+from zerofx.optimizers import UpdateProgram
+from zerofx.options import CompileOptions, budget_bytes
+from zerofx.progress import watched
+from zerofx.report.debug import write_debug
+from zerofx.runtime.comm.collectives import is_on_cpu
+from zerofx.runtime.comm.control import Control, check_equal
+from zerofx.runtime.state.optimizer import OptimizerBinding
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.planner import make_plan
+from zerofx.scheduler.search.problem import BudgetMissedError
+from zerofx.scheduler.search.target import RegionMemory, Target
+
+# At most so many plan/compile rounds; the first of them target the full budget, later ones a reduced one.
+_FIT_ROUNDS, _FULL_ROUNDS = 8, 4
+
+
+@dataclass(frozen=True)
+class Built:
+    """A step that can be run, and what its model is taken over with."""
+
+    compiled: CompiledStep
+    layout: BucketLayout
+    binding: OptimizerBinding
+    programs: dict[int, UpdateProgram]
+
+
+def build_step(request: Request, earlier: Earlier | None, control: Control) -> Built:
+    """The step that is asked for, from disk or built; ``earlier`` is None for the first one of a model.
+
+    Raises:
+        MemoryBudgetError: no plan fits the budget.
+        ZeroFXError: as ``prepare``.
+    """
+    captures, kept = control.attempt("capture a step", lambda: _captured(request, earlier))
+    if step_cache.is_everywhere(kept, control):
+        assert kept is not None
+        loaded = step_cache.load(request, captures, kept, control)
+        if loaded is not None:
+            return Built(loaded, kept.step.layout, kept.binding, kept.programs)
+    prepared = control.attempt("capture a step", lambda: prepare(request, captures, earlier))
+    prepared.agree(control)
+    with working("plan, emit and load a step"):
+        prepared, compiled, memory = _within_budget(prepared, control)
+    step_cache.keep(request, captures, earlier, prepared, compiled, memory)
+    return Built(compiled, prepared.layout, prepared.binding, prepared.programs)
+
+
+def _captured(request: Request, earlier: Earlier | None) -> tuple[Captures, step_cache.Found | None]:
+    """The step's forward, recorded, and the step if an earlier run has kept it."""
+    strides = earlier.state.strides() if earlier is not None else {}
+    captures = Captures(
+        request.model, request.batch, request.options, request.settings, strides, verbose=request.verbose
+    )
+    with watched("capturing the model", show=request.verbose):
+        key = step_cache.key_of_step(request, captures, earlier)
+    return captures, step_cache.find(key, request, captures, earlier) if key is not None else None
+
+
+def _within_budget(prepared: Prepared, control: Control) -> tuple[Prepared, CompiledStep, RegionMemory]:
+    """Plan, lower and compile a step; a budget holds for the compiled regions too.
+
+    What a compiled region holds inside is known once it is compiled. Where the compiled step exceeds the budget, it is
+    planned again with the measured memory of regions: up to 4 times for the same budget, then for the budget minus the
+    largest shortfall seen, or for the least that a plan is estimated to need.
+
+    Returns:
+        What was prepared for the step (with parameters in slices, where the budget asks for that), the step, and the
+        memory of compiled regions that its plan was made with.
+
+    Raises:
+        MemoryBudgetError: no plan fits the budget.
+    """
+    request, options = prepared.request, prepared.request.options
+    budget = budget_bytes(options.memory_budget, request.machine)
+    target = target_of(prepared)
+    needed, aim, short = None, budget, 0
+    for number in range(1, _FIT_ROUNDS + 1):
+        try:
+            with _carrying_out(options):
+                planned, captured, plan = _agree_on_plan(prepared, target, aim, control)
+        except MemoryBudgetError as refusal:
+            if needed is None or budget is None:
+                raise
+            if aim == budget or not isinstance(refusal, BudgetMissedError) or refusal.least_bytes > budget:
+                break
+            aim = refusal.least_bytes
+            continue
+        with _carrying_out(options):
+            lowered = lower_step(planned, captured, plan, target)
+            check_host_budget(lowered, options, request.machine)
+            compiled = build(lowered, planned.layout, target, control)
+        if options.plan is not None:
+            check_budget(compiled.plan, options, request.machine)
+        peak = compiled.plan.peak_bytes["device"]
+        if budget is None or peak <= budget:
+            return planned, compiled, target.measured_regions
+        needed = min(peak, needed or peak)
+        short = max(short, peak - plan.peak_bytes["device"])
+        if number >= _FULL_ROUNDS:
+            aim = budget - short
+        target = target.with_measured(compiled.memory)
+    assert needed is not None
+    raise BudgetMissedError(
+        f"memory_budget={budget} bytes cannot be met with compiled regions: the plan that came nearest needs {needed} "
+        f"bytes; allow as much, or use backend='eager'",
+        needed,
+    )
+
+
+def target_of(prepared: Prepared) -> Target:
+    """What the step is planned for on the device that it was captured for."""
+    request, device = prepared.request, prepared.captured.device
+    return Target.of(
+        request.machine, request.options, request.settings, device, on_cpu=is_on_cpu(device), verbose=request.verbose
+    )
+
+
+def lower_step(prepared: Prepared, captured: StepGraph, plan: Plan, target: Target) -> LoweredStep:
+    """``captured``, which stays as it is, with ``plan`` carried out; writes what ``ZEROFX_DEBUG`` asks for."""
+    lowered = lower(captured.clone(), plan, prepared.layout, prepared.programs, target)
+    if target.verbose:
+        write_debug(lowered, target.settings.debug)
+    return lowered
+
+
+def _agree_on_plan(
+    prepared: Prepared, target: Target, memory_budget: int | None, control: Control
+) -> tuple[Prepared, StepGraph, Plan]:
+    """Rank 0's plan, on all ranks, with what it is for; what fails on rank 0 fails everywhere."""
+    options = prepared.request.options
+
+    def planned() -> str:
+        assert not isinstance(options.plan, Path), "a file has been read"
+        given = options.plan
+        return (given if given is not None else make_plan(prepared, target, options, memory_budget)).to_json()
+
+    plan = Plan.from_json(control.share("share the plan", planned))
+    if plan.slices != prepared.captures.slices and prepared.may_be_sliced:
+        prepared = control.attempt("prepare slices of parameters", lambda: prepared.sliced(plan.slices))
+        prepared.agree(control)
+    captured = prepared.captured
+    if plan.num_micro_batches != captured.num_micro_batches:
+        captured = control.attempt("capture a step", lambda: prepared.graph(plan.num_micro_batches))
+        agree_on_graph(captured, control)
+    check_graph(plan, captured, prepared.layout)
+    hashes = control.gather(plan.decisions_hash(), "compare plans")
+    check_equal(hashes, "plan", "This is a defect of zerofx: a plan changed on its way between ranks.")
+    return prepared, captured, plan
+
+
+@contextlib.contextmanager
+def _carrying_out(options: CompileOptions) -> Iterator[None]:
+    """Whatever a plan from a file says that no search does is the file's fault, and said so.
+
+    Raises:
+        PlanError: the plan that was given cannot be carried out; says what happens.
+    """
+    try:
+        yield
+    except MALFORMED as error:
+        ours = isinstance(error, ZeroFXError) and not isinstance(error, InvalidGraphError)
+        if options.plan is None or ours:
+            raise
+        raise PlanError(
+            f"expected a plan that can be carried out for this model, found one that cannot be "
+            f"({type(error).__name__}: {str(error).strip() or 'no more is known'}): make it anew, it is not as it was"
+        ) from error

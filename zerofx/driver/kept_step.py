@@ -1,0 +1,144 @@
+"""A step as text: all that a lowered step needs to be loaded and run, for an equal step of a later run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from zerofx.capture.trace import fake_mode
+from zerofx.codegen.emit import EmittedStep
+from zerofx.codegen.region_facts import RegionFacts
+from zerofx.codegen.step_file import StepFile
+from zerofx.ir.buckets import Bucket, BucketLayout, Slot
+from zerofx.ir.facts import Placeholder, Role
+from zerofx.ir.returned import NOTHING_ELSE, Returned
+from zerofx.ir.serialise import decoded, decoded_constant, encoded, encoded_constant
+from zerofx.lowering.load import StepProgram
+from zerofx.runtime.state.arguments import StepArguments
+from zerofx.scheduler.cost.liveness import MemoryEvent
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.target import RegionMemory
+
+
+@dataclass(frozen=True)
+class KeptStep:
+    """A step that an earlier run has built.
+
+    ``program`` has the plan with the predictions that hold for the compiled regions, which hold ``memory``. Its
+    source is kept as data: a step that was read has none before ``with_update``.
+    ``plan_text`` and ``decisions_hash`` are the plan's. ``gradients`` names the parameters of the captured graph that
+    have one. ``variant`` is the optimizer's update (``OptimizerBinding.variant``). ``measured`` is what regions were
+    known to hold when the step was planned, from plans that had been built before and did not fit.
+    """
+
+    program: StepProgram
+    plan_text: str
+    decisions_hash: str
+    layout: BucketLayout
+    gradients: tuple[str, ...]
+    variant: str
+    memory: RegionMemory
+    measured: RegionMemory
+
+    def returning(self, returned: Returned) -> KeptStep:
+        """The same with what its micro-batches give besides their losses, which has no text: classes of the user's."""
+        return replace(self, program=replace(self.program, returned=returned))
+
+    def digest(self) -> str:
+        """Equal on ranks that run the same step."""
+        file = json.dumps(self.program.emitted.file.as_data())
+        parts = (self.decisions_hash, repr(self.layout), self.variant, file)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def with_update(self, host_functions: Iterable[str]) -> KeptStep:
+        """The step with the source that it has with these functions of the optimizer (``StepFile.text``)."""
+        emitted = EmittedStep.of(self.program.emitted.file, host_functions)
+        return replace(self, program=replace(self.program, emitted=emitted))
+
+    def to_json(self) -> str:
+        """The step as text.
+
+        Raises:
+            NotStorableError: it has what has no text.
+        """
+        program = self.program
+        return json.dumps({
+            "plan": self.plan_text,
+            "decisions_hash": self.decisions_hash,
+            "layout": [self.layout.num_ranks, [_bucket_data(bucket) for bucket in self.layout.buckets]],
+            "gradients": self.gradients,
+            "variant": self.variant,
+            "memory": _memory_data(self.memory),
+            "measured": _memory_data(self.measured),
+            "file": program.emitted.file.as_data(),
+            "placeholders": {
+                name: [what.role, what.name, what.bucket, what.alias_of, what.part]
+                for name, what in program.arguments.placeholders.items()
+            },
+            "constants": {name: encoded_constant(constant) for name, constant in program.arguments.constants.items()},
+            "num_micro_batches": program.arguments.num_micro_batches,
+            "regions": [
+                [region.key, encoded(region.inputs), region.num_nodes, region.num_outputs, region.is_update,
+                 region.on_host, sorted(region.dying)]
+                for region in program.regions
+            ],
+            "num_regions": program.num_regions,
+            "device": str(program.device),
+        })  # fmt: skip
+
+    @staticmethod
+    def from_json(text: str) -> KeptStep:
+        """The step that ``to_json`` has written, without its source.
+
+        Raises:
+            Exception: one of ``disk_cache.MALFORMED``, the text is nothing that ``to_json`` has written.
+        """
+        data = json.loads(text)
+        file = StepFile.from_data(data["file"])
+        with fake_mode():
+            regions = tuple(
+                RegionFacts(key, decoded(inputs), num_nodes, num_outputs, is_update, on_host, frozenset(dying))
+                for key, inputs, num_nodes, num_outputs, is_update, on_host, dying in data["regions"]
+            )
+        arguments = StepArguments(
+            {name: Placeholder(Role(role), *rest) for name, (role, *rest) in data["placeholders"].items()},
+            {name: decoded_constant(*one) for name, one in data["constants"].items()},
+            data["num_micro_batches"],
+        )
+        num_ranks, buckets = data["layout"]
+        return KeptStep(
+            StepProgram(
+                Plan.from_json(data["plan"]), EmittedStep("", file.functions, file), arguments, regions,
+                data["num_regions"], torch.device(data["device"]), NOTHING_ELSE,
+            ),
+            data["plan"], data["decisions_hash"], BucketLayout(tuple(map(_bucket, buckets)), num_ranks),
+            tuple(data["gradients"]), data["variant"], _memory(data["memory"]), _memory(data["measured"]),
+        )  # fmt: skip
+
+
+def _memory_data(memory: RegionMemory) -> dict[str, list[tuple[int, int | None]]]:
+    return {key: [(event.num_bytes, event.freed) for event in events] for key, events in memory.items()}
+
+
+def _memory(data: Mapping[str, list[list[Any]]]) -> RegionMemory:
+    return {key: tuple(MemoryEvent(*event) for event in events) for key, events in data.items()}
+
+
+def _bucket_data(bucket: Bucket) -> list[Any]:
+    slots = [
+        [slot.name, slot.shape, slot.stride, slot.offset, slot.numel, slot.whole, slot.first_row, slot.is_complex]
+        for slot in bucket.slots
+    ]
+    dtypes = [encoded(bucket.dtype), encoded(bucket.compute_dtype)]
+    return [bucket.index, bucket.name, bucket.unit, bucket.group, *dtypes, slots, bucket.shard_numel, bucket.num_ranks]
+
+
+def _bucket(data: list[Any]) -> Bucket:
+    index, name, unit, group, dtype, compute_dtype, slots, shard_numel, num_ranks = data
+    of_bucket = tuple(Slot(source, tuple(shape), tuple(stride), *rest) for source, shape, stride, *rest in slots)
+    return Bucket(index, name, unit, group, decoded(dtype), decoded(compute_dtype), of_bucket, shard_numel, num_ranks)

@@ -1,0 +1,78 @@
+"""Whether a step may go on: closed, failed, showing whole parameters, or in another world of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed
+
+from zerofx.errors import RankMismatchError, TierError, UsageError
+from zerofx.runtime.comm.control import Control
+from zerofx.runtime.state.state import process_group
+
+
+class Life:
+    """The life of one step on one rank. ``failure``: what ended it on this rank alone; empty if nothing."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.group = process_group()
+        self.control = Control(self.group, timeout_seconds)
+        self.closed = False
+        self.showing = False  # the model has its whole parameters, or may be looked at as if it had
+        self.failure = ""
+
+    @property
+    def failed(self) -> str:
+        """What ended the step on this rank or another: ``step 3 failed on rank 1 ...``; empty if nothing."""
+        return self.failure or self.control.lost
+
+    def check_open(self, purpose: str) -> None:
+        """Check that the step may ``purpose``.
+
+        Raises:
+            UsageError: it is closed, or shows whole parameters.
+            RankMismatchError: the world is another, or a rank is lost.
+            TierError: a part of what is trained has been lost with a tier.
+        """
+        if self.closed:
+            raise UsageError(f"expected to {purpose} before close(), found the step closed: compile the model again")
+        if self.showing:
+            raise UsageError(f"expected to {purpose} outside full_parameters(), found it inside: leave the block first")
+        self.check_world()
+        if self.failure:
+            raise TierError(
+                f"expected to {purpose} with all states where they were put, found that {self.failure}: call "
+                f"step.close(), build and compile the model again, and load a checkpoint"
+            )
+
+    def check_world(self) -> None:
+        """Check that the ranks are those that the model was compiled among.
+
+        Raises:
+            RankMismatchError: they are others, or one of them is lost.
+        """
+        group = process_group()
+        now = torch.distributed.get_world_size(group) if group is not None else 1
+        if now != self.control.num_ranks or (now > 1 and group is not self.group):
+            world = f"{now}" if now != self.control.num_ranks else "another process group"
+            raise RankMismatchError(
+                f"expected the world of {self.control.num_ranks} rank(s) that the model was compiled in, found "
+                f"{world}: save full_state_dict() and optimizer.state_dict() before the world changes, and build and "
+                f"compile the model again after"
+            )
+        if self.control.lost:
+            raise RankMismatchError(
+                f"expected all ranks to be in the same place, found that {self.control.lost}: restart all "
+                f"ranks from a checkpoint"
+            )
+
+    @contextlib.contextmanager
+    def unguarded(self) -> Iterator[None]:
+        """While open, the model may be looked at whether or not its parameters have values."""
+        before, self.showing = self.showing, True
+        try:
+            yield
+        finally:
+            self.showing = before

@@ -1,0 +1,75 @@
+"""The steps that were built so far, by batch shape and optimizer update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zerofx.errors import UsageError, warn
+from zerofx.lowering.load import CompiledStep
+
+
+class Shapes:
+    """At most ``most`` batch shapes, what is in each, and the compiled step of each with each update."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._described: dict[str, dict[str, str]] = {}  # what is in a batch, by its signature
+        self._steps: dict[tuple[str, str], CompiledStep] = {}  # by the batch's signature and the update's variant
+        self.latest: CompiledStep | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no batch has been captured yet."""
+        return not self._described
+
+    def take(self, signature: str, variant: str) -> CompiledStep | None:
+        """The step for a batch and an update, which is the latest from now on; None where there is none yet."""
+        compiled = self._steps.get((signature, variant))
+        if compiled is not None:
+            self.latest = compiled
+        return compiled
+
+    def put(self, signature: str, variant: str, described: Mapping[str, str], compiled: CompiledStep) -> None:
+        """Add a step, which is the latest from now on."""
+        self._described[signature] = dict(described)
+        self._steps[signature, variant] = self.latest = compiled
+
+    def replace(self, compiled: CompiledStep, replacement: CompiledStep) -> None:
+        """Put ``replacement`` in the place of the latest step, ``compiled``."""
+        self._steps = {key: replacement if value is compiled else value for key, value in self._steps.items()}
+        self.latest = replacement
+
+    def forget(self) -> None:
+        """Let go of all steps but the latest, which reports may read."""
+        self._steps.clear()
+
+    def announce(self, signature: str, described: Mapping[str, str]) -> None:
+        """Say that a batch of another shape is about to be captured, if it is one.
+
+        Raises:
+            UsageError: there are as many shapes as there may be; lists them.
+        """
+        if signature in self._described:
+            return
+        if len(self._described) >= self._most:
+            known = "\n".join(
+                f"  {', '.join(f'{name}: {text}' for name, text in shape.items())}"
+                for shape in self._described.values()
+            )
+            raise UsageError(
+                f"expected at most {self._most} batch shapes, found another: {self._difference(described)}. Pad "
+                f"batches to few shapes, pass numbers that change as tensors, or raise max_shapes. Captured so far:\n"
+                f"{known}"
+            )
+        if self._described:
+            warn(f"a batch of another shape is captured and planned anew: {self._difference(described)}")
+
+    def _difference(self, described: Mapping[str, str]) -> str:
+        """What the nearest known batch has otherwise."""
+        known = max(self._described.values(), key=lambda shape: len(shape.items() & described.items()))
+        changed = [
+            f"{name}: {described.get(name, 'none')} (was {known.get(name, 'none')})"
+            for name in dict.fromkeys([*described, *known])
+            if described.get(name) != known.get(name)
+        ]
+        return ", ".join(changed)

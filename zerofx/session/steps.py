@@ -1,0 +1,217 @@
+"""The step of a batch: found among those that were built, or built; the first one takes the model over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.capture.absent_gradients import AbsentGradients
+from zerofx.capture.checks import check_batch, device_of
+from zerofx.capture.constant_arguments import ConstantArguments
+from zerofx.capture.kept_tensors import tell_kept_tensors
+from zerofx.capture.trace import dtype_settings, tracing_device
+from zerofx.codegen.kernels.current_device import on_device
+from zerofx.driver.asked import machine_at_hand
+from zerofx.driver.driver import build_step
+from zerofx.driver.given_plan import take_plan
+from zerofx.driver.prepared import Request
+from zerofx.errors import UsageError, ZeroFXError, warn
+from zerofx.ir.batch import Batch
+from zerofx.lowering.load import CompiledStep, load_step, read_edited
+from zerofx.options import CompileOptions, budget_bytes, host_budget_bytes
+from zerofx.runtime.comm.collectives import is_on_cpu
+from zerofx.runtime.cuda_graphs.obstacles import machine_obstacle, step_obstacle
+from zerofx.runtime.state.optimizer import Advance, hyperparameters
+from zerofx.runtime.state.values import Values
+from zerofx.runtime.tiers.allocator import keep_freed_memory
+from zerofx.runtime.tiers.tiers import Tiers
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.search.target import Target
+from zerofx.session.guards import ModeWatch, NumberWatch, Owner
+from zerofx.session.life import Life
+from zerofx.session.shapes import Shapes
+from zerofx.session.taken_over import TakenOver
+from zerofx.settings import Settings
+
+
+class Steps:
+    """The compiled steps of one model and optimizer, by batch shape and update.
+
+    ``taken`` is the model once the first step has been built, ``tiers`` what its plan asks for. ``numbers`` are watched
+    for changes that a step does not see.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        options: CompileOptions,
+        settings: Settings,
+        life: Life,
+        owner: Owner,
+    ) -> None:
+        self._model, self._optimizer, self._life, self._owner = model, optimizer, life, owner
+        self.options, self._settings, self._control = options, settings, life.control
+        self.shapes = Shapes(options.max_shapes)
+        self.taken: TakenOver | None = None
+        self.tiers: Tiers | None = None
+        self.machine: Machine | None = options.machine
+        self.device = device_of(model)
+        self.gradients = AbsentGradients(model)
+        self._constant = ConstantArguments(options.constant, model, options.objective.forward)
+        watched = options.objective.watched(model)
+        self._modes = ModeWatch(watched)
+        self.numbers = NumberWatch(watched)
+        self.values = Values(model, options.weights, life.control)
+        self._loaded: Path | None = None
+        if options.plan is not None:
+            self.machine = machine_at_hand(self.device, options, life.control)
+            self.options = take_plan(options, self.machine, life.control)
+
+    def batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+        """What ``step(*args, **kwargs)`` is called with, checked.
+
+        Raises:
+            ZeroFXError: it cannot be; the other ranks hear of it.
+        """
+        try:
+            batch = self._constant.of(Batch.of(args, kwargs))
+            check_batch(self._model, batch)
+            self.options.objective.outside.check()
+            if self.taken is not None:
+                self.taken.watch.check()
+        except ZeroFXError as error:
+            # The other ranks are about to compare their batches with this one's: they hear of it there.
+            self._control.start(f"raise {type(error).__name__}: {error}")
+            raise
+        return batch
+
+    def of(self, batch: Batch, purpose: str) -> tuple[CompiledStep, TakenOver, Advance, Callable[[], None]]:
+        """The step for a batch, built if need be, with its scalars, and what waits until all ranks agree to run it."""
+        described = batch.described() | {"training mode": self._modes.mode()} | dtype_settings()
+        signature = "\n".join(f"{name}: {text}" for name, text in described.items())
+        advance = self.taken.advance() if self.taken is not None else None
+        variant = self.taken.binding.variant if self.taken is not None else "not traced yet"
+        agreed = self._control.start(
+            purpose,
+            f"{signature}\noptimizer update: {variant}\n{hyperparameters(self._optimizer)}",
+            "batch shapes, modes, autocast and optimizer options",
+            "Give every rank batches of the same shapes, for example by padding, and the same optimizer options: a "
+            "scheduler that follows a loss has to be given the mean of all ranks' losses.",
+        )
+        compiled = self.shapes.take(signature, variant)
+        if compiled is None:
+            agreed()
+            agreed = _nothing
+            with self.numbers.capturing():
+                compiled, self.taken = self._build(batch, signature, described)
+            advance = advance or self.taken.advance()
+            self.shapes.put(signature, self.taken.binding.variant, described, compiled)
+        assert self.taken is not None and advance is not None
+        return compiled, self.taken, advance, agreed
+
+    def _build(self, batch: Batch, signature: str, described: Mapping[str, str]) -> tuple[CompiledStep, TakenOver]:
+        if torch.is_inference_mode_enabled():
+            raise UsageError(
+                "expected the first step of a batch shape outside of torch.inference_mode(), found it inside, where "
+                "nothing that is made can be trained: leave it first"
+            )
+        self.shapes.announce(signature, described)
+        if self._loaded is not None:
+            warn(
+                f"the edited step {self._loaded} runs for the batch shape and optimizer options it was loaded for; "
+                f"this call has others and runs a newly generated step"
+            )
+        self.gradients.remove()  # a capture looks at all that a parameter has
+        with self._life.unguarded():
+            # A capture has the same device.
+            machine = self.machine or machine_at_hand(tracing_device(self._model, batch), self.options, self._control)
+            request = Request(
+                self._model, self._optimizer, batch, self.options, self._settings, self._control.num_ranks, machine,
+                verbose=self._control.rank == 0,
+            )  # fmt: skip
+            built = build_step(request, self.taken.earlier if self.taken is not None else None, self._control)
+        if self.shapes.is_empty:
+            tell_kept_tensors(self._model, self.options.objective.forward or self.options.objective.loss_fn)
+        self.machine, compiled = machine, built.compiled
+        self._check_built(compiled)
+        tiers = self._prepared_tiers(compiled, machine)
+        if self.taken is not None:
+            return compiled, self.taken
+        taken = TakenOver(self._model, built, self.options, self.values, tiers, self._life)
+        self.device = compiled.device
+        self._owner.keep()
+        self.gradients.put()
+        # Whose plan moves memory off the device is after the resident set, which only shrinks with what is given back.
+        if self._settings.keep_freed and compiled.device.type == "cpu" and not compiled.plan.slower_peak_bytes:
+            keep_freed_memory()
+        return compiled, taken
+
+    def _check_built(self, compiled: CompiledStep) -> None:
+        if self.options.on_nonfinite == "skip" and compiled.returned.extras is not None:
+            raise UsageError(
+                "expected forward to return its loss alone with on_nonfinite='skip', under which a step that is left "
+                "out has nothing else to return, found more: give on_nonfinite='raise'"
+            )
+        if self.options.cuda_graphs is True and (obstacle := self.graph_obstacle(compiled)):
+            raise UsageError(
+                f"expected a step that CUDA graphs can be made of, since cuda_graphs=True, found that {obstacle}: give "
+                f"cuda_graphs='auto' to have them where they are possible"
+            )
+
+    def graph_obstacle(self, compiled: CompiledStep) -> str:
+        """Why the kernels of ``compiled`` are not launched as CUDA graphs; empty where they may be."""
+        if self.options.cuda_graphs is False:
+            return "cuda_graphs=False"
+        if self._loaded is not None and compiled.source_path == self._loaded:
+            return f"every line of {self._loaded} is to run in every step"
+        assert self.machine is not None, "a compiled step has been planned for one"
+        budget = budget_bytes(self.options.memory_budget, self.machine)
+        device = device_of(self._model)
+        return machine_obstacle(device) or step_obstacle(compiled.lowered, device, budget)
+
+    def _prepared_tiers(self, compiled: CompiledStep, machine: Machine) -> Tiers:
+        limit = host_budget_bytes(self.options.host_budget, machine)
+        tiers = self.tiers = self.tiers or Tiers(compiled.device, self._settings.nvme_dirs, limit)
+        peaks = compiled.plan.peak_bytes
+        if "nvme" in peaks:
+            purpose = "prepare the nvme tier"
+            num_local_ranks = len(self._control.ranks_of_host(purpose))
+            self._control.attempt(purpose, lambda: tiers.prepare(peaks, num_local_ranks))
+        return tiers
+
+    def forget(self) -> None:
+        """Let go of all steps and of the model, once the step is closed."""
+        self.gradients.remove()
+        self.taken = None
+        self.shapes.forget()
+
+    def load(self, compiled: CompiledStep, path: str | Path) -> None:
+        """Run the edited file in the place of ``compiled``, the latest step.
+
+        Raises:
+            PlanError: the file cannot be loaded; the step runs as before.
+            CompilerError: an edited region cannot be compiled; the step runs as before.
+        """
+        functions = compiled.emitted.functions
+        text = self._control.attempt("load an edited step", lambda: read_edited(path, functions))
+        self._control.agree("load an edited step", text, "edited step", "Give every rank the same file.")
+        assert self.machine is not None, "a captured step has one"
+        target = Target.of(self.machine, self.options, self._settings, self.device, on_cpu=is_on_cpu(self.device))
+        with on_device(self.device):
+            loaded = load_step(text, str(path), compiled.regions, functions, target, self._control, edited=True)
+        replaced = replace(
+            compiled, function=loaded.function, updates=loaded.updates, source_path=Path(path),
+            emitted=replace(compiled.emitted, source=text),
+        )  # fmt: skip
+        self.shapes.replace(compiled, replaced)
+        self._loaded = Path(path)
+
+
+def _nothing() -> None:
+    """What is left to wait for where all ranks have met already."""

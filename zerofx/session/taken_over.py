@@ -1,0 +1,165 @@
+"""A model and an optimizer that a step has taken over: their values are in its buckets until it is closed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.capture.checks import names
+from zerofx.deferred import becoming_real
+from zerofx.driver.driver import Built
+from zerofx.driver.prepared import Earlier
+from zerofx.errors import warn
+from zerofx.optimizers import UpdateProgram
+from zerofx.options import CompileOptions
+from zerofx.runtime.comm.collectives import make_transport
+from zerofx.runtime.executor import Runtime
+from zerofx.runtime.measure.measure import persistent_bytes
+from zerofx.runtime.state.arguments import StepArguments, state_tensors
+from zerofx.runtime.state.optimizer import Advance
+from zerofx.runtime.state.optimizer_state import OptimizerState
+from zerofx.runtime.state.state import TrainingState
+from zerofx.runtime.state.values import Values
+from zerofx.runtime.tiers.tiers import Tiers
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.session.guards import ParameterWatch, guard_model
+from zerofx.session.life import Life
+
+
+class TakenOver:
+    """What a step holds of a model and an optimizer, from its first build on. Collective to make.
+
+    ``values`` are what the parameters begin with.
+    """
+
+    def __init__(
+        self, model: nn.Module, built: Built, options: CompileOptions, values: Values, tiers: Tiers, life: Life
+    ) -> None:
+        compiled, control = built.compiled, life.control
+        device = compiled.device
+        self.model, self.layout, self.binding, self.device = model, built.layout, built.binding, device
+        self._life, self._tiers, self._outside = life, tiers, options.objective.outside
+        with control.together("take the model over"):
+            transport = make_transport(life.group, device, control.patience_seconds, tiers.log)
+            if transport is not None:
+                control.on_failure(transport.abort)
+            self.state = TrainingState(model, built.layout, options.stage, transport, tiers)
+            weights = values.source(self.state.parameters, device, transport)
+            with becoming_real(model):
+                self.state.take_over(weights, compiled.plan)
+        self.runtime = Runtime(built.layout, transport, device, tiers)
+        if self.runtime.notice:
+            warn(self.runtime.notice)
+        self.optimizer_state = OptimizerState(built.binding, self.state, control)
+        self.guards: list[Any] = []
+        self.watch_parameters()
+        self._allocate(built.programs)
+
+    @property
+    def earlier(self) -> Earlier:
+        """What further steps are built with."""
+        return Earlier(self.layout, self.binding, self.state)
+
+    def watch_parameters(self) -> None:
+        """Watch the parameters that the model has now, and guard it where they have no values."""
+        life, state = self._life, self.state
+        self.watch = ParameterWatch(self.model)
+        if not state.resident and not self.guards:
+            self.guards = guard_model(self.model, lambda: life.showing or state.resident)
+
+    def tensors(self, arguments: StepArguments) -> dict[str, torch.Tensor]:
+        """What a step reads and writes besides its batch, by name."""
+        return state_tensors(arguments, self.model, self.state, self._outside)
+
+    def held_bytes(self, arguments: StepArguments) -> dict[str, int]:
+        """Bytes that this rank holds between steps, by tier: the device's, and others' that are used now."""
+        slower = {tier: size for tier, size in self._tiers.held_bytes.items() if size}
+        return {"device": persistent_bytes(self.tensors(arguments).values()), **slower}
+
+    def place(self, plan: Plan) -> None:
+        """Move states and parameters to where ``plan`` has them between steps."""
+        if self.state.place(plan):
+            self.state.hide_parameters()
+            self.watch_parameters()
+
+    def advance(self) -> Advance:
+        """The coming step's scalars; the update is traced anew where the optimizer's options or states ask for it."""
+        self.optimizer_state.take_loaded()
+        advance = self.binding.advance(self.state)
+        if advance is None:
+            self._allocate(self.binding.programs(self.state))
+            advance = self.binding.advance(self.state)
+            assert advance is not None, "the update has been traced for the options that hold now"
+        return advance
+
+    def _allocate(self, programs: Mapping[int, UpdateProgram]) -> None:
+        """Make the states that updates begin with."""
+        for index, program in programs.items():
+            self.state.new_states(self.layout.buckets[index], program, self.device)
+
+    def versions(self) -> dict[int, int]:
+        """How often each bucket's stored values have been changed: tells which were updated in a step that failed."""
+        return {b.index: self.state.buckets[b.index].version for b in self.layout.buckets if b.trainable}
+
+    def finish_step(self, warm_up: int, num_steps: int, plan: Plan) -> None:
+        """After step ``num_steps``: leave delayed updates to the host, or finish them in the first ``warm_up``."""
+        self.mark_stepped()
+        if any(decision.delayed for decision in plan.states):
+            self.state.count_delayed()
+            if num_steps <= warm_up:
+                self.state.flush()
+
+    def mark_stepped(self) -> None:
+        """Say that the optimizer's step has been done: torch's schedulers warn where they are stepped before it."""
+        self.binding.optimizer._opt_called = True  # type: ignore[attr-defined]  # private, and all they ask
+
+    def updated(self, before: Mapping[int, int]) -> list[int]:
+        """The buckets that have been updated since their ``versions`` were ``before``."""
+        now = self.versions()
+        return [index for index in before if now[index] != before[index]]
+
+    def names_of(self, buckets: list[int]) -> str:
+        """The names of some buckets, for a message."""
+        return names([self.layout.buckets[index].name for index in buckets])
+
+    @contextmanager
+    def shown(self, *, write_back: bool) -> Iterator[None]:
+        """While open, the model has its whole parameters; collective. ``write_back``: they are trained on from there.
+
+        Where the block raises, nothing is written back.
+        """
+        life, state = self._life, self.state
+        life.check_world()
+        life.control.meet("enter full_parameters()")
+        with life.control.together("show the whole parameters"):
+            state.flush()
+            if not state.resident:
+                state.show_parameters()
+        life.showing, done = True, False
+        try:
+            yield
+            done = True
+        finally:
+            life.showing = False
+            if write_back and done:
+                state.write_back()
+            state.hide_parameters()
+            self.watch = ParameterWatch(self.model)
+
+    def give_back(self) -> None:
+        """Give model and optimizer all their values back; collective."""
+        self.state.flush()
+        self.state.show_parameters()
+        self.optimizer_state.give_back()
+
+    def loss_left(self) -> torch.Tensor:
+        """The loss of a step that was left before its updates, whose collectives have ended."""
+        self.runtime.finish_collectives()
+        self.runtime.tiers.settle()
+        loss, self.runtime.stopped_loss = self.runtime.stopped_loss, None
+        assert loss is not None
+        return loss
