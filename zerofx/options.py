@@ -77,9 +77,9 @@ class CompileOptions:
     def texts(self, purpose: Purpose) -> list[str]:
         """The options that are compared for ``purpose``, a line each."""
         return [
-            f"{one.name}: {_text(getattr(self, one.name))}"
-            for one in fields(self)
-            if purpose not in one.metadata.get(_LEFT_OUT, ())
+            f"{option.name}: {_text(getattr(self, option.name))}"
+            for option in fields(self)
+            if purpose not in option.metadata.get(_LEFT_OUT, ())
         ]
 
     @property
@@ -100,7 +100,7 @@ class CompileOptions:
 def _text(given: object) -> str:
     """A text that does not depend on the order of names; that of a mapping counts."""
     if isinstance(given, PolicyOptions):
-        return ", ".join(f"{one.name} {_text(getattr(given, one.name))}" for one in fields(given))
+        return ", ".join(f"{option.name} {_text(getattr(given, option.name))}" for option in fields(given))
     if isinstance(given, Mapping):
         return repr(list(given.items()))
     return repr(sorted(given)) if isinstance(given, Collection) and not isinstance(given, str) else str(given)
@@ -186,7 +186,7 @@ def check_options(
         warn("host_budget is ignored without a memory_budget or a plan: nothing has to leave the device")
     if weights is not None and not isinstance(weights, str | Path):
         raise UsageError(f"expected weights to be the path of a file or folder, found {type(weights).__name__}")
-    found = Machine.named(machine) if isinstance(machine, str) else machine
+    planned_for = Machine.named(machine) if isinstance(machine, str) else machine
     # Containers are copied: what their owner does with them later changes no options.
     if isinstance(keep_gathered, Mapping):
         keep_gathered = dict(keep_gathered)
@@ -199,7 +199,7 @@ def check_options(
         objective=Objective(loss_fn, forward),
         precision=precision,
         backend=backend,
-        machine=found,
+        machine=planned_for,
         plan=given,
         policy=policy,
         max_shapes=max_shapes,
@@ -294,7 +294,7 @@ def _check_wire(wire: object, stage: int) -> None:
         )
     if wire != "exact" and stage == 0:
         raise UsageError(
-            f"expected stage 1, 2 or 3 beside wire={wire!r}, found stage 0: whole gradients are reduced and gathered "
+            f"expected stage 1, 2 or 3 with wire={wire!r}, found stage 0: whole gradients are reduced and gathered "
             f"there, which is done exactly; give wire='exact', or another stage"
         )
 
@@ -323,7 +323,7 @@ def _check_max_grad_norm(max_grad_norm: object, delayed_update: int | None) -> N
         )
     if delayed_update is not None:
         raise UsageError(
-            f"expected max_grad_norm=None beside delayed_update, whose updates are handed to the host before the norm "
+            f"expected max_grad_norm=None with delayed_update, whose updates are handed to the host before the norm "
             f"of all gradients is known, found max_grad_norm={max_grad_norm}: leave one of them out"
         )
 
@@ -350,7 +350,7 @@ def _check_delayed(delayed_update: int | None, offload: Offload) -> None:
         )
     if offload in ("none", "nvme"):
         raise UsageError(
-            f"expected offload='auto' or 'host' beside delayed_update, which runs on the host with the optimizer's "
+            f"expected offload='auto' or 'host' with delayed_update, which runs on the host with the optimizer's "
             f"states in its memory, found offload={offload!r}"
         )
 

@@ -84,9 +84,9 @@ def with_least_seconds(
     moves = plan.offloads or plan.states or plan.parameters or plan.gradients or plan.tiles
     if plan.memory_budget is None or plan.prediction is None or moves:
         return plan
-    found = bound(plan, step, layout, machine, on_cpu=on_cpu, by_region=by_region)
+    bounded = bound(plan, step, layout, machine, on_cpu=on_cpu, by_region=by_region)
     busy = plan.step_seconds - plan.exposed_seconds
-    least = busy - found.extra_seconds_planned + found.extra_seconds_at_least
+    least = busy - bounded.extra_seconds_planned + bounded.extra_seconds_at_least
     return plan.with_prediction(replace(plan.prediction, least_seconds=least))
 
 
@@ -106,7 +106,7 @@ def bound(
     """
     assert plan.memory_budget is not None
     # A plan divides what is outside layers in one of these ways.
-    found, tried = [], []
+    bounds, tried = [], []
     for ends_only in (True, False):
         marked = step.clone()
         runs = forward_runs(marked, crossing_storages(marked), ends_only=ends_only)
@@ -115,8 +115,8 @@ def bound(
             tried.append(divided)
             divide(marked, divided)
             facts = _Facts(marked, segments(marked, runs), by_region=by_region)
-            found.append(_least(facts, plan, layout, machine, on_cpu=on_cpu))
-    least, at = min(found)
+            bounds.append(_least(facts, plan, layout, machine, on_cpu=on_cpu))
+    least, at = min(bounds)
     planned = step.clone()
     recompute(planned, frozenset(d.value for d in plan.recomputes), frozenset(plan.extra_keeps))
     extra = _compute_seconds(planned, machine) - _compute_seconds(step, machine)
@@ -173,12 +173,12 @@ def _between(
     if freed <= 0 or paid <= 0:
         return []
     price = freed / paid
-    found = cheapest(segment, sizes, seconds, price)
-    gain = left.num_bytes + price * left.seconds - (found.num_bytes + price * found.seconds)
+    corner = cheapest(segment, sizes, seconds, price)
+    gain = left.num_bytes + price * left.seconds - (corner.num_bytes + price * corner.seconds)
     if gain <= 1e-12 * left.num_bytes:
         return [right]
-    before = _between(segment, sizes, seconds, left, found)
-    return [*before, *_between(segment, sizes, seconds, found, right)]
+    before = _between(segment, sizes, seconds, left, corner)
+    return [*before, *_between(segment, sizes, seconds, corner, right)]
 
 
 def _exchanges(hull: Sequence[Level]) -> Iterator[Exchange]:
@@ -190,7 +190,7 @@ def _exchanges(hull: Sequence[Level]) -> Iterator[Exchange]:
 class _Moment:
     """A time in every plan: after all before position ``first``, and before all after ``last``.
 
-    ``floor`` are bytes that live then in any case, beside what lives throughout the step.
+    ``floor`` are bytes that live then in any case, besides what lives throughout the step.
     """
 
     first: int
@@ -216,11 +216,11 @@ class _Facts:
 
     def readers(self, storage: Storage, phase: Phase, *, views: bool = False) -> list[fx.Node]:
         """What reads ``storage`` in a phase and is in every plan; views too if asked."""
-        found = self._readers.get(storage, ())
-        return [n for n in found if origin(n).phase is phase and self._in_every_plan(n) and (views or not is_view(n))]
+        readers = self._readers.get(storage, ())
+        return [n for n in readers if origin(n).phase is phase and self._in_every_plan(n) and (views or not is_view(n))]
 
     def waits(self, part: Segment) -> tuple[int, int]:
-        """The last position before, and the first behind, the stretch in which all that a segment keeps is live."""
+        """The last position before, and the first after, the stretch in which all that a segment keeps is live."""
         begin = max(self.order[node] for node in part.operators)
         for i, storage in enumerate(part.values):
             if i not in part.fixed:
@@ -242,15 +242,15 @@ class _Facts:
     def stay_in_run(self) -> set[fx.Node]:
         """Operators that no plan puts off to a later run: something needs them in their own, or another layer does."""
         home = {node: number for number, run in enumerate(self.runs) for node in run}
-        found = set(self.stays)
+        staying = set(self.stays)
         for node in reversed(list(home)):
             storages = _outputs_of(node, self.sizes)
             readers = [reader for storage in storages for reader in self.readers(storage, Phase.BACKWARD)]
-            needed = any(home[reader] == home[node] and reader in found for reader in readers)
+            needed = any(home[reader] == home[node] and reader in staying for reader in readers)
             elsewhere = all(self.home_of(reader) != self.home_of(node) for reader in readers)
             if needed or (readers and elsewhere):
-                found.add(node)
-        return found
+                staying.add(node)
+        return staying
 
     def home_of(self, node: fx.Node) -> tuple[str, str | None]:
         """The layer or piece that a plan leaves an operator in; regions need not end where a piece does."""
@@ -275,13 +275,13 @@ def _stays(step: StepGraph) -> set[fx.Node]:
     What only backward reads may move there as a whole.
     """
     pending = [step.loss, *step.extras, *step.mutations.values()]
-    found: set[fx.Node] = set()
+    needed: set[fx.Node] = set()
     while pending:
         node = pending.pop()
-        if node not in found and is_forward_call(node):
-            found.add(node)
+        if node not in needed and is_forward_call(node):
+            needed.add(node)
             pending.extend(node.all_input_nodes)
-    return found
+    return needed
 
 
 def _moments(facts: _Facts, plan: Plan, layout: BucketLayout, *, on_cpu: bool) -> Iterator[_Moment]:
@@ -289,11 +289,11 @@ def _moments(facts: _Facts, plan: Plan, layout: BucketLayout, *, on_cpu: bool) -
     begins = [facts.order[run[0]] for run in facts.runs]
     ends = [facts.order[run[-1]] for run in facts.runs]
     across: Counter[int] = Counter()  # by run: live from before its begin until after its end
-    behind: Counter[int] = Counter()  # by run: live after its end
+    after: Counter[int] = Counter()  # by run: live after its end
     stretches = {storage: stretch for storage in facts.sizes if (stretch := facts.always_live(storage)) is not None}
     for storage, (first, last) in stretches.items():
         size, stop = facts.sizes[storage], bisect_left(ends, last)
-        for counts, start in ((across, bisect_right(begins, first)), (behind, bisect_left(ends, first))):
+        for counts, start in ((across, bisect_right(begins, first)), (after, bisect_left(ends, first))):
             if start < stop:
                 counts[start] += size
                 counts[stop] -= size
@@ -302,7 +302,7 @@ def _moments(facts: _Facts, plan: Plan, layout: BucketLayout, *, on_cpu: bool) -
     inside = outside = 0
     for number, run in enumerate(facts.runs):
         begin, end = begins[number], ends[number]
-        inside, outside = inside + across[number], outside + behind[number]
+        inside, outside = inside + across[number], outside + after[number]
         # Where forward turns into backward inside one layer, a region may reach from the one into the other.
         following = facts.runs[number + 1][0] if number + 1 < len(facts.runs) else run[-1]
         if not facts.by_region or facts.step.unit_of(following) != facts.step.unit_of(run[-1]):
@@ -331,7 +331,7 @@ def _persistent_bytes(step: StepGraph, plan: Plan, layout: BucketLayout) -> int:
 
 def _gathered_bytes(step: StepGraph, layout: BucketLayout) -> dict[fx.Node, int]:
     """Bytes of the gathered buckets that an operator reads."""
-    found: dict[fx.Node, int] = {}
+    gathered: dict[fx.Node, int] = {}
     for node in step.calls():
         sources = {storage_source(source)[0] for source in node.all_input_nodes}
         read = {
@@ -340,8 +340,8 @@ def _gathered_bytes(step: StepGraph, layout: BucketLayout) -> dict[fx.Node, int]
             if source.op == "placeholder" and placeholder(source).role is Role.PARAMETER
         }
         if read:
-            found[node] = sum(layout.buckets[index].full_bytes for index in read)
-    return found
+            gathered[node] = sum(layout.buckets[index].full_bytes for index in read)
+    return gathered
 
 
 def _tightest(facts: _Facts, moments: Iterable[_Moment]) -> list[tuple[tuple[int, ...], _Moment]]:
@@ -363,16 +363,16 @@ def _hulls(facts: _Facts, machine: Machine) -> list[list[Level]]:
     move to backward instead of running them twice.
     """
     known: dict[Hashable, list[Level]] = {}
-    found = []
+    hulls = []
     for part in facts.parts:
         key = part.key, tuple(node in facts.stays for node in part.operators)
         if key not in known:
-            made = set(part.operators)
-            sizes = [storage_size(s) if s[0] in made and i not in part.fixed else 0 for i, s in enumerate(part.values)]
+            own = set(part.operators)
+            sizes = [storage_size(s) if s[0] in own and i not in part.fixed else 0 for i, s in enumerate(part.values)]
             seconds = {n: node_cost(n, machine).seconds if n in facts.stays else 0.0 for n in part.operators}
             known[key] = convex_hull(part, sizes, seconds)
-        found.append(known[key])
-    return found
+        hulls.append(known[key])
+    return hulls
 
 
 def _compute_seconds(step: StepGraph, machine: Machine) -> float:

@@ -36,11 +36,11 @@ class Captured:
     @cached_property
     def tiled(self) -> StepGraph:
         """The captured graph with ``tiles`` carried out, and pieces marked."""
-        found = self._tiled
+        tiled = self._tiled
         if self._pieces:
-            found = found.clone()
-            divide(found, self._pieces)
-        return found
+            tiled = tiled.clone()
+            divide(tiled, self._pieces)
+        return tiled
 
     @cached_property
     def segments(self) -> list[Segment]:
@@ -53,9 +53,9 @@ class Captured:
     def _tiled(self) -> StepGraph:
         if not self.tiles:
             return self.step
-        found = self.step.clone()
-        tile(found, self.tiles)
-        return found
+        tiled = self.step.clone()
+        tile(tiled, self.tiles)
+        return tiled
 
     @cached_property
     def _runs(self) -> list[ForwardRun]:
@@ -87,7 +87,7 @@ class Captured:
 
     @cached_property
     def seconds_of_one(self) -> dict[Place, float]:
-        """Seconds of computation by unit and phase, of one micro-batch: what is beside a single transfer."""
+        """Seconds of computation by unit and phase, of one micro-batch: what overlaps with a single transfer."""
         return {place: total / self.step.num_micro_batches for place, total in self.seconds.items()}
 
     @cached_property

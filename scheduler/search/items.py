@@ -95,31 +95,31 @@ Item = Activations | Keeping | Prefetching | Awaiting | States | Parameters | Ac
 
 def items_of(question: Question, leaning: Leaning) -> list[Item]:
     """All that can be decided, in a fixed order."""
-    found: list[Item] = list(_activations(question, leaning))
+    items: list[Item] = list(_activations(question, leaning))
     if question.stage == 3 and question.layout.num_ranks > 1:
         asked, seconds = question.asked, question.captured.seconds_of_one
         gathered = residencies(question.captured.tiled, question.layout, asked)
-        found += [
+        items += [
             Keeping(bucket, levels) for bucket, levels in keep_menus(gathered, asked, seconds, question.machine).items()
         ]
         levels = prefetch_menu(gathered, question.layout, asked.prefetch, seconds, question.machine)
-        found.append(Prefetching(levels, tuple(range(asked.prefetch, -1, -1))))
+        items.append(Prefetching(levels, tuple(range(asked.prefetch, -1, -1))))
     if question.layout.num_ranks > 1:
-        found.append(Awaiting(reduction_menu(question.layout, question.captured.seconds_of_one, question.machine)))
+        items.append(Awaiting(reduction_menu(question.layout, question.captured.seconds_of_one, question.machine)))
     if leaning != "recompute" and question.delayed:
-        found += _prefetching_copies(question, found)
+        items += _prefetching_copies(question, items)
     elif leaning != "recompute":
         menus = state_menus(
             question.layout, question.state_bytes, question.stage, question.captured.seconds_of_one, question.machine,
             question.tiers, clipped=question.max_grad_norm is not None,
         )  # fmt: skip
-        found += [States(bucket, levels) for bucket, levels in menus.items()]
+        items += [States(bucket, levels) for bucket, levels in menus.items()]
         if question.stage == 3:
-            found += _parameters(question, [levels[1] for levels in menus.values()])
-        found += _prefetching_copies(question, found)
+            items += _parameters(question, [levels[1] for levels in menus.values()])
+        items += _prefetching_copies(question, items)
     if leaning != "recompute":
-        found += _accumulated(question, found)
-    return found
+        items += _accumulated(question, items)
+    return items
 
 
 def _accumulated(question: Question, others: Sequence[Item]) -> list[Item]:
@@ -170,9 +170,11 @@ def _activations(question: Question, leaning: Leaning) -> list[Activations]:
     tier, recompute = question.tiers[0], leaning == "joint"
     # Of layers that are alike one at a time has its values back, and so it is with pieces, which need not be alike.
     alike = Counter(_kind(part) for part in parts)
-    found = {key: entries(part, machine, tier, alike[_kind(part)], recompute=recompute) for key, part in first.items()}
+    entries_of = {
+        key: entries(part, machine, tier, alike[_kind(part)], recompute=recompute) for key, part in first.items()
+    }
     spans = runs(question.captured.tiled, question.captured.seconds)
-    return [Activations(part, joint_menu(found[part.key], away_seconds(part, spans))) for part in parts]
+    return [Activations(part, joint_menu(entries_of[part.key], away_seconds(part, spans))) for part in parts]
 
 
 def _kind(part: Segment) -> str:
@@ -199,14 +201,14 @@ class _Choice:
 def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) -> tuple[Plan, StepGraph]:
     """The plan that some moves lead to, and a copy of the captured graph with tiles and recomputation carried out."""
     chosen = _choose(question, items, reached(moves))
-    recomputed, extra = frozenset(one.value for one in chosen.recomputes), frozenset(chosen.extra_keeps)
+    recomputed, extra = frozenset(decision.value for decision in chosen.recomputes), frozenset(chosen.extra_keeps)
     carried_out = question.captured.tiled.clone()
     recompute(carried_out, recomputed, extra)
     room = _room(question, chosen.placements, chosen.parameters, chosen.gradients)
     offloads = place(carried_out, list(chosen.wishes.values()), chosen.seconds, question.machine, room)
     if not offloads:
         put_off(carried_out)
-    divided = question.captured.pieces_without(recomputed.union(one.value for one in offloads))
+    divided = question.captured.pieces_without(recomputed.union(decision.value for decision in offloads))
     divide(carried_out, divided)
     plan = decide(
         question.step,
@@ -295,7 +297,7 @@ def _room(
     parameters: Sequence[ParameterDecision] = (),
     gradients: Sequence[GradientDecision] = (),
 ) -> Room:
-    """What one rank has left for activations beside its states and parameters."""
+    """What one rank has left for activations besides its states and parameters."""
     machine = question.machine
     left: dict[Tier, int] = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
     for tier in left:

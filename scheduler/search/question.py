@@ -26,7 +26,7 @@ class Question:
     filled first; none if empty. ``asked``: how buckets are gathered as long as memory allows. ``state_bytes``: bytes of
     one rank's optimizer states and masters, by bucket index. ``tile``: whether values may be tiled, and
     ``tile_classes`` logits over their classes too.
-    ``delayed``: where states are in any case, so that their updates run beside the next step; none if empty.
+    ``delayed``: where states are in any case, so that their updates overlap with the next step; none if empty.
     ``max_grad_norm``: what gradients are clipped to, if they are: all updates are after all reductions then.
     ``gradients``: which wait elsewhere between micro-batches in any case, with copies that are still to be placed.
     """

@@ -56,12 +56,12 @@ def build_step(request: Request, earlier: Earlier | None, control: Control) -> B
         MemoryBudgetError: no plan fits the budget.
         ZeroFXError: as ``prepare``.
     """
-    captures, kept = control.attempt("capture a step", lambda: _captured(request, earlier))
-    if step_cache.is_everywhere(kept, control):
-        assert kept is not None
-        loaded = step_cache.load(request, captures, kept, control)
+    captures, recalled = control.attempt("capture a step", lambda: _captured(request, earlier))
+    if step_cache.is_everywhere(recalled, control):
+        assert recalled is not None
+        loaded = step_cache.load(request, captures, recalled, control)
         if loaded is not None:
-            return Built(loaded, kept.step.layout, kept.binding, kept.programs)
+            return Built(loaded, recalled.step.layout, recalled.binding, recalled.programs)
     prepared = control.attempt("capture a step", lambda: prepare(request, captures, earlier))
     prepared.agree(control)
     with working("plan, emit and load a step"):
@@ -70,7 +70,7 @@ def build_step(request: Request, earlier: Earlier | None, control: Control) -> B
     return Built(compiled, prepared.layout, prepared.binding, prepared.programs)
 
 
-def _captured(request: Request, earlier: Earlier | None) -> tuple[Captures, step_cache.Found | None]:
+def _captured(request: Request, earlier: Earlier | None) -> tuple[Captures, step_cache.Recalled | None]:
     """The step's forward, recorded, and the step if an earlier run has kept it."""
     strides = earlier.state.strides() if earlier is not None else {}
     captures = Captures(

@@ -50,12 +50,12 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
     check_budget(plan, options, machine)
     if options.recompute == "none" and plan.recomputes:
         raise UsageError(
-            f"expected recompute='auto' beside a plan that computes {len(plan.recomputes)} values again, found "
+            f"expected recompute='auto' with a plan that computes {len(plan.recomputes)} values again, found "
             f"recompute='none': leave it out, or leave plan out to have another made"
         )
     if options.offload == "none" and (plan.offloads or plan.states or plan.parameters or plan.gradients):
         raise UsageError(
-            f"expected offload='auto' beside a plan that has {len(plan.offloads)} values, the states of "
+            f"expected offload='auto' with a plan that has {len(plan.offloads)} values, the states of "
             f"{len(plan.states)} buckets, the parameters of {len(plan.parameters)} and the gradients of "
             f"{len(plan.gradients)} off the device, found offload='none': leave it out, or leave plan out to have "
             f"another made"
@@ -64,7 +64,7 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
     _check_delayed(plan, options)
     default = PolicyOptions()
     if control.rank == 0 and (options.policy.prefetch, tuple(options.policy.keep)) != (default.prefetch, default.keep):
-        warn("prefetch and keep_gathered have no effect beside a plan: it says when every bucket is gathered")
+        warn("prefetch and keep_gathered have no effect with a plan: it says when every bucket is gathered")
     return replace(options, plan=plan)
 
 
@@ -72,11 +72,11 @@ def _check_gradients(plan: Plan, options: CompileOptions) -> None:
     """Check that a plan has gradients between micro-batches where they are asked to be by name."""
     if not isinstance(options.offload, Mapping) or plan.num_micro_batches == 1:
         return
-    wanted, found = options.offload[GRADIENTS], {decision.tier for decision in plan.gradients}
-    if found != {wanted}:
-        where = f"on {' and '.join(sorted(found))}" if found else "on the device"
+    wanted, planned = options.offload[GRADIENTS], {decision.tier for decision in plan.gradients}
+    if planned != {wanted}:
+        where = f"on {' and '.join(sorted(planned))}" if planned else "on the device"
         raise UsageError(
-            f"expected a plan whose gradients wait on {wanted} between micro-batches beside "
+            f"expected a plan whose gradients wait on {wanted} between micro-batches with "
             f"offload={options.offload!r}, found one that has them {where}: leave offload out, or leave plan out to "
             f"have another made"
         )
@@ -85,10 +85,10 @@ def _check_gradients(plan: Plan, options: CompileOptions) -> None:
 def _check_delayed(plan: Plan, options: CompileOptions) -> None:
     delayed = [decision for decision in plan.states if decision.delayed]
     if bool(delayed) != (options.delayed_update is not None):
-        wanted, found = ("a number of steps", "None") if delayed else ("None", f"{options.delayed_update}")
+        wanted, given = ("a number of steps", "None") if delayed else ("None", f"{options.delayed_update}")
         raise UsageError(
-            f"expected delayed_update={wanted} beside a plan that delays the updates of {len(delayed)} buckets, found "
-            f"{found}: give it so, or leave plan out to have another made"
+            f"expected delayed_update={wanted} with a plan that delays the updates of {len(delayed)} buckets, found "
+            f"{given}: give it so, or leave plan out to have another made"
         )
 
 
@@ -141,10 +141,10 @@ def check_graph(plan: Plan, captured: StepGraph, layout: BucketLayout) -> None:
 class _Difference:
     what: str
     expected: str
-    found: str
+    given: str
 
     def __str__(self) -> str:
-        return f"  {self.what}: expected {self.expected}, found {self.found}"
+        return f"  {self.what}: expected {self.expected}, found {self.given}"
 
 
 def _refuse(differences: list[_Difference], hint: str) -> None:
@@ -203,7 +203,7 @@ def _by_name(before: Mapping[str, T], after: Mapping[str, T], text: Callable[[T]
 
 
 def _changed(pairs: Mapping[str, tuple[str, str]]) -> list[_Difference]:
-    return [_Difference(what, expected, found) for what, (expected, found) in pairs.items() if expected != found]
+    return [_Difference(what, expected, given) for what, (expected, given) in pairs.items() if expected != given]
 
 
 def _few(differences: list[_Difference], kind: str) -> Iterator[_Difference]:

@@ -107,7 +107,7 @@ class KeptStep:
             )
         arguments = StepArguments(
             {name: Placeholder(Role(role), *rest) for name, (role, *rest) in data["placeholders"].items()},
-            {name: decoded_constant(*one) for name, one in data["constants"].items()},
+            {name: decoded_constant(*constant) for name, constant in data["constants"].items()},
             data["num_micro_batches"],
         )
         num_ranks, buckets = data["layout"]

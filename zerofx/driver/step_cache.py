@@ -1,4 +1,4 @@
-"""Steps kept on disk: found by all they follow from, loaded where every rank has the same one, kept for the next run.
+"""Steps on disk: looked up by all they follow from, loaded where all ranks have the same one, kept for the next run.
 
 What is kept follows from the captured graph, which has a key of its own (``capture/cache.py``), and from what is listed
 in ``key_of_step``. The optimizer's update is traced anew, and has to be what it was. The graph after the passes is not
@@ -33,7 +33,7 @@ from zerofx.torch_private.profiler import is_profiling
 
 
 @dataclass(frozen=True)
-class Found:
+class Recalled:
     """A step that was kept, for the optimizer as it is now."""
 
     step: KeptStep
@@ -71,59 +71,59 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
     return key_of("step", parts)
 
 
-def find(key: str, request: Request, captures: Captures, earlier: Earlier | None) -> Found | None:
+def find(key: str, request: Request, captures: Captures, earlier: Earlier | None) -> Recalled | None:
     """The step that was kept under ``key``; None if there is none, or if the optimizer's update is another now.
 
     Raises:
         OptimizerError: the optimizer does not belong to the model.
     """
-    kept = DiskCache(request.settings.cache_dir).read_as(key, KeptStep.from_json)
-    recorded = captures.recorded() if kept is not None else None
-    if kept is None or recorded is None:
+    step = DiskCache(request.settings.cache_dir).read_as(key, KeptStep.from_json)
+    recorded = captures.recorded() if step is not None else None
+    if step is None or recorded is None:
         return None
-    kept = kept.returning(recorded.record.returned)
+    step = step.returning(recorded.record.returned)
     model, optimizer = request.model, request.optimizer
-    group_of_parameters(model, optimizer, recorded.kept.blank.parameters, set(kept.gradients))
+    group_of_parameters(model, optimizer, recorded.kept.blank.parameters, set(step.gradients))
     if earlier is not None:
         binding, programs = earlier.binding, earlier.binding.programs(earlier.state)
     else:
         fused = request.options.compiles_regions
-        binding = OptimizerBinding(optimizer, kept.layout, kept.program.device, prefer_fused=fused)
+        binding = OptimizerBinding(optimizer, step.layout, step.program.device, prefer_fused=fused)
         programs = binding.programs(None, binding.held(dict(model.named_parameters())))
     # The update follows from code that is no part of zerofx, and from states that the optimizer holds.
-    if binding.variant != kept.variant:
+    if binding.variant != step.variant:
         return None
-    return Found(kept.with_update(program.host_source for program in programs.values()), binding, programs)
+    return Recalled(step.with_update(program.host_source for program in programs.values()), binding, programs)
 
 
-def is_everywhere(found: Found | None, control: Control) -> bool:
+def is_everywhere(recalled: Recalled | None, control: Control) -> bool:
     """Whether every rank has kept the same step."""
-    digests = control.gather(found.step.digest() if found is not None else None, "compare kept steps")
-    return found is not None and all(digest == digests[0] for digest in digests)
+    digests = control.gather(recalled.step.digest() if recalled is not None else None, "compare kept steps")
+    return recalled is not None and all(digest == digests[0] for digest in digests)
 
 
-def load(request: Request, captures: Captures, found: Found, control: Control) -> CompiledStep | None:
+def load(request: Request, captures: Captures, recalled: Recalled, control: Control) -> CompiledStep | None:
     """The step that was kept, loaded; None where its regions, compiled here, hold other memory than they did."""
-    kept, device = found.step, found.step.program.device
+    step, device = recalled.step, recalled.step.program.device
     target = Target.of(
         request.machine, request.options, request.settings, device, on_cpu=is_on_cpu(device), verbose=False
     )
-    path, loaded = load_program(kept.program, target, control, kept.decisions_hash)
-    if not all(control.gather(dict(loaded.memory) == kept.memory, "compare compiled regions")):
+    path, loaded = load_program(step.program, target, control, step.decisions_hash)
+    if not all(control.gather(dict(loaded.memory) == step.memory, "compare compiled regions")):
         return None
-    write_plan(path, kept.plan_text, control)
-    plan, layout, programs = kept.program.plan, kept.layout, found.programs
+    write_plan(path, step.plan_text, control)
+    plan, layout, programs = step.program.plan, step.layout, recalled.programs
     # What is needed later is not to hold the batch.
     graphs = captures.without_batch().sliced(plan.slices)
 
     @functools.cache
     def details() -> LoweredStep:
         captured = graphs.graph(plan.num_micro_batches).clone()
-        lowered = lower(captured, plan, layout, programs, target.with_measured(kept.measured))
-        assert lowered.emitted == kept.program.emitted, "what was kept is what its captured graph leads to"
-        return with_memory(lowered, layout, kept.memory)
+        lowered = lower(captured, plan, layout, programs, target.with_measured(step.measured))
+        assert lowered.emitted == step.program.emitted, "what was kept is what its captured graph leads to"
+        return with_memory(lowered, layout, step.memory)
 
-    return compiled_step(kept.program, path, loaded, plan, details)
+    return compiled_step(step.program, path, loaded, plan, details)
 
 
 def keep(
@@ -139,11 +139,11 @@ def keep(
     if key is None or is_profiling():  # what some operators take is not known then
         return
     plan = compiled.plan
-    kept = KeptStep(
+    step = KeptStep(
         compiled, plan.to_json(), plan.decisions_hash(), prepared.layout, tuple(captures.first.gradients),
         prepared.binding.variant, dict(compiled.memory), measured,
     )  # fmt: skip
     try:
-        DiskCache(request.settings.cache_dir).write(key, kept.to_json())
+        DiskCache(request.settings.cache_dir).write(key, step.to_json())
     except NotStorableError:
         return  # an input of a region that has no text; its captured graph has one

@@ -146,7 +146,7 @@ def with_memory(lowered: LoweredStep, layout: BucketLayout, memory: RegionMemory
     """``lowered`` with what its compiled regions hold in the place of estimates."""
     if not memory:
         return lowered
-    profiles = [(one, memory[one.key]) for one in regions_of(lowered.instructions) if one.key in memory]
+    profiles = [(region, memory[region.key]) for region in regions_of(lowered.instructions) if region.key in memory]
     simulation = replace(lowered.simulation, live=with_profiles(lowered.simulation.live, lowered.graph, profiles))
     plan = lowered.plan.with_prediction(predict(lowered.graph, lowered.plan, layout, simulation))
     return replace(lowered, simulation=simulation, plan=plan)
@@ -170,7 +170,7 @@ def compiled_step(
 
 
 def _is_for_cpu(inputs: Sequence[Any]) -> bool:
-    return all(is_on_cpu(one.device) for one in inputs if isinstance(one, torch.Tensor))
+    return all(is_on_cpu(value.device) for value in inputs if isinstance(value, torch.Tensor))
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ class ModeWatch:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         """``modules`` are looked into, the model first, each with what the paths in it begin with."""
-        named = [(path, one) for root, module in modules.items() for path, one in module.named_modules(prefix=root)]
+        named = [(path, part) for root, module in modules.items() for path, part in module.named_modules(prefix=root)]
         self._paths, self._modules = zip(*named, strict=True)
         self._words: dict[tuple[bool, ...], str] = {}
 
@@ -201,11 +201,11 @@ class NumberWatch:
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """Watch from the end of the block on, in which a step is captured."""
-        before = {path: table[name] for path, table, name in self._found()}
+        before = {path: table[name] for path, table, name in self._numbers()}
         yield
-        found = list(self._found())
-        self._own |= {path for path, table, name in found if path not in before or before[path] != table[name]}
-        watched = [one for one in found if one[0] not in self._own]
+        numbers = list(self._numbers())
+        self._own |= {path for path, table, name in numbers if path not in before or before[path] != table[name]}
+        watched = [number for number in numbers if number[0] not in self._own]
         self._paths = [path for path, _, _ in watched]
         self._tables = [table for _, table, _ in watched]
         self._names = [name for _, _, name in watched]
@@ -217,7 +217,7 @@ class NumberWatch:
         with contextlib.suppress(RuntimeError, ValueError):  # of a tensor or an array that is there instead
             if now == self._values:
                 return []
-        found = []
+        changes = []
         for index, (before, value) in enumerate(zip(self._values, now, strict=True)):
             if value is before or (type(value) in _PLAIN and type(before) in _PLAIN and value == before):
                 continue
@@ -226,8 +226,8 @@ class NumberWatch:
             if path not in self._told:
                 self._told.add(path)
                 what = repr(value) if type(value) in _PLAIN else f"a {type(value).__name__}"
-                found.append(f"{path} from {before!r} to {what}")
-        return found
+                changes.append(f"{path} from {before!r} to {what}")
+        return changes
 
     def warn(self, number: int) -> None:
         """Warn where step ``number`` was computed with values that have changed."""
@@ -238,7 +238,7 @@ class NumberWatch:
                 f"keep it in a buffer, or call step.close() and compile again"
             )
 
-    def _found(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+    def _numbers(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         for root, module in self._modules.items():
             for prefix, part in module.named_modules(prefix=root):
                 if type(part) is not nn.Linear:

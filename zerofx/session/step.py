@@ -150,7 +150,7 @@ class Step:
 
         Memory is that of the last step: give more than one where the step has not run yet, since libraries take memory
         in their first. On CPU torch's profiler records it, and it is left out of the times if there are others.
-        ``print(step)`` shows the outcome beside the predictions.
+        ``print(step)`` compares the outcome with the predictions.
 
         Raises:
             UsageError: ``num_steps`` is less than one, or, on CPU, a profiler runs on some rank; nothing has run then.

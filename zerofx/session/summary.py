@@ -76,16 +76,16 @@ def _predictions(plan: Plan, measured: Measurement | None) -> str:
     ]
     headers = ["per rank", "predicted"]
     if measured is not None:
-        found = [
-            *(_beside(measured.peak_bytes.get(tier, 0), size) for tier, size in plan.peak_bytes.items()),
+        outcomes = [
+            *(_compared(measured.peak_bytes.get(tier, 0), size) for tier, size in plan.peak_bytes.items()),
             format_seconds(measured.step_seconds),
             format_seconds(measured.exposed_seconds),
-            _beside(measured.wire_bytes, plan.wire_bytes),
-            _beside(measured.model_state_bytes, plan.model_state_bytes),
+            _compared(measured.wire_bytes, plan.wire_bytes),
+            _compared(measured.model_state_bytes, plan.model_state_bytes),
             "",
         ]
         headers.append("measured")
-        lines = [[*line, text] for line, text in zip(lines, found, strict=True)]
+        lines = [[*line, text] for line, text in zip(lines, outcomes, strict=True)]
     align = ("left", *["right"] * (len(headers) - 1))
     return tabulate(lines, headers, colalign=align, disable_numparse=True, tablefmt="simple")
 
@@ -102,7 +102,7 @@ def _not_predicted(compiled: CompiledStep) -> Iterator[str]:
 
 def _links(compiled: CompiledStep, measured: Measurement | None) -> str:
     """A line for each stream that copies between tiers: its bytes, time and bandwidth, predicted and measured, and how
-    much of the measured time was beside computation."""
+    much of the measured time overlapped with computation."""
     busy = compiled.simulation.busy_by_stream
     headers = ["copies between tiers", "bytes", "predicted", "per second"]
     lines = []
@@ -114,7 +114,7 @@ def _links(compiled: CompiledStep, measured: Measurement | None) -> str:
             line += [format_seconds(use.busy_seconds), _speed(use.num_bytes, use.busy_seconds), f"{hidden:.0%}"]
         lines.append(line)
     if measured is not None:
-        headers += ["measured", "per second", "beside computation"]
+        headers += ["measured", "per second", "overlapped"]
     align = ("left", *["right"] * (len(headers) - 1))
     return tabulate(lines, headers, colalign=align, disable_numparse=True, tablefmt="simple")
 
@@ -123,7 +123,7 @@ def _speed(num_bytes: int, seconds: float) -> str:
     return f"{format_bytes(num_bytes / seconds)}/s" if seconds else ""
 
 
-def _beside(measured: int, predicted: int) -> str:
+def _compared(measured: int, predicted: int) -> str:
     """Measured bytes, and how far they are from the prediction."""
     if measured == predicted:
         return f"{format_bytes(measured)} (to the byte)" if measured else format_bytes(measured)
@@ -152,8 +152,8 @@ def _shares(held: Mapping[Category, int]) -> str:
 
 
 def _why(plan: Plan) -> Iterator[str]:
-    for kind, found in reasons(plan).items():
-        yield f"{kind}: {one_line(found)}"
+    for kind, counted in reasons(plan).items():
+        yield f"{kind}: {one_line(counted)}"
     if not plan.has_residencies:
         on = "one rank: it holds all of them" if plan.num_ranks == 1 else f"stage {plan.stage} keeps them whole"
         yield f"gathers: none, parameters stay on the device ({on})"
