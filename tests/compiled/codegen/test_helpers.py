@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -43,7 +44,7 @@ def test_a_task_says_what_tensors_look_like_and_carries_scalars() -> None:
 
 
 def test_helpers_are_for_further_cores_and_regions_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(3)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
     on_cpu, on_gpu = [torch.ones(1), 2.0], [torch.ones(1, device="meta")]
     assert [num_helpers([on_cpu] * count) for count in (1, 2, 3, 9)] == [0, 1, 2, 2]
     assert num_helpers([on_cpu, on_gpu, on_gpu]) == 0

@@ -70,6 +70,7 @@ def written(options: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from tests.compiled.cuda_stand_in.model import plan
+    from zerofx.codegen.inductor import compile as inductor
     from zerofx.codegen.inductor.compile import compile_region
     from zerofx.codegen.inductor.memory_record import memory_record
     from zerofx.codegen.kernels.table import kernels_in_use
@@ -89,7 +90,7 @@ def written(options: dict[str, Any]) -> dict[str, Any]:
             continue
         name = lowered.emitted.functions[region.key]
 
-        with mock.patch("zerofx.codegen.inductor.compile.memory_record", wraps=memory_record) as recorded:
+        with mock.patch.object(inductor, "memory_record", wraps=memory_record) as recorded:
             memory[region.key] = compile_region(namespace[name], region.inputs, name, kernels).memory
         sources[name] = recorded.call_args.args[0]
     compiled = with_memory(lowered, planned.layout, memory)

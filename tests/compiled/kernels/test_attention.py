@@ -271,6 +271,7 @@ def _attended(inputs: list[Any]) -> tuple[Tensor, ...]:
 def test_a_compiled_region_has_it_where_it_is_in_use(
     kernels: set[str], masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from zerofx.codegen.inductor import compile as inductor
     from zerofx.codegen.inductor import memory_record as record
     from zerofx.codegen.inductor.compile import compile_region
 
@@ -280,7 +281,7 @@ def test_a_compiled_region_has_it_where_it_is_in_use(
         seen.append(code)
         return record.memory_record(code, *rest)
 
-    monkeypatch.setattr("zerofx.codegen.inductor.compile.memory_record", noted)
+    monkeypatch.setattr(inductor, "memory_record", noted)
     given = [torch.randn(2, 2, 10, 16), torch.randn(2, 10, 96)]
     if masked:
         given.append(torch.ones(2, 1, 10, 10, dtype=torch.bool).tril())

@@ -35,6 +35,7 @@ def _launched(inputs: list[Any]) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("function", [_rounded, _launched])
 def test_rounding_is_launched_where_the_file_says_so(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zerofx.codegen.inductor import compile as inductor
     from zerofx.codegen.inductor import memory_record as record
     from zerofx.codegen.inductor.compile import compile_region
 
@@ -44,7 +45,7 @@ def test_rounding_is_launched_where_the_file_says_so(function: Any, monkeypatch:
         seen.append(code)
         return record.memory_record(code, *rest)
 
-    monkeypatch.setattr("zerofx.codegen.inductor.compile.memory_record", noted)
+    monkeypatch.setattr(inductor, "memory_record", noted)
     values = torch.randn(4 * BLOCK)
     packed, total = compile_region(function, [values], "rounded").call([values])
     expected = quantise.quantise(values, 2, "fp8")

@@ -159,6 +159,7 @@ def _layer(inputs: list[Any]) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("kernels", [{PRODUCTS}, set()], ids=["kernel", "ATen"])
 def test_a_compiled_region_has_them_where_they_are_in_use(kernels: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from zerofx.codegen.inductor import compile as inductor
     from zerofx.codegen.inductor import memory_record as record
     from zerofx.codegen.inductor.compile import compile_region
 
@@ -168,7 +169,7 @@ def test_a_compiled_region_has_them_where_they_are_in_use(kernels: set[str], mon
         seen.append(code)
         return record.memory_record(code, *rest)
 
-    monkeypatch.setattr("zerofx.codegen.inductor.compile.memory_record", noted)
+    monkeypatch.setattr(inductor, "memory_record", noted)
     given = [torch.randn(130, 300), torch.randn(130, 260), torch.randn(300, 260), torch.randn(300), torch.ones(78_016)]
     copies = [one.clone() for one in given]
     compiled = compile_region(_layer, given, "layer", frozenset(kernels))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from zerofx.disk import cache as disk_cache
 from zerofx.disk.cache import NOT_KEPT, DiskCache, _hash_of_sources, key_of
 from zerofx.errors import ZeroFXWarning
 
@@ -43,7 +44,7 @@ def test_other_versions_have_other_keys(monkeypatch: pytest.MonkeyPatch) -> None
             changed.setattr(module, name, "another")
             keys.add(key_of("plan", []))
     with monkeypatch.context() as changed:
-        changed.setattr("zerofx.disk.cache._hash_of_sources", lambda folder: "another")
+        changed.setattr(disk_cache, "_hash_of_sources", lambda folder: "another")
         keys.add(key_of("plan", []))
     assert len(keys) == 5
     assert key_of("plan", []) in keys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import time
 
 import pytest
@@ -20,7 +21,7 @@ class Terminal(io.StringIO):
 def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """A terminal in the place of stderr, and little patience. No fixture: pytest sets stderr anew after those."""
     made = Terminal()
-    monkeypatch.setattr("sys.stderr", made)
+    monkeypatch.setattr(sys, "stderr", made)
     monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(progress, "_BEAT_SECONDS", 0.05)
     return made
@@ -60,7 +61,7 @@ def test_other_ranks_are_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_terminal_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = io.StringIO()
-    monkeypatch.setattr("sys.stderr", pipe)
+    monkeypatch.setattr(sys, "stderr", pipe)
     monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.1)
     with watched("planning"):
         time.sleep(0.8)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt import GPT
 from tests.lib.models import DIM, ROWS, Adapted, Layer, Regression, adamw
+from zerofx.capture.by_layer import by_layer
 from zerofx.capture.by_layer.by_layer import capture_by_layer
 from zerofx.capture.by_layer.repeats import find_repeats
 from zerofx.capture.trace import capture
@@ -332,6 +333,6 @@ def test_the_step_is_the_same_and_says_how_it_was_captured(
 
 def test_what_is_stamped_out_is_checked_where_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = capture(Deep(depth=16), Batch.of(FEATURES, {}))
-    monkeypatch.setattr("zerofx.capture.by_layer.by_layer._stamped", lambda *_: whole)
+    monkeypatch.setattr(by_layer, "_stamped", lambda *_: whole)
     with pytest.raises(AssertionError, match="stamped"):
         capture_by_layer(Deep(), Batch.of(FEATURES, {}), check=True)

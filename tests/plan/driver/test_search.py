@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import zerofx
 from zerofx import Machine, MemoryBudgetError, SearchResult, UsageError, largest_micro_batch, smallest_world
 from zerofx.capture.by_layer.by_layer import capture_by_layer
+from zerofx.driver import captures as driver_captures
 from zerofx.ir.graph import StepGraph
 from zerofx.options import Recompute
 
@@ -182,7 +183,7 @@ def test_the_model_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         captures.append(args)
         return capture_by_layer(*args, **kwargs)
 
-    monkeypatch.setattr("zerofx.driver.captures.capture_by_layer", counted)
+    monkeypatch.setattr(driver_captures, "capture_by_layer", counted)
     assert len(fewest(190).tried) > 1
     assert len(captures) == 1
 

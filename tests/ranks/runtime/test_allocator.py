@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from typing import Any
@@ -70,6 +71,6 @@ def test_a_step_finds_the_memory_that_the_last_one_freed() -> None:
 
 
 def test_it_is_left_alone_where_the_c_library_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     assert keep_freed_memory() is False
     assert torch.ones(2**20).sum() == 2**20

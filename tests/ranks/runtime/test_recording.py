@@ -22,6 +22,8 @@ from tests.lib.users import ids
 from zerofx import CompilerError, UsageError, ZeroFXWarning
 from zerofx.runtime.cuda_graphs.graphed import MOST_RECORDINGS, NUM_WARM_UP_STEPS
 from zerofx.runtime.cuda_graphs.recording import record
+from zerofx.session import step as step_module
+from zerofx.session import steps
 
 
 @pytest.fixture
@@ -32,8 +34,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> EmulatedCapturer:
 def emulate(monkeypatch: pytest.MonkeyPatch) -> EmulatedCapturer:
     """Have steps captured on the CPU; what else would be in the way of it still is."""
     capturer = EmulatedCapturer()
-    monkeypatch.setattr("zerofx.session.steps.machine_obstacle", lambda device: "")
-    monkeypatch.setattr("zerofx.session.step.CudaCapturer", lambda device: capturer)
+    monkeypatch.setattr(steps, "machine_obstacle", lambda device: "")
+    monkeypatch.setattr(step_module, "CudaCapturer", lambda device: capturer)
     return capturer
 
 

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.version
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
@@ -18,6 +19,9 @@ from gpt import GPT
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, DIM, ROWS, Layer, Regression
 from tests.lib.training import train_compiled
+from zerofx.capture import cache as capture_cache
+from zerofx.capture import trace as trace_module
+from zerofx.capture.by_layer import by_layer
 from zerofx.capture.by_layer.by_layer import capture_by_layer
 from zerofx.capture.by_layer.forward_record import record_forward
 from zerofx.capture.trace import capture
@@ -52,7 +56,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(args)
         return trace(*args, **kwargs)
 
-    monkeypatch.setattr("zerofx.capture.trace.aot_export_joint_with_descriptors", counted)
+    monkeypatch.setattr(trace_module, "aot_export_joint_with_descriptors", counted)
     return found
 
 
@@ -156,7 +160,7 @@ def test_settings_of_torch_count(tmp_path: Path) -> None:
 
 def test_other_versions_of_torch_are_asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     captured(tmp_path, Fallible())
-    monkeypatch.setattr("torch.version.git_version", "another")
+    monkeypatch.setattr(torch.version, "git_version", "another")
     assert not captured(tmp_path, Fallible())[1]
 
 
@@ -251,7 +255,7 @@ def test_what_a_first_forward_remembers_does_not_keep_a_graph_from_being_kept(tm
 def test_a_kept_graph_is_checked_where_all_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     captured(tmp_path, Fallible())
     other = capture(Fallible(torch.relu), Batch.of(FEATURES, {}))
-    monkeypatch.setattr("zerofx.capture.cache.from_json", lambda *_: other)
+    monkeypatch.setattr(capture_cache, "from_json", lambda *_: other)
     with pytest.raises(AssertionError, match="kept"):
         captured(tmp_path, Fallible(), check=True)
 
@@ -261,7 +265,7 @@ def _train_in_turn(folder: str) -> list[tuple[list[Tensor], dict[str, Tensor], i
     rank, found = torch.distributed.get_rank(), []
     for who in (None, 0, 1):
         os.environ["ZEROFX_CACHE_DIR"] = folder if rank == who else "0"
-        with mock.patch("zerofx.capture.by_layer.by_layer.capture", side_effect=capture) as count:
+        with mock.patch.object(by_layer, "capture", side_effect=capture) as count:
             trained = train_compiled(CASES["stack"], 3, 2)
         found.append((trained.losses, trained.state, count.call_count))
     return found

@@ -20,11 +20,13 @@ import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, DIM, Layer, adamw
 from tests.lib.training import train_compiled
+from zerofx.disk import cache as disk_cache
 from zerofx.disk.cache import _hash_of_sources
 from zerofx.driver import driver, step_cache
 from zerofx.lowering import lower as lowering
 from zerofx.lowering.load import build
 from zerofx.lowering.lower import lower
+from zerofx.runtime.state import optimizer as optimizer_state
 
 
 def _mse(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -270,7 +272,7 @@ def test_switches_count(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None
         with monkeypatch.context() as changed:
             changed.setenv(name, found)
             assert starts.is_built() and starts.is_built()
-    monkeypatch.setattr("zerofx.driver.step_cache.kernels_in_use", lambda asked, device: frozenset({"update"}))
+    monkeypatch.setattr(step_cache, "kernels_in_use", lambda asked, device: frozenset({"update"}))
     assert starts.is_built()
 
 
@@ -295,7 +297,7 @@ def test_other_versions_are_built(starts: Starts, monkeypatch: pytest.MonkeyPatc
 def test_another_code_of_zerofx_is_built(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     starts.is_built()
     now = _hash_of_sources
-    monkeypatch.setattr("zerofx.disk.cache._hash_of_sources", lambda folder: f"{now(folder)} another")
+    monkeypatch.setattr(disk_cache, "_hash_of_sources", lambda folder: f"{now(folder)} another")
     assert starts.is_built()
 
 
@@ -330,7 +332,7 @@ def test_a_damaged_file_is_a_cold_start(
 
 def test_a_step_for_another_update_is_a_cold_start(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     starts.is_built()
-    monkeypatch.setattr("zerofx.runtime.state.optimizer._text", lambda program: "other code of the optimizer")
+    monkeypatch.setattr(optimizer_state, "_text", lambda program: "other code of the optimizer")
     assert starts.is_built()
 
 
@@ -370,10 +372,12 @@ def test_the_steps_of_further_batches_are_kept_too(starts: Starts) -> None:
 def test_a_compiled_step_is_kept_with_what_its_regions_hold(
     starts: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from zerofx.codegen.inductor import compile as inductor
+
     first, again = starts.see(backend="inductor"), starts.see(backend="inductor")
     assert starts.num_built == 1 and first == again
     # A compiler that has regions hold something else makes another step.
-    monkeypatch.setattr("zerofx.codegen.inductor.compile.memory_record", lambda *_: ())
+    monkeypatch.setattr(inductor, "memory_record", lambda *_: ())
     assert starts.is_built(backend="inductor")
     assert not starts.is_built(backend="inductor")
 
