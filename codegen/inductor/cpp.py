@@ -88,8 +88,23 @@ def check_compiler(device: torch.device) -> None:
                 "backend='inductor' expects a C++ compiler, found none (looked for $CXX, g++ and clang++): install one "
                 "(Debian and Ubuntu: apt-get install g++), or use backend='eager'"
             )
+        _check_folders()
     else:
         get_interface_for_device(device.type)
+
+
+def _check_folders() -> None:
+    """Inductor's command lines do not quote the folder of torch's libraries, nor that of its cache."""
+    libraries = Path(torch.__file__).parent / "lib"
+    for folder, remedy in (
+        (libraries, "install torch (the virtual environment) elsewhere"),
+        (asked_cache_folder(), "set TORCHINDUCTOR_CACHE_DIR to another"),
+    ):
+        if len(str(folder).split()) > 1:
+            raise CompilerError(
+                f"backend='inductor' expects folders without a space in their path, as torch hands them to the C++ "
+                f"compiler unquoted; found {folder}: {remedy}, or use backend='eager'"
+            )
 
 
 def build_cpp(argument_types: Sequence[str], source: str) -> Callable[..., None]:

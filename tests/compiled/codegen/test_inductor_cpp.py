@@ -14,6 +14,7 @@ import torch
 
 from zerofx.codegen.parallel.beside import Beside
 from zerofx.disk.cache import NOT_KEPT, DiskCache
+from zerofx.errors import CompilerError
 
 pytestmark = [
     pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler"),
@@ -256,3 +257,11 @@ def test_a_library_outside_inductors_cache_is_left_alone(tmp_path: Path, monkeyp
     with pytest.raises(ImportError, match=r"kernel\.so"):
         _without_damaged_libraries(lambda: _load(library))
     assert library.exists()
+
+
+def test_a_cache_that_the_compiler_would_not_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zerofx.codegen.inductor.cpp import check_compiler
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/a folder/cache")
+    with pytest.raises(CompilerError, match="/a folder/cache: set TORCHINDUCTOR_CACHE_DIR"):
+        check_compiler(torch.device("cpu"))
