@@ -53,12 +53,3 @@ def test_a_compiled_step_with_kernels_trains_as_one_without(interpret: Interpret
     found, reasons, made, is_launched = interpret(compiled_losses, "update,norms")
     assert made > 0 and set(reasons.values()) == {"a value that it makes is read later"} and is_launched
     assert found == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.gpu
-def test_updates_on_a_gpu_are_those_of_aten() -> None:
-    from tests.compiled.kernels.interpreted import trained
-
-    with torch.device("cuda"):
-        for _, expected, found in trained("adamw", True, torch.bfloat16, 100_003, 3):
-            torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)

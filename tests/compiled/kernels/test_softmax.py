@@ -91,13 +91,3 @@ def test_classes_that_are_ruled_out_and_rows_that_are_ignored(interpret: Interpr
     assert whole.grad is not None
     torch.testing.assert_close(gradient[:2], whole.grad)
     assert torch.equal(gradient[2], torch.zeros(12))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_losses_and_gradients_on_a_gpu(dtype: torch.dtype) -> None:
-    logits = (8 * torch.randn(33, 5001, device="cuda")).to(dtype)
-    target = torch.randint(5001, (33,), device="cuda")
-    target[::5] = IGNORED
-    with torch.device("cuda"):
-        check(launch, logits, target, [0, 4100, 5001])

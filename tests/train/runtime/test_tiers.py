@@ -168,17 +168,6 @@ def test_memory_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch
     assert memory.num_bytes == 0
 
 
-@pytest.mark.gpu
-def test_torch_takes_a_block_for_pinned_memory() -> None:
-    memory = HostMemory(pinned=True)
-    block = memory.take(3 * PAGE)
-    assert block.is_pinned()
-    on_device = torch.arange(3 * PAGE, device="cuda").to(torch.uint8)
-    block.copy_(on_device, non_blocking=True)
-    torch.cuda.synchronize()
-    assert torch.equal(block, on_device.cpu())
-
-
 class QueuedCopy:
     """A copy that a device has queued: it has not run when computation has been told to wait for it."""
 

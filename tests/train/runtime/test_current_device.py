@@ -35,20 +35,3 @@ def test_a_step_is_built_and_runs_with_its_own_device_as_the_current_one(monkeyp
     assert entered == [torch.device("cpu")]
     step(torch.ones(1, 2))
     assert entered == 2 * [torch.device("cpu")]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_a_step_trains_on_a_device_that_is_not_the_current_one(backend: Any) -> None:
-    before = torch.cuda.memory_allocated(0)
-    with torch.device("cuda:1"):
-        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 64))
-        x = torch.randn(8, 64)
-    optimizer = torch.optim.AdamW(model.parameters())
-    step = zerofx.compile(
-        model, optimizer, 0, loss_fn=lambda y, x: (y - torch.ones((), device=y.device)).square().mean(), backend=backend
-    )
-    first, *_, last = (float(step(x)) for _ in range(20))
-    assert last < first
-    assert torch.cuda.memory_allocated(0) == before
