@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -37,10 +38,15 @@ def lowered(
     tiers: Sequence[str] = (),
     fused: bool = False,
 ) -> LoweredStep:
-    """The step of ``Deep(depth)``; all that waits for backward does so in ``tiers`` in turn, if there are any.
+    """The step of ``Deep(depth)``, for reading; all that waits for backward does so in ``tiers`` in turn, if any.
 
     ``fused``: whether its regions are to be compiled.
     """
+    return _lowered(depth, stage, num_ranks, prefetch, tuple(tiers), fused)
+
+
+@functools.cache
+def _lowered(depth: int, stage: int, num_ranks: int, prefetch: int, tiers: tuple[str, ...], fused: bool) -> LoweredStep:
     prepared = prepare(Deep(depth), stage=stage, num_ranks=num_ranks, prefetch=prefetch)
     plan = offloading(prepared, prepared.plan, tiers) if tiers else prepared.plan
     machine = Machine.named("cpu")
