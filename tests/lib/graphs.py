@@ -276,9 +276,9 @@ def prepare(
     return Prepared(step, layout, programs, plan)
 
 
-def captured(model: nn.Module, *batch: Tensor, precision: torch.dtype | None = None) -> StepGraph:
+def captured(model: nn.Module, *batch: Tensor, precision: torch.dtype | None = None, **named: Tensor) -> StepGraph:
     """The graph of one micro-batch, before it is laid out."""
-    step = capture(model, Batch.of(batch, {}), compute_dtype=precision)
+    step = capture(model, Batch.of(batch, named), compute_dtype=precision)
     simplify(step)
     return step
 
@@ -305,6 +305,38 @@ def run_graph(step: StepGraph, model: nn.Module, batch: tuple[Tensor, ...]) -> t
         found = fx.Interpreter(fx.GraphModule({}, step.clone().graph)).run(*given)
     first = 1 + len(step.mutation_names)
     return found[0], dict(zip(step.gradient_names, found[first:], strict=True))
+
+
+def joined(step: StepGraph, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of whole parameters from those of their slices."""
+    parts: dict[str, list[Tensor]] = {}
+    for info in step.parameters:
+        if info.name in gradients:
+            parts.setdefault(info.source, []).append(gradients[info.name])
+    return {name: found[0] if len(found) == 1 else torch.cat(found) for name, found in parts.items()}
+
+
+def check_same_results(
+    step: StepGraph,
+    changed: StepGraph,
+    model: nn.Module,
+    batch: tuple[Tensor, ...],
+    rtol: float | None = None,
+    share: float = 0.0,
+    loss_rtol: float | None = None,
+) -> None:
+    """Both graphs give the loss and gradients, of one dtype and within tolerance.
+
+    ``rtol``, ``loss_rtol``: torch's tolerances where they are None. ``share``: of a gradient's largest value.
+    """
+    loss, gradients = run_graph(step, model, batch)
+    again, split = run_graph(changed, model, batch)
+    torch.testing.assert_close(again, loss, rtol=loss_rtol, atol=None if loss_rtol is None else 0.0)
+    split = joined(changed, split)
+    assert split.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        atol = None if rtol is None else share * float(gradient.abs().max())
+        torch.testing.assert_close(split[name], gradient, rtol=rtol, atol=atol)
 
 
 def difference(before: str, after: str) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx
-from tests.plan.driver.test_search import Waves
+from tests.lib.budgets import Waves
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, ...]]:

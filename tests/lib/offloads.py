@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from torch import fx
 
+import zerofx
 from tests.lib.graphs import Prepared, prepare
-from tests.lib.models import Case, batches
-from tests.lib.training import build, parts
+from tests.lib.models import CASES, Case, batches
+from tests.lib.training import build, differences, parts, step_of, train_compiled, train_plain
 from zerofx.ir.aliasing import is_view, storage_bytes
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, is_random, origin, tensor
@@ -30,6 +33,43 @@ def check_measured(found: Measurement, predicted: Plan, num_bytes: int, share: f
     assert {**found.peak_bytes, "device": 0} == {**predicted.peak_bytes, "device": 0}
     assert found.peak_bytes["device"] == pytest.approx(predicted.peak_bytes["device"], rel=share, abs=num_bytes)
     assert found.model_state_bytes == predicted.model_state_bytes
+
+
+def trains_and_holds_as_planned(name: str, stage: int, plan: Plan) -> list[str]:
+    """What differs from plain training of a case, on each rank; bytes and peaks are asserted to be those predicted."""
+    case = CASES[name]
+    wrong = differences(train_plain(case, 3), train_compiled(case, stage, 3, plan=plan))
+    step, _ = step_of(name, stage, plan=plan)
+    args, keywords = next(batches(case, 0, 1))
+    check_measured(step.measure(*args, num_steps=2, **keywords), step.plan, 4096, share=0.001)
+    step.close()
+    return wrong
+
+
+def check_saved_and_loaded(step: zerofx.Step, reference: zerofx.Step, args: tuple[torch.Tensor, ...]) -> None:
+    """A step that keeps something in a slower tier saves, loads and gives back the bits of one that does not."""
+    for one in (step, reference):
+        one(*args)
+        one(*args)
+    weights, saved, expected = step.full_state_dict(), step.optimizer.state_dict(), reference.optimizer.state_dict()
+    assert same_tensors(weights, reference.full_state_dict())
+    assert saved["param_groups"] == expected["param_groups"] and saved["state"].keys() == expected["state"].keys()
+    assert all(same_tensors(saved["state"][key], entry) for key, entry in expected["state"].items())
+    step(*args)
+    step.optimizer.load_state_dict(saved)
+    with step.full_parameters(write_back=True) as model:
+        model.load_state_dict(weights)
+    assert torch.equal(step(*args), reference(*args))
+    assert torch.equal(step(*args), reference(*args))
+    step.close()
+    assert same_tensors(step.model.state_dict(), reference.full_state_dict())
+    assert step.optimizer.state_dict()["state"].keys() == expected["state"].keys()
+
+
+def same_tensors(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two states have the same names with the same bits."""
+    pairs = [(torch.as_tensor(one[name]), torch.as_tensor(other[name])) for name in one.keys() & other.keys()]
+    return one.keys() == other.keys() and all(torch.equal(a, b) for a, b in pairs)
 
 
 def prepare_case(

@@ -102,6 +102,15 @@ def train_compiled(case: Case, stage: int, steps: int | None = None, **options: 
     return Trained(losses, step.full_state_dict(), norms)
 
 
+def step_of(name: str, stage: int = 0, **options: Any) -> tuple[zerofx.Step, tuple[Any, ...]]:
+    """A step of a case, on the eager backend unless ``options`` differ, and what its first batch gives by position."""
+    case = CASES[name]
+    model = build(case)
+    ((args, _),) = batches(case, world()[0], 1)
+    options = {"loss_fn": case.loss_fn, "backend": "eager", **options}
+    return zerofx.compile(model, case.optimizer(model), stage, **options), args
+
+
 def differences(expected: Trained, found: Trained, tolerance: float = 0.0) -> list[str]:
     """What is not the same, in words; `tolerance` is relative to the largest value of a tensor."""
     pairs = {f"loss {i}": pair for i, pair in enumerate(zip(expected.losses, found.losses, strict=True))}

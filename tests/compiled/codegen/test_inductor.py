@@ -198,5 +198,5 @@ def test_a_kernel_that_cannot_be_built_beside_a_region_is_reported_when_it_is_fi
     beside = Beside("test", [fail])
     beside.resume()
     region = CompiledRegion("layers_forward", lambda _: (), (), beside)
-    with pytest.raises(CompilerError, match=r"region layers_forward could not be compiled: RuntimeError: no compiler"):
+    with pytest.raises(CompilerError, match=r"layers_forward .*RuntimeError: no compiler"):
         region.finish()

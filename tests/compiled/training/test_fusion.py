@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import zerofx
 from gpt import GPT
+from tests.lib.budgets import convnet, encoder_decoder, gpt, least_and_most, llama, run
 from tests.lib.graphs import features, prepare
-from tests.train.search.test_budget import convnet, encoder_decoder, gpt, least_and_most, llama, run
 from zerofx.codegen.regions import Region, cut
 from zerofx.driver.plan_only import plan
 from zerofx.ir.facts import Phase
@@ -149,7 +149,7 @@ def test_predicted_is_measured_at_every_budget_on_the_eager_backend(make: Any) -
 def test_predicted_is_measured_within_3_percent_when_compiled(make: Any) -> None:
     torch.manual_seed(0)
     model, batch = make()
-    least, most = least_and_most(model, batch, "inductor")
+    least, most = least_and_most(model, batch, backend="inductor")
     least = least_when_compiled(model, batch, least)
     peaks, num_estimated = [], 0
     for share in SHARES:

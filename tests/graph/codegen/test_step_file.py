@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.graph.passes.wire.test_quantise_gathers import wired
 from tests.lib.graphs import TwoBlocks, prepare
+from tests.lib.plans import wired
 from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.regions import cut
 from zerofx.codegen.step_file import Call, RegionText, StepFile, region_text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,14 +40,15 @@ def test_parts_are_told_apart() -> None:
 
 def test_other_versions_have_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {key_of("plan", [])}
-    for module, name in ((torch, "__version__"), (torch.version, "git_version"), (torch.version, "cuda")):
+    versions = ((torch, "__version__"), (torch.version, "git_version"), (torch.version, "cuda"), (sys, "version"))
+    for module, name in versions:
         with monkeypatch.context() as changed:
             changed.setattr(module, name, "another")
             keys.add(key_of("plan", []))
     with monkeypatch.context() as changed:
         changed.setattr(disk_cache, "_hash_of_sources", lambda folder: "another")
         keys.add(key_of("plan", []))
-    assert len(keys) == 5
+    assert len(keys) == 6
     assert key_of("plan", []) in keys
 
 

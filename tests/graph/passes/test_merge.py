@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
-from tests.lib.graphs import Prepared, calls, order_of, prepare
+from tests.lib.graphs import calls, order_of, prepare
 from tests.lib.lowered import Deep
 from tests.lib.offloads import parameters_away
+from tests.lib.plans import merged, merging
 from zerofx.errors import InvalidGraphError, PlanError
 from zerofx.ir import ops
 from zerofx.ir.streams import num_gathers_behind
 from zerofx.passes.verify import verify
 from zerofx.scheduler.cost.liveness import liveness
-from zerofx.scheduler.plan.plan import Plan
-
-
-def merging(plan: Plan, *numbers: int) -> Plan:
-    """``plan`` with these gathers started as one with those before them."""
-    gathers = list(plan.gathers)
-    for number in sorted(numbers):
-        gathers[number] = replace(gathers[number], merged=True, issue=gathers[number - 1].issue)
-    return replace(plan, gathers=tuple(gathers))
-
-
-def merged(*numbers: int, prefetch: int = 1) -> Prepared:
-    prepared = prepare(Deep(3), num_ranks=2, prefetch=prefetch)
-    prepared.plan = merging(prepared.plan, *numbers)
-    return prepared
 
 
 def test_gathers_start_together(golden: Callable[..., None]) -> None:
@@ -74,7 +59,7 @@ def test_a_later_bucket_is_on_the_device_from_where_the_earlier_one_is_gathered(
 def test_a_slice_that_is_copied_up_first_is_not_merged() -> None:
     prepared = prepare(Deep(3), num_ranks=2)
     prepared.plan = merging(parameters_away(prepared, "host", None), 1)
-    with pytest.raises(PlanError, match="merges gather_0 with others, whose slice has to be copied up first"):
+    with pytest.raises(PlanError, match=r"gather_0 .*has to be copied up first"):
         prepared.run()
 
 
@@ -84,7 +69,7 @@ def test_a_group_that_is_torn_apart_is_found(behind: int) -> None:
     node = prepared.node("gather_0")
     node.args = (*node.args[:3], behind)
     with pytest.raises(
-        InvalidGraphError, match="launches: .* stands where one of 2" if behind else "plan: the graph mer"
+        InvalidGraphError, match=r"launches: .* stands where one of 2" if behind else "plan: the graph mer"
     ):
         verify(prepared.step, "merge", prepared.plan)
 

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from tests.lib.graphs import Block, Prepared, calls, prepare
-from tests.lib.offloads import offloading, recomputing
+from tests.lib.graphs import Block, Prepared, prepare
+from tests.lib.offloads import offloading
 from zerofx.codegen.regions import Region, cut, is_free_view
 from zerofx.errors import PlanError
-from zerofx.ir import ops
-from zerofx.ir.edit import consumers
-from zerofx.ir.facts import Phase, origin, tensor, tier_of
+from zerofx.ir.facts import Phase, origin
 from zerofx.scheduler.plan.decisions import OffloadDecision
 
 aten = torch.ops.aten
@@ -46,19 +44,6 @@ def test_values_are_copied_out_and_back(golden: Callable[..., None], near: bool)
     golden(offloaded(near).changes("offload"))
 
 
-def test_backward_reads_what_was_reloaded() -> None:
-    prepared = offloaded()
-    values = [prepared.node(decision.value) for decision in prepared.plan.offloads]
-    prepared.run("offload")
-    assert len(values) > 3
-    for value, decision in zip(values, prepared.plan.offloads, strict=True):
-        assert not any(origin(reader).phase is Phase.BACKWARD for reader in consumers(value))
-        again = prepared.node(f"{value.name}_again")
-        assert any(origin(reader).phase is Phase.BACKWARD for reader in consumers(again))
-        assert tensor(again).stride() == tensor(value).stride() and tier_of(again) == "device"
-        assert tier_of(prepared.node(f"stored_{value.name}")) == decision.tier
-
-
 @pytest.mark.parametrize("near", [False, True])
 def test_no_units_run_is_cut_in_two(near: bool) -> None:
     assert _runs(offloaded(near)) == _runs(prepare(ThreeBlocks()))
@@ -72,24 +57,6 @@ def _runs(prepared: Prepared) -> Counter[tuple[str, Phase]]:
         for region in regions
         for phase in {origin(node).phase for node in region.own if not is_free_view(node)}
     )
-
-
-def test_copies_start_before_others_are_awaited_at_the_same_place() -> None:
-    step = offloaded(near=True).run("offload").step
-    for first, second in zip(step.calls(), list(step.calls())[1:], strict=False):
-        if second.target is ops.offload:
-            assert first.target is not ops.wait
-
-
-def test_what_is_computed_again_reads_what_was_reloaded() -> None:
-    prepared = prepare(ThreeBlocks())
-    prepared.plan = offloading(prepared, recomputing(prepared), ["host"])
-    step = prepared.run("offload").step
-    assert prepared.plan.offloads and prepared.plan.recomputes
-    for out in calls(step, ops.offload):
-        value = out.args[0]
-        assert isinstance(value, fx.Node)
-        assert not any(origin(reader).phase is Phase.BACKWARD for reader in consumers(value))
 
 
 def test_a_plan_without_offloads_changes_nothing() -> None:
@@ -148,5 +115,5 @@ def test_a_value_that_is_written_in_place_is_refused() -> None:
         written = prepared.step.graph.call_function(aten.mul_.Tensor, (value, 2.0))
     written.meta.update(value.meta)
     prepared.plan = replace(prepared.plan, offloads=tuple(d for d in prepared.plan.offloads if d.value == value.name))
-    with pytest.raises(PlanError, match="expected to offload a value that is not written in place, found tanh"):
+    with pytest.raises(PlanError, match="written in place, found tanh"):
         prepared.run("offload")

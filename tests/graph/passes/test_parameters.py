@@ -63,17 +63,6 @@ def test_a_slice_on_nvme_comes_in_three_steps(golden: Callable[..., None]) -> No
     golden(read_ahead(away("nvme")).changes("prefetch"))
 
 
-def test_each_step_of_a_prefetch_is_awaited_where_the_next_begins() -> None:
-    prepared = read_ahead(away("nvme"))
-    step = prepared.run().step
-    order = step.positions()
-    names = ("read_2", "staged_2", "reload_2", "slice_2", "gather_2", "full_2")
-    nodes = [prepared.node(name) for name in names]
-    assert [order[node] for node in nodes] == sorted(order[node] for node in nodes)
-    assert order[nodes[0]] < order[prepared.node("release_default")] and nodes[1].next is nodes[2]
-    assert tier_of(nodes[0]) == tier_of(nodes[1]) == "host"
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("tier", ["host", "nvme"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -118,11 +119,13 @@ def test_the_passes_do_what_the_plan_says_to_any_model(sample: _Sample) -> None:
 
 
 def _check_writes(step: StepGraph, trained: set[int]) -> None:
-    """Trained buckets are written, and no other parameter is."""
-    written = {
-        placeholder(target).bucket
+    """Trained buckets are written, each by one operator of its update, and no other parameter is."""
+    writes = [
+        (placeholder(target), node)
         for node in step.calls()
         for target in mutated_inputs(node)
         if target.op == "placeholder" and placeholder(target).role in (Role.FULL, Role.SHARD, Role.MASTER)
-    }
-    assert written == trained
+    ]
+    assert {what.bucket for what, _ in writes} == trained
+    updates = Counter((what.bucket, what.role) for what, node in writes if node.target not in ops.EVENTS)
+    assert set(updates.values()) == {1}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from tests.lib.graphs import Averaging, Peeking, Prepared, Tied, TwoBlocks, calls, features, prepare, token_ids
+from tests.lib.graphs import Prepared, TwoBlocks, prepare
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs
 from zerofx.ir.edit import consumers
@@ -55,45 +55,6 @@ def test_update_of_a_replicated_bucket_comes_after_its_last_reader(stage: int) -
         assert writes and max(order[read] for read in reads) < min(order[write] for write in writes)
 
 
-def test_a_slice_is_updated_after_its_last_gather_is_done() -> None:
-    prepared = prepare(Peeking()).run("update")
-    order = prepared.step.positions()
-    for shard in prepared.step.placeholders(Role.SHARD):
-        (write,) = _writes(prepared, shard)
-        gathers = [node for node in consumers(shard) if node.target is ops.all_gather]
-        assert gathers and max(order[reader] for one in gathers for reader in consumers(one)) < order[write]
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_updated_slices_are_gathered_into_the_whole_bucket_before_the_step_ends(stage: int) -> None:
-    prepared = prepare(stage=stage).run("update")
-    gathers = calls(prepared.step, ops.all_gather_into)
-    assert len(gathers) == len(prepared.layout.buckets)
-    for gather in gathers:
-        full, shard, bucket = gather.args
-        assert isinstance(full, fx.Node) and isinstance(shard, fx.Node)
-        assert placeholder(full).bucket == placeholder(shard).bucket == bucket
-        assert placeholder(shard).alias_of == full.name
-        (wait,) = gather.users
-        assert wait.target is ops.wait
-
-
-def test_hyperparameters_are_read_once_a_bucket_at_the_start() -> None:
-    prepared = prepare().run("update")
-    nodes = list(prepared.step.calls())
-    assert {node.target for node in nodes[:3]} == {ops.hyperparameters}
-    assert len(calls(prepared.step, ops.hyperparameters)) == 3
-
-
-def test_a_frozen_bucket_has_no_update() -> None:
-    model = TwoBlocks()
-    model.layers[0].requires_grad_(False)
-    prepared = prepare(model).run("update")
-    (frozen,) = [bucket for bucket in prepared.layout.buckets if not bucket.trainable]
-    (shard,) = [n for n in prepared.step.placeholders(Role.SHARD) if placeholder(n).bucket == frozen.index]
-    assert not _writes(prepared, shard)
-
-
 def test_in_bf16_the_fp32_master_is_updated_and_cast_into_the_slice() -> None:
     prepared = prepare(precision="bf16").run("update")
     for master in prepared.step.placeholders(Role.MASTER):
@@ -102,12 +63,3 @@ def test_in_bf16_the_fp32_master_is_updated_and_cast_into_the_slice() -> None:
         assert isinstance(gradient, fx.Node) and tensor(gradient).dtype == torch.float32
         (copy,) = [node for node in master.users if node.target is aten.copy_.default]
         assert isinstance(copy.args[0], fx.Node) and placeholder(copy.args[0]).role is Role.SHARD
-
-
-@pytest.mark.parametrize(
-    ("model", "batch"), [(TwoBlocks(), features()), (Averaging(), features()), (Tied(), token_ids())]
-)
-def test_every_trained_bucket_is_updated_once(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
-    prepared = prepare(model, batch).run("update")
-    for shard in prepared.step.placeholders(Role.SHARD):
-        assert len(_writes(prepared, shard)) == 1

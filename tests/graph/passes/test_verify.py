@@ -222,9 +222,3 @@ def test_an_offload_that_was_not_carried_out_is_refused() -> None:
     for wrong in ((), elsewhere):
         with pytest.raises(InvalidGraphError, match="plan: the graph offloads"):
             verify(prepared.step, "all", replace(prepared.plan, offloads=wrong))
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_the_passes_leave_is_accepted(stage: int, num_ranks: int) -> None:
-    prepare(stage=stage, num_ranks=num_ranks).run_pipeline()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -47,84 +49,57 @@ def test_equal_plans_are_the_same() -> None:
     assert plan.diff(Plan.from_json(plan.to_json())) == "the plans are the same"
 
 
-def test_what_it_is_made_for() -> None:
-    one = lowered(4, stage=3, num_ranks=2).plan
-    other = replace(lowered(4, stage=1, num_ranks=4).plan, precision="bf16", machine="h100-sxm", memory_budget=2**30)
-    lines = one.diff(other).splitlines()
-    assert lines[:6] == [
-        "made for",
-        "  stage: 3 -> 1",
-        "  ranks: 2 -> 4",
-        "  precision: of the model -> bf16",
-        "  machine: cpu -> h100-sxm",
-        "  memory budget: none -> 1.0 GiB",
-    ]
-    assert "buckets" not in lines, "slices of more ranks are shorter, buckets are the same"
+def kept(plan: Plan, name: str) -> Plan:
+    """``plan`` with a bucket kept from its first residency to its second."""
+    index = next(i for i, bucket in enumerate(plan.buckets) if bucket.name == name)
+    first, second = (gather for gather in plan.gathers if gather.bucket == index)
+    rest = [gather for gather in plan.gathers if gather.bucket != index]
+    return replace(plan, gathers=(*rest, replace(first, last=second.last)))
 
 
-def test_parameters_that_stay_whole() -> None:
-    lines = lowered(6).plan.diff(lowered(6, stage=2).plan).splitlines()
-    assert "  layers.1 … layers.5  x5: gathered twice -> not gathered" in lines
-    assert any(line.startswith("  sent in a step: ") for line in lines)
+def changed(plan: Plan, decisions: str, **fields: object) -> Plan:
+    """``plan`` with another first decision of a kind."""
+    first, *rest = getattr(plan, decisions)
+    given: dict[str, Any] = {decisions: (replace(first, **fields), *rest)}
+    return replace(plan, **given)
 
 
-def test_gathers_that_are_issued_ahead() -> None:
-    lines = lowered(6, prefetch=0).plan.diff(lowered(6, prefetch=1).plan).splitlines()
-    assert lines[0] == "gathers"
-    assert "  layers.1 … head  x6: issued 0 -> 1 gathers ahead" in lines
+def cast(plan: Plan) -> Plan:
+    return replace(plan, buckets=tuple(replace(b, compute_dtype="torch.bfloat16") for b in plan.buckets))
 
 
-def test_gathers_that_are_kept() -> None:
-    plan = lowered(4).plan
-    index = next(i for i, bucket in enumerate(plan.buckets) if bucket.name == "layers.2")
-    mine = [gather for gather in plan.gathers if gather.bucket == index]
-    rest = [gather for gather in plan.gathers if gather not in mine]
-    kept = replace(plan, gathers=(*rest, replace(mine[0], last=mine[1].last)))
-    text = "layers.2: gathered twice -> gathered once (released between -> kept from forward to backward)"
-    assert text in plan.diff(kept)
-    assert "layers.2: gathered once -> gathered twice (kept from forward to backward -> released between)" in (
-        kept.diff(plan)
-    )
+PAIRS: dict[str, Callable[[], tuple[Plan, Plan]]] = {
+    "what it is made for": lambda: (
+        lowered(4).plan,
+        replace(lowered(4, stage=1, num_ranks=4).plan, precision="bf16", machine="h100-sxm", memory_budget=2**30),
+    ),
+    "parameters that stay whole": lambda: (lowered(6).plan, lowered(6, stage=2).plan),
+    "issued ahead": lambda: (lowered(6, prefetch=0).plan, lowered(6).plan),
+    "kept": lambda: (lowered(4).plan, kept(lowered(4).plan, "layers.2")),
+    "no longer kept": lambda: (kept(lowered(4).plan, "layers.2"), lowered(4).plan),
+    "another node": lambda: (lowered(4).plan, changed(lowered(4).plan, "gathers", last="elsewhere")),
+    "recomputed": lambda: (lowered(4).plan, recomputing(lowered(4).plan, 3)),
+    "recomputed more": lambda: (recomputing(lowered(4).plan, 2), recomputing(lowered(4).plan, 2, level=2)),
+    "recomputed others": lambda: (
+        recomputing(lowered(4).plan, 1),
+        replace(lowered(4).plan, recomputes=(RecomputeDecision("w", 1024, "why", "layers.0"),)),
+    ),
+    "extra keeps": lambda: (lowered(2).plan, replace(lowered(2).plan, extra_keeps=("relu",))),
+    "awaited later": lambda: (lowered(4).plan, changed(lowered(4).plan, "reduces", wait_after=None)),
+    "summed later": lambda: (lowered(4).plan, changed(lowered(4).plan, "reduces", gathered_after=None)),
+    "reduced": lambda: (lowered(4, num_ranks=1).plan, lowered(4).plan),
+    "more buckets": lambda: (lowered(4).plan, lowered(5).plan),
+    "fewer buckets": lambda: (lowered(5).plan, lowered(4).plan),
+    "other buckets": lambda: (lowered(4).plan, cast(lowered(4).plan)),
+    "other reasons": lambda: (lowered(2).plan, changed(lowered(2).plan, "reduces", reason="for no reason")),
+}
 
 
-def test_a_gather_at_another_node() -> None:
-    plan = lowered(4).plan
-    moved = replace(plan, gathers=(replace(plan.gathers[0], last="elsewhere"), *plan.gathers[1:]))
-    assert plan.diff(moved) == "gathers\n  layers.0: gathered once as before, at other nodes"
-
-
-def test_recomputed_values_by_layer() -> None:
-    plan = lowered(4).plan
-    assert plan.diff(recomputing(plan, 3)).splitlines() == [
-        "recomputed",
-        "  layers.0 … layers.2  x3: nothing -> 1 value, 1.0 KiB freed",
-    ]
-    assert recomputing(plan, 2).diff(recomputing(plan, 2, level=2)).splitlines()[1:] == [
-        "  layers.0 … layers.1  x2: 1 value, 1.0 KiB freed -> 2 values, 2.0 KiB freed"
-    ]
-    others = replace(recomputing(plan, 1), recomputes=(RecomputeDecision("w", 1024, "why", "layers.0"),))
-    assert recomputing(plan, 1).diff(others).splitlines()[1:] == [
-        "  layers.0: 1 value, 1.0 KiB freed, but other values"
-    ]
-
-
-def test_extra_keeps() -> None:
-    plan = lowered(2).plan
-    assert "kept for it, though backward does not read it: 0 values -> 1 value" in (
-        plan.diff(replace(plan, extra_keeps=("relu",)))
-    )
-
-
-def test_reductions() -> None:
-    plan = lowered(4).plan
-    late = replace(plan, reduces=(replace(plan.reduces[0], wait_after=None), *plan.reduces[1:]))
-    assert plan.diff(late) == (f"reductions\n  head: awaited after {plan.reduces[0].wait_after} -> the end of the step")
-    gathered = replace(plan, reduces=(replace(plan.reduces[0], gathered_after=None), *plan.reduces[1:]))
-    where = plan.reduces[0].wait_after
-    assert plan.diff(gathered) == (
-        f"reductions\n  head: awaited after {where} -> {where}, the sum after the end of the step"
-    )
-    assert "head … layers.0  x5: not reduced -> reduced" in lowered(4, num_ranks=1).plan.diff(plan)
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
+def test_differences(golden: Callable[..., None], pair: Callable[[], tuple[Plan, Plan]]) -> None:
+    one, other = pair()
+    decided, _, _ = one.diff(other).partition("\npredicted")
+    golden(re.sub(r"graph: \w{12} -> \w{12}", "graph: <hash> -> <hash>", decided))
 
 
 def test_predictions_before_and_after() -> None:
@@ -137,20 +112,6 @@ def test_predictions_before_and_after() -> None:
     gone = replace(plan, prediction=None)
     assert plan.diff(gone) == "predicted, per rank\n  simulated -> not simulated"
     assert gone.diff(gone) == "the plans are the same"
-
-
-def test_other_buckets() -> None:
-    one, other = lowered(4).plan, lowered(5).plan
-    assert "  new: layers.4" in one.diff(other).splitlines()
-    assert "  gone: layers.4" in other.diff(one).splitlines()
-    cast = replace(one, buckets=tuple(replace(b, compute_dtype="torch.bfloat16") for b in one.buckets))
-    assert "layers.0 … head: another dtype, param group or size (5 of 5 buckets)" in one.diff(cast)
-
-
-def test_only_reasons_differ() -> None:
-    plan = lowered(2).plan
-    renamed = replace(plan, reduces=(replace(plan.reduces[0], reason="for no reason"), *plan.reduces[1:]))
-    assert plan.diff(renamed) == "the reasons that are given for decisions"
 
 
 @pytest.mark.parametrize("depth", [6, 30])

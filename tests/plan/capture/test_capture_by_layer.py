@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from gpt import GPT
 from tests.lib.models import DIM, ROWS, Adapted, Layer, Regression, adamw
@@ -229,15 +228,6 @@ class Unfrozen(Deep):
     def __init__(self) -> None:
         super().__init__()
         self.layers[7].requires_grad_(False)
-
-
-class Saving(Deep):
-    """Layers are computed again in backward."""
-
-    def run(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
-        out = checkpoint(layer, x, use_reentrant=False)
-        assert isinstance(out, Tensor)
-        return out
 
 
 class Halved(torch.autograd.Function):

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.lib.budgets import WAVE_WIDTH as WIDTH
+from tests.lib.budgets import Waves
 from tests.lib.graphs import Prepared, prepare, target
 from tests.lib.lowered import Deep
-from tests.plan.driver.test_search import WIDTH, Waves
 from zerofx.codegen.regions import Region, cut, regions_of
 from zerofx.errors import PlanError
 from zerofx.ir.facts import origin

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.train.search.test_joint import small_machine
+from tests.lib.budgets import small_machine
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme, copy_seconds
 from zerofx.scheduler.decide.prefetch import Arrival, starts_of
 from zerofx.scheduler.plan.tiers import Tier

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zerofx
-from tests.graph.passes.test_states import delaying as with_delayed_updates
 from tests.lib import graphs
 from tests.lib.graphs import prepare, sgd
+from tests.lib.plans import delaying as with_delayed_updates
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.verify import verify
 from zerofx.pipeline import run_quietly

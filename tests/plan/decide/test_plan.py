@@ -81,7 +81,7 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
 def test_a_plan_of_another_format_is_refused() -> None:
     data = json.loads(prepare().plan.to_json())
     data["format"] += 1
-    with pytest.raises(PlanError, match="expected a plan of format 1; make the plan anew"):
+    with pytest.raises(PlanError, match="format 1; make the plan anew"):
         Plan.from_json(json.dumps(data))
 
 

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
+from tests.lib.budgets import WAVE_WIDTH as WIDTH
+from tests.lib.budgets import Waves
 from zerofx import Machine, MemoryBudgetError, SearchResult, UsageError, largest_micro_batch, smallest_world
 from zerofx.capture.by_layer.by_layer import capture_by_layer
 from zerofx.driver import captures as driver_captures
 from zerofx.ir.graph import StepGraph
 from zerofx.options import Recompute
 
-WIDTH, DEPTH = 64, 6
+DEPTH = 6
 NODE = 4  # ranks a node of the machine
 
 
@@ -103,28 +105,6 @@ def test_the_budget_is_what_counts_when_there_is_one() -> None:
         assert result.planned.plan.memory_budget == result.limit_bytes
 
 
-class Waves(nn.Module):
-    """Linear layers with what is cheap to compute again between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Wave() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-class Wave(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.sin(torch.cos(torch.tanh(self.linear(x))))
-
-
 def test_recomputation_makes_room_for_samples() -> None:
     model = Waves()
     optimizer = torch.optim.SGD(model.parameters())
@@ -154,7 +134,7 @@ def test_slices_make_room_for_samples() -> None:
 
 
 def test_not_even_one_sample() -> None:
-    with pytest.raises(MemoryBudgetError, match=r"a micro-batch of 1 to fit: .*the least possible is .*optimizer"):
+    with pytest.raises(MemoryBudgetError, match=r"micro-batch of 1 .*least possible is .*optimizer"):
         largest_micro_batch(rows, *training(), machine=machine(100), backend="eager")
 
 

@@ -158,12 +158,6 @@ def test_settings_of_torch_count(tmp_path: Path) -> None:
     assert captured(tmp_path, Fallible())[1]
 
 
-def test_other_versions_of_torch_are_asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured(tmp_path, Fallible())
-    monkeypatch.setattr(torch.version, "git_version", "another")
-    assert not captured(tmp_path, Fallible())[1]
-
-
 def test_a_damaged_entry_is_captured_and_written_anew(tmp_path: Path) -> None:
     first, _ = captured(tmp_path, Fallible())
     (path,) = tmp_path.iterdir()

@@ -20,8 +20,6 @@ import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, DIM, Layer, adamw
 from tests.lib.training import train_compiled
-from zerofx.disk import cache as disk_cache
-from zerofx.disk.cache import _hash_of_sources
 from zerofx.driver import driver, step_cache
 from zerofx.lowering import lower as lowering
 from zerofx.lowering.load import build
@@ -285,20 +283,6 @@ def test_another_number_of_threads_counts(starts: Starts) -> None:
     finally:
         torch.set_num_threads(before)
     assert not starts.is_built()
-
-
-@pytest.mark.parametrize("version", ["torch.__version__", "torch.version.git_version", "sys.version"])
-def test_other_versions_are_built(starts: Starts, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    starts.is_built()
-    monkeypatch.setattr(version, "another")
-    assert starts.is_built()
-
-
-def test_another_code_of_zerofx_is_built(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
-    starts.is_built()
-    now = _hash_of_sources
-    monkeypatch.setattr(disk_cache, "_hash_of_sources", lambda folder: f"{now(folder)} another")
-    assert starts.is_built()
 
 
 def test_states_that_the_optimizer_holds_already_count(starts: Starts) -> None:

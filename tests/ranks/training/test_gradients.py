@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import zerofx
+from tests.lib.budgets import small_machine
 from tests.lib.distributed import run_ranks
 from tests.lib.graphs import Prepared, prepare
 from tests.lib.models import CASES, batches
 from tests.lib.offloads import check_measured, prepare_case
-from tests.lib.training import build, differences, train_compiled, train_plain
-from tests.train.search.test_joint import small_machine
+from tests.lib.training import build, differences, step_of, train_compiled, train_plain
 from zerofx.ir import ops
 from zerofx.passes.verify import verify
 from zerofx.scheduler.cost.machine import Machine
@@ -77,9 +77,7 @@ def _batch(rows: int) -> tuple[torch.Tensor, ...]:
 
 
 def _step(plan: Plan | None, stage: int = 0, **options: Any) -> zerofx.Step:
-    case = CASES["gpt"]
-    model = build(case)
-    return zerofx.compile(model, case.optimizer(model), stage, **{"plan": plan, "backend": "eager", **options})
+    return step_of("gpt", stage, plan=plan, **options)[0]
 
 
 def _prepared(num_micro_batches: int, rows: int, stage: int = 0, num_ranks: int = 1) -> Prepared:
@@ -139,7 +137,7 @@ def test_by_name_beside_a_budget_they_wait_too_and_nothing_else_leaves() -> None
 
 @pytest.mark.parametrize("accumulate", [1, "auto"])
 def test_with_one_micro_batch_there_is_nothing_to_move(accumulate: Any) -> None:
-    with pytest.warns(zerofx.ZeroFXWarning, match="is ignored with accumulate=.*, which is one micro-batch"):
+    with pytest.warns(zerofx.ZeroFXWarning, match=r"is ignored with accumulate=.*, which is one micro-batch"):
         step = _step(None, accumulate=accumulate, offload={"gradients": "host"})
     step.prepare(*_batch(2))
     assert not step.plan.gradients
@@ -147,13 +145,13 @@ def test_with_one_micro_batch_there_is_nothing_to_move(accumulate: Any) -> None:
 
 @pytest.mark.parametrize("wrong", [{}, {"gradients": "device"}, {"activations": "host"}, ["host"], "tape"])
 def test_what_cannot_be_offloaded_by_name_is_refused(wrong: Any) -> None:
-    with pytest.raises(zerofx.UsageError, match=r"or {'gradients': 'host'} .* for gradients between micro-batches"):
+    with pytest.raises(zerofx.UsageError, match=r"or {'gradients': 'host'}"):
         _step(None, accumulate=2, offload=wrong)
 
 
 def test_a_given_plan_has_gradients_where_they_are_asked_to_be() -> None:
     plan = waiting(_prepared(2, 4), "nvme")
-    with pytest.raises(zerofx.UsageError, match=r"expected a plan whose gradients wait on host .* has them on nvme"):
+    with pytest.raises(zerofx.UsageError, match=r"gradients wait on host .* on nvme"):
         _step(plan, accumulate=2, offload={"gradients": "host"}, machine="cpu")
     _step(plan, accumulate=2, offload={"gradients": "nvme"}, machine="cpu").close()
 
@@ -207,5 +205,5 @@ def test_what_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     prepared = prepare(stage=0, num_ranks=1, num_micro_batches=2)
     plan = waiting(prepared, "host")
     prepared.plan = replace(plan, gradients=(replace(plan.gradients[0], **wrong), *plan.gradients[1:]))
-    with pytest.raises(zerofx.PlanError, match="expected gradients of a trained bucket that wait on host or nvme"):
+    with pytest.raises(zerofx.PlanError, match=r"gradients of a trained bucket .*host or nvme"):
         prepared.run()

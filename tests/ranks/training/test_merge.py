@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import zerofx
-from tests.graph.passes.test_merge import merging
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, batches
 from tests.lib.offloads import prepare_case
+from tests.lib.plans import merging
 from tests.lib.training import build, differences, train_compiled, train_plain, world
 from zerofx.scheduler.cost.machine import Link, Machine
 

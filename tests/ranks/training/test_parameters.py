@@ -14,9 +14,16 @@ import torch
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.graphs import Prepared
-from tests.lib.models import CASES, batches
-from tests.lib.offloads import check_measured, parameters_away, prepare_case
-from tests.lib.training import build, differences, train_compiled, train_plain
+from tests.lib.models import CASES
+from tests.lib.offloads import (
+    check_measured,
+    check_saved_and_loaded,
+    parameters_away,
+    prepare_case,
+    same_tensors,
+    trains_and_holds_as_planned,
+)
+from tests.lib.training import differences, step_of, train_compiled, train_plain
 from zerofx.scheduler.plan.decisions import ParameterDecision
 from zerofx.scheduler.plan.plan import Plan
 
@@ -66,20 +73,11 @@ def test_micro_batches_bring_parameters_up_once_for_each_residency() -> None:
 
 def _on_ranks(drive: str, cases: Sequence[tuple[str, str, tuple[str, str] | None]]) -> list[str]:
     os.environ["ZEROFX_NVME_DIR"] = drive
-    wrong = []
-    for name, tier, states in cases:
-        case = CASES[name]
-        prepared = prepare_case(case, 3, 2)
-        expected = train_plain(case, 3)
-        plan = parameters_away(prepared, tier, states)
-        wrong += differences(expected, train_compiled(case, 3, 3, plan=plan))
-        model = build(case)
-        step = zerofx.compile(model, case.optimizer(model), 3, plan=plan, backend="eager", loss_fn=case.loss_fn)
-        args, keywords = next(batches(case, 0, 1))
-        found, predicted = step.measure(*args, num_steps=2, **keywords), step.plan
-        check_measured(found, predicted, 4096, share=0.001)
-        step.close()
-    return wrong
+    return [
+        text
+        for name, tier, states in cases
+        for text in trains_and_holds_as_planned(name, 3, parameters_away(prepare_case(CASES[name], 3, 2), tier, states))
+    ]
 
 
 def test_two_ranks(drive: Path) -> None:
@@ -98,10 +96,7 @@ def test_two_ranks_with_states_anywhere(drive: Path, name: str, tier: str) -> No
 
 
 def _step(plan: Plan | None, **options: Any) -> tuple[zerofx.Step, tuple[Any, ...]]:
-    case = CASES["gpt"]
-    model = build(case)
-    args, _ = next(batches(case, 0, 1))
-    return zerofx.compile(model, case.optimizer(model), 3, **{"plan": plan, "backend": "eager", **options}), args
+    return step_of("gpt", 3, plan=plan, **options)
 
 
 @pytest.mark.parametrize("states", [None, ("nvme", "device"), ("host", "host")])
@@ -138,23 +133,11 @@ def test_each_residency_and_the_update_take_one_copy_up_and_the_update_one_down(
 def test_parameters_are_saved_loaded_and_given_back(tier: str, states: tuple[str, str] | None) -> None:
     step, args = _step(parameters_away(prepare_case(CASES["gpt"], 3, 1), tier, states))
     reference, _ = _step(None)
-    for one in (step, reference):
-        one(*args)
-        one(*args)
+    step(*args)
+    reference(*args)
     with pytest.raises(zerofx.ZeroFXError, match="full_parameters"):
         step.model(*args)
-    weights, saved = step.full_state_dict(), step.optimizer.state_dict()
-    expected = reference.full_state_dict()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    step(*args)
-    step.optimizer.load_state_dict(saved)
-    with step.full_parameters(write_back=True) as model:
-        model.load_state_dict(weights)
-    assert torch.equal(step(*args), reference(*args))
-    assert torch.equal(step(*args), reference(*args))
-    step.close()
-    after, other = step.model.state_dict(), reference.full_state_dict()
-    assert all(torch.equal(after[name], other[name]) for name in other)
+    check_saved_and_loaded(step, reference, args)
 
 
 def test_parameters_move_when_another_plan_asks_for_it() -> None:
@@ -184,17 +167,14 @@ def test_wrong_decisions_are_refused(tier: str) -> None:
         step, args = _step(replace(plan, parameters=parameters))
         with pytest.raises(
             zerofx.PlanError,
-            match=r"one decision about the parameters of|the parameters of bucket \d+: expected one at",
+            match=r"decision about the parameters|parameters of bucket \d+",
         ):
             step(*args)
 
 
 def test_only_stage_3_has_parameters_in_slower_tiers() -> None:
-    case = CASES["gpt"]
-    plan = replace(prepare_case(case, 1, 1).plan, parameters=(ParameterDecision(0, "host", ""),))
-    model = build(case)
-    step = zerofx.compile(model, case.optimizer(model), 1, plan=plan, backend="eager")
-    args, _ = next(batches(case, 0, 1))
+    plan = replace(prepare_case(CASES["gpt"], 1, 1).plan, parameters=(ParameterDecision(0, "host", ""),))
+    step, args = step_of("gpt", 1, plan=plan)
     with pytest.raises(zerofx.PlanError, match="at stage 3"):
         step(*args)
 
@@ -215,5 +195,5 @@ def test_a_failure_before_the_update_changes_nothing(drive: Path) -> None:
         step(*bad)
     assert "nothing had been updated yet" in "".join(caught.value.__notes__)
     after, later = step.full_state_dict(), step.optimizer.state_dict()["state"]
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert all(torch.equal(torch.as_tensor(states[0][name]), torch.as_tensor(later[0][name])) for name in states[0])
+    assert same_tensors(before, after)
+    assert same_tensors(states[0], later[0])

@@ -180,5 +180,5 @@ def test_modules_may_share_a_buffer(model: type[nn.Module], num_micro_batches: i
 
 
 def test_a_buffer_that_modules_share_stays_one() -> None:
-    with pytest.raises(CaptureError, match=r"layers.3.mean, which is layers.0.mean, layers.1.mean, layers.2.mean too"):
+    with pytest.raises(CaptureError, match=r"layers.3.mean.*layers.0.mean, layers.1.mean, layers.2.mean"):
         _capture(_Parting())

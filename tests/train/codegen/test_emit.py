@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.graph.passes.wire.test_quantise_gathers import wired
 from tests.lib.graphs import DIM, Averaging, Normed, Prepared, Tied, TwoBlocks, features, prepare, sgd, token_ids
 from tests.lib.offloads import offloading
+from tests.lib.plans import wired
 from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.kernels.table import NORMS, WIRE
 from zerofx.codegen.regions import cut
@@ -245,12 +245,6 @@ def test_unused_outputs_of_an_operator_are_dropped_at_once() -> None:
     # A forward and a backward, of whose three outputs one is read.
     dropping = [line for line in source.splitlines() if re.match(r" *(\w+, )*_(, \w+)* = ", line)]
     assert len(dropping) == 2 and all(re.search(r"; del .*\b_\b", line) for line in dropping)
-
-
-def test_equal_layers_are_written_once() -> None:
-    emitted = _emit(prepare().run())
-    assert emitted.source.count("def layers_forward") == 1
-    assert emitted.source.count("layers_forward(x)") == 2
 
 
 _LITERALS = [

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zerofx
-from tests.lib.graphs import Tied, calls, captured, difference, prepare, run_graph, token_ids
+from tests.lib.graphs import (
+    Tied,
+    calls,
+    captured,
+    check_same_results,
+    difference,
+    joined,
+    prepare,
+    run_graph,
+    token_ids,
+)
 from zerofx.errors import PlanError, UsageError
 from zerofx.ir import ops
 from zerofx.ir.buckets import BucketLayout
@@ -57,14 +67,6 @@ def sliced(step: StepGraph, asked: dict[str, int]) -> StepGraph:
     return found
 
 
-def joined(step: StepGraph, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of whole parameters from those of their slices."""
-    parts: dict[str, list[Tensor]] = {}
-    for info in step.parameters:
-        parts.setdefault(info.source, []).append(gradients[info.name])
-    return {name: found[0] if len(found) == 1 else torch.cat(found) for name, found in parts.items()}
-
-
 def test_each_slice_has_a_part_of_every_product(golden: Callable[..., None]) -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 1, bias=False))
 
@@ -92,11 +94,7 @@ def test_slices_give_the_loss_and_gradients_of_the_whole(counts: list[int], num_
     model, ids = Reading(bias=bias), torch.randint(11, (num_ids,))
     step = captured(model, ids)
     after = sliced(step, {name: count for name, count in zip(NAMES, counts, strict=True) if count > 1})
-    loss, gradients = run_graph(step, model, (ids,))
-    again, split = run_graph(after, model, (ids,))
-    torch.testing.assert_close(again, loss)
-    for name, gradient in joined(after, split).items():
-        torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-5 * float(gradients[name].abs().max()))
+    check_same_results(step, after, model, (ids,), rtol=1e-4, share=1e-5)
 
 
 def test_lookups_and_their_gradients_keep_their_bits() -> None:
@@ -140,10 +138,7 @@ def test_sums_in_bf16_are_added_up_in_float32() -> None:
     after = sliced(step, {"right": 4})
     sums = [n for n in calls(after, aten.add.Tensor) if tensor(n).dtype is torch.float32]
     assert len(sums) == 3
-    _, gradients = run_graph(step, model, (ids,))
-    _, split = run_graph(after, model, (ids,))
-    for name, gradient in joined(after, split).items():
-        torch.testing.assert_close(gradient, gradients[name], rtol=2**-5, atol=2**-6 * float(gradient.abs().max()))
+    check_same_results(step, after, model, (ids,), rtol=2**-5, share=2**-6)
 
 
 def test_tied_weights_are_sliced_in_both_uses() -> None:
@@ -151,10 +146,7 @@ def test_tied_weights_are_sliced_in_both_uses() -> None:
     step = captured(model, ids)
     after = sliced(step, {"head.weight": 2})  # either name
     assert [decision.parameter for decision in after.slices] == ["embed.weight"]
-    loss, gradients = run_graph(step, model, (ids,))
-    again, split = run_graph(after, model, (ids,))
-    torch.testing.assert_close(again, loss)
-    torch.testing.assert_close(joined(after, split)["embed.weight"], gradients["embed.weight"])
+    check_same_results(step, after, model, (ids,))
 
 
 def test_a_frozen_parameter_has_slices_without_gradients() -> None:
@@ -190,10 +182,7 @@ class TwiceMultiplied(nn.Module):
 def test_a_weight_that_is_used_twice_sums_its_slices_gradients() -> None:
     model, x = TwiceMultiplied(), torch.randn(3, 6)
     step = captured(model, x)
-    after = sliced(step, {"weight": 4})
-    _, gradients = run_graph(step, model, (x,))
-    _, split = run_graph(after, model, (x,))
-    torch.testing.assert_close(joined(after, split)["weight"], gradients["weight"])
+    check_same_results(step, sliced(step, {"weight": 4}), model, (x,))
 
 
 def test_what_cannot_be_sliced_is_refused_with_the_reason() -> None:
@@ -206,7 +195,7 @@ def test_what_cannot_be_sliced_is_refused_with_the_reason() -> None:
 
 def test_more_slices_than_rows_are_refused() -> None:
     step = captured(Reading(), torch.randint(11, (5,)))
-    with pytest.raises(UsageError, match=r"expected up to 10 slices of up.weight, one for each row, found 11"):
+    with pytest.raises(UsageError, match=r"up to 10 slices of up.weight.* found 11"):
         named_slices(step, {"up.weight": 11})
     with pytest.raises(PlanError, match=r"up.weight has 10 rows for 11 slices"):
         slice_parameters(step, [SliceDecision("up.weight", 11, 0, "by hand")])
@@ -215,7 +204,7 @@ def test_more_slices_than_rows_are_refused() -> None:
 
 
 def test_two_numbers_for_one_tied_parameter_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"which is the same parameter as head.weight, found 2 and 3"):
+    with pytest.raises(UsageError, match=r"same parameter as head.weight, found 2 and 3"):
         named_slices(captured(Tied(), *token_ids()), {"embed.weight": 2, "head.weight": 3})
 
 
@@ -224,7 +213,7 @@ def test_a_name_that_is_neither_is_refused_before_anything_is_changed() -> None:
     before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
     step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), machine="cpu", backend="eager",
                           tile={"up.wieght": 2})  # fmt: skip
-    with pytest.raises(UsageError, match="expected tile to name parameters, or modules with something to tile"):
+    with pytest.raises(UsageError, match="expected tile to name parameters, or modules"):
         step(torch.randint(11, (5,)))
     for name, parameter in model.named_parameters():
         assert parameter.data_ptr() == before[name][0] and torch.equal(parameter, before[name][1])

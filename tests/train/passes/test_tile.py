@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,18 +11,16 @@ from torch import Tensor, nn
 
 import zerofx
 from gpt import GPT
-from tests.lib.graphs import calls, run_graph
-from zerofx.capture.trace import Batch, capture
+from tests.lib.budgets import least_bytes, planned
+from tests.lib.graphs import calls, captured, check_same_results, sgd
 from zerofx.errors import PlanError, UsageError
 from zerofx.ir.facts import tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.options import Tiling
-from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.tile import tile
 from zerofx.scheduler.analysis.loss_heads import find_heads
 from zerofx.scheduler.plan.decisions import TileDecision
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.problem import BudgetMissedError
 
 VOCAB = 512
 TILINGS: tuple[Tiling, ...] = ("none", "auto")
@@ -68,13 +65,6 @@ def classified() -> tuple[Tensor, Tensor]:
     return torch.randn(512, 16), torch.randint(8, (512,))
 
 
-def captured(model: nn.Module, batch: tuple[Tensor, ...] | Mapping[str, Tensor]) -> StepGraph:
-    taken = Batch.of((), batch) if isinstance(batch, Mapping) else Batch.of(batch, {})
-    step = capture(model, taken)
-    simplify(step)
-    return step
-
-
 def tiled(step: StepGraph, num_tiles: int) -> StepGraph:
     head = find_heads(step)[0]
     tile(step, [TileDecision(head.product.name, num_tiles, head.num_bytes, "asked")])
@@ -84,7 +74,7 @@ def tiled(step: StepGraph, num_tiles: int) -> StepGraph:
 @pytest.mark.parametrize("num_tiles", [2, 3, 4])
 def test_logits_never_exist_whole(num_tiles: int) -> None:
     model, batch = gpt()
-    step = tiled(captured(model, batch), num_tiles)
+    step = tiled(captured(model, *batch), num_tiles)
     sizes = [tensor(node).shape[0] for node in calls(step, aten._log_softmax.default)]
     assert sum(sizes) == 512 and max(sizes) <= -(-512 // num_tiles)
     assert not find_heads(step) or find_heads(step)[0].num_rows < 512
@@ -92,21 +82,12 @@ def test_logits_never_exist_whole(num_tiles: int) -> None:
 
 def test_the_loss_and_all_gradients_stay_outputs() -> None:
     model, batch = gpt(tied=False)
-    before = captured(model, batch)
+    before = captured(model, *batch)
     after = tiled(before.clone(), 4)
     assert list(after.gradients) == list(before.gradients)
     for name, gradient in after.gradients.items():
         assert tensor(gradient).shape == tensor(before.gradients[name]).shape
     assert tensor(after.loss).shape == ()
-
-
-def least_of(model: nn.Module, batch: Any, tiling: Tiling) -> int:
-    with pytest.raises(BudgetMissedError) as refused:
-        zerofx.plan(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), batch, machine="cpu", memory_budget=1, backend="eager",
-            tile=tiling,
-        )  # fmt: skip
-    return refused.value.least_bytes
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -116,7 +97,7 @@ def test_a_tiled_step_trains_like_a_whole_one_within_rounding(tied: bool) -> Non
     for tiling in TILINGS:
         trained = copy.deepcopy(model)
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, foreach=False)
-        budget = least_of(trained, batch, tiling)
+        budget = least_bytes(trained, batch, optimizer=sgd(trained), tile=tiling)
         step = zerofx.compile(trained, optimizer, backend="eager", memory_budget=budget, tile=tiling)
         results.append([*(step(*batch) for _ in range(3)), *(p.detach() for p in trained.parameters())])
         assert bool(step.plan.tiles) == (tiling == "auto")
@@ -133,7 +114,7 @@ def test_a_bias_and_ignored_targets_are_summed_over_the_tiles(reduction: str) ->
     for tiling in TILINGS:
         trained = copy.deepcopy(model)
         optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3, foreach=False)
-        budget = least_of(trained, batch, tiling)
+        budget = least_bytes(trained, batch, optimizer=sgd(trained), tile=tiling)
         step = zerofx.compile(trained, optimizer, backend="eager", memory_budget=budget, tile=tiling)
         losses.append([float(step(*batch)) for _ in range(3)])
     assert step.plan.tiles
@@ -142,11 +123,16 @@ def test_a_bias_and_ignored_targets_are_summed_over_the_tiles(reduction: str) ->
 
 def test_a_llama_of_transformers_is_found() -> None:
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
     ids = torch.randint(3, VOCAB, (2, 128))
-    step = captured(transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids})
+    step = captured(transformers.LlamaForCausalLM(config), input_ids=ids, labels=ids)
     assert [head.num_rows for head in find_heads(step)] == [256]
 
 
@@ -161,33 +147,31 @@ def test_losses_that_are_more_than_the_sum_of_their_rows_are_left_alone(model: n
             loss: Tensor = self.inner(x, target).mean()
             return loss
 
-    assert find_heads(captured(Scalar(), classified())) == []
+    assert find_heads(captured(Scalar(), *classified())) == []
 
 
 def test_a_budget_that_fits_otherwise_tiles_nothing() -> None:
     model, batch = gpt()
-    least = least_of(model, batch, "none")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = zerofx.plan(model, optimizer, batch, machine="cpu", memory_budget=least, backend="eager").plan
+    least = least_bytes(model, batch, optimizer=sgd(model), tile="none")
+    made = planned(model, batch, least, optimizer=sgd(model))
     assert not made.tiles
-    assert least_of(model, batch, "auto") < least
+    assert least_bytes(model, batch, optimizer=sgd(model), tile="auto") < least
 
 
 def test_a_plan_that_tiles_survives_as_json_and_says_why() -> None:
     model, batch = gpt()
-    least = least_of(model, batch, "auto")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = zerofx.plan(model, optimizer, batch, machine="cpu", memory_budget=least, backend="eager").plan
+    least = least_bytes(model, batch, optimizer=sgd(model), tile="auto")
+    made = planned(model, batch, least, optimizer=sgd(model))
     assert Plan.from_json(made.to_json()) == made
     name = made.tiles[0].value
     assert "tiles: no plan with whole logits" in made.why(name) and "tiled: " in str(made)
-    assert f"{name}: whole -> {made.tiles[0].num_tiles} tiles" in zerofx.plan(model, optimizer, batch).plan.diff(made)
+    assert f"{name}: whole -> {made.tiles[0].num_tiles} tiles" in zerofx.plan(model, sgd(model), batch).plan.diff(made)
 
 
 def test_a_plan_for_other_logits_is_refused() -> None:
     model, batch = gpt()
-    with pytest.raises(PlanError, match="expected a plan to tile logits of this graph"):
-        tile(captured(model, batch), [TileDecision("mm_1", 4, 0, "asked")])
+    with pytest.raises(PlanError, match="logits of this graph"):
+        tile(captured(model, *batch), [TileDecision("mm_1", 4, 0, "asked")])
 
 
 def test_an_unknown_way_to_tile_is_refused() -> None:
@@ -199,12 +183,6 @@ def test_an_unknown_way_to_tile_is_refused() -> None:
 @pytest.mark.parametrize("num_tiles", [2, 3, 4])
 def test_a_loss_in_bf16_is_summed_in_float32(num_tiles: int) -> None:
     model, batch = gpt(tied=False)
-    whole = capture(model, Batch.of(batch, {}), compute_dtype=torch.bfloat16)
-    simplify(whole)
-    loss, gradients = run_graph(whole, model, batch)
-    again, split = run_graph(tiled(whole.clone(), num_tiles), model, batch)
-    assert again.dtype == torch.bfloat16
-    torch.testing.assert_close(again, loss, rtol=2**-7, atol=0)
-    for name, gradient in gradients.items():
-        assert split[name].dtype == torch.bfloat16
-        torch.testing.assert_close(split[name], gradient, rtol=2**-7, atol=2**-7 * float(gradient.abs().max()))
+    whole = captured(model, *batch, precision=torch.bfloat16)
+    assert tensor(whole.loss).dtype == torch.bfloat16
+    check_same_results(whole, tiled(whole.clone(), num_tiles), model, batch, 2**-7, 2**-7, loss_rtol=2**-7)

@@ -7,14 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from tests.lib.graphs import calls, run_graph
-from tests.train.passes.test_tile import VOCAB, Classifier, captured, classified, gpt
-from zerofx.capture.trace import Batch, capture
+from tests.lib.graphs import calls, captured, check_same_results
+from tests.train.passes.test_tile import VOCAB, Classifier, classified, gpt
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.facts import tensor
 from zerofx.ir.graph import StepGraph
-from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.tile import tile
 from zerofx.scheduler.analysis.loss_heads import MIN_CLASSES, find_heads
 from zerofx.scheduler.decide.tiling import rungs
@@ -34,24 +32,17 @@ def tiled(step: StepGraph, num_tiles: int) -> StepGraph:
 @pytest.mark.parametrize("num_tiles", [2, 3])
 def test_logits_never_exist_whole(num_tiles: int) -> None:
     model, batch = gpt()
-    step = tiled(captured(model, batch), num_tiles)
+    step = tiled(captured(model, *batch), num_tiles)
     assert not calls(step, aten._log_softmax.default)
     widths = [tensor(node).shape[1] for node in calls(step, aten.mm.default) if tensor(node).shape[0] == 512]
     assert max(widths) <= max(-(-VOCAB // num_tiles), 128) and len(calls(step, ops.softmax_gradient)) == num_tiles
 
 
 def compare(model: nn.Module, batch: tuple[Tensor, ...], num_tiles: int, dtype: torch.dtype | None = None) -> None:
-    whole = capture(model, Batch.of(batch, {}), compute_dtype=dtype)
-    simplify(whole)
+    whole = captured(model, *batch, precision=dtype)
     given = tuple(one.to(dtype) if one.is_floating_point() else one for one in batch)
-    loss, gradients = run_graph(whole, model, given)
-    again, split = run_graph(tiled(whole.clone(), num_tiles), model, given)
     rtol = 1e-5 if dtype is None else 2**-7
-    torch.testing.assert_close(again, loss, rtol=rtol, atol=0)
-    assert list(split) == list(gradients)
-    for name, gradient in gradients.items():
-        assert split[name].dtype == gradient.dtype
-        torch.testing.assert_close(split[name], gradient, rtol=rtol, atol=rtol * float(gradient.abs().max()))
+    check_same_results(whole, tiled(whole.clone(), num_tiles), model, given, rtol, rtol, loss_rtol=rtol)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -82,8 +73,7 @@ def test_logits_in_bf16_have_their_sums_in_float32() -> None:
 
 
 def test_a_loss_in_bf16_is_left_to_tiles_of_rows() -> None:
-    step = capture(Classifier(), Batch.of(classified(), {}), compute_dtype=torch.bfloat16)
-    simplify(step)
+    step = captured(Classifier(), *classified(), precision=torch.bfloat16)
     assert find_heads(step) and not find_heads(step)[0].has_classes
     with pytest.raises(PlanError, match="into 2 over classes"):
         tiled(step, 2)
@@ -92,13 +82,13 @@ def test_a_loss_in_bf16_is_left_to_tiles_of_rows() -> None:
 def test_more_tiles_than_classes_are_refused() -> None:
     model, batch = gpt()
     with pytest.raises(PlanError, match=f"into {VOCAB + 1} over classes"):
-        tiled(captured(model, batch), VOCAB + 1)
+        tiled(captured(model, *batch), VOCAB + 1)
 
 
 def test_tiles_of_classes_are_tried_where_the_kernel_is_used() -> None:
     model = Classifier()
     model.head = nn.Linear(16, 8 * MIN_CLASSES)
-    step = captured(model, classified())
+    step = captured(model, *classified())
     assert all(one.over == "rows" for rung in rungs(step, True) for tiles in rung for one in tiles)
     counts = [
         one.num_tiles
@@ -116,7 +106,7 @@ def test_a_plan_with_tiles_of_classes_trains_as_whole_logits_do_within_its_peak(
     state = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     plan = zerofx.plan(model, optimizer, batch, machine="cpu", backend="eager").plan
-    head = find_heads(captured(model, batch))[0]
+    head = find_heads(captured(model, *batch))[0]
     decision = TileDecision(head.product.name, 4, head.num_bytes, "asked", over="classes")
     found = []
     for tiles in ((), (decision,)):

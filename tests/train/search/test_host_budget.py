@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -10,11 +9,10 @@ import pytest
 import torch
 
 import zerofx
+from tests.lib.budgets import gpt, same_bits, small_machine, trained
 from tests.lib.models import CASES, batches
 from tests.lib.offloads import placing, prepare_case
 from tests.lib.training import build
-from tests.train.search.test_budget import gpt, run
-from tests.train.search.test_joint import small_machine
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.errors import MemoryBudgetError, TierError, UsageError, ZeroFXWarning
 from zerofx.options import Offload
@@ -55,9 +53,7 @@ def test_a_plan_takes_no_more_of_the_host_than_it_may(offload: Offload) -> None:
 
 def test_one_that_is_too_small_is_refused_with_what_would_do() -> None:
     memory_budget = int(0.6 * most())
-    with pytest.raises(
-        MemoryBudgetError, match=r"cannot be met within host_budget=4.0 KiB: the least possible"
-    ) as found:
+    with pytest.raises(MemoryBudgetError, match=r"host_budget=4.0 KiB: the least possible") as found:
         planned(memory_budget, offload="host", host_budget="4KiB")
     enough = int(str(found.value).split("takes ")[1].split("(")[1].split(" bytes")[0])
     assert blocks_of(planned(memory_budget, offload="host", host_budget=enough)) <= enough
@@ -81,22 +77,14 @@ def test_what_cannot_be_a_budget_is_refused() -> None:
 @pytest.mark.parametrize("offload", ["host", pytest.param("nvme", marks=pytest.mark.slow)])
 def test_the_pool_keeps_to_it_and_the_bits_are_the_same(offload: Offload) -> None:
     model, batch = gpt()
-
-    def trained(**options: Any) -> tuple[zerofx.Step, list[torch.Tensor]]:
-        copied = copy.deepcopy(model)
-        optimizer = torch.optim.AdamW(copied.parameters(), lr=0.01, foreach=False)
-        step = zerofx.compile(copied, optimizer, backend="eager", **options)
-        losses = [run(step, batch) for _ in range(2)]
-        return step, [*losses, *step.full_state_dict().values()]
-
-    plain, expected = trained()
+    plain, expected = trained(model, batch, 2)
     memory_budget = int(0.75 * plain.plan.peak_bytes["device"])
     options = {"memory_budget": memory_budget, "offload": offload, "machine": small_machine(1e9)}
-    free, _ = trained(**options)
+    free, _ = trained(model, batch, 2, **options)
     needed = free.compiled.simulation.live.host_block_bytes
     limit = needed if offload == "host" else int(0.9 * needed)
-    step, found = trained(**options, host_budget=limit)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    step, found = trained(model, batch, 2, **options, host_budget=limit)
+    assert same_bits(found, expected)
     assert step._steps.tiers is not None
     # Blocks of other sizes wait for reuse as long as the limit allows.
     assert 0 < step._steps.tiers.host_block_bytes <= limit and step.compiled.simulation.live.host_block_bytes <= limit
@@ -129,9 +117,7 @@ def test_blocks_of_other_sizes_make_room_and_what_is_in_use_does_not() -> None:
     assert memory.num_bytes == 6 * PAGE
     other = memory.take(6 * PAGE)
     assert memory.num_bytes == 8 * PAGE, "the free block had to go"
-    with pytest.raises(
-        TierError, match=r"expected 12.0 KiB more .* within host_budget=40.0 KiB, found 32.0 KiB in use"
-    ):
+    with pytest.raises(TierError, match=r"12.0 KiB .*host_budget=40.0 KiB.* 32.0 KiB"):
         memory.take(3 * PAGE)
     memory.give_back(small)
     memory.give_back(other)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,37 +10,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import zerofx
-from tests.train.search.test_budget import OPERATORS, Chain, convnet, gpt, llama, run
-from zerofx.driver.plan_only import PlannedStep, plan
-from zerofx.errors import MemoryBudgetError
+from tests.lib.budgets import Chain, convnet, gpt, llama, planned, same_bits, small_machine, trained
+from tests.train.search.test_budget import OPERATORS
 from zerofx.options import Offload, Recompute
-from zerofx.scheduler.cost.machine import Device, Link, Machine
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.search.problem import BudgetMissedError
 
 WAYS: dict[str, tuple[Recompute, Offload]] = {
     "joint": ("auto", "host"), "recompute": ("auto", "none"), "offload": ("none", "host"),
 }  # fmt: skip
 
 
-def small_machine(link: float) -> Machine:
-    """A device so slow, with launches so cheap, that tiny tensors are worth moving over a link of ``link`` bytes/s."""
-    device = Machine.named("h100-sxm").device
-    slow = Device(replace(device.peak, float32=2e9), 2e9, device.memory_bytes, 1e-9)
-    host = replace(Machine.named("h100-sxm").host, to_host=Link(link, 1e-9), to_device=Link(link, 1e-9))
-    return replace(Machine.named("h100-sxm"), name="small", device=slow, host=host)
-
-
-def attempt(model: torch.nn.Module, batch: Any, machine: Machine, budget: int, way: str) -> PlannedStep | int:
+def attempt(model: torch.nn.Module, batch: Any, machine: Machine, budget: int, way: str) -> Plan | int:
     """The plan, or the least possible peak if there is none."""
     recompute, offload = WAYS[way]
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     try:
-        return plan(
-            model, optimizer, batch, machine=machine, memory_budget=budget, backend="eager",
-            recompute=recompute, offload=offload,
-        )  # fmt: skip
-    except MemoryBudgetError as error:
-        return int(str(error).split(" bytes)")[0].split("(")[-1])
+        return planned(model, batch, budget, machine=machine, recompute=recompute, offload=offload)
+    except BudgetMissedError as error:
+        return error.least_bytes
 
 
 @settings(max_examples=5, deadline=None, derandomize=True)
@@ -54,14 +40,14 @@ def test_the_joint_plan_is_never_slower_than_the_better_of_the_two(
     batch = (torch.randn(16, 8),)
     least = attempt(model, batch, machine, 1, "joint")
     most = attempt(model, batch, machine, 10**9, "joint")
-    assert isinstance(least, int) and isinstance(most, PlannedStep)
-    budget = least + int(share * (most.plan.peak_bytes["device"] - least))
+    assert isinstance(least, int) and isinstance(most, Plan)
+    budget = least + int(share * (most.peak_bytes["device"] - least))
     found = {way: attempt(model, batch, machine, budget, way) for way in WAYS}
     joint = found["joint"]
-    assert isinstance(joint, PlannedStep) and joint.plan.peak_bytes["device"] <= budget
+    assert isinstance(joint, Plan) and joint.peak_bytes["device"] <= budget
     for other in found.values():
-        if isinstance(other, PlannedStep):
-            assert joint.plan.step_seconds <= other.plan.step_seconds
+        if isinstance(other, Plan):
+            assert joint.step_seconds <= other.step_seconds
 
 
 def test_where_the_link_is_fast_the_joint_plan_offloads_and_is_faster_than_computing_again() -> None:
@@ -70,10 +56,10 @@ def test_where_the_link_is_fast_the_joint_plan_offloads_and_is_faster_than_compu
     alone = attempt(model, batch, machine, 1, "recompute")
     assert isinstance(alone, int)
     joint, again = (attempt(model, batch, machine, alone, way) for way in ("joint", "recompute"))
-    assert isinstance(joint, PlannedStep) and isinstance(again, PlannedStep)
-    assert joint.plan.offloads and not again.plan.offloads
-    assert joint.plan.step_seconds < again.plan.step_seconds
-    assert joint.plan.peak_bytes["host"] > 0
+    assert isinstance(joint, Plan) and isinstance(again, Plan)
+    assert joint.offloads and not again.offloads
+    assert joint.step_seconds < again.step_seconds
+    assert joint.peak_bytes["host"] > 0
     least = attempt(model, batch, machine, 1, "joint")
     assert isinstance(least, int) and least < alone
 
@@ -91,24 +77,13 @@ def test_at_every_budget_plans_that_offload_train_the_same_bits_and_fit(
     make: Callable[[], Any], tightest: float, offload: Offload
 ) -> None:
     model, batch = make()
-    machine = small_machine(1e9)
-    trained = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01, foreach=False)
-    plain = zerofx.compile(trained, optimizer, backend="eager")
-    reference = [*(run(plain, batch) for _ in range(3)), *(p.detach() for p in trained.parameters())]
+    plain, expected = trained(model, batch)
     most = plain.plan.peak_bytes["device"]
     peaks, offloaded = [], 0
-    for share in (0.9, tightest):
-        trained = copy.deepcopy(model)
-        optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01, foreach=False)
-        step = zerofx.compile(
-            trained, optimizer, backend="eager", memory_budget=int(share * most), offload=offload, machine=machine
-        )
-        results = [run(step, batch) for _ in range(3)]
-        with step.full_parameters():  # parameters may be off the device as well
-            results += [p.detach().clone() for p in trained.parameters()]
-        assert all(torch.equal(one, other) for one, other in zip(results, reference, strict=True))
-        assert step.plan.peak_bytes["device"] <= int(share * most)
+    for budget in (int(0.9 * most), int(tightest * most)):
+        step, found = trained(model, batch, memory_budget=budget, offload=offload, machine=small_machine(1e9))
+        assert same_bits(found, expected)
+        assert step.plan.peak_bytes["device"] <= budget
         peaks.append(step.plan.peak_bytes["device"])
         offloaded += len(step.plan.offloads)
         step.close()

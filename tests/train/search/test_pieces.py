@@ -15,17 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zerofx
-from tests.lib.graphs import prepare
-from tests.train.search.test_joint import small_machine
-from zerofx.capture.trace import Batch, capture
+from tests.lib.budgets import least_bytes, planned, same_bits, small_machine, trained, trained_by_torch
+from tests.lib.graphs import captured, prepare
 from zerofx.codegen.regions import cut, regions_of
-from zerofx.driver.plan_only import plan
-from zerofx.errors import MemoryBudgetError
 from zerofx.ir.aliasing import is_view, storage_source
 from zerofx.ir.facts import Phase, origin, piece_of
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.divide import divide
-from zerofx.passes.prepare.simplify import simplify
 from zerofx.scheduler.analysis.pieces import forward_runs, pieces
 from zerofx.scheduler.analysis.saved_values import crossing_storages, storage_size
 from zerofx.scheduler.cost.machine import Machine
@@ -33,7 +29,6 @@ from zerofx.scheduler.decide.activations import segments
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.reasons import reasons
 from zerofx.scheduler.search.graph_facts import Captured
-from zerofx.scheduler.search.problem import BudgetMissedError
 
 MACHINE = Machine.named("cpu")
 SHARES = (1.0, 0.5, 0.0)  # of what lies between the least possible and keeping everything
@@ -121,35 +116,13 @@ def stem() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Stem(), (torch.randn(128, 8),)
 
 
-def captured(model: nn.Module, batch: tuple[Tensor, ...]) -> StepGraph:
-    step = capture(model, Batch.of(batch, {}))
-    simplify(step)
-    return step
+def _captured(made: tuple[nn.Module, tuple[Tensor, ...]]) -> StepGraph:
+    return captured(made[0], *made[1])
 
 
-def planned(model: nn.Module, batch: tuple[Tensor, ...], budget: int | None, **options: Any) -> Plan:
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    return plan(model, optimizer, batch, machine="cpu", memory_budget=budget, backend="eager", **options).plan
-
-
-def least_and_most(model: nn.Module, batch: tuple[Tensor, ...], **options: Any) -> tuple[int, int]:
+def _least_and_most(model: nn.Module, batch: tuple[Tensor, ...], **options: Any) -> tuple[int, int]:
     """The least peak that a budget may ask for, without tiles, and that of keeping everything."""
-    with pytest.raises(MemoryBudgetError) as refused:
-        planned(model, batch, 1, tile="none", **options)
-    assert isinstance(refused.value, BudgetMissedError)
-    return refused.value.least_bytes, planned(model, batch, None, **options).peak_bytes["device"]
-
-
-def in_torch(model: nn.Module, batch: tuple[Tensor, ...], num_steps: int) -> list[Tensor]:
-    """Losses, parameters and buffers of plain training."""
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False), []
-    for _ in range(num_steps):
-        loss = model(*batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return [*losses, *(p.detach() for p in model.parameters()), *model.buffers()]
+    return least_bytes(model, batch, tile="none", **options), planned(model, batch, **options).peak_bytes["device"]
 
 
 @pytest.mark.parametrize(
@@ -165,19 +138,15 @@ def test_at_every_budget_it_fits_and_trains_the_bits_of_plain_torch(
     make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], share: float
 ) -> None:
     model, batch = make()
-    least, most = least_and_most(model, batch)
+    least, most = _least_and_most(model, batch)
     assert least < share * most
-    expected = in_torch(copy.deepcopy(model), batch, num_steps=2)
+    expected = trained_by_torch(model, batch, 2)
     peaks = []
     for part in SHARES:
         budget = least + int(part * (most - least))
-        ours = copy.deepcopy(model)
-        optimizer = torch.optim.AdamW(ours.parameters(), lr=0.01, foreach=False)
-        step = zerofx.compile(ours, optimizer, backend="eager", machine="cpu", memory_budget=budget, tile="none")
         # Running statistics are among the buffers: they change once a step, however often batch norm is computed.
-        losses = [step(*batch) for _ in range(2)]
-        found = [*losses, *(p.detach() for p in ours.parameters()), *ours.buffers()]
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        step, found = trained(model, batch, 2, machine="cpu", memory_budget=budget, tile="none")
+        assert same_bits(found, expected)
         predicted, measured = step.plan.peak_bytes["device"], step.measure(*batch).peak_bytes["device"]
         assert measured == pytest.approx(predicted, rel=0.01) and measured <= budget + SCALARS_BYTES
         peaks.append(predicted)
@@ -195,23 +164,21 @@ def test_random_chains_of_unlike_layers_fit_their_budget_and_train_the_same_bits
 ) -> None:
     torch.manual_seed(0)
     model, batch = Unlike(tuple(widths), tuple(names)), (torch.randn(64, widths[0]),)
-    least, most = least_and_most(model, batch)
+    least, most = _least_and_most(model, batch)
     results = []
     for limit in (None, least + int(share * (most - least))):
         torch.manual_seed(1)
-        trained = copy.deepcopy(model)
-        optimizer = torch.optim.AdamW(trained.parameters(), foreach=False)
-        step = zerofx.compile(trained, optimizer, backend="eager", machine="cpu", memory_budget=limit, tile="none")
-        results.append([*(step(*batch) for _ in range(2)), *(p.detach() for p in trained.parameters())])
+        step, found = trained(model, batch, 2, machine="cpu", memory_budget=limit, tile="none")
+        results.append(found)
         assert limit is None or step.plan.peak_bytes["device"] <= limit
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert same_bits(*results)
 
 
 @pytest.mark.parametrize("make", [unlike, convolutions, skips, stem])
 def test_every_operator_is_in_one_run_and_pieces_make_more_inside_than_they_hand_on(
     make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]],
 ) -> None:
-    step = captured(*make())
+    step = _captured(make())
     crossing = crossing_storages(step)
     runs = forward_runs(step, crossing)
     forward = [n for n in step.calls() if origin(n).phase is Phase.FORWARD and not is_view(n)]
@@ -225,7 +192,7 @@ def test_every_operator_is_in_one_run_and_pieces_make_more_inside_than_they_hand
 
 def test_borders_of_equal_operators_are_those_of_the_square_root() -> None:
     """Of n equal values, k borders hold k + n / (k + 1) of them and two gradients; the best k is near sqrt(n)."""
-    step = captured(Unlike((8,) * 37, ("tanh",)), (torch.randn(64, 8),))
+    step = captured(Unlike((8,) * 37, ("tanh",)), torch.randn(64, 8))
     runs = forward_runs(step, crossing_storages(step))
     lengths = [sum("tanh" in node.name for node in run.nodes) for run in runs]
     assert sum(lengths) == 36
@@ -234,7 +201,7 @@ def test_borders_of_equal_operators_are_those_of_the_square_root() -> None:
 
 
 def test_a_layer_that_makes_more_than_it_hands_on_stays_whole() -> None:
-    step = captured(*stem())
+    step = _captured(stem())
     runs = forward_runs(step, crossing_storages(step))
     assert [run.unit for run in runs if run.unit] == ["layers.0", "layers.1", "layers.2"]
     whole = forward_runs(step, crossing_storages(step), ends_only=True)
@@ -242,7 +209,7 @@ def test_a_layer_that_makes_more_than_it_hands_on_stays_whole() -> None:
 
 
 def test_backward_of_a_piece_reads_its_values_and_those_before_it_alone() -> None:
-    step = captured(*unlike())
+    step = _captured(unlike())
     divided = pieces(step, forward_runs(step, crossing_storages(step)))
     divide(step, divided)
     names = [piece.name for piece in divided]
@@ -257,7 +224,7 @@ def test_backward_of_a_piece_reads_its_values_and_those_before_it_alone() -> Non
 
 
 def test_regions_end_only_at_pieces_whose_values_do_not_stay() -> None:
-    step = captured(*unlike())
+    step = _captured(unlike())
     whole = Captured(step, MACHINE)
     before = [region.key for region in regions_of(cut(step))]
     assert [region.key for region in regions_of(cut(whole.tiled))] == before
@@ -273,14 +240,14 @@ def test_regions_end_only_at_pieces_whose_values_do_not_stay() -> None:
 
 def test_without_a_budget_nothing_is_divided() -> None:
     model, batch = unlike()
-    assert planned(model, batch, None).pieces == ()
-    most = planned(model, batch, None).peak_bytes["device"]
+    assert planned(model, batch).pieces == ()
+    most = planned(model, batch).peak_bytes["device"]
     assert planned(model, batch, most).pieces == ()
 
 
 def test_a_plan_names_its_pieces_and_says_why() -> None:
     model, batch = unlike()
-    least, _ = least_and_most(model, batch)
+    least, _ = _least_and_most(model, batch)
     made = planned(model, batch, least, tile="none")
     again = Plan.from_json(made.to_json())
     assert again == made and again.decisions_hash() == made.decisions_hash()
@@ -296,8 +263,8 @@ def test_a_plan_names_its_pieces_and_says_why() -> None:
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_sharded_plans_of_unlike_layers_are_monotonic(stage: int) -> None:
     model, batch = unlike()
-    options = {"world_size": 2, "stage": stage}
-    least, most = least_and_most(model, batch, **options)
+    options: dict[str, Any] = {"world_size": 2, "stage": stage}
+    least, most = _least_and_most(model, batch, **options)
     shares = (1.0, 0.5, 0.0)
     budgets = [least + int(part * (most - least)) for part in shares]
     peaks = [planned(model, batch, budget, tile="none", **options).peak_bytes["device"] for budget in budgets]
@@ -318,13 +285,11 @@ def test_micro_batches_have_pieces_of_their_own() -> None:
 
 def test_values_of_pieces_are_offloaded_or_computed_again_with_the_same_bits() -> None:
     model, batch = unlike()
-    budget = int(0.75 * planned(model, batch, None).peak_bytes["device"])
-    expected = in_torch(copy.deepcopy(model), batch, num_steps=2)[:2]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    step = zerofx.compile(
-        model, optimizer, backend="eager", machine=small_machine(1e9), memory_budget=budget, tile="none", offload="host"
+    budget = int(0.75 * planned(model, batch).peak_bytes["device"])
+    step, found = trained(
+        model, batch, 2, machine=small_machine(1e9), memory_budget=budget, tile="none", offload="host"
     )
-    assert all(torch.equal(step(*batch), loss) for loss in expected)
+    assert same_bits(found, trained_by_torch(model, batch, 2))
     away = {decision.value for decision in step.plan.offloads}
     assert away and sum(bool(away.intersection(piece.values)) for piece in step.plan.pieces) > 1
     assert step.plan.peak_bytes["device"] <= budget

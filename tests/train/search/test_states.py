@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 
 import zerofx
 from gpt import GPT
-from tests.train.search.test_budget import gpt, run
-from tests.train.search.test_joint import small_machine
+from tests.lib.budgets import gpt, same_bits, small_machine, trained
 from zerofx.capture.trace import Batch, capture
 from zerofx.driver.plan_only import PlannedStep
 from zerofx.ir.buckets import layout_of
@@ -77,19 +75,9 @@ def test_a_budget_below_the_states_moves_some_buckets_and_a_smaller_one_moves_mo
 @pytest.mark.parametrize("share", [0.6, 0.55])
 def test_training_with_states_on_the_host_has_the_same_bits(share: float) -> None:
     model, batch = gpt()
-    results, states = [], 0
-    most = 0
-    for limit in (None, share):
-        trained = copy.deepcopy(model)
-        optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01, foreach=False)
-        step = zerofx.compile(
-            trained, optimizer, backend="eager", machine=small_machine(1e9), offload="host" if limit else "auto",
-            memory_budget=int(limit * most) if limit else None,
-        )  # fmt: skip
-        losses = [run(step, batch) for _ in range(3)]
-        most, states = step.plan.peak_bytes["device"], len(step.plan.states)
-        with step.full_parameters():  # parameters may be off the device as well
-            results.append([*losses, *(p.detach().clone() for p in trained.parameters())])
-        step.close()
-    assert states > 0
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    machine = small_machine(1e9)
+    plain, expected = trained(model, batch, machine=machine)
+    budget = int(share * plain.plan.peak_bytes["device"])
+    step, found = trained(model, batch, machine=machine, offload="host", memory_budget=budget)
+    assert step.plan.states
+    assert same_bits(found, expected)

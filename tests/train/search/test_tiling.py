@@ -9,17 +9,13 @@ from torch import Tensor, nn
 
 import zerofx
 from gpt import GPT
+from tests.lib.budgets import least_bytes
 from tests.lib.chains import MLP, Attention, Block, Stack, mlps
 from zerofx.errors import MemoryBudgetError, UsageError
-from zerofx.options import Tiling
-from zerofx.scheduler.search.problem import BudgetMissedError
 
 
-def least_of(model: nn.Module, x: Tensor, tiling: Tiling) -> int:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(BudgetMissedError) as refused:
-        zerofx.plan(model, optimizer, (x,), machine="cpu", memory_budget=1, backend="eager", tile=tiling)
-    return refused.value.least_bytes
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
 
 
 def check_training(
@@ -37,15 +33,13 @@ def check_training(
 def test_a_hidden_size_eight_times_as_large_trains_in_the_same_budget() -> None:
     x = torch.randn(2048, 8)
     small, large = (mlps(2, dim=8, inner=inner) for inner in (64, 512))
-    budget = least_of(small, x, "none")
+    budget = least_bytes(small, (x,), optimizer=sgd(small), tile="none")
     untiled = copy.deepcopy(large)
     with pytest.raises(MemoryBudgetError, match="tile='auto'"):
-        zerofx.plan(untiled, torch.optim.SGD(untiled.parameters(), lr=0.1), (x,), machine="cpu", memory_budget=budget,
-                    backend="eager", tile="none")  # fmt: skip
+        zerofx.plan(untiled, sgd(untiled), (x,), machine="cpu", memory_budget=budget, backend="eager", tile="none")
     reference = copy.deepcopy(large)
-    step = zerofx.compile(large, torch.optim.SGD(large.parameters(), lr=0.1, foreach=False), machine="cpu",
-                          memory_budget=budget, backend="eager")  # fmt: skip
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, foreach=False)
+    step = zerofx.compile(large, sgd(large), machine="cpu", memory_budget=budget, backend="eager")
+    optimizer = sgd(reference)
     check_training(step, reference, optimizer, x, 2)
     assert step.plan.tiles
     measured = step.measure(x).peak_bytes["device"]
@@ -55,13 +49,12 @@ def test_a_hidden_size_eight_times_as_large_trains_in_the_same_budget() -> None:
 
 def test_peaks_fall_with_the_budget_through_all_ways_to_tile() -> None:
     model, x = mlps(2, dim=8, inner=64), torch.randn(1024, 8)
-    least, most = (least_of(model, x, tiling) for tiling in ("auto", "none"))
+    least, most = (least_bytes(model, (x,), optimizer=sgd(model), tile=tiling) for tiling in ("auto", "none"))
     peaks, numbers = [], []
     for share in (1.0, 0.5, 0.25, 0.1, 0.0):
         made = zerofx.plan(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), (x,), machine="cpu", backend="eager",
-            memory_budget=least + int(share * (most - least)),
-        ).plan  # fmt: skip
+            model, sgd(model), (x,), machine="cpu", backend="eager", memory_budget=least + int(share * (most - least))
+        ).plan
         peaks.append(made.peak_bytes["device"])
         numbers.append(max((tiled.num_tiles for tiled in made.tiles), default=1))
     assert peaks == sorted(peaks, reverse=True) and peaks[-1] == least < most
@@ -71,10 +64,7 @@ def test_peaks_fall_with_the_budget_through_all_ways_to_tile() -> None:
 def test_modules_are_tiled_by_name_without_a_budget() -> None:
     model, x = mlps(3, dim=8, inner=64), torch.randn(64, 8)
     reference = copy.deepcopy(model)
-    step = zerofx.compile(
-        model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), machine="cpu", backend="eager",
-        tile={"layers.1.mlp": 4, "layers.2": 2},
-    )  # fmt: skip
+    step = zerofx.compile(model, sgd(model), machine="cpu", backend="eager", tile={"layers.1.mlp": 4, "layers.2": 2})
     torch.testing.assert_close(step(x), reference(x).detach())
     assert [(tiled.layer, tiled.num_tiles) for tiled in step.plan.tiles] == [
         ("layers.1.mlp.up", 4),
@@ -90,10 +80,8 @@ def test_compiled_tiles_train_like_the_whole() -> None:
     block = Block(Attention(16, 2, fused=True), MLP(16, 64, gated=False, bias=True, activation="gelu"), 16)
     model, x = Stack(block, copy.deepcopy(block)), torch.randn(4, 32, 16)
     reference = copy.deepcopy(model)
-    step = zerofx.compile(
-        model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), machine="cpu", tile={"": 4}
-    )
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, foreach=False)
+    step = zerofx.compile(model, sgd(model), machine="cpu", tile={"": 4})
+    optimizer = sgd(reference)
     check_training(step, reference, optimizer, x, 3)
     assert len(step.plan.tiles) == 4
     assert step.num_regions > 4 * 2 * 4 > step.num_distinct_regions
@@ -108,10 +96,8 @@ def test_compiled_tiles_train_like_the_whole() -> None:
 def test_compiled_tiles_of_masked_attention_train_like_the_whole(mask: str) -> None:
     model, x = Stack(Attention(8, 2, fused=True, mask=mask)), torch.randn(3, 32, 8)
     reference = copy.deepcopy(model)
-    step = zerofx.compile(
-        model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), machine="cpu", tile={"": 3}
-    )
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, foreach=False)
+    step = zerofx.compile(model, sgd(model), machine="cpu", tile={"": 3})
+    optimizer = sgd(reference)
     check_training(step, reference, optimizer, x, 3)
     assert [one.num_tiles for one in step.plan.tiles] == [3]
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
@@ -122,25 +108,21 @@ def test_compiled_tiles_of_masked_attention_train_like_the_whole(mask: str) -> N
 def test_names_without_anything_to_tile_are_refused(tile: dict[str, int]) -> None:
     model, x = mlps(1, dim=8, inner=64), torch.randn(64, 8)
     with pytest.raises(UsageError, match=r"layers\.0\.mlp\.up \(up to 64\)"):
-        zerofx.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), (x,), tile=tile)
+        zerofx.plan(model, sgd(model), (x,), tile=tile)
 
 
 def test_a_single_tile_is_refused() -> None:
     model = mlps()
     with pytest.raises(UsageError, match="2 or more"):
-        zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), tile={"layers.0": 1})
+        zerofx.compile(model, sgd(model), tile={"layers.0": 1})
 
 
 def test_a_gpts_least_peak_falls_with_chains_in_tiles() -> None:
     model = GPT(64, 32, 2, 4, 128)
     ids = torch.randint(64, (4, 129))
     batch = (ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-    with pytest.raises(BudgetMissedError) as refused:
-        zerofx.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), batch, machine="cpu", memory_budget=1,
-                    backend="eager")  # fmt: skip
-    budget = refused.value.least_bytes
-    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), machine="cpu",
-                          memory_budget=budget, backend="eager")  # fmt: skip
+    budget = least_bytes(model, batch, optimizer=sgd(model))
+    step = zerofx.compile(model, sgd(model), machine="cpu", memory_budget=budget, backend="eager")
     first = float(step(*batch))
     assert float(step(*batch)) < first
     assert any("addmm" in decision.value for decision in step.plan.tiles)

@@ -50,14 +50,6 @@ def test_a_parameter_missing_from_the_optimizer_is_named() -> None:
         compile_eager(model, optimizer, example_batch=(ids(), ids(1)))
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])
-def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name(name: str) -> None:
-    model = nn.Linear(DIM, DIM, bias=False)
-    optimizer = getattr(torch.optim, name)(model.parameters())
-    with untouched(model, optimizer), pytest.raises(OptimizerError, match=name):
-        compile_eager(model, optimizer)
-
-
 # ------------------------------------------------------------------------------------------------ models
 
 

@@ -33,7 +33,7 @@ def test_a_parameter_of_two_compiled_models_is_refused_by_name() -> None:
     second = Headed(first.body.weight)
     step = _compiled(first)
     step(torch.ones(2, 4))
-    with pytest.raises(UsageError, match=r"found that body.weight is one of another compiled model"):
+    with pytest.raises(UsageError, match=r"body.weight is one of another"):
         _compiled(second)
     with step.full_parameters():
         other = copy.deepcopy(first)

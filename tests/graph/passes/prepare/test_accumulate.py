@@ -12,8 +12,7 @@ from tests.lib.graphs import Averaging, Peeking, Prepared, Tied, TwoBlocks, call
 from zerofx.codegen.regions import Region, cut
 from zerofx.ir import ops
 from zerofx.ir.edit import consumers
-from zerofx.ir.facts import Phase, Role, is_random, origin, placeholder, value
-from zerofx.scheduler.analysis.saved_values import crossing_values
+from zerofx.ir.facts import Role, is_random, placeholder, value
 from zerofx.scheduler.decide.activations import segments
 
 aten = torch.ops.aten
@@ -43,13 +42,6 @@ def test_one_micro_batch_is_the_captured_graph() -> None:
     assert in_micro_batches(1).step.text() == prepare().step.text()
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_forward_and_backward_take_turns(count: int) -> None:
-    phases = [origin(node).phase for node in in_micro_batches(count).step.calls()]
-    turns = [phase for i, phase in enumerate(phases) if i == 0 or phases[i - 1] is not phase]
-    assert turns == [Phase.FORWARD, Phase.BACKWARD] * count
-
-
 def test_each_micro_batch_has_its_part_of_the_batch_and_gradients_of_its_own() -> None:
     step = in_micro_batches(3).step
     inputs = [placeholder(node) for node in step.placeholders(Role.INPUT)]
@@ -70,14 +62,6 @@ def test_what_is_not_divided_is_read_by_all() -> None:
     assert [(placeholder(n).name, placeholder(n).part) for n in step.placeholders(Role.INPUT)] == [
         ("batch[0]", 0), ("batch[1]", None), ("batch[0]", 1),
     ]  # fmt: skip
-
-
-def test_a_buffer_is_read_as_the_micro_batch_before_leaves_it() -> None:
-    step = in_micro_batches(3, Averaging()).step
-    lerps = calls(step, aten.lerp.Scalar)
-    (buffer,) = step.placeholders(Role.BUFFER)
-    assert [lerp.args[0] for lerp in lerps] == [buffer, *lerps[:-1]]
-    assert step.mutations == {"mean": lerps[-1]}
 
 
 def test_random_operators_run_in_the_order_of_the_micro_batches() -> None:
@@ -133,13 +117,6 @@ def test_a_model_that_ends_in_the_layer_it_begins_with_has_a_segment_for_each_mi
             return found.sum()
 
     assert [part.unit for part in segments(in_micro_batches(3, Whole()).step)] == ["layers.0"] * 3
-
-
-def test_backward_reads_values_of_its_own_micro_batch() -> None:
-    step = in_micro_batches(2).step
-    crossing = [node.name for node in crossing_values(step)]
-    half = len(crossing) // 2
-    assert crossing[half:] == [f"micro1_{name}" for name in crossing[:half]]
 
 
 def test_a_residency_may_last_from_one_micro_batch_to_the_next() -> None:

@@ -9,26 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.lib.graphs import DIM, ROWS, Prepared, TwoBlocks, calls, order_of, prepare
+from tests.lib.graphs import DIM, ROWS, Prepared, TwoBlocks, calls, order_of
+from tests.lib.plans import wired
 from zerofx.errors import InvalidGraphError, PlanError
 from zerofx.ir import ops
 from zerofx.ir.op_kernels.quantise import BLOCK
 from zerofx.passes.verify import verify
 from zerofx.scheduler.cost.liveness import liveness
-from zerofx.scheduler.plan.decisions import ParameterDecision, WireDecision
-
-
-def wired(gather: str = "int8", second_shard: bool = True, buckets: tuple[int, ...] = (0, 1, 2), **kwargs: object) -> (
-    Prepared
-):  # fmt: skip
-    """A step on two nodes of two ranks each whose buckets are gathered so, as far as they are gathered twice."""
-    given = prepare(**{"num_ranks": 4, "block": BLOCK, **kwargs})  # type: ignore[arg-type]  # of ``prepare``
-    times = [decision.bucket for decision in given.plan.gathers]
-    wires = tuple(
-        WireDecision(index, gather, second_shard and times.count(index) > 1, "exact", "a test") for index in buckets
-    )
-    given.plan = replace(given.plan, wire="int8" if gather == "exact" else gather, ranks_per_node=2, wires=wires)
-    return given
+from zerofx.scheduler.plan.decisions import ParameterDecision
 
 
 @pytest.mark.parametrize("second_shard", [False, True])
@@ -45,13 +33,6 @@ def test_all_rules_hold(prefetch: int, second_shard: bool, num_micro_batches: in
     gathers = [decision.bucket for decision in prepared.plan.gathers]
     across = [str(node.args[1]) for node in calls(prepared.step, ops.all_gather)]
     assert sorted(across) == [str(bucket) for bucket in sorted(set(gathers) if second_shard else gathers)]
-
-
-def test_all_that_is_gathered_is_in_the_encoding_of_the_plan() -> None:
-    prepared = wired("fp8", second_shard=False)
-    prepared.run_pipeline()
-    for rounding in (ops.quantise, ops.dequantise):
-        assert [node.args[2] for node in calls(prepared.step, rounding)] == ["fp8"] * len(prepared.plan.gathers)
 
 
 def test_a_gather_that_was_issued_before_the_second_shard_is_there_comes_behind_it() -> None:
