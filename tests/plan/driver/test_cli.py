@@ -90,7 +90,7 @@ def test_plan_clips_delays_and_offloads_as_asked() -> None:
     ).stdout  # fmt: skip
     for arguments, message in (
         (("--max-grad-norm", "nan"), "expected max_grad_norm to be a number above 0"),
-        (("--max-grad-norm", "1", "--delayed-update", "1"), "expected max_grad_norm=None beside delayed_update"),
+        (("--max-grad-norm", "1", "--delayed-update", "1"), "expected max_grad_norm=None with delayed_update"),
         (("--offload", "weights=host"), "found {'weights': 'host'}"),
     ):
         refused = plan(*arguments)

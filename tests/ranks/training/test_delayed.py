@@ -256,8 +256,8 @@ def test_a_budget_and_recomputation_are_planned_beside_it() -> None:
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"delayed_update": -1}, "0 or more, or None, found -1"),
     ({"delayed_update": True}, "0 or more, or None, found True"),
-    ({"offload": "none"}, "expected offload='auto' or 'host' beside delayed_update"),
-    ({"offload": "nvme"}, "expected offload='auto' or 'host' beside delayed_update"),
+    ({"offload": "none"}, "offload='auto' or 'host' .*delayed_update"),
+    ({"offload": "nvme"}, "offload='auto' or 'host' .*delayed_update"),
 ]
 
 
@@ -273,9 +273,9 @@ def test_a_plan_and_the_option_have_to_agree() -> None:
     step = _compiled("gpt")
     step.prepare(*args)
     plan = zerofx.Plan.from_json(step.plan.to_json())
-    with pytest.raises(zerofx.UsageError, match="expected delayed_update=a number of steps beside a plan"):
+    with pytest.raises(zerofx.UsageError, match="delayed_update=a number of steps"):
         _compiled("gpt", plan=plan, delayed_update=None)
-    with pytest.raises(zerofx.UsageError, match="expected delayed_update=None beside a plan"):
+    with pytest.raises(zerofx.UsageError, match="delayed_update=None"):
         _compiled("gpt", plan=replace(plan, states=()))
     refused: tuple[dict[str, Any], ...] = ({"tier": "nvme"}, {"update": "device"})
     for wrong in refused:
