@@ -28,6 +28,8 @@ def pytest_configure() -> None:
     os.environ["ZEROFX_CACHE_DIR"] = "0"
     # Nor are generated steps to be left in the folder of whoever runs tests.
     os.environ.setdefault("ZEROFX_DUMP_DIR", tempfile.mkdtemp(prefix="zerofx-tests-"))
+    # Triton builds in the home folder otherwise, which may be one that cannot be written to.
+    os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="zerofx-triton-"))
 
 
 # First, so that `-m golden` sees the marker.

@@ -50,7 +50,7 @@ def test_a_defect_while_a_step_runs_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     step = _step()
     step.prepare(torch.ones(2, 4))
     monkeypatch.setattr(step._steps.taken, "runtime", None)
-    with pytest.raises(zerofx.InternalError, match="a defect of zerofx: AssertionError"):
+    with pytest.raises(zerofx.InternalError, match="a defect of zerofx: "):
         step(torch.ones(2, 4))
 
 
