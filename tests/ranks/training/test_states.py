@@ -90,7 +90,7 @@ def test_a_measured_timeline_shows_what_was_hidden_behind_computation() -> None:
     for use in found.streams.values():
         assert 0 < use.busy_seconds <= found.step_seconds * 2 and 0 <= use.hidden_seconds <= use.busy_seconds * 1.001
     assert found.streams["host"].hidden_seconds == pytest.approx(found.streams["host"].busy_seconds)
-    assert "beside computation" in str(step) and "nvme_read" in str(step)
+    assert "overlapped" in str(step) and "nvme_read" in str(step)
 
 
 def test_an_update_on_the_host_moves_gradients_down_and_parameters_up() -> None:
