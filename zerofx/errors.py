@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 _OWN_FILES = (f"{Path(__file__).parent}{os.sep}", contextlib.__file__)
 
@@ -113,8 +111,9 @@ class ZeroFXWarning(UserWarning):
 
 def warn(message: str) -> None:
     """Warn with a ``ZeroFXWarning`` that points at the line of the user's that called zerofx."""
-    level = 2
-    frame: FrameType | None = sys._getframe(1)
+    import inspect  # which takes as long as the rest of zerofx's face
+
+    frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_code.co_filename.startswith(_OWN_FILES):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, ZeroFXWarning, stacklevel=level)

@@ -23,7 +23,8 @@ from torch import Tensor, fx
 from zerofx.ir.aliasing import tensors_in
 from zerofx.scheduler.cost.cpu.workspace import workspace_bytes
 from zerofx.scheduler.cost.liveness import MemoryEvent
-from zerofx.torch_private.operators import OpOverload
+from zerofx.torch_private.operators import OpOverload, schema_of
+from zerofx.torch_private.tensors import memory_of
 
 _EMPTY = "empty_strided_"  # and the device
 _SAME_MEMORY = "copy_if_misaligned"  # what it is given, for inputs that begin where kernels for CUDA expect it
@@ -54,7 +55,7 @@ class _Record:
         self._values: dict[str, Any] = {}
         self._names: Counter[int] = Counter()  # by storage
         self._sizes: dict[int, int] = {}
-        self._owner = {_storage(i): owner for i, owner in zip(inputs, owners, strict=True) if isinstance(i, Tensor)}
+        self._owner = {memory_of(i): owner for i, owner in zip(inputs, owners, strict=True) if isinstance(i, Tensor)}
         self._views = Counter(self._owner.values())  # storages of inputs that are still held, by region input
 
     def run(self, call: ast.FunctionDef) -> tuple[MemoryEvent, ...]:
@@ -90,7 +91,7 @@ class _Record:
         self._release(self._values.pop(name, None))
 
     def _hold(self, tensor: Tensor) -> None:
-        key = _storage(tensor)
+        key = memory_of(tensor)
         self._names[key] += 1
         if key not in self._owner and key not in self._sizes:
             self._sizes[key] = tensor.untyped_storage().nbytes()
@@ -98,7 +99,7 @@ class _Record:
 
     def _release(self, value: Any) -> None:
         for tensor in tensors_in(value):
-            key = _storage(tensor)
+            key = memory_of(tensor)
             self._names[key] -= 1
             if self._names[key]:
                 continue
@@ -156,10 +157,6 @@ class _Record:
         return node.meta["val"]
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _is_name(expression: ast.expr, name: str) -> bool:
     return isinstance(expression, ast.Name) and expression.id == name
 
@@ -182,7 +179,7 @@ def _ordered(
 
     Beside them, by name, those which the schema takes in no other way.
     """
-    places = [argument for argument in target._schema.arguments if not argument.kwarg_only]
+    places = [argument for argument in schema_of(target).arguments if not argument.kwarg_only]
     rest = {name: value for name, value in keywords.items() if all(name != argument.name for argument in places)}
     missing = places[len(args) :]
     return (*args, *(keywords.get(argument.name, argument.default_value) for argument in missing)), rest

@@ -20,7 +20,7 @@ from zerofx.scheduler.analysis.saved_values import storage_size
 from zerofx.scheduler.cost.cpu.workspace import compiled_workspace_bytes
 from zerofx.scheduler.cost.liveness import MemoryEvent, RegionLike
 from zerofx.scheduler.cost.overwriting import overwriting_order, overwritten
-from zerofx.torch_private.operators import OpOverload
+from zerofx.torch_private.operators import OpOverload, schema_of
 
 # Operators that Inductor decomposes into loops over their elements, beside those that are tagged pointwise.
 _INLINED = frozenset({
@@ -248,16 +248,16 @@ def _is_inlined(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or mutated_inputs(node):
         return False
-    return torch.Tag.pointwise in target.tags or target._schema.name in _INLINED
+    return torch.Tag.pointwise in target.tags or schema_of(target).name in _INLINED
 
 
 def _has_rows(node: fx.Node) -> bool:
     """Whether it is one of the operators that Inductor inlines which reduce on their way."""
-    return isinstance(node.target, OpOverload) and node.target._schema.name in _OF_ROWS
+    return isinstance(node.target, OpOverload) and schema_of(node.target).name in _OF_ROWS
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.name in _REDUCTIONS
+    return isinstance(node.target, OpOverload) and schema_of(node.target).name in _REDUCTIONS
 
 
 def _is_loop(node: fx.Node) -> bool:

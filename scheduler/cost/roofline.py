@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from zerofx.errors import InvalidGraphError
 from zerofx.ir.aliasing import aliased_input, is_view, mutated_inputs, storage_bytes, storage_source, tensors_of
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.torch_private.operators import OpOverload
+from zerofx.torch_private.operators import OpOverload, schema_of
 
 _aten = torch.ops.aten
 
@@ -116,7 +116,7 @@ def node_cost(
         read, written = (_bytes_read(node), _bytes_written(node)) if opaque and tensors_of(node) else (0, 0)
         seconds = _roofline(0, read + written, 1.0, machine) if written else 0.0
         return NodeCost(0, read, written, seconds if measured is None else measured, _output_dtype(node))
-    if "val" not in node.meta and node.target._schema.returns:
+    if "val" not in node.meta and schema_of(node.target).returns:
         raise InvalidGraphError(
             f"{node.name} ({node.target}): no meta['val']; run fake tensor propagation before costs"
         )
@@ -160,7 +160,7 @@ def node_flops(node: fx.Node) -> int:
     makes_values = not inputs or name.startswith("new_") or name.endswith("_like")
     if makes_values or name in _NO_FLOPS or name.endswith("_scatter") or torch.Tag.view_copy in node.target.tags:
         return 0
-    per_element = _PER_ELEMENT.get(node.target._schema.name, 1)
+    per_element = _PER_ELEMENT.get(schema_of(node.target).name, 1)
     if name.startswith(("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")):
         first = node.args[0] if node.args else ()
         sources = [item for item in first if isinstance(item, fx.Node)] if isinstance(first, (list, tuple)) else []
@@ -172,7 +172,7 @@ def node_flops(node: fx.Node) -> int:
 
 def _matmul_packet(target: OpOverload) -> Any:
     """The packet under which the registry knows `target`, or None: what runs on matrix units."""
-    packet = _SAME_AS.get(target._schema.name, target.overloadpacket)
+    packet = _SAME_AS.get(schema_of(target).name, target.overloadpacket)
     return packet if packet in flop_registry else None
 
 
@@ -211,7 +211,7 @@ def _bytes_written(node: fx.Node) -> int:
 
 def _returns_only_aliases(node: fx.Node) -> bool:
     assert isinstance(node.target, OpOverload), node
-    return all(returned.alias_info is not None for returned in node.target._schema.returns)
+    return all(returned.alias_info is not None for returned in schema_of(node.target).returns)
 
 
 def _only_written(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
@@ -219,7 +219,8 @@ def _only_written(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
     if not isinstance(node.target, OpOverload):
         return ()
     changed = mutated_inputs(node)
-    if name in _OVERWRITES or torch.Tag.out in node.target.tags or any(a.is_out for a in node.target._schema.arguments):
+    has_out = any(argument.is_out for argument in schema_of(node.target).arguments)
+    if name in _OVERWRITES or torch.Tag.out in node.target.tags or has_out:
         return changed
     return ()
 
@@ -241,7 +242,7 @@ def _owned_bytes(owner: tuple[fx.Node, int]) -> int:
 
 
 def _short_name(target: OpOverload) -> str:
-    return target._schema.name.split("::")[-1]
+    return schema_of(target).name.split("::")[-1]
 
 
 def _numel(tensor: Tensor) -> int:

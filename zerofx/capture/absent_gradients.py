@@ -9,7 +9,7 @@ with it. ``zero_grad()`` is harmless and may stay, and a backward pass of the us
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ class AbsentGradient(torch.Tensor):
 
     @staticmethod
     def of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> AbsentGradient:
-        made = cast(AbsentGradient, without_memory(AbsentGradient, shape, dtype, device))
+        made = without_memory(AbsentGradient, shape, dtype=dtype, device=device)
         made.value = None
         return made
 

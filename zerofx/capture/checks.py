@@ -11,6 +11,8 @@ from zerofx.capture.loss import ForwardFunction, LossFunction
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import OptimizerError, UsageError
 from zerofx.ir.batch import Batch
+from zerofx.torch_private.modules import compiles_calls, is_compiled
+from zerofx.torch_private.tensors import has_hooks
 
 _WRAPPERS = (
     nn.parallel.DistributedDataParallel,
@@ -55,12 +57,12 @@ def _check_module(path: str, module: nn.Module) -> None:
             f"expected a plain module, found {kind}{where}: give zerofx the module inside (model.module); the step "
             f"itself runs on all ranks"
         )
-    if hasattr(module, "_orig_mod"):
+    if is_compiled(module):
         raise UsageError(
             f"expected a plain module, found one compiled by torch.compile{where}: give zerofx the module inside "
             f"(model._orig_mod); backend='inductor' compiles the whole step"
         )
-    if getattr(module, "_compiled_call_impl", None) is not None:
+    if compiles_calls(module):
         raise UsageError(
             f"expected a plain module, found {kind}{where} on which .compile() was called: build the model without it; "
             f"backend='inductor' compiles the whole step"
@@ -84,7 +86,7 @@ def check_hooks(name: str, tensor: torch.Tensor) -> None:
     Raises:
         UsageError: it has.
     """
-    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+    if has_hooks(tensor):
         raise UsageError(
             f"expected parameters without hooks of their own, found one on {name}: its gradient is summed over ranks "
             f"and used within the step, where no hook runs; remove it, and change the gradient in the model "

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
+from zerofx.torch_private.tensors import version_of
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -62,7 +63,7 @@ class ConstantArguments:
     def _hash(self, name: str, tensor: torch.Tensor) -> str:
         if tensor.is_meta:
             raise UsageError(f"expected values in what constant= names, found {name} on meta: make it on a real device")
-        version = None if tensor.is_inference() else tensor._version
+        version = None if tensor.is_inference() else version_of(tensor)
         known = self._hashes.get(tensor)
         if version is None or known is None or known[0] != version:
             data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

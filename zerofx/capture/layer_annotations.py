@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -67,5 +67,5 @@ class SourceLines(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with fx_traceback.annotate({LINE_KEY: running_line(sys._getframe(1))}):
+        with fx_traceback.annotate({LINE_KEY: running_line(inspect.currentframe())}):
             return func(*args, **(kwargs or {}))

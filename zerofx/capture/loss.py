@@ -19,6 +19,7 @@ from zerofx.capture.values.watched_calls import Checks
 from zerofx.errors import CaptureError
 from zerofx.ir.batch import Batch
 from zerofx.ir.returned import NOTHING_ELSE, Returned
+from zerofx.torch_private.modules import buffer_table, parameter_table
 from zerofx.torch_private.operators import pytree
 
 LossFunction = Callable[..., Any]  # of outputs and what the model did not take
@@ -173,7 +174,7 @@ class LossModule(nn.Module):
         named = {n: one for n, one in objective.outside.tensors().items() if id(one) not in self._places}
         for index, real in enumerate(named.values()):
             fake, key = self._fake(real), str(index)
-            table: dict[str, Any] = self.outside._parameters if real.requires_grad else self.outside._buffers
+            table: dict[str, Any] = parameter_table(self.outside) if real.requires_grad else buffer_table(self.outside)
             table[key] = fake
             self._places[id(real)] = table, key
         self.outside_names = tuple(named)
@@ -209,7 +210,7 @@ def _tensors_kept(model: nn.Module) -> Iterator[None]:
 
     All else stays, such as a note of hooks that the first call has registered.
     """
-    tables = [table for module in model.modules() for table in (vars(module), module._buffers)]
+    tables = [table for module in model.modules() for table in (vars(module), buffer_table(module))]
     before = [dict(table) for table in tables]
     try:
         yield

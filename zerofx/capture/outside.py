@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zerofx.errors import UsageError
+from zerofx.torch_private.modules import TABLES, buffer_table, child_table, parameter_table
 
 # What is looked at in search of a tensor; data sets have millions of items, none of which a step reads.
 _MOST_ITEMS, _MOST_OBJECTS = 10_000, 200_000
@@ -178,9 +179,9 @@ def _children(name: str, one: Any) -> Iterator[tuple[str, Any, Any, str]]:
         yield "attribute", "args", one.args, name
         yield "attribute", "keywords", one.keywords, name
     elif isinstance(one, nn.Module):
-        for table in (one._parameters, one._buffers, one._modules, vars(one)):
+        for table in (parameter_table(one), buffer_table(one), child_table(one), vars(one)):
             for key, child in table.items():
-                if key not in _TABLES and child is not None:
+                if key not in TABLES and child is not None:
                     yield "attribute", key, child, f"{name}.{key}"
         yield "attribute", "forward", one.forward, name
     elif isinstance(one, dict):
@@ -197,9 +198,6 @@ def _children(name: str, one: Any) -> Iterator[tuple[str, Any, Any, str]]:
         called = getattr(one, "__call__", None)  # noqa: B004 - what is called is looked into
         if isinstance(called, MethodType):
             yield "attribute", "__call__", called, name
-
-
-_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, Any, str]]:

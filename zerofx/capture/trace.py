@@ -60,6 +60,7 @@ from zerofx.ir.facts import Origin, Phase, Placeholder, Role, origin, set_origin
 from zerofx.ir.graph import ParameterInfo, StepGraph, Strides, cast_of, parameter_infos
 from zerofx.torch_private.checkpoints import without_checkpoints
 from zerofx.torch_private.dispatch import without_log_of_fakes, without_modes
+from zerofx.torch_private.modules import buffer_table, parameter_table
 
 
 def capture(
@@ -249,7 +250,7 @@ def _fake_state(
     saved: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     table: dict[str, Any]
     for module in model.modules():
-        for table, cast in ((module._parameters, True), (module._buffers, False)):
+        for table, cast in ((parameter_table(module), True), (buffer_table(module), False)):
             for name, real in table.items():
                 if real is None:
                     continue

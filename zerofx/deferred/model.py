@@ -14,10 +14,8 @@ from torch import nn
 from zerofx.deferred.recipe import check_constants
 from zerofx.deferred.tensor import DeferredTensor, become, recording
 from zerofx.errors import UsageError
+from zerofx.torch_private.modules import RESETS, TABLES, buffer_table, initializer, refer_to_weights
 from zerofx.torch_private.operators import pytree
-
-_TABLES = ("_parameters", "_buffers", "_modules")  # of nn.Module
-_RESETS = ("reset_parameters", "_reset_parameters")  # of torch's own modules; nn.MultiheadAttention has the second
 
 
 @contextlib.contextmanager
@@ -85,11 +83,11 @@ def make_buffers(model: nn.Module, without: frozenset[str] = frozenset()) -> Non
         return made[id(one)]
 
     for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffer_table(module).items():
             if (f"{path}.{name}" if path else name) not in without:
-                module._buffers[name] = make(buffer)
+                buffer_table(module)[name] = make(buffer)
         for name, value in vars(module).items():
-            if name not in _TABLES and any(_is_deferred(leaf) for leaf in pytree.tree_leaves(value)):
+            if name not in TABLES and any(_is_deferred(leaf) for leaf in pytree.tree_leaves(value)):
                 vars(module)[name] = pytree.tree_map(make, value)
 
 
@@ -107,12 +105,12 @@ def becoming_real(model: nn.Module) -> Iterator[None]:
     """
     layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     for layer in layers:
-        layer._flat_weight_refs = []
+        refer_to_weights(layer, refer=False)
     try:
         yield
     finally:
         for layer in layers:
-            layer._flat_weight_refs = [None if w is None else weakref.ref(w) for w in layer._flat_weights]
+            refer_to_weights(layer, refer=True)
 
 
 def adopt_meta(model: nn.Module, device: torch.device, without: frozenset[str] = frozenset()) -> None:
@@ -148,7 +146,7 @@ def adopt_meta(model: nn.Module, device: torch.device, without: frozenset[str] =
 def _refuse_attributes(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            leaves = [] if name in _TABLES else pytree.tree_leaves(value)
+            leaves = [] if name in TABLES else pytree.tree_leaves(value)
             if any(
                 isinstance(one, torch.Tensor) and one.is_meta and not isinstance(one, nn.Parameter) for one in leaves
             ):
@@ -191,32 +189,32 @@ def _defer(model: nn.Module, undo: contextlib.ExitStack) -> None:
             undo.callback(torch.utils.swap_tensors, parameter, become(parameter, fresh(parameter)))
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffer_table(module).items():
             if buffer is not None and buffer.is_meta:
-                undo.callback(module._buffers.__setitem__, name, buffer)
-                module._buffers[name] = made.setdefault(id(buffer), fresh(buffer))
+                undo.callback(buffer_table(module).__setitem__, name, buffer)
+                buffer_table(module)[name] = made.setdefault(id(buffer), fresh(buffer))
 
 
 def _initialize(path: str, module: nn.Module) -> None:
     """Call the method of a module that gives values to its own tensors, if it has one."""
     function: Callable[[], object] | None = None
-    if hasattr(module, "_init_weights") and hasattr(module, "init_weights"):
+    if initializer(module) is not None and hasattr(module, "init_weights"):
         function = cast(Callable[[], object], module.init_weights)
     else:
-        function = next((getattr(module, name) for name in _RESETS if hasattr(module, name)), None)
+        function = next((getattr(module, name) for name in RESETS if hasattr(module, name)), None)
     if function is not None:
         _call(function, path, module)
 
 
 def _initialize_own(model: nn.Module, path: str, module: nn.Module) -> None:
     """Have a module's own tensors given values, and as few others as can be: those are about to be loaded."""
-    function = next((getattr(module, name) for name in _RESETS if hasattr(module, name)), None)
+    function = next((getattr(module, name) for name in RESETS if hasattr(module, name)), None)
     if function is not None:
         _call(function, path, module)
     above = path
     while function is None and above:
         above = above.rpartition(".")[0]
-        init_weights = getattr(model.get_submodule(above), "_init_weights", None)
+        init_weights = initializer(model.get_submodule(above))
         if init_weights is not None:
             function = init_weights
             _call(partial(init_weights, module), path, module)

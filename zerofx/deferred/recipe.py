@@ -27,6 +27,7 @@ import torch
 from zerofx.errors import UsageError
 from zerofx.torch_private.dispatch import without_modes
 from zerofx.torch_private.operators import pytree
+from zerofx.torch_private.tensors import version_of
 
 _aten = torch.ops.aten
 
@@ -96,7 +97,7 @@ class Constant:
         Raises:
             UsageError: it has been changed in place since.
         """
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise UsageError(
                 f"expected tensors that a deferred model was made from to stay as they are, found one of shape "
                 f"{list(self.tensor.shape)} changed in place since: clone() it before it is used, or make it inside "

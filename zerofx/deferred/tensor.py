@@ -20,11 +20,11 @@ from zerofx.deferred.recipe import (
 )
 from zerofx.errors import UsageError
 from zerofx.torch_private.dispatch import TorchDispatchMode
-from zerofx.torch_private.operators import pytree
-from zerofx.torch_private.tensors import without_torch_function
+from zerofx.torch_private.operators import pytree, schema_of
+from zerofx.torch_private.tensors import IS_PARAMETER, memory_of, version_of, without_memory, without_torch_function
 
 _aten = torch.ops.aten
-_OWN = ("_value", "_is_param")  # attributes that make a deferred parameter one
+_OWN = ("_value", IS_PARAMETER)  # attributes that make a deferred parameter one
 
 
 class DeferredTensor(torch.Tensor):
@@ -39,7 +39,7 @@ class DeferredTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, value: Value) -> DeferredTensor:
         shadow = value.shadow
-        made: DeferredTensor = torch.Tensor._make_wrapper_subclass(
+        made: DeferredTensor = without_memory(
             cls,
             shadow.shape,
             strides=shadow.stride(),
@@ -162,7 +162,7 @@ class Recording(TorchDispatchMode):
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func is _aten.lift_fresh.default and type(args[0]) is torch.Tensor and not args[0].is_meta:
             return hold(func(*args))
-        makes = not tensors and any(isinstance(one.type, torch.TensorType) for one in func._schema.returns)
+        makes = not tensors and any(isinstance(one.type, torch.TensorType) for one in schema_of(func).returns)
         on_meta = torch.device(kwargs.get("device") or "cpu").type == "meta"
         if any(isinstance(one, DeferredTensor) for one in tensors) or (makes and not on_meta):
             return _perform(func, args, kwargs, self._scratch)
@@ -178,7 +178,7 @@ def hold(real: torch.Tensor) -> DeferredTensor:
     """A deferred tensor with the values of ``real``, which nobody else may change."""
     shadow = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
     value = Value(shadow, Cell(), real.device)
-    note(_aten.clone.default, (Constant(real, real._version),), {}, [value], [], None)
+    note(_aten.clone.default, (Constant(real, version_of(real)),), {}, [value], [], None)
     return DeferredTensor(value)
 
 
@@ -197,7 +197,7 @@ def _perform(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scrat
         if isinstance(one, DeferredTensor):
             wrappers[one._value] = one
             return one._value
-        return Constant(one, one._version) if isinstance(one, torch.Tensor) else one
+        return Constant(one, version_of(one)) if isinstance(one, torch.Tensor) else one
 
     noted_args, noted_kwargs = pytree.tree_map(unwrap, (args, kwargs))
     device = _device_of(function, noted_args, noted_kwargs)
@@ -217,7 +217,7 @@ def _perform(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scrat
             f"expected a deferred tensor to keep its shape and strides, found {function} changing them in place: use "
             f"the form that returns a tensor"
         )
-    cells = {value.shadow.untyped_storage()._cdata: value.cell for value in wrappers}
+    cells = {memory_of(value.shadow): value.cell for value in wrappers}
     outputs: list[Value] = []
 
     def wrap(one: Any) -> Any:
@@ -225,7 +225,7 @@ def _perform(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scrat
             return one
         value = by_shadow.get(id(one))
         if value is None:
-            cell = cells.setdefault(one.untyped_storage()._cdata, Cell())
+            cell = cells.setdefault(memory_of(one), Cell())
             value = Value(one, cell, device)
             wrappers[value] = DeferredTensor(value)
         outputs.append(value)
@@ -239,7 +239,7 @@ def _perform(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scrat
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operation changes in place."""
-    schema = function._schema.arguments
+    schema = schema_of(function).arguments
     given = dict(zip((one.name for one in schema), args, strict=False)) | kwargs
     changed = [given.get(one.name) for one in schema if one.alias_info is not None and one.alias_info.is_write]
     return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, torch.Tensor)]

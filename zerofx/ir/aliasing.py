@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerofx.torch_private.operators import Argument, OpOverload
+from zerofx.torch_private.operators import Argument, OpOverload, schema_of
 
 # A node and the number of its output: what owns the memory that values are views of.
 Storage = tuple[fx.Node, int]
@@ -103,7 +103,7 @@ def aliased_input(node: fx.Node) -> fx.Node | None:
     if position is not None and position < len(node.args):
         base = node.args[position]
         return base if isinstance(base, fx.Node) else None
-    num_returns = len(node.target._schema.returns)
+    num_returns = len(schema_of(node.target).returns)
     aliased = {_aliased_output(node, i) for i in range(num_returns)}
     return aliased.pop() if len(aliased) == 1 else None
 
@@ -139,7 +139,7 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
 @functools.cache
 def _shares(target: OpOverload) -> bool:
     """Whether any output of an operator may share an input's storage."""
-    return target._schema.name in _HIDDEN_VIEWS or any(r.alias_info is not None for r in target._schema.returns)
+    return schema_of(target).name in _HIDDEN_VIEWS or any(r.alias_info is not None for r in schema_of(target).returns)
 
 
 @functools.cache
@@ -151,7 +151,7 @@ def _may_view(target: OpOverload) -> bool:
 @functools.cache
 def _position_of_base(target: OpOverload) -> int | None:
     """Which argument's storage the only output of an operator always shares; None where a call has to be looked at."""
-    schema = target._schema
+    schema = schema_of(target)
     returned = schema.returns[0].alias_info if len(schema.returns) == 1 else None
     if returned is None or schema.name in _VIEW_OR_COPY_OF_SHAPE | _VIEW_OR_COPY_OF_FORMAT:
         return None
@@ -166,17 +166,17 @@ def _position_of_base(target: OpOverload) -> int | None:
 @functools.cache
 def _writes(target: OpOverload) -> bool:
     """Whether an operator writes to any input."""
-    return any(a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments)
+    return any(a.alias_info is not None and a.alias_info.is_write for a in schema_of(target).arguments)
 
 
 def _aliased_output(node: fx.Node, index: int) -> fx.Node | None:
     """The input node whose storage output ``index`` of operator ``node`` shares."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    name = node.target._schema.name
+    name = schema_of(node.target).name
     if name in _HIDDEN_VIEWS:
         return next(_nodes(node.args[0]), None)
-    returns = node.target._schema.returns
+    returns = schema_of(node.target).returns
     # A list of tensors is one return of the schema, and all of its items carry the same annotation.
     alias = returns[index if len(returns) > 1 else 0].alias_info if returns else None
     if alias is None:
@@ -220,7 +220,7 @@ def _is_shared(name: str, base: fx.Node, node: fx.Node) -> bool:
 def _bound(node: fx.Node) -> Iterator[tuple[Argument, object]]:
     """The schema's arguments with the values given for them; arguments left at their default are skipped."""
     assert isinstance(node.target, OpOverload), node
-    for i, argument in enumerate(node.target._schema.arguments):
+    for i, argument in enumerate(schema_of(node.target).arguments):
         if i < len(node.args) and not argument.kwarg_only:
             yield argument, node.args[i]
         elif argument.name in node.kwargs:

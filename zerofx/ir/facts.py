@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from zerofx.scheduler.plan.tiers import Tier
-from zerofx.torch_private.operators import OpOverload
+from zerofx.torch_private.operators import OpOverload, schema_of
 
 DEVICE: Tier = "device"
 
@@ -249,7 +249,7 @@ def is_random(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    for position, argument in enumerate(target._schema.arguments):
+    for position, argument in enumerate(schema_of(target).arguments):
         if argument.name == "dropout_p":
             given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
             return bool(given != 0.0)

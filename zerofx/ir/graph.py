@@ -31,7 +31,7 @@ from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.text import node_text
 from zerofx.scheduler.plan.decisions import SliceDecision
 from zerofx.scheduler.plan.units import unit_of
-from zerofx.torch_private.operators import OpOverload
+from zerofx.torch_private.operators import OpOverload, schema_of
 
 Strides = Mapping[int, tuple[int, ...]]  # of parameters, by the identity of their tensors
 
@@ -306,7 +306,7 @@ def insert_call(
     may have no fake implementation, and check the hyperparameters.
     """
     node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
-    has_result = not isinstance(target, OpOverload) or bool(target._schema.returns)
+    has_result = not isinstance(target, OpOverload) or bool(schema_of(target).returns)
     if fake is None and has_result:
         fake = _same_value(target, args)
     if fake is None and has_result:
@@ -324,9 +324,9 @@ def _same_value(target: Any, args: tuple[Any, ...]) -> Any:
     first = args[0] if args else None
     if not isinstance(first, fx.Node) or not isinstance(target, OpOverload):
         return None
-    returns = target._schema.returns
+    returns = schema_of(target).returns
     written = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
     if written and torch.Tag.inplace_view in target.tags:
         return None
-    is_first = written and target._schema.arguments[0].alias_info is not None
+    is_first = written and schema_of(target).arguments[0].alias_info is not None
     return value(first) if is_first or target in (ops.wait, ops.offload, ops.reload) else None

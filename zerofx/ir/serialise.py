@@ -31,7 +31,7 @@ from zerofx.ir.facts import (
     source_line,
 )
 from zerofx.ir.graph import StepGraph
-from zerofx.torch_private.operators import OpOverload
+from zerofx.torch_private.operators import OpOverload, schema_of
 
 LARGEST_LITERAL = 64  # elements of a constant that is kept by its values
 TORCH_NAMESPACES = frozenset({"aten", "prims"})  # of operators that are torch's: what they do follows from its version
@@ -203,7 +203,7 @@ def named_operator(text: str, namespaces: frozenset[str]) -> OpOverload:
     found = operator.attrgetter(text)(torch.ops) if re.fullmatch(r"\w+\.\w+\.\w+", text) else None
     if not isinstance(found, OpOverload) or str(found) != text or found.namespace not in namespaces:
         raise ValueError(f"expected an operator of {', '.join(sorted(namespaces))}, found {text!r}")
-    if any("filename" in argument.name for argument in found._schema.arguments):
+    if any("filename" in argument.name for argument in schema_of(found).arguments):
         raise ValueError(f"expected an operator that touches no file, found {text!r}")
     return found
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from types import FrameType
 
 
 def optimizer_frame() -> FrameType | None:
     """The innermost running frame of the optimizer's code; None if it has returned."""
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         ours = ("torch.", "zerofx.optimizers", "zerofx.torch_private", "contextlib")

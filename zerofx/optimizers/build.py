@@ -17,6 +17,7 @@ from zerofx.optimizers.program import StateSpec
 from zerofx.optimizers.recorder import OpRecord, Ref
 from zerofx.optimizers.scalars import EXPR_TYPES, Expr, is_constant
 from zerofx.optimizers.trace import Trace
+from zerofx.torch_private.operators import schema_of
 
 _aten = torch.ops.aten
 
@@ -72,7 +73,7 @@ def _is_value_of(records: list[OpRecord], value: Ref, name: str) -> bool:
     by_name = {record.out.name: record for record in records}
     while value.name in by_name:
         record = by_name[value.name]
-        if not record.op._schema.is_mutable or not isinstance(record.args[0], Ref):
+        if not schema_of(record.op).is_mutable or not isinstance(record.args[0], Ref):
             return False
         value = record.args[0]
     return value.name == name
@@ -146,7 +147,7 @@ def _live(records: list[OpRecord]) -> list[OpRecord]:
     kept: list[OpRecord] = []
     read: set[Ref] = set()
     for record in reversed(records):
-        if record.op._schema.is_mutable or record.out in read:
+        if schema_of(record.op).is_mutable or record.out in read:
             kept.append(record)
             read.update(
                 x for x in _leaves((record.args, tuple(value for _, value in record.kwargs))) if isinstance(x, Ref)

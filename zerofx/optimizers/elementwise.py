@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from zerofx.torch_private.operators import OpOverload
+from zerofx.torch_private.operators import OpOverload, schema_of
 
 # Elementwise, though not tagged as pointwise: copies, casts and fills.
 _COPIES_AND_FILLS: Final = frozenset({"copy_", "_to_copy", "fill_", "zero_"})
@@ -25,7 +25,7 @@ _UNINITIALIZED: Final = frozenset({"empty", "empty_like", "new_empty", "empty_st
 
 def base_name(op: OpOverload[..., Any]) -> str:
     """``mul_`` for ``aten::mul_.Tensor``."""
-    return str(op._schema.name).split("::")[1]
+    return str(schema_of(op).name).split("::")[1]
 
 
 def is_creation(op: OpOverload[..., Any]) -> bool:
@@ -47,20 +47,20 @@ def fill_value(op: OpOverload[..., Any], args: tuple[Any, ...]) -> Any:
 
 def in_place_target(op: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensor that ``op`` writes to: its first argument, or ``out``; None for a functional operator."""
-    if not op._schema.is_mutable:
+    if not schema_of(op).is_mutable:
         return None
     return kwargs["out"] if "out" in kwargs else args[0]
 
 
 def functional(op: OpOverload[..., Any]) -> OpOverload[..., Any]:
     """The overload that returns what ``op`` would write in place or to ``out``; ``op`` itself if there is none."""
-    if not op._schema.is_mutable:
+    if not schema_of(op).is_mutable:
         return op
-    wanted = [str(a.type) for a in op._schema.arguments if not a.is_out]
+    wanted = [str(a.type) for a in schema_of(op).arguments if not a.is_out]
     packet = getattr(torch.ops.aten, base_name(op).rstrip("_"), None)
     for overload in packet.overloads() if packet is not None else ():
         candidate: OpOverload[..., Any] = getattr(packet, overload)
-        if not candidate._schema.is_mutable and [str(a.type) for a in candidate._schema.arguments] == wanted:
+        if not schema_of(candidate).is_mutable and [str(a.type) for a in schema_of(candidate).arguments] == wanted:
             return candidate
     return op
 

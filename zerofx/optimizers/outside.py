@@ -14,9 +14,9 @@ import torch
 
 from zerofx.errors import OptimizerError
 from zerofx.optimizers.shadow import IMPLEMENTATION_FLAGS
+from zerofx.torch_private.optimizers import has_hooks, is_torchs_own
 
 _HANDLED_APART: Final = frozenset({"state", "param_groups", "defaults", "step", "grad_scale", "found_inf"})
-_TORCHS_OWN: Final = ("_optimizer_", "_opt_called", "_zero_grad_", "_warned_")
 _ATOMS: Final = (
     type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, type, torch.dtype, torch.device,
     types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
@@ -73,9 +73,7 @@ def outside(optimizer: torch.optim.Optimizer) -> Outside:
 def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's own attributes, but for those that torch gives to all of them; not copied."""
     return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in _HANDLED_APART and not name.startswith(_TORCHS_OWN)
+        name: value for name, value in vars(optimizer).items() if name not in _HANDLED_APART and not is_torchs_own(name)
     }
 
 
@@ -83,7 +81,7 @@ def shadow_of(optimizer: torch.optim.Optimizer, state: Outside, params: Iterable
     """An optimizer of the same class that has a copy of ``state``, these parameters in its groups, and no hooks."""
     shadow = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
-        if name.startswith("_optimizer_") and isinstance(value, dict):
+        if has_hooks(name, value):
             vars(shadow)[name] = OrderedDict()
         elif name not in _HANDLED_APART and name not in state.attributes:
             vars(shadow)[name] = value

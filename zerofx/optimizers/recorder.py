@@ -36,7 +36,7 @@ from zerofx.optimizers.scalars import (
     is_constant,
     lost_scalar,
 )
-from zerofx.torch_private.operators import OpOverload
+from zerofx.torch_private.operators import OpOverload, schema_of
 
 # Keywords that say where or how memory is laid out; a flat shard has one answer to them all.
 _PLACEMENT_KEYWORDS: Final = frozenset({"memory_format", "layout", "device", "pin_memory", "non_blocking"})
@@ -345,7 +345,7 @@ class Recorder:
             return getattr(torch.ops.aten.where, overload), numbers
         if name in ("add", "mul") and on_host[0]:
             numbers = (numbers[1], numbers[0], *numbers[2:])
-        for overload in (op._overloadname or "default", "Scalar", "Tensor_Scalar"):
+        for overload in (schema_of(op).overload_name or "default", "Scalar", "Tensor_Scalar"):
             candidate: OpOverload[..., Any] | None = getattr(op.overloadpacket, overload, None)
             if candidate is None:
                 continue
@@ -386,8 +386,8 @@ class Recorder:
 
 
 def _is_view(op: OpOverload[..., Any]) -> bool:
-    returns = op._schema.returns
-    return not op._schema.is_mutable and bool(returns) and returns[0].alias_info is not None
+    returns = schema_of(op).returns
+    return not schema_of(op).is_mutable and bool(returns) and returns[0].alias_info is not None
 
 
 def _leaves(values: tuple[Any, ...] | list[Any]) -> list[Any]:

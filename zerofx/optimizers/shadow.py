@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from zerofx.optimizers.scalars import GuardTape, Hyper, TrackedScalar
+from zerofx.torch_private.optimizers import has_hooks
 
 # Options that choose an implementation, never the mathematics of the update.
 IMPLEMENTATION_FLAGS: Final = ("foreach", "fused", "capturable", "differentiable")
@@ -118,7 +119,7 @@ def copy_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> to
 def _without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     made = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
-        if name.startswith("_optimizer_") and isinstance(value, dict):
+        if has_hooks(name, value):
             vars(made)[name] = OrderedDict()
         elif name not in ("step", "grad_scale", "found_inf"):
             vars(made)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value

@@ -14,6 +14,7 @@ from torch import nn
 from zerofx.capture.checks import check_hooks, names
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import ShardedParametersError, UsageError, warn
+from zerofx.torch_private.modules import parameter_table
 
 _MARK = "_zerofx_owner"
 _PLAIN = (int, float, bool, str)
@@ -117,7 +118,7 @@ def guard_model(model: nn.Module, is_open: Callable[[], bool], instead: str = ""
     )
     handles: list[Any] = []
     for module in model.modules():
-        if module is model or module._parameters:
+        if module is model or parameter_table(module):
             handles += [
                 module.register_forward_pre_hook(forward),
                 module.register_state_dict_pre_hook(save),
@@ -130,10 +131,11 @@ class ParameterWatch:
     """Notices parameters that were replaced, moved, frozen, unfrozen or given hooks after the step's back."""
 
     def __init__(self, model: nn.Module) -> None:
+        tables = ((path, parameter_table(module)) for path, module in model.named_modules())
         self._entries = [
-            (f"{path}.{key}" if path else key, module._parameters, key, tensor, tensor.requires_grad, tensor.data_ptr())
-            for path, module in model.named_modules()
-            for key, tensor in module._parameters.items()
+            (f"{path}.{key}" if path else key, table, key, tensor, tensor.requires_grad, tensor.data_ptr())
+            for path, table in tables
+            for key, tensor in table.items()
             if tensor is not None
         ]
 

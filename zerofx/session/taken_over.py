@@ -28,6 +28,7 @@ from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.session.guards import ParameterWatch, guard_model
 from zerofx.session.life import Life
+from zerofx.torch_private.optimizers import note_step
 
 
 class TakenOver:
@@ -115,7 +116,7 @@ class TakenOver:
 
     def mark_stepped(self) -> None:
         """Say that the optimizer's step has been done: torch's schedulers warn where they are stepped before it."""
-        self.binding.optimizer._opt_called = True  # type: ignore[attr-defined]  # private, and all they ask
+        note_step(self.binding.optimizer)
 
     def updated(self, before: Mapping[int, int]) -> list[int]:
         """The buckets that have been updated since their ``versions`` were ``before``."""

@@ -13,18 +13,28 @@ from torch.utils import _pytree as pytree
 __all__ = [
     "Argument",
     "OpOverload",
+    "Schema",
     "call_one_by_one",
     "has_autograd_function",
     "is_foreach",
     "onednn_linear",
     "pytree",
+    "schema_of",
     "without_onednn",
 ]
 
 Argument = torch._C.Argument
 """An argument in an operator's schema."""
 
+Schema = torch._C.FunctionSchema
+"""What an operator takes and gives: ``name``, ``arguments``, ``returns``, ``is_mutable``."""
+
 _ONE_BY_ONE = torch._C.DispatchKey.CompositeExplicitAutograd
+
+
+def schema_of(op: OpOverload[..., Any]) -> Schema:
+    """An operator's schema."""
+    return op._schema
 
 
 def is_foreach(op: OpOverload[..., Any]) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import torch
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+
+Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
 
 is_functional = torch._is_functional_tensor
 """Whether a tensor of no class of its own stands for another one, as those do that functionalization works on."""
@@ -26,9 +30,35 @@ def is_traced(value: object) -> bool:
     return isinstance(value, FakeTensor | FunctionalTensor)
 
 
-def without_memory(
-    kind: type[torch.Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A tensor of a subclass with a ``__torch_dispatch__`` that has no memory."""
-    made: torch.Tensor = kind._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+def without_memory(kind: type[Wrapper], shape: torch.Size, **like: Any) -> Wrapper:
+    """A tensor of a subclass with a ``__torch_dispatch__`` that has no memory; ``like``: dtype, device, strides, ..."""
+    made: Wrapper = kind._make_wrapper_subclass(kind, shape, **like)
     return made
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Another number than before if the tensor, or one in the same memory, has been changed in place since."""
+    return tensor._version
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """The same number for tensors in the same memory while one of them is there, also where they are fakes."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether the user has hung functions on the tensor's gradient."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+negated_view = torch._neg_view
+"""A view with the negative bit, as the imaginary part of a conjugated tensor has it."""
+
+IS_PARAMETER = "_is_param"
+"""The attribute that makes a tensor of another class an ``nn.Parameter``."""
+
+
+def as_parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+    """``tensor`` as a parameter: what ``nn.Parameter`` makes of a tensor of another class, but for a copy of it."""
+    setattr(tensor, IS_PARAMETER, True)
+    return tensor.requires_grad_(requires_grad)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.ir.aliasing import tensors_in
-from zerofx.torch_private.operators import OpOverload
+from zerofx.torch_private.operators import OpOverload, schema_of
 
 # What is made at once: some milliseconds, bytes of inputs and outputs and multiplications.
 QUICK_BYTES, QUICK_STEPS = 2**22, 2**24
@@ -117,7 +117,7 @@ class Call(NamedTuple):
             is_backward = self.target is torch.ops.aten.convolution_backward.default
             result, filters = (self.args[0], self.args[2]) if is_backward else (self.made[0], self.args[1])
             return int(math.prod(result.shape) * math.prod(filters.shape[1:])) // _PRODUCTS_A_STEP
-        if "_scaled_dot_product_" in self.target._schema.name:
+        if "_scaled_dot_product_" in schema_of(self.target).name:
             return max(
                 (math.prod(like.shape) * like.shape[-2] for like in self.given if len(like.shape) > 2), default=0
             )
@@ -170,7 +170,7 @@ def chosen_by() -> tuple[object, ...]:
 
 def is_cubic(target: OpOverload) -> bool:
     """Whether it takes more time than to read and to write: products and linear algebra."""
-    own = target._schema.name.removeprefix("aten::").removesuffix("_")
+    own = schema_of(target).name.removeprefix("aten::").removesuffix("_")
     return own in _PRODUCTS or own.startswith(_CUBIC)
 
 

@@ -33,8 +33,9 @@ from zerofx.scheduler.cost.cpu.calls import Call, KernelMemory, Like, call_of, c
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 from zerofx.scheduler.cost.cpu.smaller_calls import approximate, extrapolated, two_smaller
 from zerofx.torch_private.dispatch import without_modes
-from zerofx.torch_private.operators import OpOverload
+from zerofx.torch_private.operators import OpOverload, schema_of
 from zerofx.torch_private.profiler import is_profiling
+from zerofx.torch_private.tensors import memory_of, negated_view
 
 
 def kernel_memories(nodes: Iterable[fx.Node]) -> dict[fx.Node, KernelMemory | None]:
@@ -156,7 +157,7 @@ def _run(call: Call, arguments: Arguments, peak: CpuPeak | None) -> list[tuple[i
         MemoryError, RuntimeError: it fails for a reason that may pass.
     """
     args, kwargs = arguments
-    given = {_memory(one) for one in tensors_in([*args, *kwargs.values()])}
+    given = {memory_of(one) for one in tensors_in([*args, *kwargs.values()])}
     with peak.part() if peak is not None else contextlib.nullcontext():
         try:
             with _refusing_values():
@@ -171,8 +172,8 @@ def _run(call: Call, arguments: Arguments, peak: CpuPeak | None) -> list[tuple[i
         return None
     sizes = []
     for one in outputs:
-        sizes.append(0 if _memory(one) in given else one.untyped_storage().nbytes())
-        given.add(_memory(one))
+        sizes.append(0 if memory_of(one) in given else one.untyped_storage().nbytes())
+        given.add(memory_of(one))
     return list(zip(sizes, shapes, strict=True))
 
 
@@ -188,10 +189,6 @@ def _refusing_values() -> Iterator[None]:
         raise _ValuesError from error
 
 
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _values(like: Like, target: OpOverload) -> Tensor:
     """Numbers between 0 and 1, and square matrices that can be inverted for linear algebra; conditions that hold; the
     first of everything where integers are asked for, or one, from which linear algebra counts."""
@@ -203,11 +200,11 @@ def _values(like: Like, target: OpOverload) -> Tensor:
     elif like.dtype.is_floating_point:
         flat = torch.linspace(0.25, 0.75, like.span, dtype=like.dtype)
     else:
-        first = int(any(part in target._schema.name for part in _FROM_ONE))
+        first = int(any(part in schema_of(target).name for part in _FROM_ONE))
         flat = torch.full((like.span,), first, dtype=torch.int64).to(like.dtype)
     tensor = flat.as_strided(like.shape, like.stride)
     is_matrix = tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and 0 not in like.stride
     if is_matrix and like.dtype.is_floating_point and is_cubic(target):
         tensor.diagonal(0, -2, -1).add_(tensor.shape[-1])
     tensor = tensor.conj() if like.is_conjugated else tensor
-    return torch._neg_view(tensor) if like.is_negated else tensor
+    return negated_view(tensor) if like.is_negated else tensor

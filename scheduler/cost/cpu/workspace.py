@@ -36,7 +36,7 @@ from zerofx.ir.op_kernels.quantise import BLOCK, ENCODINGS, unpacked_numel
 from zerofx.scheduler.cost.cpu.calls import KernelMemory, call_of
 from zerofx.scheduler.cost.cpu.convolutions import compiled_convolution_bytes, convolution_bytes
 from zerofx.scheduler.cost.cpu.kernel_memory import call_memory, kernel_memories
-from zerofx.torch_private.operators import OpOverload
+from zerofx.torch_private.operators import OpOverload, schema_of
 
 Rule = Callable[[fx.Node], int | None]
 _NOTHING = KernelMemory(0, ())
@@ -63,7 +63,7 @@ def memories(nodes: Iterable[fx.Node]) -> dict[fx.Node, KernelMemory | None]:
 def _rule(node: fx.Node) -> Rule | None:
     """The rule for an operator; None where there is none, or it is for calls that take longer."""
     target = node.target
-    rule = _RULES.get(target._schema.name) if isinstance(target, OpOverload) else None
+    rule = _RULES.get(schema_of(target).name) if isinstance(target, OpOverload) else None
     if rule is None or not isinstance(target, OpOverload) or target.namespace != "aten":
         return rule
     call = call_of(node)
@@ -79,7 +79,7 @@ def workspace_bytes(node: fx.Node) -> int:
 def compiled_workspace_bytes(node: fx.Node, kernels: Collection[str]) -> int:
     """``workspace_bytes`` of an operator that Inductor leaves to a kernel, of ATen's or one of ``kernels``, which are
     zerofx's own (``codegen/kernels/table.py``) in a compiled region."""
-    name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
+    name = schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
     if name in _COMPILED and _is_on_cpu(node):
         kernel, rule = _COMPILED[name]
         found = rule(node) if kernel is None or kernel in kernels else None

@@ -65,7 +65,7 @@ def test_calls_that_give_other_sizes_for_values_made_up_are_not_known() -> None:
 @pytest.mark.parametrize(
     "error", [MemoryError(), torch.OutOfMemoryError("none"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )
-@pytest.mark.parametrize("place", ["_values", "_memory"])
+@pytest.mark.parametrize("place", ["_values", "memory_of"])
 def test_a_call_without_memory_is_made_another_time(
     error: Exception, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.serialise import LARGEST_LITERAL, TORCH_NAMESPACES
 from zerofx.torch_private.dispatch import TorchDispatchMode, without_modes
 from zerofx.torch_private.operators import has_autograd_function
+from zerofx.torch_private.tensors import has_hooks
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class _Recorder(TorchDispatchMode):
 
     def finished(self, results: tuple[torch.Tensor, ...]) -> tuple[Line, ...]:
         """The record, with the loss as its output, and after it what the forward puts in the places of buffers."""
-        if any(one._backward_hooks for one in self._kept):
+        if any(map(has_hooks, self._kept)):
             raise NotRepeatedError("the model has hooks on tensors")
         # What autograd makes of an operator is there once the operator has returned.
         for line, made in self._made:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from zerofx.torch_private.modules import child_table, set_child_table
+
 # Of n layers, these are captured: what is between the second and the last but one is made from those two.
 _NUM_KEPT = 4
 
@@ -66,7 +68,7 @@ def _lists(model: nn.Module) -> Iterator[Repeat]:
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or any(path.startswith(one) for one in inside):
             continue
-        one = Repeat(path, tuple(module._modules))
+        one = Repeat(path, tuple(child_table(module)))
         prefix = f"{path}." if path else ""
         own = all(places[id(part)] == 1 for part in module.modules())
         apart = all(not name.startswith(prefix) for aliases in tied for name in aliases)
@@ -81,12 +83,11 @@ def shortened(model: nn.Module, kept: Sequence[tuple[Repeat, Sequence[str]]]) ->
     tables = []
     for repeat, _ in kept:
         owner = model.get_submodule(repeat.path)
-        tables.append((owner, owner._modules))
+        tables.append((owner, child_table(owner)))
     try:
         for (owner, whole), (_, keys) in zip(tables, kept, strict=True):
-            # Past the module's own checks: names stay as they are, so that they have gaps.
-            owner.__dict__["_modules"] = {key: whole[key] for key in keys}
+            set_child_table(owner, {key: whole[key] for key in keys})
         yield
     finally:
         for owner, whole in tables:
-            owner.__dict__["_modules"] = whole
+            set_child_table(owner, whole)

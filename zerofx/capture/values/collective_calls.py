@@ -21,7 +21,7 @@ from zerofx.capture.blame import user_line
 from zerofx.errors import CaptureError
 from zerofx.torch_private.dispatch import TorchDispatchMode
 from zerofx.torch_private.distributed import boxed_work, name_of_reduction, unboxed_group
-from zerofx.torch_private.operators import OpOverload
+from zerofx.torch_private.operators import OpOverload, schema_of
 
 
 class FunctionalCollectives(TorchDispatchMode):
@@ -31,7 +31,7 @@ class FunctionalCollectives(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or func.namespace != "c10d":
             return func(*args, **kwargs)
-        match func._schema.name, args:
+        match schema_of(func).name, args:
             case "c10d::allgather_", [outputs, [tensor], group, *_]:
                 for output, part in zip(outputs[0], _gathered(tensor, unboxed_group(group)), strict=True):
                     output.copy_(part)
@@ -46,7 +46,7 @@ class FunctionalCollectives(TorchDispatchMode):
         raise CaptureError(
             f"expected a forward whose collectives are all_gather, all_gather_into_tensor and all_reduce of "
             f"torch.distributed, or functional ones (torch.distributed._functional_collectives), found "
-            f"{func._schema.name} at\n  {user_line(traceback.extract_stack()) or '(line not found)'}\n"
+            f"{schema_of(func).name} at\n  {user_line(traceback.extract_stack()) or '(line not found)'}\n"
             f"Use one of those in its place, or call it outside the step."
         )
 

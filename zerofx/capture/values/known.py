@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofx.torch_private.dispatch import TorchDispatchMode, without_modes
-from zerofx.torch_private.operators import OpOverload, pytree
+from zerofx.torch_private.operators import OpOverload, pytree, schema_of
 from zerofx.torch_private.tensors import FunctionalTensor, is_functional
 
 MOST_ELEMENTS = 1 << 18
@@ -165,7 +165,7 @@ class KnownValues(TorchDispatchMode):
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """After a call whose results are not known, what it has written over is not known either."""
-        schema = getattr(func, "_schema", None)
+        schema = schema_of(func) if isinstance(func, OpOverload) else None
         if schema is not None and not schema.is_mutable:
             return
         written: Any = (args, kwargs)

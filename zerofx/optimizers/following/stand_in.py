@@ -24,7 +24,7 @@ from zerofx.optimizers.recorder import OpRecord, Recorder, Ref
 from zerofx.optimizers.scalars import GuardTape, Heard, MakeTensor
 from zerofx.optimizers.shadow import keep_to_single_tensors, sample, step_function
 from zerofx.optimizers.trace import DispatchRecorder, FlatState
-from zerofx.torch_private.operators import OpOverload
+from zerofx.torch_private.operators import OpOverload, schema_of
 
 _HOST: Final = MakeTensor(0.0, torch.float32)
 _READS_MEMORY: Final = frozenset(
@@ -164,7 +164,7 @@ def _numbers_of(op: OpOverload[..., Any]) -> tuple[frozenset[int], frozenset[str
     """The positions and names of arguments that may be numbers to compute with; exponents are none."""
     taken = [
         (index, argument.name)
-        for index, argument in enumerate(op._schema.arguments)
+        for index, argument in enumerate(schema_of(op).arguments)
         if str(argument.type).removeprefix("Optional[").rstrip("]") in ("number", "float", "Tensor")
         and not base_name(op).startswith("pow")
     ]

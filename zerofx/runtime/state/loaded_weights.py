@@ -16,6 +16,7 @@ from zerofx.ir.buckets import Bucket, Slot
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.comm.transport import Transport
 from zerofx.runtime.state.weights import copy_overlap, in_order_of
+from zerofx.torch_private.modules import buffer_table
 
 if TYPE_CHECKING:
     from zerofx.runtime.state.weight_files import WeightFiles
@@ -152,12 +153,12 @@ class LoadedWeights:
 
         def fill_all() -> None:
             for path, module in model.named_modules():
-                for key, buffer in module._buffers.items():
+                for key, buffer in buffer_table(module).items():
                     name = f"{path}.{key}" if path else key
                     if buffer is not None and name in self._keys:
                         if id(buffer) not in made:
                             made[id(buffer)] = fill(name, buffer)
-                        module._buffers[key] = made[id(buffer)]
+                        buffer_table(module)[key] = made[id(buffer)]
             self._files.release()
 
         self._attempt("read the model's buffers", fill_all)

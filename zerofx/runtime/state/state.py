@@ -19,6 +19,7 @@ from zerofx.runtime.state.weights import Weights, whole_bucket
 from zerofx.runtime.tiers.tiers import Stored, Tiers
 from zerofx.scheduler.plan.decisions import StateDecision
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.torch_private.tensors import version_of
 
 
 @dataclass
@@ -68,8 +69,8 @@ class BucketState:
             assert isinstance(self.stored, Stored)
             return self.stored.num_writes
         if isinstance(self.stored, torch.Tensor):
-            return self.stored._version
-        return self.low._version if isinstance(self.low, torch.Tensor) else self.low.version
+            return version_of(self.stored)
+        return version_of(self.low) if isinstance(self.low, torch.Tensor) else self.low.version
 
     def value(self, role: Role, name: str) -> Any:
         """What a placeholder of ``role`` stands for; ``name`` is that of a state."""

@@ -24,6 +24,7 @@ from zerofx.runtime.tiers.copies import Copies, Copy, CudaCopies, ThreadCopies
 from zerofx.runtime.tiers.host_memory import HostMemory
 from zerofx.runtime.tiers.nvme import NvmeFile, NvmeFiles
 from zerofx.runtime.tiers.nvme_folders import check_folders
+from zerofx.torch_private.tensors import version_of
 
 P = TypeVar("P", torch.Tensor, NvmeFile)
 T = TypeVar("T")
@@ -72,7 +73,7 @@ class Stored:
     def version(self) -> int:
         """Another number than before if anything has been written here since."""
         place = self.lease.place
-        return self._num_copies + (place._version if isinstance(place, torch.Tensor) else 0)
+        return self._num_copies + (version_of(place) if isinstance(place, torch.Tensor) else 0)
 
     @property
     def num_writes(self) -> int:

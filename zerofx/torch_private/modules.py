@@ -1,0 +1,58 @@
+"""Modules: the tables that hold what is registered on one, and marks that torch and libraries leave on it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+"""Attributes of a module that hold what is registered on it, which ``vars(module)`` has among the others."""
+
+RESETS = ("reset_parameters", "_reset_parameters")
+"""Methods of torch's own modules that give values to what they own; ``nn.MultiheadAttention`` has the second."""
+
+
+def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters, not its children's; what is put in here is past ``register_parameter``'s checks."""
+    return module._parameters
+
+
+def buffer_table(module: nn.Module) -> dict[str, Any]:
+    """A module's own buffers, as ``parameter_table``."""
+    return module._buffers
+
+
+def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's children, as ``parameter_table``."""
+    return module._modules
+
+
+def set_child_table(module: nn.Module, children: dict[str, Any]) -> None:
+    """Give a module other children, past its own checks: a list's names may have gaps."""
+    assert "_modules" in vars(module)
+    vars(module)["_modules"] = children
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is what ``torch.compile`` gives for a module."""
+    return hasattr(module, "_orig_mod")
+
+
+def compiles_calls(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+def initializer(module: nn.Module) -> Callable[[nn.Module], object] | None:
+    """What a model of transformers gives values to one of its modules by."""
+    found: Callable[[nn.Module], object] | None = getattr(module, "_init_weights", None)
+    return found
+
+
+def refer_to_weights(layer: nn.RNNBase, *, refer: bool) -> None:
+    """Make or drop a recurrent layer's weak references to its weights, as it does itself when it is moved."""
+    weights = layer._flat_weights if refer else []
+    layer._flat_weight_refs = [None if one is None else weakref.ref(one) for one in weights]

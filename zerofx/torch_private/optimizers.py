@@ -1,0 +1,20 @@
+"""Optimizers: attributes that torch keeps on one for itself."""
+
+from __future__ import annotations
+
+import torch
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Note that the optimizer has stepped: torch's schedulers warn where they step first, and ask for nothing else."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # torch sets it from outside too
+
+
+def is_torchs_own(name: str) -> bool:
+    """Whether an optimizer's attribute is torch's, of its hooks, its warnings and its profiling."""
+    return name.startswith(("_optimizer_", "_opt_called", "_zero_grad_", "_warned_"))
+
+
+def has_hooks(name: str, value: object) -> bool:
+    """Whether an optimizer's attribute is a table of hooks."""
+    return name.startswith("_optimizer_") and isinstance(value, dict)
