@@ -196,7 +196,7 @@ def _blank() -> Any:
 
 
 def _fake_mode() -> Any:
-    from zerofx.capture.trace import fake_mode
+    from zerofx.torch_private.capture import fake_mode
 
     return fake_mode()
 

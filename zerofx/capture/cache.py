@@ -17,10 +17,11 @@ from torch import fx, nn
 
 from zerofx.capture.by_layer.forward_record import ForwardRecord
 from zerofx.capture.layers import find_units
-from zerofx.capture.trace import fake_mode, tracing_settings
+from zerofx.capture.tracing_settings import tracing_settings
 from zerofx.disk.cache import MALFORMED, DiskCache, key_of
 from zerofx.ir.graph import StepGraph, Strides, parameter_infos
 from zerofx.ir.serialise import NotStorableError, from_json, same_graph, to_json
+from zerofx.torch_private.capture import fake_mode
 
 
 @dataclass(frozen=True)

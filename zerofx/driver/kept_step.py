@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from zerofx.capture.trace import fake_mode
 from zerofx.codegen.emit import EmittedStep
 from zerofx.codegen.region_facts import RegionFacts
 from zerofx.codegen.step_file import StepFile
@@ -23,6 +22,7 @@ from zerofx.runtime.state.arguments import StepArguments
 from zerofx.scheduler.cost.liveness import MemoryEvent
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import RegionMemory
+from zerofx.torch_private.capture import fake_mode
 
 
 @dataclass(frozen=True)

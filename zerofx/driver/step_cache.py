@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerofx.capture.trace import tracing_device
+from zerofx.capture.traceable import tracing_device
 from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.driver.captures import Captures

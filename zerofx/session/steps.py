@@ -14,7 +14,8 @@ from zerofx.capture.absent_gradients import AbsentGradients
 from zerofx.capture.checks import check_batch, device_of
 from zerofx.capture.constant_arguments import ConstantArguments
 from zerofx.capture.kept_tensors import tell_kept_tensors
-from zerofx.capture.trace import dtype_settings, tracing_device
+from zerofx.capture.traceable import tracing_device
+from zerofx.capture.tracing_settings import dtype_settings
 from zerofx.codegen.kernels.current_device import on_device
 from zerofx.driver.asked import machine_at_hand
 from zerofx.driver.driver import build_step

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerofx.capture.trace import tracing_settings
+from zerofx.capture.tracing_settings import tracing_settings
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.ir.canonical import canonical
 from zerofx.optimizers import UpdateProgram

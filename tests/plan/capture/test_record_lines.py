@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from tests.lib.models import DIM, ROWS, Regression
 from zerofx.capture.by_layer.forward_record import record_forward
-from zerofx.capture.trace import fake_device, fake_mode, traceable
+from zerofx.capture.traceable import traceable
 from zerofx.ir.batch import Batch
 from zerofx.ir.canonical import Number, canonical
+from zerofx.torch_private.capture import fake_device, fake_mode
 
 BATCH = Batch.of((torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM)), {})
 

@@ -20,7 +20,6 @@ from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, DIM, ROWS, Layer, Regression
 from tests.lib.training import train_compiled
 from zerofx.capture import cache as capture_cache
-from zerofx.capture import trace as trace_module
 from zerofx.capture.by_layer import by_layer
 from zerofx.capture.by_layer.by_layer import capture_by_layer
 from zerofx.capture.by_layer.forward_record import record_forward
@@ -29,6 +28,7 @@ from zerofx.disk.cache import DiskCache
 from zerofx.ir.batch import Batch
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.serialise import same_graph
+from zerofx.torch_private import capture as torch_capture
 
 FEATURES = (torch.zeros(ROWS, DIM), torch.zeros(ROWS, DIM))
 HIT = "captured by an earlier run, whose forward was the same"
@@ -56,7 +56,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(args)
         return trace(*args, **kwargs)
 
-    monkeypatch.setattr(trace_module, "aot_export_joint_with_descriptors", counted)
+    monkeypatch.setattr(torch_capture, "aot_export_joint_with_descriptors", counted)
     return found
 
 

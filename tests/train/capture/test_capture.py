@@ -14,12 +14,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.lib.models import CASES, DIM, ROWS, Case, Regression, batches, rows
 from tests.lib.training import compare_function, differences, train_compiled, train_plain
 from zerofx.capture.compat.decompositions import decompositions
-from zerofx.capture.trace import capture, fake_mode
+from zerofx.capture.trace import capture
 from zerofx.ir.batch import Batch
 from zerofx.ir.facts import Origin, Phase, Role, origin, placeholder, source_line
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.serialise import from_json, to_json
 from zerofx.ir.text import target_name
+from zerofx.torch_private.capture import fake_mode
 
 MODELS = [
     "gpt",

@@ -28,9 +28,10 @@ from zerofx.capture.by_layer.replicate import (
     without_outputs,
 )
 from zerofx.capture.cache import KeptCapture
+from zerofx.capture.joint import placeholder_name
 from zerofx.capture.layers import find_units
 from zerofx.capture.loss import Loss, Objective
-from zerofx.capture.trace import capture, placeholder_name
+from zerofx.capture.trace import capture
 from zerofx.disk.cache import NOT_KEPT, DiskCache
 from zerofx.ir.batch import Batch
 from zerofx.ir.canonical import canonical

@@ -23,13 +23,14 @@ from zerofx.capture.by_layer.record_lines import Line, graph_of, text_of
 from zerofx.capture.by_layer.replicate import NotRepeatedError
 from zerofx.capture.layer_annotations import running_layer
 from zerofx.capture.loss import Loss, LossModule, Objective
-from zerofx.capture.trace import fake_device, saves_by_hook, traceable
+from zerofx.capture.traceable import traceable
 from zerofx.ir.batch import Batch
 from zerofx.ir.canonical import Number
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role
 from zerofx.ir.graph import Strides
 from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.serialise import LARGEST_LITERAL, TORCH_NAMESPACES
+from zerofx.torch_private.capture import fake_device, saves_by_hook
 from zerofx.torch_private.dispatch import TorchDispatchMode, without_modes
 from zerofx.torch_private.operators import has_autograd_function
 from zerofx.torch_private.tensors import has_hooks

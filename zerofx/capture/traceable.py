@@ -1,0 +1,109 @@
+"""A model on fake tensors: what stands in for its parameters, buffers and batch while its forward runs or is traced.
+
+Nothing of the model is computed or changed: what stands in for its tensors is taken away again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.capture.layer_annotations import LOSS_LAYER, in_layer, layer_annotations
+from zerofx.capture.loss import Loss, LossModule, Objective
+from zerofx.capture.outside import StandInMaker
+from zerofx.capture.randomness import drawing_with_torch
+from zerofx.capture.values.collective_calls import traceable_collectives
+from zerofx.capture.values.known import KnownValues
+from zerofx.ir.batch import Batch
+from zerofx.ir.graph import Strides, cast_of
+from zerofx.torch_private.capture import FakeTensorMode, compiling, fake_mode, fake_tensor
+from zerofx.torch_private.checkpoints import without_checkpoints
+from zerofx.torch_private.dispatch import without_log_of_fakes, without_modes
+from zerofx.torch_private.modules import buffer_table, parameter_table
+from zerofx.torch_private.tensors import as_parameter
+
+
+@contextlib.contextmanager
+def traceable(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: Loss,
+    compute_dtype: torch.dtype | None,
+    num_micro_batches: int,
+    strides: Strides,
+) -> Iterator[tuple[LossModule, tuple[torch.Tensor, ...], torch.device, FakeTensorMode]]:
+    """While open, the model is on fake tensors, and what runs knows its layer (``running_layer``).
+
+    Gives the module that makes the loss, the fake tensors of the batch to call it with, their device, and their mode.
+    """
+    mode, device = fake_mode(), tracing_device(model, batch)
+    with (
+        torch.enable_grad(),
+        without_log_of_fakes(),
+        _fake_state(model, mode, compute_dtype, device, strides) as of_model,
+        layer_annotations(model),
+        compiling(),
+        without_checkpoints(),
+        traceable_collectives(),
+        drawing_with_torch(),
+    ):
+        fakes = tuple(fake_tensor(mode, t.shape, t.stride(), cast_of(t, compute_dtype), device) for t in batch.tensors)
+        loss_scope = partial(in_layer, LOSS_LAYER)
+
+        def outside(real: torch.Tensor) -> torch.Tensor:
+            where = device if real.is_meta else real.device
+            with without_modes():
+                fake = fake_tensor(mode, real.shape, real.stride(), real.dtype, where)
+            return as_parameter(fake, requires_grad=True) if real.requires_grad else fake
+
+        maker = StandInMaker(outside, of_model)
+        with KnownValues() as known:
+            lossy = LossModule(model, batch, Objective.of(loss_fn), num_micro_batches, loss_scope, known, maker)
+            yield lossy, fakes, device, mode
+
+
+def tracing_device(model: nn.Module, batch: Batch) -> torch.device:
+    """The device to trace on: the model's, or the batch's when the model is on ``meta``, or the CPU."""
+    for tensor in (*model.parameters(), *batch.tensors):
+        if tensor.device.type != "meta":
+            return tensor.device
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _fake_state(
+    model: nn.Module,
+    mode: FakeTensorMode,
+    compute_dtype: torch.dtype | None,
+    device: torch.device,
+    strides: Strides,
+) -> Iterator[Mapping[int, tuple[dict[str, Any], str]]]:
+    """Fake tensors in the places of the model's parameters and buffers, the same tensor where it was the same.
+
+    Gives where each real one's stand-in is, by its identity.
+    """
+    fakes: dict[int, torch.Tensor] = {}
+    saved: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    table: dict[str, Any]
+    for module in model.modules():
+        for table, cast in ((parameter_table(module), True), (buffer_table(module), False)):
+            for name, real in table.items():
+                if real is None:
+                    continue
+                if id(real) not in fakes:
+                    dtype = cast_of(real, compute_dtype) if cast else real.dtype
+                    fake = fake_tensor(mode, real.shape, strides.get(id(real), real.stride()), dtype, device)
+                    fakes[id(real)] = as_parameter(fake, requires_grad=real.requires_grad) if cast else fake
+                saved.append((table, name, real))
+    for table, name, real in saved:
+        table[name] = fakes[id(real)]
+    try:
+        yield {id(real): (table, name) for table, name, real in saved}
+    finally:
+        for table, name, real in saved:
+            table[name] = real

@@ -1,0 +1,85 @@
+"""Tracing: AOTAutograd's joint graph, what it says of its inputs and outputs, and fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch import config as _functorch_config
+from torch._functorch._aot_autograd.descriptors import BufferAOTInput as BufferAOTInput
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput as GradAOTOutput
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as InputMutationAOTOutput
+from torch._functorch._aot_autograd.descriptors import ParamAOTInput as ParamAOTInput
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput as PlainAOTInput
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput as PlainAOTOutput
+from torch._functorch._aot_autograd.descriptors import TangentAOTInput as TangentAOTInput
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensorMode as FakeTensorMode
+
+
+def joint_graph(
+    module: nn.Module, fakes: tuple[torch.Tensor, ...], decompositions: Mapping[Any, Callable[..., Any]]
+) -> fx.GraphModule:
+    """Trace a module's forward and backward; ``descriptions`` say what goes in and comes out."""
+    with contextlib.ExitStack() as stack:
+        joint = aot_export_joint_with_descriptors(stack, module, fakes, decompositions=dict(decompositions))
+        return joint.graph_module
+
+
+def descriptions(node: fx.Node) -> Any:
+    """What a placeholder of a joint graph stands for; of its output node, what each result is, in order."""
+    return node.meta["desc"]
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a node of a joint graph is the gradient that goes into its backward."""
+    return isinstance(node.meta.get("desc"), TangentAOTInput)
+
+
+def tracing_configuration() -> str:
+    """AOTAutograd's settings, as a text."""
+    return repr(sorted(_functorch_config.save_config_portable().items()))
+
+
+def fake_mode() -> FakeTensorMode:
+    """What makes the fake tensors of a captured graph."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_tensor(
+    mode: FakeTensorMode, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A fake tensor with memory of its own: what ``empty_strided`` gives in ``mode``, at a tenth of its cost."""
+    meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(mode, meta, device)
+
+
+def fake_device(fake: torch.Tensor) -> torch.device:
+    """The device that a fake tensor stands for a tensor of: what its mode answers when the dispatcher asks."""
+    assert isinstance(fake, FakeTensor)
+    return fake.device
+
+
+def saves_by_hook() -> bool:
+    """Whether what backward needs is saved through hooks, as ``torch.utils.checkpoint`` does."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Let ``torch.compiler.is_compiling()`` be true, which libraries ask before they look at a tensor's values."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def rename(node: fx.Node, name: str) -> None:
+    """Call a node ``name``, or that and a number where the name is taken."""
+    node.name = node.graph._graph_namespace.create_name(name, None)
