@@ -1,5 +1,4 @@
-"""Compile a region's Python function through Inductor. Beside ``cpp.py`` and
-``kernel_passes.py`` the only file that touches Inductor.
+"""Compile a region's Python function through Inductor.
 
 The region is traced from the emitted source itself, so that an edited file compiles as it reads. Views of its inputs
 (parameters in a gathered bucket, slots of a gradient buffer) are taken outside the compiled code: Inductor then sees
@@ -8,20 +7,13 @@ plain contiguous tensors, and a gradient is written where it belongs.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from zerofx.codegen.cpu.rewrites import rewrite_for_cpu
 from zerofx.codegen.inductor.cpp import preparation, without_damaged_libraries
@@ -37,6 +29,8 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs, storage_source
 from zerofx.ir.facts import value
 from zerofx.scheduler.cost.liveness import MemoryEvent
+from zerofx.torch_private.capture import FakeTensorMode
+from zerofx.torch_private.inductor import compile_graph, decompositions, set_up, shape_aware_mode, source_of
 
 aten = torch.ops.aten
 RegionFunction = Callable[[list[Any]], tuple[torch.Tensor, ...]]
@@ -90,14 +84,13 @@ def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernel
     devices = {one.device.type for one in inputs if isinstance(one, torch.Tensor)}
     for device_type in sorted(devices):
         preparation(device_type).wait()
-    # Inductor caches what it compiles on disk only where there is a shape environment, be it an empty one.
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode = shape_aware_mode()
     try:
         with mode:
             examples = list(map(_own_fake, inputs))
             plain = make_fx(lambda *args: function(list(args)), tracing_mode="real")(*examples)
-            with _options():
-                table = with_own(select_decomp_table(), attention=ATTENTION in kernels)
+            with set_up(KeepOrder(), Overwrite()):
+                table = with_own(decompositions(), attention=ATTENTION in kernels)
                 laid_out = _InPlannedStrides(plain).run
                 traced = make_fx(laid_out, decomposition_table=table, tracing_mode="real")(*examples)
             rewrite_for_cpu(traced.graph, products=PRODUCTS in kernels)
@@ -105,16 +98,12 @@ def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernel
         beside = Beside("zerofx-kernels", _builds(traced.graph))
         beside.resume()
         views, inner = _hoist_views(traced)
-        output = inner.graph.output_node()
-        outputs = output.args[0]
-        assert isinstance(outputs, list | tuple)
-        output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
         examples = [node.meta["val"] for node in inner.graph.find_nodes(op="placeholder")]
-        with tracing(TracingContext(mode)), _options():
-            compiled: Any = compile_fx_inner(inner, examples)
+        with set_up(KeepOrder(), Overwrite()):
+            compiled = compile_graph(inner, examples, mode)
     except Exception as error:
         raise _could_not_be_compiled(name, error) from error
-    memory = memory_record(compiled.source_code, examples, [i for i, _ in views], mode)
+    memory = memory_record(source_of(compiled), examples, [i for i, _ in views], mode)
     return CompiledRegion(name, _with_views(name, views, compiled), memory, beside)
 
 
@@ -158,41 +147,6 @@ def _with_strides(found: Any, planned: Any) -> Any:
         return found
     order = sorted(range(planned.dim()), key=lambda dim: (-planned.stride()[dim], -planned.shape[dim], dim))
     return found.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
-
-
-# Strides are checked: what a kernel of ATen lays out otherwise than its fake tensor says would be misread without a
-# word. Where memory begins is ours to see to. Random numbers are ATen's, as in eager mode: those of Inductor need a
-# pass over graphs that a region does not go through. A kernel's order of summation is not chosen by timing.
-_OPTIONS = {
-    "size_asserts": True,
-    "alignment_asserts": False,
-    "nan_asserts": False,
-    "fallback_random": True,
-    "deterministic": True,
-    "_pre_fusion_custom_pass": KeepOrder(),
-    "_post_fusion_custom_pass": Overwrite(),
-}
-
-
-@contextlib.contextmanager
-def _options() -> Iterator[None]:
-    """What regions are traced and compiled with.
-
-    torch is to be deterministic meanwhile: several threads of Inductor's loops add to one place in whatever order they
-    come. Sums by index are ATen's kernels then, as in eager mode, and have one order wherever it has.
-    """
-    enabled = torch.are_deterministic_algorithms_enabled()
-    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    settings: Any = torch.utils.deterministic
-    fills = settings.fill_uninitialized_memory
-    torch._C._set_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = False
-    try:
-        with inductor_config.patch(_OPTIONS):
-            yield
-    finally:
-        settings.fill_uninitialized_memory = fills
-        torch._C._set_deterministic_algorithms(enabled, warn_only=only_warns)
 
 
 _ATTENTION = frozenset({ops.attention, ops.attention_backward})

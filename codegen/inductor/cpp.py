@@ -1,7 +1,4 @@
-"""Inductor's C++ compiler: what Inductor does once in a process before it builds code, and what is built with it.
-
-Beside ``compile.py`` the only file that touches Inductor.
-"""
+"""Inductor's C++ compiler: what Inductor does once in a process before it builds code, and what is built with it."""
 
 from __future__ import annotations
 
@@ -16,31 +13,34 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch._dynamo.device_interface import get_interface_for_device
-from torch._inductor import config as inductor_config
-from torch._inductor.codecache import CacheBase, CppPythonBindingsCodeCache, _precompile_header, torch_key
-from torch._inductor.cpp_builder import (
-    CppBuilder,
-    CppTorchDeviceOptions,
-    CppTorchOptions,
-    get_compiler_version_info,
-    get_cpp_compiler,
-    is_gcc,
-)
-from torch._inductor.cpu_vec_isa import (
-    VecISA,
-    pick_vec_isa,
-    supported_vec_isa_list,
-    valid_vec_isa_list,
-    x86_isa_checker,
-)
-from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 from zerofx.codegen.parallel.beside import Beside
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.disk.own_files import UnsafeError, own_folder, private_folder, warn_once, why_unsafe
 from zerofx.errors import CompilerError
 from zerofx.settings import read_settings, user_cache
+from zerofx.torch_private.inductor_cpp import (
+    CacheBase,
+    CppBuilder,
+    CppPythonBindingsCodeCache,
+    CppTorchDeviceOptions,
+    CppTorchOptions,
+    VecISA,
+    cache_dir,
+    default_cache_dir,
+    get_compiler_version_info,
+    get_cpp_compiler,
+    get_interface_for_device,
+    header_to_precompile,
+    is_gcc,
+    pick_vec_isa,
+    precompile_header,
+    supported_vec_isa_list,
+    torch_key,
+    valid_vec_isa_list,
+    x86_isa_checker,
+)
+from zerofx.torch_private.inductor_cpp import config as inductor_config
 
 Built = TypeVar("Built")
 
@@ -285,7 +285,7 @@ def _precompile_headers(kind: VecISA, cache: DiskCache) -> None:
     Inductor runs the preprocessor to see whether that has been done. Where ``cache`` has the path of what was made, and
     it is still there, that is left to the first kernel that is built: a second start of a program builds none.
     """
-    header = CppPythonBindingsCodeCache._get_uncompiled_header("cpu")
+    header = header_to_precompile()
     if header is None or not inductor_config.cpp_cache_precompile_headers:
         return
     command: dict[str, Any] = {
@@ -300,4 +300,4 @@ def _precompile_headers(kind: VecISA, cache: DiskCache) -> None:
     key = key_of("headers", [header, line, get_compiler_version_info(get_cpp_compiler())])
     made = cache.read(key)
     if made is None or not any(Path(made + suffix).is_file() for suffix in _PRECOMPILED):
-        cache.write(key, _precompile_header(header, line, min_optimize=False, **command))
+        cache.write(key, precompile_header(header, line, min_optimize=False, **command))

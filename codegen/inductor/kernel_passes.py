@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch._inductor.codegen.wrapper import can_match_buffer_size
-from torch._inductor.custom_graph_pass import CustomSchedulerPass
-from torch._inductor.dependencies import WeakDep
-from torch._inductor.ir import Layout, MutationLayoutSHOULDREMOVE
-from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode, SchedulerBuffer
 
 from zerofx.scheduler.cost.overwriting import overwriting_order, overwritten
+from zerofx.torch_private.inductor_scheduler import (
+    BaseSchedulerNode,
+    CustomSchedulerPass,
+    FusedSchedulerNode,
+    SchedulerBuffer,
+    WeakDep,
+    can_match_buffer_size,
+    has_memory,
+)
 from zerofx.torch_private.operators import OpOverload
 
 
@@ -80,7 +84,7 @@ def _overwrite(kernel: FusedSchedulerNode) -> None:
     readers: dict[str, set[str]] = {}
     for value, buffer in kernel.scheduler.name_to_buf.items():
         users = {user.node.get_name() for user in buffer.users}
-        if value in made or not users or not users <= loops.keys() or not _has_memory(buffer):
+        if value in made or not users or not users <= loops.keys() or not has_memory(buffer):
             continue
         if all(_fits(loops[one], buffer) for one in users):
             readers[value] = users
@@ -95,11 +99,5 @@ def _overwrite(kernel: FusedSchedulerNode) -> None:
 
 def _fits(loop: BaseSchedulerNode, read: SchedulerBuffer) -> bool:
     """Whether a result of ``loop`` takes the memory of what it reads."""
-    results = (result.node for result in loop.get_outputs() if _has_memory(result))
+    results = (result.node for result in loop.get_outputs() if has_memory(result))
     return any(can_match_buffer_size(read.node, result) for result in results)
-
-
-def _has_memory(buffer: SchedulerBuffer) -> bool:
-    """Whether it is no other buffer that was written into, and no tuple."""
-    layout = buffer.node.get_output_spec()
-    return isinstance(layout, Layout) and not isinstance(layout, MutationLayoutSHOULDREMOVE)

@@ -23,11 +23,20 @@ from torch import Tensor, fx
 from zerofx.ir.aliasing import tensors_in
 from zerofx.scheduler.cost.cpu.workspace import workspace_bytes
 from zerofx.scheduler.cost.liveness import MemoryEvent
+from zerofx.torch_private.inductor_wrapper import (
+    DEVICE,
+    EMPTY,
+    NUMBERS,
+    SAME_MEMORY,
+    VIEW,
+    WRITING_METHODS,
+    Wrapper,
+    is_guard,
+    operator_called,
+    unknown_statement,
+)
 from zerofx.torch_private.operators import OpOverload, schema_of
 from zerofx.torch_private.tensors import memory_of
-
-_EMPTY = "empty_strided_"  # and the device
-_SAME_MEMORY = "copy_if_misaligned"  # what it is given, for inputs that begin where kernels for CUDA expect it
 
 
 def memory_record(
@@ -40,16 +49,19 @@ def memory_record(
         inputs: fake values of what the wrapper is called with.
         owners: for each of them, the number of the region's input whose storage it is in.
         fake_mode: what fake tensors are made in.
+
+    Raises:
+        InternalError: there is a statement that may take memory for all that is known of it.
     """
-    call = next(n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == "call")
     with fake_mode:
-        return _Record(inputs, owners).run(call)
+        return _Record(Wrapper.of(source), inputs, owners).run()
 
 
 class _Record:
     """The names that hold memory at one statement of the wrapper, and all that has happened before it."""
 
-    def __init__(self, inputs: Sequence[Any], owners: Sequence[int]) -> None:
+    def __init__(self, wrapper: Wrapper, inputs: Sequence[Any], owners: Sequence[int]) -> None:
+        self._wrapper = wrapper
         self._given = list(inputs)
         self._events: list[MemoryEvent] = []
         self._values: dict[str, Any] = {}
@@ -58,26 +70,28 @@ class _Record:
         self._owner = {memory_of(i): owner for i, owner in zip(inputs, owners, strict=True) if isinstance(i, Tensor)}
         self._views = Counter(self._owner.values())  # storages of inputs that are still held, by region input
 
-    def run(self, call: ast.FunctionDef) -> tuple[MemoryEvent, ...]:
-        self._block(call.body)
+    def run(self) -> tuple[MemoryEvent, ...]:
+        self._block(self._wrapper.body)
         return tuple(self._events)
 
     def _block(self, body: Sequence[ast.stmt]) -> None:
         for statement in body:
-            if isinstance(statement, ast.With):  # a device guard
-                self._block(statement.body)
-            elif isinstance(statement, ast.Delete):
-                for target in statement.targets:
-                    if isinstance(target, ast.Name):
-                        self._drop(target.id)
-            elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple):
-                names = [name.id for name in statement.targets[0].elts if isinstance(name, ast.Name)]
-                if _is_name(statement.value, "args"):
-                    self._bind(dict(zip(names, self._given, strict=True)))
-            elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-                self._bind({statement.targets[0].id: self._evaluate(statement.value)})
-            elif isinstance(statement, ast.Expr):
-                self._evaluate(statement.value)
+            match statement:
+                case ast.With() if is_guard(statement):
+                    self._block(statement.body)
+                case ast.Delete():
+                    for target in statement.targets:
+                        self._drop(target)
+                case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")):
+                    self._bind(dict(zip(map(ast.unparse, names), self._given, strict=True)))
+                case ast.Assign(targets=[ast.Name(id=name)]):
+                    self._bind({name: self._evaluate(statement.value)})
+                case ast.Expr():
+                    self._evaluate(statement.value)
+                case ast.Return():
+                    return
+                case _:
+                    raise unknown_statement(statement)
 
     def _bind(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -87,8 +101,10 @@ class _Record:
             self._values[name] = value
             self._release(before)
 
-    def _drop(self, name: str) -> None:
-        self._release(self._values.pop(name, None))
+    def _drop(self, target: ast.expr) -> None:
+        if not isinstance(target, ast.Name) or target.id not in self._values:
+            raise unknown_statement(target)
+        self._release(self._values.pop(target.id))
 
     def _hold(self, tensor: Tensor) -> None:
         key = memory_of(tensor)
@@ -112,12 +128,14 @@ class _Record:
                     self._events.append(MemoryEvent(freed=owner))
 
     def _evaluate(self, expression: ast.expr) -> Any:
-        """The fake value of an expression; None for what holds no memory, such as a stream or a generated kernel."""
+        """The fake value of an expression; None for what holds no memory, such as a stream or a generated kernel's."""
         match expression:
             case ast.Constant():
                 return expression.value
-            case ast.Name():
-                return self._values.get(expression.id)
+            case ast.Name(id=name) if name in self._values:
+                return self._values[name]
+            case ast.Name(id=name) if name in NUMBERS:
+                return NUMBERS[name]
             case ast.UnaryOp(op=ast.USub()):
                 return -self._evaluate(expression.operand)
             case ast.List() | ast.Tuple():
@@ -127,49 +145,48 @@ class _Record:
                 return self._evaluate(expression.value)[self._evaluate(expression.slice)]
             case ast.Attribute() if ast.unparse(expression).startswith("torch."):
                 return operator.attrgetter(ast.unparse(expression).removeprefix("torch."))(torch)
-            case ast.Call():
+            case ast.Call() if not self._wrapper.takes_nothing(expression):
                 return self._call(expression)
-        return None
+            case ast.Call():
+                return None
+        raise unknown_statement(expression)
 
     def _call(self, call: ast.Call) -> Any:
         name = ast.unparse(call.func)
-        if name == _SAME_MEMORY:
-            return self._evaluate(call.args[0])
-        target = _operator(name)
-        if not name.startswith(_EMPTY) and name != "reinterpret_tensor" and target is None:
-            return None
+        target = operator_called(name)
+        if target is None and isinstance(call.func, ast.Attribute):
+            return self._method(call, call.func)
         args = [self._evaluate(argument) for argument in call.args]
-        if name.startswith(_EMPTY):
-            size, stride, dtype = args
-            return torch.empty_strided(size, stride, dtype=dtype, device=name.removeprefix(_EMPTY).split("_")[0])
-        if target is None:
-            return torch.as_strided(*args)
         keywords = {keyword.arg: self._evaluate(keyword.value) for keyword in call.keywords if keyword.arg}
+        if target is not None:
+            return self._operator(target, args, keywords)
+        if name == SAME_MEMORY:
+            return args[0]
+        if name == VIEW:
+            return torch.as_strided(*args)
+        if name == DEVICE:
+            return torch.device(*args, **keywords)
+        if name.startswith(EMPTY):
+            size, stride, dtype = args
+            return torch.empty_strided(size, stride, dtype=dtype, device=name.removeprefix(EMPTY).split("_")[0])
+        raise unknown_statement(call)
+
+    def _method(self, call: ast.Call, function: ast.Attribute) -> Any:
+        """A method of a tensor: a view, or one that writes into it."""
+        if function.attr == "as_strided":
+            return torch.as_strided(self._evaluate(function.value), *map(self._evaluate, call.args))
+        if function.attr in WRITING_METHODS and isinstance(self._evaluate(function.value), Tensor):
+            return None
+        raise unknown_statement(call)
+
+    def _operator(self, target: OpOverload, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         is_written = keywords.pop("out", None) is not None  # where the caller has memory for it
         node = _node(target, *_ordered(target, args, keywords))
-        scratch = workspace_bytes(node)
-        if is_written:
-            self._events += [MemoryEvent(scratch), MemoryEvent(-scratch)] if scratch else []
-            return None
-        if scratch:
-            outputs = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(node.meta["val"]))
-            self._events += [MemoryEvent(outputs + scratch), MemoryEvent(-outputs - scratch)]
-        return node.meta["val"]
-
-
-def _is_name(expression: ast.expr, name: str) -> bool:
-    return isinstance(expression, ast.Name) and expression.id == name
-
-
-def _operator(name: str) -> OpOverload | None:
-    """The operator that the wrapper calls by ``name``: ``torch.ops.aten.x.default``, or ``extern_kernels.x``."""
-    space, _, rest = name.partition(".")
-    found: Any = None
-    if space == "torch" and rest.startswith("ops."):
-        found = operator.attrgetter(rest)(torch)
-    elif space == "extern_kernels":
-        found = getattr(getattr(torch.ops.aten, rest, None), "default", None)
-    return found if isinstance(found, OpOverload) else None
+        made = [tensor for tensor in tensors_in(node.meta["val"]) if not self._names[memory_of(tensor)]]
+        num_bytes = 0 if is_written else sum(tensor.untyped_storage().nbytes() for tensor in made)
+        if scratch := workspace_bytes(node):
+            self._events += [MemoryEvent(num_bytes + scratch), MemoryEvent(-num_bytes - scratch)]
+        return None if is_written else node.meta["val"]
 
 
 def _ordered(

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.utils import _pytree as pytree
 
 __all__ = [
     "Argument",
     "OpOverload",
+    "OpOverloadPacket",
     "Schema",
     "call_one_by_one",
     "has_autograd_function",

@@ -133,7 +133,7 @@ def test_headers_that_are_there_are_not_asked_for_again(tmp_path: Path, monkeypa
         Path(f"{made}.gch").touch()
         return str(made)
 
-    monkeypatch.setattr(inductor_cpp, "_precompile_header", precompile)
+    monkeypatch.setattr(inductor_cpp, "precompile_header", precompile)
     kind, cache = pick_vec_isa(), DiskCache(tmp_path / "cache")
     for _ in range(2):
         inductor_cpp._precompile_headers(kind, cache)

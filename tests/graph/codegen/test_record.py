@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
 from zerofx.codegen.inductor.memory_record import memory_record
+from zerofx.errors import InternalError
 from zerofx.scheduler.cost.liveness import MemoryEvent
+
+KERNELS = """
+cpp_fused_0 = async_compile.cpp_pybinding(['const float*', 'float*'], '')
+triton_fused_0 = async_compile.triton('triton_fused_0', '', device_str='cuda')
+"""
 
 
 def record(body: str, inputs: list[tuple[int, ...]], owners: list[int]) -> list[tuple[int, int | None]]:
@@ -17,7 +24,7 @@ def record(body: str, inputs: list[tuple[int, ...]], owners: list[int]) -> list[
     mode = FakeTensorMode()
     with mode:
         given: list[Any] = [torch.empty(shape) for shape in inputs]
-    source = f"class Runner:\n    def call(self, args):\n{lines}\n"
+    source = f"{KERNELS}class Runner:\n    def call(self, args):\n{lines}\n"
     events: tuple[MemoryEvent, ...] = memory_record(source, given, owners, mode)
     return [(event.num_bytes, event.freed) for event in events]
 
@@ -115,3 +122,64 @@ with torch.cuda._DeviceGuard(0):
 return (buf0, )
 """
     assert record(body, [(2, 4), (2, 4)], [0, 1]) == [(64, None), (0, 0), (0, 1)]
+
+
+def test_an_operator_that_writes_into_what_it_is_given_holds_its_workspace() -> None:
+    body = """
+x, values = args
+args.clear()
+buf0 = empty_strided_cpu((64, 32), (32, 1), torch.int64)
+aten.scatter_reduce_.two(x, 0, buf0, values, reduce='mean', include_self=True)
+return (x, )
+"""
+    made, taken, back = (num_bytes for num_bytes, _ in record(body, [(64, 32), (64, 32)], [0, 1]))
+    assert made == 64 * 32 * 8
+    assert taken == -back >= 2 * 64 * 32 * 4  # how many of each there are, twice
+
+
+def test_views_of_allocations_and_methods_that_write_take_nothing_more() -> None:
+    body = """
+x, = args
+args.clear()
+buf0 = empty_strided_cpu((4, 16), (16, 1), torch.float32).as_strided((4, 12), (16, 1))
+buf0.copy_(x, False)
+buf1 = aten.view.dtype(buf0, torch.int32)
+del buf0
+buf2 = empty_strided_cpu((8, ), (1, ), torch.uint8)
+buf2.zero_()
+buf3 = torch.ops.aten.full.default([2], -inf, dtype=torch.float32, device=device(type='cpu'), pin_memory=False)
+extern_kernels.bias_addmm(x, x, x, alpha=1, beta=1, out=x)
+return (buf1, )
+"""
+    assert record(body, [(4, 12)], [0]) == [(256, None), (8, None), (8, None)]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "buf0 = a_new_way_to_allocate((4, 8), (8, 1), torch.float32)",
+        "buf0 = alloc_from_pool(x, 0, torch.float32, (4,), (1,))",
+        "buf0 = torch.empty_like(x)",
+        "buf0 = x.clone()",
+        "buf0 = x if True else x",
+        "buf0, buf1 = torch.ops.aten.max.dim(x, 1)",
+        "buf0 = buf1 = x",
+        "buf0: object = x",
+        "cpp_fused_1(x)",
+        "triton_fused_1.run(x, 2, stream=0)",
+        "extern_kernels.a_new_kernel(x, out=x)",
+        "extern_kernels.bias_addmm(x, x, x)",
+        "self.partitions[0]([x])",
+        "del buf7",
+        "with torch.cuda.stream(0): pass",
+        "if True: pass",
+        "for one in (x,): pass",
+        "assert not x.isnan().any().item()",
+    ],
+)
+def test_a_statement_that_is_not_known_is_refused(statement: str) -> None:
+    """To skip it would give a peak that is too low."""
+    with pytest.raises(InternalError, match=rf"(?s)found `.*` with torch {torch.__version__[:4]}") as raised:
+        record(f"x, = args\nargs.clear()\n{statement}", [(4, 8)], [0])
+    named = str(raised.value).split("`")[1]
+    assert named.splitlines()[0] in statement

@@ -1,0 +1,77 @@
+"""Inductor's compiler of graphs: how it is called, and what it is set to meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomSchedulerPass
+from torch._inductor.decomposition import select_decomp_table as decompositions
+
+from zerofx.torch_private.capture import FakeTensorMode
+
+__all__ = ["compile_graph", "decompositions", "set_up", "shape_aware_mode", "source_of"]
+
+
+def shape_aware_mode() -> FakeTensorMode:
+    """A fake mode for a region: Inductor caches on disk only what has a shape environment, be it an empty one."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def compile_graph(graph: fx.GraphModule, examples: Sequence[Any], mode: FakeTensorMode) -> Any:
+    """What calls ``graph``, compiled for inputs like ``examples``, of ``mode``, with a list that it empties."""
+    # Strides of results are those asked for, of each of them.
+    output = graph.graph.output_node()
+    results = output.args[0]
+    assert isinstance(results, list | tuple)
+    output.meta["user_visible_output_idxs"] = list(range(len(results)))
+    with tracing(TracingContext(mode)):
+        return compile_fx_inner(graph, examples)
+
+
+def source_of(compiled: Any) -> str:
+    """The file that Inductor generated for what ``compile_graph`` gave."""
+    source: str = compiled.source_code
+    return source
+
+
+@contextlib.contextmanager
+def set_up(before_fusion: CustomSchedulerPass, after_fusion: CustomSchedulerPass) -> Iterator[None]:
+    """What regions are traced and compiled with; the passes are over Inductor's kernels.
+
+    Strides are checked: what a kernel of ATen lays out otherwise than its fake tensor says would be misread without a
+    word. Where memory begins is ours to see to. Random numbers are ATen's, as in eager mode: those of Inductor need a
+    pass over graphs that a region does not go through. A kernel's order of summation is not chosen by timing.
+
+    torch is to be deterministic meanwhile: several threads of Inductor's loops add to one place in whatever order they
+    come. Sums by index are ATen's kernels then, as in eager mode, and have one order wherever it has.
+    """
+    options = {
+        "size_asserts": True,
+        "alignment_asserts": False,
+        "nan_asserts": False,
+        "fallback_random": True,
+        "deterministic": True,
+        "_pre_fusion_custom_pass": before_fusion,
+        "_post_fusion_custom_pass": after_fusion,
+    }
+    enabled = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False
+    try:
+        with config.patch(options):
+            yield
+    finally:
+        settings.fill_uninitialized_memory = fills
+        torch._C._set_deterministic_algorithms(enabled, warn_only=only_warns)

@@ -1,0 +1,32 @@
+"""Inductor's C++ compiler: its settings, its cache, and what it finds out before it builds anything."""
+
+from __future__ import annotations
+
+from torch._dynamo.device_interface import get_interface_for_device as get_interface_for_device
+from torch._inductor import codecache
+from torch._inductor import config as config
+from torch._inductor.codecache import CacheBase as CacheBase
+from torch._inductor.codecache import CppPythonBindingsCodeCache as CppPythonBindingsCodeCache
+from torch._inductor.codecache import torch_key as torch_key
+from torch._inductor.cpp_builder import CppBuilder as CppBuilder
+from torch._inductor.cpp_builder import CppTorchDeviceOptions as CppTorchDeviceOptions
+from torch._inductor.cpp_builder import CppTorchOptions as CppTorchOptions
+from torch._inductor.cpp_builder import get_compiler_version_info as get_compiler_version_info
+from torch._inductor.cpp_builder import get_cpp_compiler as get_cpp_compiler
+from torch._inductor.cpp_builder import is_gcc as is_gcc
+from torch._inductor.cpu_vec_isa import VecISA as VecISA
+from torch._inductor.cpu_vec_isa import pick_vec_isa as pick_vec_isa
+from torch._inductor.cpu_vec_isa import supported_vec_isa_list as supported_vec_isa_list
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list as valid_vec_isa_list
+from torch._inductor.cpu_vec_isa import x86_isa_checker as x86_isa_checker
+from torch._inductor.runtime.cache_dir_utils import cache_dir as cache_dir
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir as default_cache_dir
+
+precompile_header = codecache._precompile_header
+"""Builds a header once for all kernels, and gives its path; the first kernel does it where nobody has before."""
+
+
+def header_to_precompile() -> str | None:
+    """The header that generated code for CPUs begins with; None where there is none."""
+    header: str | None = CppPythonBindingsCodeCache._get_uncompiled_header("cpu")
+    return header

@@ -1,0 +1,17 @@
+"""Inductor's scheduler, as passes over its kernels see it."""
+
+from __future__ import annotations
+
+from torch._inductor.codegen.wrapper import can_match_buffer_size as can_match_buffer_size
+from torch._inductor.custom_graph_pass import CustomSchedulerPass as CustomSchedulerPass
+from torch._inductor.dependencies import WeakDep as WeakDep
+from torch._inductor.ir import Layout, MutationLayoutSHOULDREMOVE
+from torch._inductor.scheduler import BaseSchedulerNode as BaseSchedulerNode
+from torch._inductor.scheduler import FusedSchedulerNode as FusedSchedulerNode
+from torch._inductor.scheduler import SchedulerBuffer as SchedulerBuffer
+
+
+def has_memory(buffer: SchedulerBuffer) -> bool:
+    """Whether it is no other buffer that was written into, and no tuple."""
+    layout = buffer.node.get_output_spec()
+    return isinstance(layout, Layout) and not isinstance(layout, MutationLayoutSHOULDREMOVE)

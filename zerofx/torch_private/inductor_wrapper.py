@@ -1,0 +1,102 @@
+"""The words of the Python file that Inductor generates: straight-line code that allocates, runs kernels, deletes names.
+
+They are torch 2.13's. Who reads such a file raises ``unknown_statement`` for all others: to skip what may allocate
+would give a peak that is too low.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerofx.errors import InternalError
+from zerofx.torch_private.operators import OpOverload, OpOverloadPacket
+
+EMPTY = "empty_strided_"
+"""What allocates begins with this, and the device's type; it is given size, stride and dtype."""
+
+VIEW = "reinterpret_tensor"
+"""A view, by tensor, size, stride and offset."""
+
+SAME_MEMORY = "copy_if_misaligned"
+"""Gives what it is given, where that begins as kernels for CUDA expect it."""
+
+DEVICE = "device"
+"""Gives a device, by its type and index."""
+
+WRITING_METHODS = frozenset({"copy_", "zero_"})
+"""Methods of tensors that write into them."""
+
+NUMBERS = {"inf": math.inf, "nan": math.nan}
+"""Names for numbers that Python has no words for."""
+
+_TAKING_NOTHING = frozenset({
+    "args.clear", "assert_size_stride", "assert_alignment", "get_raw_stream", "torch.cuda.set_device",
+})  # fmt: skip
+_GUARDS = frozenset({"torch.cuda._DeviceGuard"})
+# Kernels that are no operators of ATen's, or of others, and write into what is given as ``out``: they are made of two.
+_WRITING_KERNELS = frozenset({"extern_kernels.bias_addmm", "extern_kernels._mm_plus_mm"})
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """What a generated file runs: the body of its function, and the names of kernels that it has built."""
+
+    body: tuple[ast.stmt, ...]
+    kernels: frozenset[str]
+
+    @staticmethod
+    def of(source: str) -> Wrapper:
+        """Read a generated file."""
+        tree = ast.parse(source)
+        (call,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "call")
+        kernels = {
+            ast.unparse(statement.targets[0])
+            for statement in tree.body
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.value).startswith("async_compile.")
+        }
+        return Wrapper(tuple(call.body), frozenset(kernels))
+
+    def takes_nothing(self, call: ast.Call) -> bool:
+        """Whether a call allocates nothing and gives nothing that holds memory."""
+        name = ast.unparse(call.func)
+        is_writing = name in _WRITING_KERNELS and any(keyword.arg == "out" for keyword in call.keywords)
+        return name in _TAKING_NOTHING or name.removesuffix(".run") in self.kernels or is_writing
+
+
+def is_guard(statement: ast.With) -> bool:
+    """Whether a block only says which device what is in it is for."""
+    return all(
+        isinstance(item.context_expr, ast.Call) and ast.unparse(item.context_expr.func) in _GUARDS
+        for item in statement.items
+    )
+
+
+def operator_called(name: str) -> OpOverload[..., Any] | None:
+    """The operator of that name: ``torch.ops.aten.x.default``, ``aten.x_``, or ``extern_kernels.x``."""
+    space, _, rest = name.partition(".")
+    if space == "torch" and rest.startswith("ops."):
+        path = rest.removeprefix("ops.")
+    elif space in ("aten", "extern_kernels"):
+        path = f"aten.{rest}"
+    else:
+        return None
+    found: Any = torch.ops
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, OpOverloadPacket):
+        found = getattr(found, "default", None)
+    return found if isinstance(found, OpOverload) else None
+
+
+def unknown_statement(statement: ast.AST) -> InternalError:
+    """The error for a statement that nobody has read the meaning of."""
+    return InternalError(
+        f"expected Inductor to write the statements that torch 2.13 has for allocating, running kernels and deleting, "
+        f"found `{ast.unparse(statement)}` with torch {torch.__version__}: what it allocates is not known, and a peak "
+        f"would be too low. Use backend='eager', and please report it with this line"
+    )
