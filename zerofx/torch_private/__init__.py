@@ -1,1 +1,1 @@
-"""What is taken from torch's private modules outside capture and Inductor: one place to look at when torch changes."""
+"""What is private in torch, and all that uses it: one place to look at when torch changes."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 import torch
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
-from torch._prims_common import suggest_memory_format as suggest_memory_format
+from torch._prims_common import suggest_memory_format as _suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+
+from zerofx.errors import InternalError
+from zerofx.torch_private.dispatch import without_modes, without_python_dispatcher
 
 Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
 
@@ -21,8 +25,42 @@ without_torch_function = torch._C._disabled_torch_function_impl
 
 def elementwise_order(*operands: torch.Tensor) -> list[int]:
     """The dimensions of what an elementwise kernel makes of operands of one shape, the outermost in memory first."""
+    _check_layouts()
+    return _elementwise_order(*operands)
+
+
+def suggest_memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """The memory format that kernels for images take a tensor to be in."""
+    _check_layouts()
+    return _suggest_memory_format(tensor)
+
+
+def _elementwise_order(*operands: torch.Tensor) -> list[int]:
     order: list[int] = compute_elementwise_output_logical_to_physical_perm(*operands)[0]
     return order
+
+
+@functools.cache
+def _check_layouts() -> None:
+    """Compare the two with what kernels make, once in a process: where they differ, strides are misread without a word.
+
+    Raises:
+        InternalError: they differ.
+    """
+    with without_modes(), without_python_dispatcher(), torch._C.DisableTorchFunction(), torch.no_grad():
+        one = torch.empty_strided((2, 3, 4), (1, 8, 2), device="cpu")
+        others = (torch.empty((2, 3, 4), device="cpu"), torch.empty((2, 3, 1), device="cpu").expand(2, 3, 4))
+        pairs = [(one, other) for other in others] + [(other, one) for other in others]
+        agree = [(first + second).permute(_elementwise_order(first, second)).is_contiguous() for first, second in pairs]
+        for layout in (torch.contiguous_format, torch.channels_last):
+            image = torch.empty((2, 3, 4, 4), device="cpu", memory_format=layout)
+            pooled = torch.nn.functional.max_pool2d(image, 2)
+            agree += [_suggest_memory_format(image) is layout, pooled.is_contiguous(memory_format=layout)]
+    if not all(agree):
+        raise InternalError(
+            f"expected torch's kernels to lay results out as torch's Python says, which they do in torch 2.13, found "
+            f"other strides with torch {torch.__version__}: a step would misread what they give. Please report it"
+        )
 
 
 def is_traced(value: object) -> bool:

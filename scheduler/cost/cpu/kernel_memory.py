@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zerofx.errors import InternalError
 from zerofx.ir.aliasing import tensors_in
 from zerofx.scheduler.cost.cpu.calls import Call, KernelMemory, Like, call_of, chosen_by, is_cubic
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
@@ -123,6 +124,8 @@ def _records(calls: Sequence[Call]) -> dict[Call, KernelMemory | None]:
             peak = CpuPeak()
             with peak:
                 sizes = [_run(call, arguments, peak) for call, arguments in ready]
+        except InternalError:
+            raise
         except (MemoryError, RuntimeError) as error:  # no memory, or the profiler's own
             raise _NotYetError from error
     found: dict[Call, KernelMemory | None] = dict.fromkeys(calls)

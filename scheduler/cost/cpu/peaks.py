@@ -14,9 +14,9 @@ import torch
 from torch.profiler import record_function
 
 from zerofx.errors import UsageError
-from zerofx.torch_private.profiler import ON_CPU, is_profiling
+from zerofx.torch_private.profiler import allocations, is_profiling, probe, spans
 
-_MEMORY, _PART = "[memory]", "zerofx part"  # names of events
+_PART = "zerofx part"  # the name of an event
 
 
 class CpuPeak:
@@ -24,6 +24,7 @@ class CpuPeak:
     of each block of ``part()`` inside, counted from the begin of that.
 
     There can be one profiler at a time: while another runs this raises ``UsageError``; none may start inside.
+    Leaving it raises ``InternalError`` where the profiler records nothing of what is allocated.
     Python's collector rests meanwhile: garbage that it frees, of an earlier block, would be counted as memory returned.
     """
 
@@ -45,6 +46,7 @@ class CpuPeak:
         )
         with _quiet():
             self._profiler.__enter__()
+        probe()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -52,14 +54,9 @@ class CpuPeak:
             self._profiler.__exit__(None, None, None)
         if self._collects:
             gc.enable()
-        inner = self._profiler.profiler
-        assert inner is not None and inner.kineto_results is not None
-        found = [e for e in inner.kineto_results.events() if e.name() in (_MEMORY, _PART) and e.device_type() == ON_CPU]
-        events = sorted((e for e in found if e.name() == _MEMORY), key=lambda event: event.start_ns())
-        changes = [(e.start_ns(), e.nbytes()) for e in events]  # type: ignore[attr-defined]  # torch's stubs lack it
+        changes = allocations(self._profiler)
         self.num_bytes = _most(change for _, change in changes)
-        for part in sorted((e for e in found if e.name() == _PART), key=lambda event: event.start_ns()):
-            begin, end = part.start_ns(), part.start_ns() + part.duration_ns()
+        for begin, end in spans(self._profiler, _PART):
             self.parts.append(_most(change for at, change in changes if begin <= at <= end))
 
 
