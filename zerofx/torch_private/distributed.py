@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -36,3 +38,18 @@ def name_of_reduction(operation: Any) -> str:
     """``"sum"`` or the like, for the reduction that an operator of c10d is given."""
     name: str = dist.ReduceOp.RedOpType(int(operation.op())).name
     return name.lower()
+
+
+@contextlib.contextmanager
+def gathering_by(function: type) -> Iterator[None]:
+    """While open, ``torch.distributed.nn`` gathers by ``function.apply(group, tensor)``, and while compiling too."""
+    from torch.distributed.nn import functional  # not needed where nothing is traced
+
+    names = vars(functional)
+    instead: dict[str, Any] = {"_AllGather": function, "_not_supported_under_compile": lambda *_, **__: None}
+    before = {name: names[name] for name in instead if name in names}
+    names.update({name: instead[name] for name in before})
+    try:
+        yield
+    finally:
+        names.update(before)

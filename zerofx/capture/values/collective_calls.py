@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.nn import functional as with_gradients
 
 from zerofx.capture.blame import user_line
 from zerofx.errors import CaptureError
 from zerofx.torch_private.dispatch import TorchDispatchMode
-from zerofx.torch_private.distributed import boxed_work, name_of_reduction, unboxed_group
+from zerofx.torch_private.distributed import boxed_work, gathering_by, name_of_reduction, unboxed_group
 from zerofx.torch_private.operators import OpOverload, schema_of
 
 
@@ -82,15 +81,8 @@ class _AllGather:
 @contextlib.contextmanager
 def traceable_collectives() -> Iterator[None]:
     """While open, collectives in what is traced become nodes of its graph."""
-    names = vars(with_gradients)
-    instead: dict[str, Any] = {"_AllGather": _AllGather, "_not_supported_under_compile": lambda *_, **__: None}
-    before = {name: names[name] for name in instead if name in names}
-    names.update({name: instead[name] for name in before})
-    try:
-        with FunctionalCollectives():  # type: ignore[no-untyped-call]  # torch's
-            yield
-    finally:
-        names.update(before)
+    with gathering_by(_AllGather), FunctionalCollectives():  # type: ignore[no-untyped-call]  # torch's
+        yield
 
 
 _collectives = torch.ops._c10d_functional
