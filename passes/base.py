@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.rewrite import Rewrite
 from zerofx.ir.text import target_name
 from zerofx.scheduler.plan.plan import Plan
 
-
-class Pass(Protocol):
-    """A frozen dataclass whose fields are its options. ``run`` edits the graph in place, as the plan says.
-
-    A pass gets a valid graph and leaves a valid one. Verifying, timing and reporting are the pipeline's.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    def run(self, step: StepGraph, plan: Plan) -> None: ...
+# ``run(step)`` edits a captured graph before there is a plan; its decisions are its fields.
+Preparation: TypeAlias = Rewrite[[StepGraph]]
+# ``run(step, plan)`` edits the graph as the plan says. Verifying, timing and reporting are the pipeline's.
+Pass: TypeAlias = Rewrite[[StepGraph, Plan]]
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+from zerofx.capture.by_layer.by_layer import Stamp
+from zerofx.capture.normalise.phase import NORMALISATIONS
 from zerofx.codegen.kernels.table import check_kernels
 from zerofx.errors import UsageError, working
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
-from zerofx.passes.base import Pass, PassReport, op_counts
+from zerofx.passes.base import Pass, PassReport, Preparation, op_counts
 from zerofx.passes.buffers import Buffers
 from zerofx.passes.clip import Clip
 from zerofx.passes.direct import Direct
@@ -24,6 +27,9 @@ from zerofx.passes.in_place import InPlace
 from zerofx.passes.merge import Merge
 from zerofx.passes.offload import Offload
 from zerofx.passes.prefetch import Prefetch
+from zerofx.passes.prepare.accumulate import Accumulate
+from zerofx.passes.prepare.simplify import Simplify
+from zerofx.passes.prepare.slice import Slice
 from zerofx.passes.recompute import Recompute
 from zerofx.passes.reduce import Reduce
 from zerofx.passes.shard import Shard
@@ -33,37 +39,118 @@ from zerofx.passes.verify import verify
 from zerofx.passes.wire.gathers import QuantiseGathers
 from zerofx.passes.wire.reductions import QuantiseReductions
 from zerofx.scheduler.cost.liveness import liveness
+from zerofx.scheduler.plan.decisions import SliceDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
 from zerofx.units import format_bytes, format_seconds
 
-_OPTIONAL = frozenset({"prefetch", "in_place"})
+
+@dataclass(frozen=True)
+class Listed:
+    """A rewrite in the list: its class, and what this page knows of it.
+
+    ``decisions`` are those of a plan that it carries out: fields of ``Plan``, with the fields of each decision there
+    (none: the field itself). Every decision is carried out by one rewrite. ``when``: for which plans, and whether for
+    guarded steps, it is run at all; others leave it nothing to do. ``optional``: ``ZEROFX_DISABLE`` may name it.
+    """
+
+    kind: type[Any]
+    decisions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    when: Callable[[Plan, bool], object] = lambda plan, guarded: True
+    optional: bool = False
+
+    @property
+    def name(self) -> str:
+        """What texts call it."""
+        found: str = self.kind.name
+        return found
+
+    @property
+    def about(self) -> str:
+        """The first line of its documentation."""
+        return (self.kind.__doc__ or "").partition("\n")[0]
+
+    def made(self, **given: object) -> Any:
+        """The rewrite, with those of ``given`` that it has fields for."""
+        return self.kind(**{one.name: given[one.name] for one in fields(self.kind) if one.name in given})
+
+
+# A traced joint graph, which they make a step's; then, where layers repeat, those that were not traced.
+CAPTURE = (*(Listed(type(one)) for one in NORMALISATIONS), Listed(Stamp, optional=True))
+
+# A captured graph, before there is a plan.
+PREPARE = (
+    Listed(Simplify, optional=True),  # nodes that only autograd needed
+    Listed(Slice, {"slices": ("parameter", "num_slices")}),  # huge parameters a slice at a time
+    Listed(Accumulate, {"num_micro_batches": ()}),  # micro-batches one after the other
+)
+
+# The prepared graph, as a plan says.
+PLAN = (
+    Listed(Tile, {"tiles": ("value", "num_tiles", "over")}),  # output layer and loss a few rows at a time
+    # What is outside layers in pieces that are decided about one by one.
+    Listed(
+        Divide,
+        {"pieces": ("name", "first", "last", "back_first", "back_last", "values")},
+        lambda plan, _: plan.pieces,
+    ),
+    # Activations that are not kept, computed again in backward.
+    Listed(Recompute, {"recomputes": ("value",), "extra_keeps": ()}),
+    # Activations that wait for backward in a slower tier.
+    Listed(Offload, {"offloads": ("value", "tier", "free_after", "reload_before")}),
+    Listed(Shard, {"parameters": ("bucket", "tier")}),  # parameters become views of flat buckets
+    # A gather before first use, a release after last.
+    Listed(Gather, {"gathers": ("bucket", "first", "last")}, lambda plan, _: plan.has_residencies),
+    # Gradients into flat buffers, reduced as soon as complete.
+    Listed(Reduce, {"reduces": ("bucket", "wait_after", "gathered_after")}),
+    Listed(Direct),  # products written straight into those buffers
+    # Gradients that wait for the next micro-batch elsewhere.
+    Listed(Gradients, {"gradients": ("bucket", "tier", "free_after", "reload_before")}, lambda plan, _: plan.gradients),
+    # The norm of all gradients, and a factor.
+    Listed(Clip, {"max_grad_norm": ()}, lambda plan, _: plan.max_grad_norm is not None),
+    # The optimizer, on each bucket as soon as it is reduced.
+    Listed(Update, {"states": ("bucket", "tier", "update", "reload", "read", "at_once", "delayed", "behind")}),
+    Listed(Buffers),  # mutated buffers written back
+    Listed(Prefetch, {"gathers": ("issue", "reload", "read")}, optional=True),  # gathers issued ahead of their use
+    # Several gathers as one collective.
+    Listed(Merge, {"gathers": ("merged",)}, lambda plan, _: any(gather.merged for gather in plan.gathers)),
+    # What is not sent exactly as it is: in few bits, or from second shards on each node.
+    Listed(QuantiseGathers, {"wires": ("bucket", "gather", "second_shard")}, lambda plan, _: plan.wires),
+    Listed(QuantiseReductions, {"wires": ("reduce", "hop_after")}, lambda plan, _: plan.wires),
+    Listed(GuardLoss, when=lambda _, guarded: guarded),  # no update where a loss is not finite, if that is asked for
+    # Gathers that ranks of one host need not copy.
+    Listed(InPlace, when=lambda plan, _: plan.gathers and plan.num_ranks > 1, optional=True),
+)
+
+
+def prepare(
+    step: StepGraph,
+    settings: Settings,
+    slices: tuple[SliceDecision, ...] = (),
+    num_micro_batches: int = 1,
+    divided: Collection[str] = (),
+    done: Collection[str] = (),
+) -> None:
+    """Run the preparations but those ``done`` on a captured graph, in place.
+
+    ``slices`` are parameters to take in slices, ``divided`` the batch tensors that micro-batches divide.
+
+    Raises:
+        PlanError: a parameter cannot be worked with in the slices that are asked for.
+    """
+    for listed in PREPARE:
+        if listed.name not in settings.disable and listed.name not in done:
+            one: Preparation = listed.made(
+                slices=slices, num_micro_batches=num_micro_batches, divided=frozenset(divided)
+            )
+            one.run(step)
 
 
 def passes(
     layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Plan, *, guarded: bool = False
 ) -> tuple[Pass, ...]:
-    """Every pass, in order; ``guarded`` as the step's graph is."""
-    return (
-        Tile(),  # output layer and loss a few rows at a time
-        *((Divide(),) if plan.pieces else ()),  # what is outside layers in pieces that are decided about one by one
-        Recompute(),  # activations that are not kept, computed again in backward
-        Offload(),  # activations that wait for backward in a slower tier
-        Shard(layout),  # parameters become views of flat buckets
-        *((Gather(layout),) if plan.has_residencies else ()),  # a gather before first use, a release after last
-        Reduce(layout),  # gradients into flat buffers, reduced as soon as complete
-        Direct(),  # products written straight into those buffers
-        *((Gradients(layout),) if plan.gradients else ()),  # gradients that wait for the next micro-batch elsewhere
-        *((Clip(layout),) if plan.max_grad_norm is not None else ()),  # the norm of all gradients, and a factor
-        Update(layout, programs),  # the optimizer, on each bucket as soon as it is reduced
-        Buffers(),  # mutated buffers written back
-        Prefetch(),  # gathers issued ahead of their use
-        *((Merge(),) if any(gather.merged for gather in plan.gathers) else ()),  # several gathers as one collective
-        # what is not sent exactly as it is: in few bits, or from second shards on each node
-        *((QuantiseGathers(layout), QuantiseReductions(layout)) if plan.wires else ()),
-        *((GuardLoss(),) if guarded else ()),  # no update where a loss is not finite, if that is asked for
-        *((InPlace(),) if plan.gathers and plan.num_ranks > 1 else ()),  # gathers that ranks of one host need not copy
-    )
+    """The passes that have something to do for ``plan``, in order; ``guarded`` as the step's graph is."""
+    return tuple(one.made(layout=layout, programs=programs) for one in PLAN if one.when(plan, guarded))
 
 
 @dataclass(frozen=True)
@@ -85,7 +172,7 @@ def check_disabled(settings: Settings) -> None:
         UsageError: one of them is no pass that can be left out, or no kernel.
     """
     check_kernels(settings.kernels)
-    allowed = _OPTIONAL | {"simplify", "stamp"}
+    allowed = {one.name for one in (*CAPTURE, *PREPARE, *PLAN) if one.optional}
     unknown = settings.disable - allowed
     if unknown:
         raise UsageError(
@@ -151,7 +238,8 @@ def _run(one: Pass, step: StepGraph, plan: Plan) -> None:
     Raises:
         InternalError: it raised what it did not mean to; says how to leave it out, if that can be.
     """
-    remedy = f"Set ZEROFX_DISABLE={one.name}, which leaves it out" if one.name in _OPTIONAL else ""
+    optional = any(one.name == listed.name and listed.optional for listed in PLAN)
+    remedy = f"Set ZEROFX_DISABLE={one.name}, which leaves it out" if optional else ""
     with working(f"run the pass {one.name}", remedy, only_own=False):
         one.run(step, plan)
 

@@ -21,13 +21,25 @@ Does not handle: micro-batches of unequal size.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from zerofx.ir.facts import Role, origin, placeholder, set_placeholder, set_value, tensor
 from zerofx.ir.graph import StepGraph, insert_call
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """Run a step on micro-batches one after the other; ``divided`` names the batch tensors that are divided."""
+
+    num_micro_batches: int = 1
+    divided: frozenset[str] = frozenset()
+    name: str = "accumulate"
+
+    def run(self, step: StepGraph) -> None:
+        accumulate(step, self.num_micro_batches, self.divided)
 
 
 def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]) -> None:

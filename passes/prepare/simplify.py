@@ -12,6 +12,8 @@ Does not handle: anything that computes. Arithmetic is left exactly as it was ca
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import fx
 
@@ -25,6 +27,16 @@ _SCATTERS = frozenset({
     _aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default,
     _aten.as_strided_scatter.default,
 })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Simplify:
+    """Remove nodes that only autograd needed."""
+
+    name: str = "simplify"
+
+    def run(self, step: StepGraph) -> None:
+        simplify(step)
 
 
 def simplify(step: StepGraph) -> None:

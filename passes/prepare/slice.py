@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,17 @@ from zerofx.scheduler.analysis.slices import Sliceable, Use, Way, find_sliceable
 from zerofx.scheduler.plan.decisions import SliceDecision
 
 _aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Put the slices of ``slices`` in the place of whole parameters."""
+
+    slices: tuple[SliceDecision, ...] = ()
+    name: str = "slice"
+
+    def run(self, step: StepGraph) -> None:
+        slice_parameters(step, self.slices)
 
 
 def slice_parameters(step: StepGraph, decisions: Sequence[SliceDecision]) -> None:

@@ -8,15 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-from torch import fx, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.blame import running_line
-from zerofx.errors import InternalError
-from zerofx.ir.facts import Origin, Phase, origin, set_origin, set_source_line
-from zerofx.torch_private.annotations import annotated, annotations_of, keeping_annotations, running_annotation
-from zerofx.torch_private.capture import is_tangent
+from zerofx.torch_private.annotations import annotated, keeping_annotations, running_annotation
 
 LAYER_KEY = "zerofx_layer"
 LINE_KEY = "zerofx_line"
@@ -71,37 +67,3 @@ class SourceLines(TorchFunctionMode):
     ) -> Any:
         with annotated(LINE_KEY, running_line(inspect.currentframe())):
             return func(*args, **(kwargs or {}))
-
-
-def set_origins(graph: fx.Graph, *, has_layers: bool) -> None:
-    """Layer, phase and source line of every call, of a model that has layers or not.
-
-    Backward starts at the first node that depends on the tangent. A node without a layer of its own (the sum of two
-    gradients that flow into one tensor) belongs with its latest argument, whose arrival triggered it.
-
-    Raises:
-        InternalError: no node of the forward, or none of the backward, was told its layer.
-    """
-    are_told: dict[Phase, bool] = {}
-    phase = Phase.FORWARD
-    order: dict[fx.Node, int] = {}
-    for position, node in enumerate(graph.nodes):
-        order[node] = position
-        if node.op != "call_function":
-            continue
-        if any(map(is_tangent, node.all_input_nodes)):
-            phase = Phase.BACKWARD
-        annotations = annotations_of(node)
-        set_source_line(node, annotations.get(LINE_KEY, ""))
-        layer = annotations.get(LAYER_KEY)
-        are_told[phase] = are_told.get(phase, False) or layer is not None
-        if layer is None and node.all_input_nodes:
-            layer = origin(max(node.all_input_nodes, key=order.__getitem__)).layer
-        set_origin(node, Origin(layer or "", phase))
-    if has_layers and not all(are_told.values()):
-        phase = next(phase for phase, is_told in are_told.items() if not is_told)
-        raise InternalError(
-            f"expected torch to tell the nodes that it traces which layer made them, as torch 2.13 does, found none of "
-            f"the {phase.value} that knows with torch {torch.__version__}: all layers would be taken for one. Please "
-            f"report it"
-        )

@@ -6,6 +6,7 @@ the module it came from, in forward *and* backward. Nothing of the model is comp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 
 import torch
@@ -13,9 +14,11 @@ from torch import nn
 
 from zerofx.capture.blame import explain
 from zerofx.capture.compat.decompositions import decompositions
-from zerofx.capture.joint import to_step_graph
 from zerofx.capture.layer_annotations import SourceLines
+from zerofx.capture.layers import find_units
 from zerofx.capture.loss import Loss, Objective
+from zerofx.capture.normalise.joint import Joint, Normalisation
+from zerofx.capture.normalise.phase import NORMALISATIONS
 from zerofx.capture.outside import OutsideFoundError
 from zerofx.capture.traceable import traceable
 from zerofx.capture.values.watched_calls import CallWatcher
@@ -33,6 +36,7 @@ def capture(
     compute_dtype: torch.dtype | None = None,
     num_micro_batches: int = 1,
     strides: Strides = MappingProxyType({}),
+    rewrites: Sequence[Normalisation] = NORMALISATIONS,
 ) -> StepGraph:
     """Trace ``loss = model(*batch)`` and its backward.
 
@@ -44,6 +48,7 @@ def capture(
         compute_dtype: the dtype in which the graph reads floating-point parameters and batch tensors; None as they are.
         num_micro_batches: what the loss is divided by, where ``batch`` is one of several whose gradients are summed.
         strides: those of parameters whose tensors do not have them now, because their values are elsewhere.
+        rewrites: what makes a step's graph of what is traced, in order.
 
     Returns:
         A ``StepGraph`` whose placeholders are parameters, buffers and batch tensors, and whose outputs are the loss,
@@ -55,7 +60,7 @@ def capture(
     parameters = parameter_infos(model, compute_dtype, strides)
     objective = Objective.of(loss_fn)
     return objective.outside.traced(
-        lambda: _captured(model, batch, objective, compute_dtype, num_micro_batches, strides, parameters)
+        lambda: _captured(model, batch, objective, compute_dtype, num_micro_batches, strides, parameters, rewrites)
     )
 
 
@@ -67,6 +72,7 @@ def _captured(
     num_micro_batches: int,
     strides: Strides,
     parameters: tuple[ParameterInfo, ...],
+    rewrites: Sequence[Normalisation],
 ) -> StepGraph:
     """What ``capture`` gives.
 
@@ -92,4 +98,8 @@ def _captured(
             f"as a buffer"
         )
     with working("make a step graph of what was captured"):
-        return to_step_graph(joint, model, batch, parameters, device, watcher, lossy)
+        step = StepGraph(joint.graph, device, parameters, frozenset(find_units(model)))
+        traced = Joint(step, joint, model, batch, watcher, lossy)
+        for rewrite in rewrites:
+            rewrite.run(traced)
+        return step

@@ -17,9 +17,7 @@ from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch, micro_batch
 from zerofx.ir.graph import StepGraph, Strides
 from zerofx.options import STOPPING, CompileOptions
-from zerofx.passes.prepare.accumulate import accumulate
-from zerofx.passes.prepare.simplify import simplify
-from zerofx.passes.prepare.slice import slice_parameters
+from zerofx.pipeline import prepare
 from zerofx.scheduler.plan.decisions import SliceDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
@@ -111,8 +109,8 @@ class Captures:
             step = self._captured[num_micro_batches]
             if self.slices or num_micro_batches > 1:
                 step = step.clone()
-                slice_parameters(step, self.slices)
-                accumulate(step, num_micro_batches, self._divided(num_micro_batches))
+                divided = self._divided(num_micro_batches)
+                prepare(step, self._settings, self.slices, num_micro_batches, divided, done={"simplify"})
             step.guarded = self._options.on_nonfinite in STOPPING
             self._unrolled[num_micro_batches] = step
         return self._unrolled[num_micro_batches]
@@ -142,8 +140,7 @@ class Captures:
             check=self._settings.verify == 2, say=self._say, cache=DiskCache(self._settings.cache_dir),
             recorded=self._recorded.get(num),
         )  # fmt: skip
-        if "simplify" not in self._settings.disable:
-            simplify(step)
+        prepare(step, self._settings)
         return step
 
     def _say(self, text: str) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from zerofx.capture.layer_annotations import LAYER_KEY, set_origins
+from zerofx.capture.layer_annotations import LAYER_KEY
+from zerofx.capture.normalise.set_origins import set_origins
 from zerofx.capture.trace import Batch, capture
 from zerofx.errors import InternalError
 from zerofx.scheduler.cost.cpu.kernel_memory import call_memory

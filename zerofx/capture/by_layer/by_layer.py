@@ -28,9 +28,9 @@ from zerofx.capture.by_layer.replicate import (
     without_outputs,
 )
 from zerofx.capture.cache import KeptCapture
-from zerofx.capture.joint import placeholder_name
 from zerofx.capture.layers import find_units
 from zerofx.capture.loss import Loss, Objective
+from zerofx.capture.normalise.name_inputs import placeholder_name
 from zerofx.capture.trace import capture
 from zerofx.disk.cache import NOT_KEPT, DiskCache
 from zerofx.ir.batch import Batch
@@ -188,14 +188,26 @@ def _stamped(whole: _Whole, repeats: Sequence[Repeat], expected: str) -> StepGra
         with shortened(model, [(other, other.fewer if other is one else other.kept) for other in repeats]):
             names.learn(one, short, whole.capture())
     for one in repeats:
-        stamped = stamp(short.graph, one)
-        same_outputs(short, stamped)
-        names.extend(stamped)
+        Stamp(one, names).run(short)
     names.give(short)
     parameters = parameter_infos(model, whole.compute_dtype, whole.strides)
     found = replace(short, parameters=parameters, units=frozenset(find_units(model)))
     found.graph.lint()
     return found.clone()
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Put the layers that were not traced into the graph of a model that has four of them; ``names`` learns theirs."""
+
+    repeat: Repeat
+    names: _Names
+    name: str = "stamp"
+
+    def run(self, step: StepGraph) -> None:
+        stamped = stamp(step.graph, self.repeat)
+        same_outputs(step, stamped)
+        self.names.extend(stamped)
 
 
 class _Names:

@@ -1,0 +1,78 @@
+"""Make d(loss)/d(loss) = 1 where backward begins, after what the forward checks of values.
+
+    holds = all(condition)                           holds = all(condition)
+    ...                                      ->      one = asserted(full([], 1.0), holds, "...")
+    gradient = mul(tangent, x)                       gradient = mul(one, x)
+
+Forward holds nothing for it. Where a check fails, a step ends before its updates.
+
+Does not handle: other tangents than the loss's, of which there are none: extras have no gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.capture.normalise.joint import Joint
+from zerofx.ir import ops
+from zerofx.ir.facts import Origin, Phase, origin, set_origin, set_value, value
+from zerofx.torch_private.capture import PlainAOTOutput, TangentAOTInput, descriptions
+
+
+@dataclass(frozen=True)
+class BeginBackward:
+    """Make the loss's own gradient, 1, where backward begins, after the forward's checks of values."""
+
+    name: str = "begin_backward"
+
+    def run(self, joint: Joint) -> None:
+        graph = joint.graph
+        for node in list(graph.find_nodes(op="placeholder")):
+            if isinstance(node.meta.get("desc"), TangentAOTInput):
+                one = _replace_tangent(graph, node)
+                if one is not None:
+                    _assert_values(graph, one, zip(_checks(joint), joint.lossy.checked, strict=True))
+
+
+def _replace_tangent(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Put a 1 in the place of the tangent; None where nothing reads it."""
+    if not node.users:
+        graph.erase_node(node)
+        return None
+    first = min(node.users, key={n: i for i, n in enumerate(graph.nodes)}.__getitem__)
+    fake = node.meta["val"]
+    with graph.inserting_before(first):
+        one = graph.call_function(
+            torch.ops.aten.full.default, ([], 1.0), {"dtype": fake.dtype, "device": fake.device, "pin_memory": False}
+        )
+    set_value(one, fake)
+    set_origin(one, Origin(origin(first).layer, Phase.BACKWARD))
+    node.replace_all_uses_with(one)
+    graph.erase_node(node)
+    return one
+
+
+def _checks(joint: Joint) -> list[fx.Node]:
+    """What the forward checks of values."""
+    output, lossy = joint.graph.output_node(), joint.lossy
+    outputs: Any = output.args[0]
+    returned = [
+        one for one, desc in zip(outputs, descriptions(output), strict=True) if isinstance(desc, PlainAOTOutput)
+    ]
+    return returned[1 + len(lossy.rebound) :][: len(lossy.checked)]
+
+
+def _assert_values(graph: fx.Graph, tangent: fx.Node, checks: Iterable[tuple[fx.Node, str]]) -> None:
+    """Let backward begin after the checks."""
+    readers = set(tangent.users)
+    for holds, text in checks:
+        with graph.inserting_after(tangent):
+            asserted = graph.call_function(ops.asserted, (tangent, holds, text))
+        set_value(asserted, value(tangent))
+        tangent.replace_all_uses_with(asserted, readers.__contains__)
+        tangent = set_origin(asserted, origin(tangent))

@@ -1,0 +1,50 @@
+"""Hand out, next to the loss, what a view is of where that is the step's own memory, and a copy of what is not.
+
+    y = view(x, [2, 4]); return loss, y             y = view(x, [2, 4]); return loss, x
+    return loss, batch_0                     ->     copied = clone(batch_0); return loss, copied
+
+A view is made again of what was handed out (``zerofx/ir/returned.py``), where that can be.
+
+Does not handle: the loss itself (``own_loss.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import fx
+
+from zerofx.capture.normalise.joint import Joint
+from zerofx.ir.aliasing import aliased_input
+from zerofx.ir.facts import origin, set_origin, set_value, value
+
+
+@dataclass(frozen=True)
+class HandOut:
+    """Hand out what is in the step's own memory, or copies."""
+
+    name: str = "hand_out"
+
+    def run(self, joint: Joint) -> None:
+        returned = joint.step.returned = joint.lossy.returned
+        extras = joint.outputs.extras
+        joint.outputs.extras = [
+            _handed_out(joint.graph, one, partial(returned.shows, i)) for i, one in enumerate(extras)
+        ]
+
+
+def _handed_out(graph: fx.Graph, node: fx.Node, shows: Callable[[torch.Tensor, torch.Tensor], bool]) -> fx.Node:
+    """What ``node`` is a view of, where the step has made that memory and ``shows`` says that the view can be made."""
+    source = node
+    while (further := aliased_input(source)) is not None:
+        source = further
+    if source.op != "placeholder" and shows(value(source), value(node)):
+        return source
+    last = node if node.op != "placeholder" else list(graph.find_nodes(op="placeholder"))[-1]
+    with graph.inserting_after(last):
+        copied = graph.call_function(torch.ops.aten.clone.default, (node,))
+    set_value(copied, node.meta["val"].clone())
+    return set_origin(copied, origin(node))

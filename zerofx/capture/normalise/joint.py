@@ -1,0 +1,84 @@
+"""A traced joint graph on its way to a step graph: what the rewrites of this folder edit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torch import fx, nn
+
+from zerofx.capture.loss import LossModule
+from zerofx.capture.values.watched_calls import CallWatcher
+from zerofx.ir.batch import Batch
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.rewrite import Rewrite
+
+_OUTSIDE = "outside."  # what names of stand-ins begin with in a ``LossModule``
+
+
+@dataclass
+class Outputs:
+    """What a joint graph gives, sorted: ``gradients`` are names of parameters with a node, tied ones several times."""
+
+    loss: fx.Node
+    extras: list[fx.Node]
+    mutations: dict[str, fx.Node]
+    gradients: list[tuple[str, fx.Node]]
+
+
+@dataclass
+class Joint:
+    """A joint graph, and what is known where it was traced.
+
+    ``step`` has the graph. ``traced`` is the module that holds its constants, ``lossy`` the module that was traced, and
+    ``watcher`` knows its in-place calls. ``unread`` are placeholders of what is outside of the model that nothing
+    reads. ``outputs`` are there once they are sorted (``sort_outputs.py``).
+    """
+
+    step: StepGraph
+    traced: fx.GraphModule
+    model: nn.Module
+    batch: Batch
+    watcher: CallWatcher
+    lossy: LossModule
+    unread: list[fx.Node] = field(default_factory=list)
+    sorted_outputs: Outputs | None = None
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.step.graph
+
+    @property
+    def outputs(self) -> Outputs:
+        assert self.sorted_outputs is not None, "outputs are sorted first"
+        return self.sorted_outputs
+
+    def first_names(self) -> Mapping[str, str]:
+        """Of each parameter and buffer by each of its names: the first, by which the step knows it."""
+        parameters = {alias: info.name for info in self.step.parameters for alias in info.aliases}
+        return parameters | _buffer_names(self.model)
+
+
+Normalisation: TypeAlias = Rewrite[[Joint]]
+
+
+def is_outside(name: str) -> bool:
+    """Whether a name of the traced module is that of a tensor outside of the model."""
+    return name.startswith(_OUTSIDE)
+
+
+def outside_name(joint: Joint, name: str) -> str:
+    """What the user knows a tensor outside of the model by."""
+    return joint.lossy.outside_names[int(name.removeprefix(_OUTSIDE))]
+
+
+def inner_name(name: str) -> str:
+    """A name of the traced module as the model has it."""
+    return name.removeprefix("model.")
+
+
+def _buffer_names(model: nn.Module) -> dict[str, str]:
+    """Of each buffer by each of its names: the one that ``named_buffers`` has, where modules share a tensor."""
+    first = {buffer: name for name, buffer in model.named_buffers()}
+    return {name: first[buffer] for name, buffer in model.named_buffers(remove_duplicate=False)}

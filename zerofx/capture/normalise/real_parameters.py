@@ -1,0 +1,38 @@
+"""Let complex parameters come as real numbers: buckets hold those, and optimizers update them.
+
+    w: complex64[4]                    w: float32[4, 2]
+    y = mul(x, w)              ->      shown = view_as_complex(w); y = mul(x, shown)
+
+Their gradients are for ``real_gradients.py``. Does not handle: complex buffers, which stay as they are.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from zerofx.capture.normalise.joint import Joint
+from zerofx.ir.facts import Origin, Phase, Role, placeholder, set_origin, set_value, value
+
+
+@dataclass(frozen=True)
+class RealParameters:
+    """Let complex parameters come as real numbers."""
+
+    name: str = "real_parameters"
+
+    def run(self, joint: Joint) -> None:
+        step = joint.step
+        for node in list(step.placeholders(Role.PARAMETER)):
+            fake = value(node)
+            if not fake.is_complex():
+                continue
+            set_value(node, torch.view_as_real(fake.detach()))
+            with step.graph.inserting_after(step.last_placeholder()):
+                shown = step.graph.call_function(torch.ops.aten.view_as_complex.default, (node,))
+            set_value(shown, fake.detach())
+            set_origin(shown, Origin(placeholder(node).name.rpartition(".")[0], Phase.FORWARD))
+            node.replace_all_uses_with(shown, partial(operator.is_not, shown))

@@ -1,0 +1,58 @@
+"""Refuse what a trace takes and no step can run: sparse gradients, matrix products of several dtypes.
+
+    embedding(weight, ids, -1, False, True)     ->     CaptureError: expected dense gradients, ...
+    mm(float64, float32)                        ->     CaptureError: expected the factors ... to have one dtype, ...
+
+Fake tensors have results for both. Nothing is rewritten.
+
+Does not handle: other operators whose kernels refuse what their fakes take; a step fails where it calls those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zerofx.capture.normalise.joint import Joint
+from zerofx.errors import CaptureError
+from zerofx.ir.facts import origin, value
+from zerofx.ir.text import type_name
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Refuse what a trace takes and no step can run."""
+
+    name: str = "refuse"
+
+    def run(self, joint: Joint) -> None:
+        _refuse_sparse(joint.graph)
+        _refuse_mixed_products(joint.graph)
+
+
+def _refuse_sparse(graph: fx.Graph) -> None:
+    """Raise a ``CaptureError`` for an embedding whose gradient would be sparse."""
+    aten = torch.ops.aten
+    places = {aten.embedding.default: 4, aten._embedding_bag.default: 5}  # of the argument "sparse"
+    for node in graph.nodes:
+        place = places.get(node.target)
+        if place is not None and len(node.args) > place and node.args[place]:
+            raise CaptureError(
+                f"expected dense gradients, found an embedding with sparse=True in "
+                f"{origin(node).layer or 'the model'}: call it with sparse=False; gradients are reduced as flat buffers"
+            )
+
+
+def _refuse_mixed_products(graph: fx.Graph) -> None:
+    """Raise a ``CaptureError`` for a matrix product of several dtypes, which fake tensors have a result for."""
+    aten = torch.ops.aten
+    products = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+    for node in graph.nodes:
+        if node.target in products and len({value(one).dtype for one in node.all_input_nodes}) > 1:
+            raise CaptureError(
+                f"expected the factors of a matrix product to have one dtype, found "
+                f"{', '.join(map(type_name, node.all_input_nodes))} in {origin(node).layer or 'the model'}: convert "
+                f"the batch (x.float()), or what the layer is given, to the dtype of its weight"
+            )
