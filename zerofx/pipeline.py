@@ -10,6 +10,7 @@ from typing import Any
 
 from zerofx.capture.by_layer.by_layer import Stamp
 from zerofx.capture.normalise.phase import NORMALISATIONS
+from zerofx.codegen.inductor.phase import REGION_REWRITES
 from zerofx.codegen.kernels.table import check_kernels
 from zerofx.errors import UsageError, working
 from zerofx.ir.buckets import BucketLayout
@@ -67,8 +68,9 @@ class Listed:
 
     @property
     def about(self) -> str:
-        """The first line of its documentation."""
-        return (self.kind.__doc__ or "").partition("\n")[0]
+        """The first sentence of its documentation."""
+        paragraph = " ".join((self.kind.__doc__ or "").partition("\n\n")[0].split())
+        return f"{paragraph.removesuffix('.').partition('. ')[0]}."
 
     def made(self, **given: object) -> Any:
         """The rewrite, with those of ``given`` that it has fields for."""
@@ -81,8 +83,10 @@ CAPTURE = (*(Listed(type(one)) for one in NORMALISATIONS), Listed(Stamp, optiona
 # A captured graph, before there is a plan.
 PREPARE = (
     Listed(Simplify, optional=True),  # nodes that only autograd needed
-    Listed(Slice, {"slices": ("parameter", "num_slices")}),  # huge parameters a slice at a time
-    Listed(Accumulate, {"num_micro_batches": ()}),  # micro-batches one after the other
+    # Huge parameters a slice at a time.
+    Listed(Slice, {"slices": ("parameter", "num_slices")}, lambda plan, _: plan.slices),
+    # Micro-batches one after the other.
+    Listed(Accumulate, {"num_micro_batches": ()}, lambda plan, _: plan.num_micro_batches > 1),
 )
 
 # The prepared graph, as a plan says.
@@ -121,6 +125,18 @@ PLAN = (
     # Gathers that ranks of one host need not copy.
     Listed(InPlace, when=lambda plan, _: plan.gathers and plan.num_ranks > 1, optional=True),
 )
+
+# A region of the planned graph, in front of Inductor.
+REGION = tuple(Listed(type(one)) for one in REGION_REWRITES)
+
+
+def phases() -> Mapping[str, tuple[Listed, ...]]:
+    """Every rewrite of the graph, in order, by phase."""
+    # Inductor takes seconds to import: only who asks for the passes over its kernels pays.
+    from zerofx.codegen.inductor.kernel_passes import KERNEL_PASSES
+
+    kernels = tuple(Listed(type(one)) for one in KERNEL_PASSES)
+    return {"capture": CAPTURE, "prepare": PREPARE, "plan": PLAN, "region": (*REGION, *kernels)}
 
 
 def prepare(

@@ -23,7 +23,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from zerofx.codegen.inductor.traced import as_node, call
+from zerofx.codegen.inductor.traced import TracedRegion, as_node, call
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs, storage_bytes, storage_source
 from zerofx.ir.facts import value
@@ -58,6 +58,16 @@ class _Pair:
     product: fx.Node
     weight: _Slot
     target: _Slot
+
+
+@dataclass(frozen=True)
+class MergeProducts:
+    """On a CPU, make one product of those with weights that lie side by side."""
+
+    name: str = "merge_products"
+
+    def run(self, region: TracedRegion) -> None:
+        merge_products(region.graph)
 
 
 def merge_products(graph: fx.Graph) -> None:

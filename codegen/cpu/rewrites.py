@@ -10,8 +10,8 @@ Inductor's loops, these add it on their way. ::
 
     addmm(bias, a, b)    ->   view(view(mm(a, b), [rows, 1, columns]) + bias, [rows, columns])
 
-Products with weights that lie side by side become one (``merged_products.py``). What are products then are taken from
-ATen, where that is faster (``zerofx/ir/op_kernels/products.py``). ::
+What are products then (``merged_products.py`` is first) are taken from ATen, where that is faster
+(``zerofx/ir/op_kernels/products.py``). ::
 
     mm(a, b)             ->   product(a, b, None)
     addmm(bias, a, b)    ->   product(a, b, bias)
@@ -24,12 +24,13 @@ loop with one of those; half precision, whose products are oneDNN's.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from zerofx.codegen.cpu.merged_products import merge_products
-from zerofx.codegen.inductor.traced import as_node, call
+from zerofx.codegen.inductor.traced import TracedRegion, as_node, call
+from zerofx.codegen.kernels.table import PRODUCTS
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_source
 from zerofx.ir.edit import consumers
@@ -47,12 +48,21 @@ _SUMS = frozenset({_aten.sum.dim_IntList, _aten.var_mean.correction})
 _FEWEST = 64  # rows and columns that are worth a product
 
 
+@dataclass(frozen=True)
+class RewriteForCpu:
+    """On a CPU, sum rows in products, add biases in loops, and take products from ATen where that is faster."""
+
+    name: str = "rewrite_for_cpu"
+
+    def run(self, region: TracedRegion) -> None:
+        rewrite_for_cpu(region.graph, products=PRODUCTS in region.kernels)
+
+
 def rewrite_for_cpu(graph: fx.Graph, *, products: bool) -> None:
     """Rewrite the traced graph of a region, whose nodes have fake values in ``meta["val"]``, in place.
 
     ``products``: whether to take from ATen what products can be.
     """
-    merge_products(graph)
     column_sums = [node for node in graph.nodes if _is_column_sum(node)]
     for node in [node for node in column_sums if _is_stored(node) and not _shares_its_loop(node, column_sums)]:
         _as_product(graph, node)

@@ -1,8 +1,7 @@
 """Compile a region's Python function through Inductor.
 
-The region is traced from the emitted source itself, so that an edited file compiles as it reads. Views of its inputs
-(parameters in a gathered bucket, slots of a gradient buffer) are taken outside the compiled code: Inductor then sees
-plain contiguous tensors, and a gradient is written where it belongs.
+The region is traced from the emitted source itself, so that an edited file compiles as it reads, and rewritten
+(``phase.py``) before Inductor compiles it.
 """
 
 from __future__ import annotations
@@ -15,24 +14,21 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zerofx.codegen.cpu.rewrites import rewrite_for_cpu
 from zerofx.codegen.inductor.cpp import preparation, without_damaged_libraries
 from zerofx.codegen.inductor.decompositions import with_own
-from zerofx.codegen.inductor.kernel_passes import KeepOrder, Overwrite
+from zerofx.codegen.inductor.kernel_passes import KERNEL_PASSES
 from zerofx.codegen.inductor.memory_record import memory_record
-from zerofx.codegen.inductor.traced import call
+from zerofx.codegen.inductor.phase import REGION_REWRITES
+from zerofx.codegen.inductor.traced import RegionRewrite, TracedRegion
 from zerofx.codegen.kernels import attention, products
-from zerofx.codegen.kernels.table import ATTENTION, PRODUCTS
+from zerofx.codegen.kernels.table import ATTENTION
 from zerofx.codegen.parallel.beside import Beside
 from zerofx.errors import CompilerError
 from zerofx.ir import ops
-from zerofx.ir.aliasing import mutated_inputs, storage_source
-from zerofx.ir.facts import value
 from zerofx.scheduler.cost.liveness import MemoryEvent
 from zerofx.torch_private.capture import FakeTensorMode
 from zerofx.torch_private.inductor import compile_graph, decompositions, set_up, shape_aware_mode, source_of
 
-aten = torch.ops.aten
 RegionFunction = Callable[[list[Any]], tuple[torch.Tensor, ...]]
 
 
@@ -84,27 +80,40 @@ def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernel
     devices = {one.device.type for one in inputs if isinstance(one, torch.Tensor)}
     for device_type in sorted(devices):
         preparation(device_type).wait()
-    mode = shape_aware_mode()
     try:
-        with mode:
-            examples = list(map(_own_fake, inputs))
-            plain = make_fx(lambda *args: function(list(args)), tracing_mode="real")(*examples)
-            with set_up(KeepOrder(), Overwrite()):
-                table = with_own(decompositions(), attention=ATTENTION in kernels)
-                laid_out = _InPlannedStrides(plain).run
-                traced = make_fx(laid_out, decomposition_table=table, tracing_mode="real")(*examples)
-            rewrite_for_cpu(traced.graph, products=PRODUCTS in kernels)
-            _keep_copies(traced.graph)
-        beside = Beside("zerofx-kernels", _builds(traced.graph))
+        region = rewritten(function, inputs, kernels)
+        beside = Beside("zerofx-kernels", _builds(region.graph))
         beside.resume()
-        views, inner = _hoist_views(traced)
-        examples = [node.meta["val"] for node in inner.graph.find_nodes(op="placeholder")]
-        with set_up(KeepOrder(), Overwrite()):
-            compiled = compile_graph(inner, examples, mode)
+        examples = [node.meta["val"] for node in region.graph.find_nodes(op="placeholder")]
+        with set_up(*KERNEL_PASSES):
+            compiled = compile_graph(region.module, examples, region.mode)
     except Exception as error:
         raise _could_not_be_compiled(name, error) from error
-    memory = memory_record(source_of(compiled), examples, [i for i, _ in views], mode)
-    return CompiledRegion(name, _with_views(name, views, compiled), memory, beside)
+    memory = memory_record(source_of(compiled), examples, [i for i, _ in region.views], region.mode)
+    return CompiledRegion(name, _with_views(name, region.views, compiled), memory, beside)
+
+
+def rewritten(
+    function: RegionFunction,
+    inputs: Sequence[Any],
+    kernels: frozenset[str],
+    rewrites: Sequence[RegionRewrite] = REGION_REWRITES,
+) -> TracedRegion:
+    """Trace ``function`` for inputs like ``inputs``, as for ``compile_region``, and rewrite it."""
+    mode = shape_aware_mode()
+    with mode:
+        examples = list(map(_own_fake, inputs))
+        plain = make_fx(lambda *args: function(list(args)), tracing_mode="real")(*examples)
+
+        def retraced(run: Callable[..., Any]) -> fx.GraphModule:
+            with set_up(*KERNEL_PASSES):
+                table = with_own(decompositions(), attention=ATTENTION in kernels)
+                return make_fx(run, decomposition_table=table, tracing_mode="real")(*examples)
+
+        region = TracedRegion(plain, mode, retraced, kernels)
+        for rewrite in rewrites:
+            rewrite.run(region)
+    return region
 
 
 def fake_like(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -121,34 +130,6 @@ def _own_fake(given: Any) -> Any:
     return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
 
 
-class _InPlannedStrides(fx.Interpreter):
-    """Runs a graph so that every value has the strides recorded for it.
-
-    A decomposition may lay its result out unlike the operator does (``cat`` of one tensor that is not empty keeps that
-    tensor's strides): the views that follow, and the regions that read the result, were made for the operator's.
-    """
-
-    def run_node(self, n: fx.Node) -> Any:
-        found = super().run_node(n)
-        planned = n.meta.get("val")
-        if isinstance(found, list | tuple) and isinstance(planned, list | tuple):
-            return tuple(map(_with_strides, found, planned))
-        return _with_strides(found, planned)
-
-
-def _with_strides(found: Any, planned: Any) -> Any:
-    """``found`` laid out like ``planned``, where both are tensors that fill their memory."""
-    if not isinstance(found, torch.Tensor) or not isinstance(planned, torch.Tensor):
-        return found
-    differ = any(
-        one != other for size, one, other in zip(found.shape, found.stride(), planned.stride(), strict=True) if size > 1
-    )
-    if not differ:
-        return found
-    order = sorted(range(planned.dim()), key=lambda dim: (-planned.stride()[dim], -planned.shape[dim], dim))
-    return found.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
-
-
 _ATTENTION = frozenset({ops.attention, ops.attention_backward})
 _PRODUCTS = frozenset({ops.product, ops.product_into})
 
@@ -158,54 +139,6 @@ def _builds(graph: fx.Graph) -> list[Callable[[], object]]:
     targets = {node.target for node in graph.nodes}
     uses = {attention.build: _ATTENTION, products.build: _PRODUCTS}
     return [build for build, operators in uses.items() if targets & operators]
-
-
-# Which argument is what they copy.
-_COPIES = {aten.clone.default: 0, aten.copy.default: 1}
-
-
-def _keep_copies(graph: fx.Graph) -> None:
-    """Have copies of what is written into made of a product with one: Inductor reads what was copied in their place.
-
-    before = clone(a)         |   kept = a * 1
-    copy_(a, b)               |   before = clone(kept)
-    copy_(b, before)          |   copy_(a, b); copy_(b, before)
-    """
-    written = {storage_source(one) for node in graph.nodes for one in mutated_inputs(node)}
-    for node in [one for one in graph.nodes if one.target in _COPIES]:
-        source = node.args[_COPIES[node.target]]
-        if storage_source(source) in written:
-            same, by = (aten.bitwise_or.Scalar, False) if value(source).dtype is torch.bool else (aten.mul.Scalar, 1)
-            with graph.inserting_before(node):
-                node.replace_input_with(source, call(graph, same, (source, by)))
-
-
-def _hoist_views(traced: fx.GraphModule) -> tuple[list[tuple[int, tuple[Any, ...]]], fx.GraphModule]:
-    """Turn ``as_strided`` views of placeholders into placeholders.
-
-    Returns what to pass to the rest, in order: ``(input index, as_strided arguments)``, or ``(input index, ())`` for
-    the input itself.
-    """
-    graph = traced.graph
-    placeholders = list(graph.find_nodes(op="placeholder"))
-    passed: list[tuple[int, tuple[Any, ...]]] = []
-    last = placeholders[-1]
-    for index, original in enumerate(placeholders):
-        for user in list(original.users):
-            if user.target is torch.ops.aten.as_strided.default:
-                with graph.inserting_after(last):
-                    last = graph.placeholder(f"view_{len(passed)}")
-                last.meta["val"] = user.meta["val"]
-                user.replace_all_uses_with(last)
-                passed.append((index, tuple(user.args[1:])))
-                graph.erase_node(user)
-    own = [(index, ()) for index, node in enumerate(placeholders) if node.users]
-    for node in placeholders:
-        if not node.users:
-            graph.erase_node(node)
-    graph.lint()
-    traced.recompile()
-    return [*own, *passed], traced
 
 
 def _names_strides(error: AssertionError) -> bool:

@@ -27,6 +27,8 @@ class KeepOrder(CustomSchedulerPass):
     Of draws it knows nothing: one comes before another where that holds less memory.
     """
 
+    name = "keep_order"
+
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         drawn: BaseSchedulerNode | None = None
         for node in [one for each in nodes for one in each.get_nodes()]:
@@ -67,6 +69,8 @@ class Overwrite(CustomSchedulerPass):
     into a region, of which the region cannot know who holds it.
     """
 
+    name = "overwrite"
+
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         for kernel in nodes:
             if type(kernel) is FusedSchedulerNode and not any(loop.is_reduction() for loop in kernel.get_nodes()):
@@ -101,3 +105,7 @@ def _fits(loop: BaseSchedulerNode, read: SchedulerBuffer) -> bool:
     """Whether a result of ``loop`` takes the memory of what it reads."""
     results = (result.node for result in loop.get_outputs() if has_memory(result))
     return any(can_match_buffer_size(read.node, result) for result in results)
+
+
+# Before Inductor fuses its kernels, and after.
+KERNEL_PASSES = (KeepOrder(), Overwrite())

@@ -32,7 +32,7 @@ from zerofx.ir.graph import StepGraph, insert_call
 
 @dataclass(frozen=True)
 class Accumulate:
-    """Run a step on micro-batches one after the other; ``divided`` names the batch tensors that are divided."""
+    """Run a step on micro-batches, one after the other. ``divided`` names the batch tensors that are divided."""
 
     num_micro_batches: int = 1
     divided: frozenset[str] = frozenset()

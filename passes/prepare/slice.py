@@ -42,7 +42,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Slice:
-    """Put the slices of ``slices`` in the place of whole parameters."""
+    """Take huge parameters a slice at a time. ``slices`` says which."""
 
     slices: tuple[SliceDecision, ...] = ()
     name: str = "slice"

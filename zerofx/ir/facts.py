@@ -5,6 +5,7 @@ What zerofx adds to ``node.meta`` is read and written here, and nowhere else by 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -124,6 +125,11 @@ def placeholder(node: fx.Node) -> Placeholder:
     return found
 
 
+def known_placeholder(node: fx.Node) -> Placeholder | None:
+    """What a placeholder stands for, if that is known: in a step's graph it is, in what is being traced not yet."""
+    return placeholder(node) if "zerofx_placeholder" in node.meta else None
+
+
 def set_placeholder(node: fx.Node, value: Placeholder) -> fx.Node:
     """Record what a placeholder stands for; returns it."""
     node.meta["zerofx_placeholder"] = value
@@ -210,6 +216,27 @@ def piece_of(node: fx.Node) -> str | None:
 def set_piece(node: fx.Node, name: str) -> fx.Node:
     """Record the piece that ``node`` is of; returns it."""
     node.meta["zerofx_piece"] = name
+    return node
+
+
+# Facts that are words and numbers, which files have as they are.
+_PLAIN = ("zerofx_tier", "zerofx_delayed", "zerofx_tile", "zerofx_slice", "zerofx_piece", "zerofx_copy_of")
+
+
+def plain_facts(node: fx.Node) -> dict[str, str | int]:
+    """Facts about a node that are words and numbers, for a file."""
+    return {name: node.meta[name] for name in _PLAIN if node.meta.get(name) is not None}
+
+
+def set_plain_facts(node: fx.Node, found: Mapping[str, str | int]) -> fx.Node:
+    """Record what ``plain_facts`` gave; returns the node.
+
+    Raises:
+        ValueError: there is another fact.
+    """
+    if not found.keys() <= set(_PLAIN):
+        raise ValueError(f"expected facts among {', '.join(_PLAIN)}, found {', '.join(found)}")
+    node.meta.update(found)
     return node
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.ir.facts import DEVICE, known_origin, placeholder, tier_of, value
+from zerofx.ir.facts import DEVICE, known_origin, known_placeholder, tier_of, value
 from zerofx.torch_private.operators import OpOverload
 
 
@@ -42,7 +42,9 @@ def node_text(node: fx.Node) -> str:
     suffix = f"  # {where.layer or '(model)'} {where.phase}" if where is not None else ""
     kind = type_text(node.meta.get("val")) + ("" if tier_of(node) == DEVICE else f" on {tier_of(node)}")
     if node.op == "placeholder":
-        what = placeholder(node)
+        what = known_placeholder(node)
+        if what is None:
+            return f"{node.name}: {kind}"
         part = "" if what.part is None else f" of micro-batch {what.part}"
         return f"{node.name}: {kind} = {what.role} {what.name}{part}"
     if node.op == "output":

@@ -198,7 +198,7 @@ def _stamped(whole: _Whole, repeats: Sequence[Repeat], expected: str) -> StepGra
 
 @dataclass(frozen=True)
 class Stamp:
-    """Put the layers that were not traced into the graph of a model that has four of them; ``names`` learns theirs."""
+    """Put the layers that were not traced into the graph of a model that has four of them. ``names`` learns theirs."""
 
     repeat: Repeat
     names: _Names
