@@ -1,10 +1,10 @@
-"""The ordered list of passes, and the loop that runs, verifies and reports them."""
+"""Every rewrite of the graph, in order and by phase, and the loop that runs, verifies and reports those of a plan."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -41,6 +41,8 @@ from zerofx.passes.wire.gathers import QuantiseGathers
 from zerofx.passes.wire.reductions import QuantiseReductions
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.scheduler.plan.orders import Decisions, options_of, with_options
+from zerofx.scheduler.plan.pipeline_text import PassText
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
 from zerofx.units import format_bytes, format_seconds
@@ -56,7 +58,7 @@ class Listed:
     """
 
     kind: type[Any]
-    decisions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    decisions: Decisions = field(default_factory=dict)
     when: Callable[[Plan, bool], object] = lambda plan, guarded: True
     optional: bool = False
 
@@ -139,7 +141,7 @@ def phases() -> Mapping[str, tuple[Listed, ...]]:
     return {"capture": CAPTURE, "prepare": PREPARE, "plan": PLAN, "region": (*REGION, *kernels)}
 
 
-def prepare(
+def run_preparations(
     step: StepGraph,
     settings: Settings,
     slices: tuple[SliceDecision, ...] = (),
@@ -167,6 +169,33 @@ def passes(
 ) -> tuple[Pass, ...]:
     """The passes that have something to do for ``plan``, in order; ``guarded`` as the step's graph is."""
     return tuple(one.made(layout=layout, programs=programs) for one in PLAN if one.when(plan, guarded))
+
+
+def orders(plan: Plan, *, guarded: bool = False) -> tuple[PassText, ...]:
+    """The preparations and passes that have something to do for ``plan``, each with what it decides for them."""
+    listed = [one for one in (*PREPARE, *PLAN) if one.when(plan, guarded)]
+    return tuple(PassText(one.name, options_of(plan, one.decisions)) for one in listed)
+
+
+def with_orders(plan: Plan, given: Sequence[PassText]) -> Plan:
+    """``plan`` with the decisions that the passes of a pipeline are given in their place.
+
+    Raises:
+        UsageError: there is no such pass, or it has no such option, or not this value.
+    """
+    return with_options(plan, [(one.name, find(one.name).decisions, one.options) for one in given])
+
+
+def find(name: str) -> Listed:
+    """The rewrite that is called ``name``.
+
+    Raises:
+        UsageError: none is; lists those that there are.
+    """
+    listed = {one.name: one for one in (*CAPTURE, *PREPARE, *PLAN, *REGION)}
+    if name not in listed:
+        raise UsageError(f"expected the name of a pass ({', '.join(listed)}), found {name!r}: see `zerofx opt --list`")
+    return listed[name]
 
 
 @dataclass(frozen=True)

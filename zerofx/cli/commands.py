@@ -1,4 +1,4 @@
-"""The command line: ``zerofx plan``, ``report`` and ``machines`` need no device, ``zerofx tune`` runs on one."""
+"""The command line: ``zerofx plan``, ``report``, ``opt`` and ``machines`` need no device, ``tune`` runs on one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tabulate import tabulate
 import zerofx
 from zerofx.choices import Backend, Precision, Recompute, Wire
 from zerofx.cli.arguments import make_training, parse_accumulate, parse_budget, parse_offload, read_machine, world
-from zerofx.errors import ZeroFXError
+from zerofx.errors import UsageError, ZeroFXError
 from zerofx.scheduler.cost.catalog import built_in_machines
 from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.units import format_bytes, format_seconds
@@ -60,6 +60,7 @@ def main() -> None:
 )  # fmt: skip
 @click.option("--full", is_flag=True, help="Write out every layer of the schedule, not one of those that are alike.")
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan, for compile(plan=...).")
+@click.option("--save-graph", type=click.Path(dir_okay=False, path_type=Path), help="Write the graph, for zerofx opt.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page for a browser.")
 @click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write a trace for ui.perfetto.dev.")
 def plan_command(
@@ -79,6 +80,7 @@ def plan_command(
     delayed_update: int | None,
     full: bool,
     save: Path | None,
+    save_graph: Path | None,
     html: Path | None,
     trace: Path | None,
 ) -> None:
@@ -89,6 +91,8 @@ def plan_command(
     positional arguments or a dict of keywords. It is called with torch's default device set to "meta": shapes
     are all a plan needs.
     """
+    from zerofx.driver.plan_only import captured_graph  # needs torch, which takes seconds to import
+
     with _clean_errors():
         model, optimizer, batch, loss_fn, forward = make_training(where, "meta")
         planned = zerofx.plan(
@@ -116,11 +120,13 @@ def plan_command(
         report = planned.report(f"{type(model).__name__} with {type(optimizer).__name__}")
         if save is not None:
             report.save(save)
+        if save_graph is not None:
+            captured_graph(model, optimizer, batch, planned.plan, loss_fn=loss_fn, forward=forward).save(save_graph)
         if html is not None:
             report.to_html(html)
         if trace is not None:
             schedule.to_chrome_trace(trace)
-    _say_written(save, html, trace)
+    _say_written(save, save_graph, html, trace)
 
 
 @main.command("tune")
@@ -209,6 +215,49 @@ def report_command(plan_file: Path, full: bool, html: Path | None) -> None:
         if html is not None:
             saved.to_html(html)
     _say_written(html)
+
+
+@main.command("opt")
+@click.argument("source", metavar="[GRAPH.json]", required=False)
+@click.option("--plan", "plan_file", type=click.Path(dir_okay=False, path_type=Path), help="What passes carry out.")
+@click.option("--passes", metavar="PIPELINE", help="Those to run, in order: 'simplify,tile{value=mm_2 num_tiles=4}'.")
+@click.option("--phase", type=click.Choice(("capture", "prepare", "plan", "region")), help="All passes of a phase.")
+@click.option("--print-after-all", is_flag=True, help="Print the graph after each pass, not after the last alone.")
+@click.option("--print-pipeline", is_flag=True, help="Print the passes, with what the plan decides for each, instead.")
+@click.option("--list", "list_all", is_flag=True, help="Print every rewrite there is, by phase, instead.")
+@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the graph, to go on from there.")
+def opt_command(
+    source: str | None,
+    plan_file: Path | None,
+    passes: str | None,
+    phase: str | None,
+    print_after_all: bool,
+    print_pipeline: bool,
+    list_all: bool,
+    save: Path | None,
+) -> None:
+    """Run rewrites on a saved graph, one after the other, and print the graph that they leave.
+
+    GRAPH.json is what `zerofx plan --save-graph` or --save has written. Without --passes and --phase, all preparations
+    are run, and with --plan the passes that carry it out. --phase capture takes MODULE:FUNCTION in the place of a
+    graph, as `zerofx plan` does. Nothing but what is asked for is run.
+    """
+    from zerofx.cli import opt  # as there
+    from zerofx.scheduler.plan.plan import Plan
+
+    with _clean_errors():
+        plan = None if plan_file is None else Plan.load(plan_file)
+        if list_all:
+            click.echo("\n".join(opt.listed()))
+        elif print_pipeline:
+            click.echo(opt.print_pipeline(passes, phase, plan))
+        elif source is None:
+            raise UsageError(
+                "expected GRAPH.json, found no argument: `zerofx plan ... --save-graph GRAPH.json` makes it"
+            )
+        else:
+            click.echo(opt.rewritten(source, passes, phase, plan, save, every=print_after_all))
+            _say_written(save)
 
 
 @main.command("machines")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -17,7 +17,7 @@ from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch, micro_batch
 from zerofx.ir.graph import StepGraph, Strides
 from zerofx.options import STOPPING, CompileOptions
-from zerofx.pipeline import prepare
+from zerofx.pipeline import run_preparations
 from zerofx.scheduler.plan.decisions import SliceDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
@@ -109,18 +109,24 @@ class Captures:
             step = self._captured[num_micro_batches]
             if self.slices or num_micro_batches > 1:
                 step = step.clone()
-                divided = self._divided(num_micro_batches)
-                prepare(step, self._settings, self.slices, num_micro_batches, divided, done={"simplify"})
-            step.guarded = self._options.on_nonfinite in STOPPING
+                divided = self.divided(num_micro_batches)
+                run_preparations(step, self._settings, self.slices, num_micro_batches, divided, done={"simplify"})
+            step.guarded = self.guarded
             self._unrolled[num_micro_batches] = step
         return self._unrolled[num_micro_batches]
 
-    def _divided(self, num: int) -> Collection[str]:
+    @property
+    def guarded(self) -> bool:
+        """Whether steps end before their updates where a loss is not finite."""
+        return self._options.on_nonfinite in STOPPING
+
+    def divided(self, num: int) -> frozenset[str]:
+        """The batch tensors that ``num`` micro-batches divide."""
         return self._batch.divided_names() if num > 1 else frozenset()
 
     def _part(self, num: int) -> Batch:
         """The first of ``num`` micro-batches."""
-        batch, divided = self._batch, self._divided(num)
+        batch, divided = self._batch, self.divided(num)
         if num > 1:
             size = batch.size()
             if size % num:
@@ -134,14 +140,18 @@ class Captures:
         return batch
 
     def _capture(self, num: int) -> StepGraph:
-        step = capture_by_layer(
+        step = self.as_captured(num)
+        run_preparations(step, self._settings)
+        return step
+
+    def as_captured(self, num: int) -> StepGraph:
+        """The graph of one of ``num`` micro-batches before it is prepared, captured at each call."""
+        return capture_by_layer(
             self._model, self._part(num), loss_fn=self._options.objective, compute_dtype=self._options.compute_dtype,
             num_micro_batches=num, strides=self._strides, allowed="stamp" not in self._settings.disable,
             check=self._settings.verify == 2, say=self._say, cache=DiskCache(self._settings.cache_dir),
             recorded=self._recorded.get(num),
         )  # fmt: skip
-        prepare(step, self._settings)
-        return step
 
     def _say(self, text: str) -> None:
         if self._writes:

@@ -70,7 +70,7 @@ class KeptStep:
         return json.dumps({
             "plan": self.plan_text,
             "decisions_hash": self.decisions_hash,
-            "layout": [self.layout.num_ranks, [_bucket_data(bucket) for bucket in self.layout.buckets]],
+            "layout": [self.layout.num_ranks, [bucket_data(bucket) for bucket in self.layout.buckets]],
             "gradients": self.gradients,
             "variant": self.variant,
             "memory": _memory_data(self.memory),
@@ -116,7 +116,7 @@ class KeptStep:
                 Plan.from_json(data["plan"]), EmittedStep("", file.functions, file), arguments, regions,
                 data["num_regions"], torch.device(data["device"]), NOTHING_ELSE,
             ),
-            data["plan"], data["decisions_hash"], BucketLayout(tuple(map(_bucket, buckets)), num_ranks),
+            data["plan"], data["decisions_hash"], BucketLayout(tuple(map(bucket_of, buckets)), num_ranks),
             tuple(data["gradients"]), data["variant"], _memory(data["memory"]), _memory(data["measured"]),
         )  # fmt: skip
 
@@ -129,7 +129,8 @@ def _memory(data: Mapping[str, list[list[Any]]]) -> RegionMemory:
     return {key: tuple(MemoryEvent(*event) for event in events) for key, events in data.items()}
 
 
-def _bucket_data(bucket: Bucket) -> list[Any]:
+def bucket_data(bucket: Bucket) -> list[Any]:
+    """A bucket as JSON has it."""
     slots = [
         [slot.name, slot.shape, slot.stride, slot.offset, slot.numel, slot.whole, slot.first_row, slot.is_complex]
         for slot in bucket.slots
@@ -138,7 +139,8 @@ def _bucket_data(bucket: Bucket) -> list[Any]:
     return [bucket.index, bucket.name, bucket.unit, bucket.group, *dtypes, slots, bucket.shard_numel, bucket.num_ranks]
 
 
-def _bucket(data: list[Any]) -> Bucket:
+def bucket_of(data: list[Any]) -> Bucket:
+    """What ``bucket_data`` was given."""
     index, name, unit, group, dtype, compute_dtype, slots, shard_numel, num_ranks = data
     of_bucket = tuple(Slot(source, tuple(shape), tuple(stride), *rest) for source, shape, stride, *rest in slots)
     return Bucket(index, name, unit, group, decoded(dtype), decoded(compute_dtype), of_bucket, shard_numel, num_ranks)

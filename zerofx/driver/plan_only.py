@@ -16,6 +16,7 @@ from zerofx.deferred import make_buffers
 from zerofx.driver.captures import Captures
 from zerofx.driver.driver import lower_step
 from zerofx.driver.prepared import Request, prepare
+from zerofx.driver.saved_graph import SavedGraph
 from zerofx.errors import UsageError, working
 from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
@@ -232,9 +233,7 @@ def capture_for_plans(
     """
     settings = read_settings()
     check_disabled(settings)
-    make_buffers(model)
-    taken = Batch.of((), batch) if isinstance(batch, Mapping) else Batch.of(tuple(batch), {})
-    taken = ConstantArguments(options.constant, model, options.objective.forward).of(taken)
+    taken = batch_to_capture(model, batch, options)
     assert options.machine is not None, "plans are made for a machine that is named"
     request = Request(model, optimizer, taken, options, settings, 1, options.machine, verbose)
     captures = Captures(model, taken, options, settings, verbose=verbose)
@@ -242,6 +241,40 @@ def capture_for_plans(
         captured = captures.first
     group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
     return CapturedStep(request, captures)
+
+
+def captured_graph(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Any, ...] | Mapping[str, Any],
+    plan: Plan,
+    *,
+    loss_fn: LossFunction | None = None,
+    forward: ForwardFunction | None = None,
+    backend: Backend = "inductor",
+) -> SavedGraph:
+    """The captured graph that ``plan`` is for, before it is prepared; other arguments as for the function ``plan``.
+
+    Raises:
+        ZeroFXError: the model cannot be captured, or the optimizer is not the model's.
+    """
+    options = check_options(
+        stage=plan.stage, loss_fn=loss_fn, forward=forward, precision="bf16" if plan.precision == "bf16" else None,
+        machine="cpu", accumulate=plan.num_micro_batches, backend=backend,
+    )  # fmt: skip
+    captures = Captures(model, batch_to_capture(model, batch, options), options, read_settings())
+    return SavedGraph.of(model, optimizer, captures, plan.num_micro_batches, prefer_fused=options.compiles_regions)
+
+
+def batch_to_capture(model: nn.Module, batch: tuple[Any, ...] | Mapping[str, Any], options: CompileOptions) -> Batch:
+    """The batch that a model, which may be on ``meta``, is captured with.
+
+    Raises:
+        UsageError: what ``constant`` names is no part of it, or has no values.
+    """
+    make_buffers(model)
+    taken = Batch.of((), batch) if isinstance(batch, Mapping) else Batch.of(tuple(batch), {})
+    return ConstantArguments(options.constant, model, options.objective.forward).of(taken)
 
 
 def plan_captured(captured: CapturedStep, world_size: int, *, verbose: bool = True) -> PlannedStep:

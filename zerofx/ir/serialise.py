@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.ir import ops
 from zerofx.ir.canonical import canonical
 from zerofx.ir.facts import (
     Origin,
@@ -35,6 +36,7 @@ from zerofx.torch_private.operators import OpOverload, schema_of
 
 LARGEST_LITERAL = 64  # elements of a constant that is kept by its values
 TORCH_NAMESPACES = frozenset({"aten", "prims"})  # of operators that are torch's: what they do follows from its version
+OWN_NAMESPACE = "zerofx"  # of those that passes put in
 _PLAIN = (type(None), bool, int, float, str)
 _NAMED: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "size": torch.Size, "slice": lambda a: slice(*a)}
@@ -59,8 +61,10 @@ class Name:
             raise ValueError(f"expected a name, found {self.text!r}")
 
 
-def to_json(step: StepGraph) -> str:
+def to_json(step: StepGraph, namespaces: frozenset[str] = TORCH_NAMESPACES) -> str:
     """All that ``from_json`` needs beside the model's parameters and units, which are not kept.
+
+    ``namespaces`` are those of operators that the graph may call.
 
     Raises:
         NotStorableError: the graph calls what is not torch's, or has arguments of other kinds than operators take.
@@ -76,7 +80,7 @@ def to_json(step: StepGraph) -> str:
             [
                 node.op,
                 node.name,
-                _target_text(node),
+                _target_text(node, namespaces),
                 encoded(tuple(node.args), places),
                 {name: encoded(given, places) for name, given in node.kwargs.items()},
                 values.setdefault(fake, len(values)),
@@ -99,7 +103,12 @@ def to_json(step: StepGraph) -> str:
     )
 
 
-def from_json(text: str, like: StepGraph, mode: AbstractContextManager[Any]) -> StepGraph:
+def from_json(
+    text: str,
+    like: StepGraph,
+    mode: AbstractContextManager[Any],
+    namespaces: frozenset[str] = TORCH_NAMESPACES,
+) -> StepGraph:
     """The graph that ``to_json`` has written, with fake values made in ``mode``; what is not in it is ``like``'s.
 
     Raises:
@@ -114,7 +123,7 @@ def from_json(text: str, like: StepGraph, mode: AbstractContextManager[Any]) -> 
         if op not in ("placeholder", "call_function", "output"):
             raise ValueError(f"expected a node of a captured graph, found {op!r}")
         given = {key: decoded(one, made) for key, one in kwargs.items()}
-        called = _operator(target) if op == "call_function" else name
+        called = operator_of(target, namespaces) if op == "call_function" else name
         node = graph.create_node(op, called, decoded(args, made), given, name=Name(name).text)
         node.name = name
         if op != "output":
@@ -175,22 +184,40 @@ def decoded_constant(dtype: str, device: str, shape: list[int], values: list[Any
     return torch.tensor(values, dtype=_named("dtype", dtype), device=device).reshape(shape)
 
 
-def _target_text(node: fx.Node) -> Any:
+def _target_text(node: fx.Node, namespaces: frozenset[str]) -> Any:
     if node.op == "placeholder":
         what = placeholder(node)
         return [what.role, what.name]
-    if node.op == "output":
-        return None
-    target = node.target
-    if target is operator.getitem:
-        return "getitem"
-    if isinstance(target, OpOverload) and target.namespace in TORCH_NAMESPACES:
+    return None if node.op == "output" else operator_text(node.target, namespaces)
+
+
+def operator_text(target: Any, namespaces: frozenset[str]) -> str:
+    """What ``operator_of`` reads.
+
+    Raises:
+        NotStorableError: it is no operator of one of ``namespaces``.
+    """
+    for name, function in _functions(namespaces).items():
+        if target is function:
+            return name
+    if isinstance(target, OpOverload) and target.namespace in namespaces:
         return str(target)
     raise NotStorableError(f"{target} is no operator of torch")
 
 
-def _operator(text: str) -> Any:
-    return operator.getitem if text == "getitem" else named_operator(text, TORCH_NAMESPACES)
+def operator_of(text: str, namespaces: frozenset[str]) -> Any:
+    """What a call in a file calls.
+
+    Raises:
+        ValueError: there is no such operator in ``namespaces``.
+    """
+    return _functions(namespaces).get(text) or named_operator(text, namespaces)
+
+
+def _functions(namespaces: frozenset[str]) -> dict[str, Callable[..., Any]]:
+    """What graphs call that is no operator of the dispatcher."""
+    own = {"hyperparameters": ops.hyperparameters} if OWN_NAMESPACE in namespaces else {}
+    return {"getitem": operator.getitem, **own}
 
 
 @functools.cache

@@ -198,7 +198,10 @@ def _stamped(whole: _Whole, repeats: Sequence[Repeat], expected: str) -> StepGra
 
 @dataclass(frozen=True)
 class Stamp:
-    """Put the layers that were not traced into the graph of a model that has four of them. ``names`` learns theirs."""
+    """Put the layers that were not traced into the graph of a model that has four of them. ``names`` learns theirs.
+
+    0 1 2 3   ->   0 1 a b c 2 3        ``replicate.py`` says how, and what it does not handle
+    """
 
     repeat: Repeat
     names: _Names

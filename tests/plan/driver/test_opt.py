@@ -1,0 +1,262 @@
+"""``zerofx opt``: rewrites run by name on saved graphs, one after the other, as texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor, nn
+
+import zerofx
+from tests.lib.graphs import DIM, ROWS, TwoBlocks, adagrad, difference, sgd
+from zerofx.cli.commands import main
+from zerofx.driver.opt import phase_passes, rewrite
+from zerofx.driver.plan_only import captured_graph
+from zerofx.driver.saved_graph import SavedGraph
+from zerofx.errors import PlanError, UsageError
+from zerofx.ir.serialise import same_graph
+from zerofx.pipeline import CAPTURE, orders
+from zerofx.scheduler.plan.pipeline_text import pipeline_text, read_pipeline
+from zerofx.scheduler.plan.plan import Plan
+
+Made = tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, ...]]
+MAKE = "tests.plan.driver.test_opt:make"
+
+
+def make() -> Made:
+    """A model of two blocks with the optimizer of the shortest update."""
+    model = TwoBlocks()
+    return model, sgd(model), (torch.zeros(ROWS, DIM),)
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, list(map(str, arguments)))
+
+
+def texts(*arguments: object) -> str:
+    result = run("opt", *arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout.rstrip("\n")
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved graph; its plan is next to it."""
+    folder = tmp_path_factory.mktemp("opt")
+    given = ("--world-size", 2, "--machine", "cpu", "--save", folder / "plan.json")
+    result = run("plan", MAKE, *given, "--save-graph", folder / "graph.json")
+    assert result.exit_code == 0, result.output
+    assert f"wrote {folder / 'graph.json'}" in result.stderr
+    return folder / "graph.json"
+
+
+def plan_of(graph: Path) -> Path:
+    return graph.with_name("plan.json")
+
+
+def test_one_pass_on_a_saved_graph(graph: Path, golden: Callable[..., None]) -> None:
+    golden(texts(graph, "--passes", "simplify"))
+
+
+@pytest.mark.parametrize("name", ["slice", "accumulate", "shard"])
+def test_what_a_pass_changes(name: str, graph: Path, golden: Callable[..., None]) -> None:
+    given = {"slice": "{parameter=layers.0.linear.weight num_slices=2}", "accumulate": "{num_micro_batches=2}"}
+    plan = ("--plan", plan_of(graph)) if name == "shard" else ()
+    before = texts(graph, "--passes", "simplify")
+    golden(difference(before, texts(graph, *plan, "--passes", f"simplify,{name}{given.get(name, '')}")))
+
+
+def test_a_pass_alone_on_the_graph_that_others_left(graph: Path, tmp_path: Path, golden: Callable[..., None]) -> None:
+    plan, left = ("--plan", plan_of(graph)), tmp_path / "left.json"
+    before = texts(graph, *plan, "--passes", "simplify,shard", "--save", left)
+    golden(difference(before, texts(left, *plan, "--passes", "gather")))
+
+
+def test_a_whole_phase(graph: Path, tmp_path: Path, golden: Callable[..., None]) -> None:
+    plan, prepared, done = ("--plan", plan_of(graph)), tmp_path / "prepared.json", tmp_path / "done.json"
+    texts(graph, *plan, "--phase", "prepare", "--save", prepared)
+    text = texts(prepared, *plan, "--phase", "plan", "--save", done)
+    golden(text)
+    # The same at once, and what was saved is what was printed.
+    assert texts(graph, *plan) == text == SavedGraph.load(done).step.text()
+
+
+def test_a_trace_on_its_way_to_a_graph(golden: Callable[..., None]) -> None:
+    stages = texts(MAKE, "--phase", "capture", "--print-after-all").split("\n\n")
+    heads = [text.partition("\n")[0] for text in stages]
+    assert heads == [f"# after {one.name}" for one in CAPTURE if one.name != "stamp"]
+    assert texts(MAKE, "--phase", "capture") == stages[-1].partition("\n")[2]
+    golden("\n\n".join(text for text in stages if text.startswith(("# after check_results", "# after begin_backward"))))
+
+
+def test_every_pass_is_printed_after_its_name(graph: Path) -> None:
+    plan = Plan.load(plan_of(graph))
+    stages = texts(graph, "--plan", plan_of(graph), "--print-after-all").split("\n\n")
+    assert [text.partition("\n")[0] for text in stages] == [f"# after {one.name}" for one in orders(plan)]
+
+
+def test_the_pipeline_of_a_plan_is_read_back(graph: Path, golden: Callable[..., None]) -> None:
+    plan = ("--plan", plan_of(graph))
+    pipeline = texts(*plan, "--print-pipeline")
+    golden(pipeline)
+    assert texts(*plan, "--print-pipeline", "--passes", pipeline) == pipeline
+    assert texts(graph, *plan, "--passes", pipeline) == texts(graph, *plan)
+
+
+def test_decisions_of_the_pipeline_go_before_the_plans(graph: Path) -> None:
+    plan = ("--plan", plan_of(graph))
+    moved = texts(*plan, "--print-pipeline").replace("wait_after=mm_5,mm_7,none", "wait_after=none,none,none")
+    assert moved.count("none") == 3
+    text = texts(graph, *plan, "--passes", moved)
+    assert text != texts(graph, *plan)
+    lines = [line for line in text.splitlines() if "= zerofx.wait.default(reduce_" in line]
+    assert [line.split(":")[0] for line in lines] == ["grad_2", "grad_1", "grad_0"]
+
+
+class _Deep(nn.Module):
+    """Blocks, and a loss that a plan tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))
+        self.head = nn.Linear(16, 64, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 0, "max_grad_norm": 1.0},
+        {"stage": 2, "precision": "bf16", "accumulate": 2, "offload": {"gradients": "host"}},
+        {"stage": 3, "memory_budget": 200_000, "backend": "eager", "machine": "h100-sxm"},
+        {"stage": 3, "memory_budget": 165_000, "backend": "eager", "machine": "h100-sxm"},
+        {"stage": 3, "wire": "int4", "world_size": 4},
+    ],
+    ids=str,
+)
+def test_a_graph_and_a_plan_from_files_give_what_planning_gives(options: dict[str, Any], tmp_path: Path) -> None:
+    model, batch = _Deep(), (torch.zeros(8, 16, dtype=torch.long),)
+    optimizer = adagrad(model)
+    planned = zerofx.plan(model, optimizer, batch, **{"world_size": 2, "machine": "cpu", **options})
+    planned.plan.save(tmp_path / "plan.json")
+    backend = options.get("backend", "inductor")
+    captured_graph(model, optimizer, batch, planned.plan, backend=backend).save(tmp_path / "graph.json")
+    plan, saved = Plan.load(tmp_path / "plan.json"), SavedGraph.load(tmp_path / "graph.json")
+    expected = planned.lowered.graph.text()
+    passes = phase_passes(None, plan, guarded=False, disabled=())
+    result = rewrite(saved, passes, plan, lambda *_: None)
+    assert result.step.text() == expected
+    # What the plan decides is in the pipeline, all of it.
+    blank = replace(
+        plan, tiles=(), pieces=(), recomputes=(), extra_keeps=(), offloads=(), parameters=(), gathers=(), reduces=(),
+        gradients=(), states=(), wires=(), slices=(), max_grad_norm=None, num_micro_batches=1,
+    )  # fmt: skip
+    again = read_pipeline(pipeline_text(passes))
+    assert rewrite(SavedGraph.load(tmp_path / "graph.json"), again, blank, lambda *_: None).step.text() == expected
+
+
+def test_a_graph_comes_back_from_its_file_after_any_pass(tmp_path: Path) -> None:
+    model, batch, path = _Deep(), (torch.zeros(8, 16, dtype=torch.long),), tmp_path / "graph.json"
+    optimizer = torch.optim.AdamW(model.parameters())
+    planned = zerofx.plan(
+        model, optimizer, batch, world_size=2, memory_budget=165_000, backend="eager", max_grad_norm=1.0
+    )
+    plan, saved = planned.plan, captured_graph(model, optimizer, batch, planned.plan, backend="eager")
+    passes = phase_passes(None, plan, guarded=False, disabled=())
+    for one in passes:
+        saved = rewrite(saved, [one], plan, lambda *_: None)
+        saved.save(path)
+        read = SavedGraph.load(path)
+        assert same_graph(read.step, saved.step) and read.layout == saved.layout
+        read.save(tmp_path / "again.json")
+        assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+        saved = read
+
+
+def _halved() -> Iterator[Any]:
+    @torch.library.custom_op("test_opt::halved", mutates_args=())
+    def halved(x: Tensor) -> Tensor:
+        return x / 2
+
+    halved.register_fake(torch.empty_like)
+    halved.register_autograd(lambda ctx, grad: grad / 2)
+    yield halved
+
+
+class _Foreign(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, 1)
+        self.halved = next(_halved())
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.halved(self.linear(x)).sum()
+        return loss
+
+
+def test_a_graph_of_foreign_operators_is_not_saved(tmp_path: Path) -> None:
+    model = _Foreign()
+    batch = (torch.zeros(ROWS, DIM),)
+    plan = zerofx.plan(model, sgd(model), batch, machine="cpu").plan
+    with pytest.raises(UsageError, match=r"expected a graph of torch's own operators, .* found test_opt\.halved"):
+        captured_graph(model, sgd(model), batch, plan).save(tmp_path / "graph.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "expected GRAPH.json, found no argument"),
+        (("PLAN",), "it is a plan, not a graph): save one with `zerofx plan MODULE:FUNCTION --save-graph FILE`"),
+        (("none.json",), "expected a graph in the file none.json, found none (FileNotFoundError"),
+        ((MAKE,), "expected GRAPH.json, or MODULE:FUNCTION with --phase capture alone, found 'tests.plan"),
+        (("GRAPH", "--passes", "tile"), "expected a plan for tile, found none: give --plan PLAN.json, which"),
+        (("GRAPH", "--phase", "plan"), "expected a plan for the phase plan, found none"),
+        (("GRAPH", "--passes", "slice"), "expected a plan for slice, found none: give --plan PLAN.json, which `zerofx"),
+        (("GRAPH", "--passes", "tiles"), "expected the name of a pass (check_results, set_origins"),
+        (("GRAPH", "--passes", "tile{"), "in the pipeline at character 6"),
+        (("GRAPH", "--passes", "refuse"), "found refuse, which is for one that is being traced: `zerofx opt MODULE"),
+        (("GRAPH", "--phase", "capture"), "found the phase capture, which is for one that is being traced"),
+        (("GRAPH", "--passes", "hoist_views,simplify"), "found simplify after one of those"),
+        (
+            ("GRAPH", "--plan", "PLAN", "--passes", "gather"),
+            "expected a graph that the passes before gather have left, ",
+        ),
+        (("GRAPH", "--plan", "PLAN", "--passes", "shard,shard"), "expected a graph that the passes before shard have"),
+        (
+            ("GRAPH", "--passes", "slice{parameter=},slice{parameter=}"),
+            "options of a pass once in a pipeline, found sl",
+        ),
+        (("GRAPH", "--passes", "simplify", "--phase", "plan"), "expected --passes or --phase, found both"),
+        (("GRAPH", "--plan", "GRAPH"), "expected the JSON of a zerofx plan, found something else"),
+        (("GRAPH", "--plan", "PLAN", "--passes", "gather{bucket=0 first=mm last=mm}"), "expected issue for 1 gathers"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], message: str, graph: Path) -> None:
+    files = {"GRAPH": graph, "PLAN": plan_of(graph)}
+    refused = run("opt", *(files.get(one, one) for one in arguments))
+    assert refused.exit_code == 2 and message in refused.stderr
+
+
+def test_a_plan_for_other_buckets_is_refused(graph: Path) -> None:
+    model = nn.Linear(DIM, 1)
+    other = zerofx.plan(
+        model, sgd(model), (torch.zeros(ROWS, DIM),), machine="cpu", world_size=2, loss_fn=lambda out, x: out.sum()
+    ).plan
+    with pytest.raises(PlanError, match=r"expected a graph with the buckets that the plan is for \(.*\), found layers"):
+        rewrite(SavedGraph.load(graph), read_pipeline("simplify,shard"), other, lambda *_: None)
+
+
+def test_the_list_is_that_of_the_documentation() -> None:
+    page = Path(zerofx.__file__).parents[1] / "docs" / "passes.md"
+    assert f"```\n{texts('--list')}\n```" in page.read_text(encoding="utf-8")

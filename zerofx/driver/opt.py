@@ -1,0 +1,225 @@
+"""Rewrites run on a saved graph, one after the other and by name: what ``zerofx opt`` does.
+
+Nothing is decided here, and nothing is run that was not asked for: a pass finds the graph as those before it leave it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from zerofx.capture.normalise.joint import Joint, Normalisation
+from zerofx.capture.normalise.phase import NORMALISATIONS
+from zerofx.capture.trace import capture
+from zerofx.codegen.emit import emit
+from zerofx.codegen.inductor.traced import RegionRewrite, TracedRegion
+from zerofx.codegen.kernels.table import kernels_in_use
+from zerofx.codegen.regions import cut, regions_of
+from zerofx.codegen.source import load_source
+from zerofx.disk.cache import MALFORMED
+from zerofx.driver.saved_graph import SavedGraph
+from zerofx.errors import PlanError, UsageError, ZeroFXError
+from zerofx.ir.batch import Batch
+from zerofx.ir.buckets import BucketLayout, layout_of
+from zerofx.ir.facts import value
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.op_kernels.quantise import BLOCK
+from zerofx.ir.text import node_text
+from zerofx.options import CompileOptions
+from zerofx.passes.verify import verify
+from zerofx.pipeline import CAPTURE, PLAN, PREPARE, REGION, Listed, find, orders, with_orders
+from zerofx.runtime.comm.collectives import is_on_cpu
+from zerofx.scheduler.cost.liveness import liveness
+from zerofx.scheduler.decide.residency import summarise
+from zerofx.scheduler.plan.pipeline_text import PassText
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.settings import read_settings
+
+# Is told what has run, the text of what it has rewritten, and the region that this is ("" for the step's graph).
+Say = Callable[[str, str, str], object]
+
+_NO_PLAN = Plan(0, 1, None, "", "", (), (), ())
+
+
+def phase_passes(phase: str | None, plan: Plan | None, *, guarded: bool, disabled: Collection[str]) -> list[PassText]:
+    """The passes of a phase, or of all that a graph can go through (None), that have something to do for ``plan``.
+
+    Raises:
+        UsageError: the phase needs a plan, and there is none; or it is no phase of a saved graph.
+    """
+    if phase == "capture":
+        raise _refused_capture("the phase capture")
+    if phase == "plan" and plan is None:
+        raise _no_plan("the phase plan")
+    if phase == "region":
+        return [PassText(one.name) for one in REGION]
+    asked = {"prepare": PREPARE, "plan": PLAN}.get(phase or "", (*PREPARE, *(PLAN if plan is not None else ())))
+    names = {one.name for one in asked} - set(disabled)
+    return [one for one in orders(plan or _NO_PLAN, guarded=guarded) if one.name in names]
+
+
+def rewrite(saved: SavedGraph, passes: Sequence[PassText], plan: Plan | None, say: Say) -> SavedGraph:
+    """Run ``passes`` on the saved graph, which they edit, and check it after each of them.
+
+    Passes have the decisions that their options give, or else those of ``plan``.
+
+    Raises:
+        UsageError: there is no such pass, it has no such option, or it needs a plan, or another graph.
+        PlanError: the plan is for another graph.
+        InvalidGraphError: a pass has left a graph that breaks a rule.
+    """
+    listed = [find(one.name) for one in passes]
+    _check(passes, listed, plan)
+    told = with_orders(plan or _NO_PLAN, passes)
+    step, layout = saved.step, saved.layout
+    for one in listed:
+        if one in REGION:
+            break
+        if one in PLAN and layout is None:
+            layout = _layout(step, saved, told)
+            step = step.clone()  # as the driver carries plans out: what passes put in is numbered alike
+        with _on_this_graph(one.name):
+            _run(one, step, saved, layout, told)
+        verify(step, one.name)
+        say(one.name, step.text(), "")
+    if of_regions := [one for one in listed if one in REGION]:
+        _rewrite_regions(step, of_regions, say)
+    return replace(saved, step=step, layout=layout)
+
+
+def _run(listed: Listed, step: StepGraph, saved: SavedGraph, layout: BucketLayout | None, plan: Plan) -> None:
+    if listed in PREPARE:
+        made = listed.made(slices=plan.slices, num_micro_batches=plan.num_micro_batches, divided=saved.divided)
+        made.run(step)
+        return
+    assert layout is not None, "passes of a plan have one"
+    updated = (bucket for bucket in layout.buckets if bucket.trainable)
+    programs = {bucket.index: saved.programs[bucket.slots[0].source] for bucket in updated}
+    listed.made(layout=layout, programs=programs).run(step, plan)
+
+
+@contextlib.contextmanager
+def _on_this_graph(name: str) -> Iterator[None]:
+    """A pass finds the graph that those before it leave, unless it was asked for without them.
+
+    Raises:
+        UsageError: the pass cannot be run on the graph; says what happens.
+    """
+    try:
+        yield
+    except MALFORMED as error:
+        if isinstance(error, ZeroFXError):
+            raise
+        raise UsageError(
+            f"expected a graph that the passes before {name} have left, found one that it cannot be run on "
+            f"({type(error).__name__}: {error}): run those first, in the order of `zerofx opt --list`"
+        ) from error
+
+
+def _check(passes: Sequence[PassText], listed: Sequence[Listed], plan: Plan | None) -> None:
+    begun = False
+    told = Counter(given.name for given in passes if given.options)
+    if twice := [name for name, times in told.items() if times > 1]:
+        raise UsageError(f"expected the options of a pass once in a pipeline, found {', '.join(twice)} with several")
+    for given, one in zip(passes, listed, strict=True):
+        if one in CAPTURE:
+            raise _refused_capture(one.name)
+        if plan is None and (one in PLAN or (one.decisions and not given.options)):
+            raise _no_plan(one.name, "" if one in PLAN else f", or {one.name} its options")
+        if begun and one not in REGION:
+            raise UsageError(f"expected passes of regions after all others, found {one.name} after one of those")
+        begun = one in REGION
+
+
+def _no_plan(name: str, otherwise: str = "") -> UsageError:
+    return UsageError(
+        f"expected a plan for {name}, found none: give --plan PLAN.json, which `zerofx plan --save` writes{otherwise}"
+    )
+
+
+def _refused_capture(name: str) -> UsageError:
+    return UsageError(
+        f"expected passes on a graph that has been captured, found {name}, which is for one that is being traced: "
+        f"`zerofx opt MODULE:FUNCTION --phase capture` runs that phase"
+    )
+
+
+def _layout(step: StepGraph, saved: SavedGraph, plan: Plan) -> BucketLayout:
+    """The buckets of the graph as it comes to the first pass of a plan.
+
+    Raises:
+        PlanError: they are not the plan's.
+    """
+    layout = layout_of(step, saved.groups, plan.num_ranks, 1 if plan.wire == "exact" else BLOCK)
+    if tuple(map(summarise, layout.buckets)) != plan.buckets:
+        raise PlanError(
+            f"expected a graph with the buckets that the plan is for ({', '.join(one.name for one in plan.buckets)}), "
+            f"found {', '.join(bucket.name for bucket in layout.buckets)}, or others of these names: save graph and "
+            f"plan together, with `zerofx plan --save PLAN.json --save-graph GRAPH.json`"
+        )
+    return layout
+
+
+@dataclass(frozen=True)
+class _WatchedRegion:
+    """A rewrite of a region that is told of."""
+
+    inner: RegionRewrite
+    region: str
+    say: Say
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def run(self, region: TracedRegion) -> None:
+        self.inner.run(region)
+        self.say(self.name, "\n".join(map(node_text, region.graph.nodes)), self.region)
+
+
+def _rewrite_regions(step: StepGraph, listed: Sequence[Listed], say: Say) -> None:
+    """Trace each distinct region that would be compiled, from the source that would be emitted, and rewrite it."""
+    # Inductor takes seconds to import: only who asks for regions pays.
+    from zerofx.codegen.inductor.compile import rewritten
+
+    kernels = kernels_in_use(read_settings().kernels, step.device)
+    instructions = cut(step)
+    live = liveness(step, is_on_cpu(step.device), fused=True)
+    emitted = emit(step, instructions, live, "Regions of a step.", (), kernels)
+    namespace = load_source(emitted.source, "step.py")
+    first = {region.key: region for region in reversed(regions_of(instructions))}
+    for key, name in emitted.functions.items():
+        region = first[key]
+        if region.inputs and not region.is_update:
+            watched = [_WatchedRegion(one.made(), name, say) for one in listed]
+            rewritten(namespace[name], [value(node) for node in region.inputs], kernels, watched)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A rewrite of a traced graph that is told of."""
+
+    inner: Normalisation
+    say: Say
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def run(self, joint: Joint) -> None:
+        self.inner.run(joint)
+        self.say(self.name, joint.step.text(), "")
+
+
+def rewrite_traced(model: nn.Module, batch: Batch, options: CompileOptions, say: Say) -> None:
+    """Trace a model, and run the rewrites of the capture phase on what comes of it.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+    """
+    watched = [_Watched(one, say) for one in NORMALISATIONS]
+    capture(model, batch, loss_fn=options.objective, compute_dtype=options.compute_dtype, rewrites=watched)

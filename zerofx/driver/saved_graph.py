@@ -1,0 +1,253 @@
+"""A step's graph in a file, for ``zerofx opt``: the graph, as far as it is rewritten, and what its passes are given.
+
+The file is JSON: no code, and no values but those of short constants. It has no host functions of the optimizer, so
+nothing can be run from it, and not what the user's model returns besides its loss.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from zerofx.capture.trace import fake_mode
+from zerofx.disk.cache import MALFORMED
+from zerofx.disk.own_files import write_text
+from zerofx.driver.captures import Captures
+from zerofx.driver.kept_step import bucket_data, bucket_of
+from zerofx.errors import UsageError
+from zerofx.ir.buckets import BucketLayout, layout_of
+from zerofx.ir.facts import (
+    Job,
+    Placeholder,
+    Role,
+    placeholder,
+    plain_facts,
+    set_placeholder,
+    set_plain_facts,
+    set_task,
+    task_of,
+)
+from zerofx.ir.graph import Clipping, ParameterInfo, StepGraph
+from zerofx.ir.serialise import (
+    OWN_NAMESPACE,
+    TORCH_NAMESPACES,
+    NotStorableError,
+    decoded,
+    encoded,
+    from_json,
+    operator_of,
+    operator_text,
+    to_json,
+)
+from zerofx.optimizers import UpdateProgram
+from zerofx.optimizers.program import ScalarStateSpec, StateSpec
+from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
+from zerofx.scheduler.plan.decisions import SliceDecision
+
+_FORMAT = 1
+_NAMESPACES = TORCH_NAMESPACES | {OWN_NAMESPACE}
+
+
+@dataclass(frozen=True)
+class SavedGraph:
+    """A step's graph, and what passes are given besides a plan.
+
+    ``groups`` and ``programs`` are the param group and the update of each trained parameter, by its name; ``divided``
+    are the batch tensors that micro-batches divide. ``layout`` is there once passes of a plan have been on the graph.
+    """
+
+    step: StepGraph
+    groups: Mapping[str, int]
+    programs: Mapping[str, UpdateProgram]
+    divided: frozenset[str]
+    layout: BucketLayout | None = None
+
+    @staticmethod
+    def of(
+        model: nn.Module, optimizer: torch.optim.Optimizer, captures: Captures, num: int, *, prefer_fused: bool
+    ) -> SavedGraph:
+        """The graph that ``captures`` prepares for ``num`` micro-batches, as it was captured.
+
+        ``prefer_fused`` as for ``OptimizerBinding``.
+
+        Raises:
+            ZeroFXError: the model cannot be captured, or the optimizer is not the model's.
+        """
+        step = captures.as_captured(num)
+        step.guarded = captures.guarded
+        groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
+        layout = layout_of(step, groups, 1)
+        programs = OptimizerBinding(optimizer, layout, step.device, prefer_fused=prefer_fused).programs(None)
+        update_of = {slot.name: one for index, one in programs.items() for slot in layout.buckets[index].slots}
+        try:
+            divided = captures.divided(2)  # whatever ``num`` is: how many there are to be may still be asked
+        except UsageError:
+            divided = frozenset()  # a batch that no micro-batches divide
+        return SavedGraph(step, groups, update_of, divided)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file; one that exists is replaced.
+
+        Raises:
+            UsageError: the graph has what no file can have, such as operators that are not torch's.
+        """
+        try:
+            text = self._text()
+        except NotStorableError as error:
+            raise UsageError(
+                f"expected a graph of torch's own operators, with constants of a few elements, to save in {path}, "
+                f"found {error}"
+            ) from error
+        write_text(path, text)
+
+    @staticmethod
+    def load(path: str | Path) -> SavedGraph:
+        """Read a file that ``save`` has written.
+
+        Raises:
+            UsageError: there is no such file, or it has no graph.
+        """
+        try:
+            return _read(Path(path).read_text(encoding="utf-8"))
+        except (OSError, *MALFORMED) as error:
+            raise UsageError(
+                f"expected a graph in the file {path}, found none ({type(error).__name__}: {error}): save one with "
+                f"`zerofx plan MODULE:FUNCTION --save-graph FILE`"
+            ) from error
+
+    def _text(self) -> str:
+        step, layout = self.step, self.layout
+        programs = list({id(one): one for one in self.programs.values()}.values())
+        place = {id(one): number for number, one in enumerate(programs)}
+        return json.dumps({
+            "format": _FORMAT,
+            "graph": json.loads(to_json(step, _NAMESPACES)),
+            "facts": {node.name: data for node in step.graph.nodes if (data := _facts(node))},
+            "parameters": [_fields(one) for one in step.parameters],
+            "units": sorted(step.units),
+            "num_micro_batches": step.num_micro_batches,
+            "slices": [asdict(one) for one in step.slices],
+            "cut_pieces": sorted(step.cut_pieces),
+            "reduced": {str(bucket): node.name for bucket, node in step.reduced.items()},
+            "clipping": None if step.clipping is None else _clipping(step.clipping),
+            "guarded": step.guarded,
+            "groups": dict(self.groups),
+            "programs": [_program_data(one) for one in programs],
+            "program_of": {name: place[id(one)] for name, one in self.programs.items()},
+            "divided": sorted(self.divided),
+            "layout": None if layout is None else [layout.num_ranks, [bucket_data(one) for one in layout.buckets]],
+        })  # fmt: skip
+
+
+def _read(text: str) -> SavedGraph:
+    data = json.loads(text)
+    if data["format"] != _FORMAT or "graph" not in data:
+        raise ValueError("it was written by another version of zerofx, or is no graph")
+    if not isinstance(data["graph"], dict):
+        raise ValueError("it is a plan, not a graph")
+    parameters = tuple(ParameterInfo(**_decoded_fields(one)) for one in data["parameters"])
+    blank = StepGraph(fx.Graph(), torch.device("cpu"), parameters, frozenset(data["units"]))
+    step = from_json(json.dumps(data["graph"]), blank, fake_mode(), _NAMESPACES)
+    by_name = step.by_name()
+    for name, facts in data["facts"].items():
+        _set_facts(by_name[name], facts)
+    step = replace(
+        step,
+        num_micro_batches=int(data["num_micro_batches"]),
+        slices=tuple(SliceDecision(**one) for one in data["slices"]),
+        cut_pieces=frozenset(data["cut_pieces"]),
+        reduced={int(bucket): by_name[name] for bucket, name in data["reduced"].items()},
+        clipping=None if data["clipping"] is None else Clipping(*(by_name[name] for name in data["clipping"])),
+        guarded=bool(data["guarded"]),
+    )
+    programs = [_program(one) for one in data["programs"]]
+    layout = data["layout"]
+    return SavedGraph(
+        step,
+        data["groups"],
+        {name: programs[number] for name, number in data["program_of"].items()},
+        frozenset(data["divided"]),
+        None if layout is None else BucketLayout(tuple(map(bucket_of, layout[1])), layout[0]),
+    )
+
+
+def _clipping(clipping: Clipping) -> list[str]:
+    return [clipping.norm.name, clipping.factor.name, clipping.begin.name]
+
+
+def _facts(node: fx.Node) -> dict[str, Any]:
+    """What the graph's own text leaves out."""
+    found: dict[str, Any] = {}
+    if plain := plain_facts(node):
+        found["plain"] = plain
+    if (task := task_of(node)) is not None:
+        found["task"] = [task.job, task.index]
+    if node.op == "placeholder":
+        found["placeholder"] = asdict(placeholder(node))
+    return found
+
+
+def _set_facts(node: fx.Node, facts: Mapping[str, Any]) -> None:
+    set_plain_facts(node, facts.get("plain", {}))
+    if "task" in facts:
+        job, index = facts["task"]
+        set_task(node, Job(job), index)
+    if "placeholder" in facts:
+        given = facts["placeholder"]
+        set_placeholder(node, Placeholder(**{**given, "role": Role(given["role"])}))
+
+
+def _fields(one: Any) -> dict[str, Any]:
+    """The fields of a dataclass as JSON has them."""
+    return {each.name: encoded(getattr(one, each.name)) for each in fields(one)}
+
+
+def _decoded_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: decoded(one) for name, one in data.items()}
+
+
+def _program_data(program: UpdateProgram) -> dict[str, Any]:
+    places: dict[fx.Node, int] = {}
+    nodes = []
+    for place, node in enumerate(program.graph.nodes):
+        target = operator_text(node.target, _NAMESPACES) if node.op == "call_function" else str(node.target)
+        args, kwargs = (
+            encoded(tuple(node.args), places),
+            {key: encoded(one, places) for key, one in node.kwargs.items()},
+        )
+        nodes.append([node.op, node.name, target, args, kwargs])
+        places[node] = place
+    return {
+        "nodes": nodes,
+        "states": [_fields(one) for one in program.states],
+        "scalar_states": [_fields(one) for one in program.scalar_states],
+        "before": sorted(program.state_before),
+        "after": sorted(program.state_after),
+        **{name: encoded(getattr(program, name)) for name in _PLAIN_FIELDS},
+    }
+
+
+_PLAIN_FIELDS = ("optimizer", "tensor_scalars", "num_scalars", "host_name", "dtype", "fused", "first_step_only")
+
+
+def _program(data: Mapping[str, Any]) -> UpdateProgram:
+    graph, made = fx.Graph(), list[fx.Node]()
+    for op, name, target, args, kwargs in data["nodes"]:
+        called = operator_of(target, _NAMESPACES) if op == "call_function" else target
+        given = {key: decoded(one, made) for key, one in kwargs.items()}
+        made.append(graph.create_node(op, called, decoded(args, made), given, name=name))
+    return UpdateProgram(
+        graph=graph,
+        host_source="",
+        states=tuple(StateSpec(**_decoded_fields(one)) for one in data["states"]),
+        scalar_states=tuple(ScalarStateSpec(**_decoded_fields(one)) for one in data["scalar_states"]),
+        state_before=frozenset(data["before"]),
+        state_after=frozenset(data["after"]),
+        **{name: decoded(data[name]) for name in _PLAIN_FIELDS},
+    )
