@@ -27,10 +27,11 @@ from zerofx.codegen.inductor.traced import TracedRegion, as_node, call
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs, storage_bytes, storage_source
 from zerofx.ir.facts import value
+from zerofx.ir.operators.operator import OperatorKind
+from zerofx.ir.operators.table import facts_of
 
 _aten = torch.ops.aten
 _INTO = ops.mm_into
-_VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
 _FEWEST = 64  # rows and columns that are worth it
 
 
@@ -124,7 +125,7 @@ def _terms(total: fx.Node, pairs: dict[fx.Node, _Pair]) -> list[fx.Node]:
     """The products that ``total`` is the sum of, each read by it alone; empty where it is more than that."""
     if total.target is _aten.mm.default:
         return [total] if total in pairs else []
-    if total.target in _VIEWS:
+    if facts_of(total.target).kind is OperatorKind.RESHAPE:
         source = total.all_input_nodes[0]
         return _terms(source, pairs) if source.target is _aten.mm.default and len(source.users) == 1 else []
     if total.target is not _aten.add.Tensor or total.kwargs or len(total.all_input_nodes) != 2:
@@ -165,8 +166,8 @@ def _is_same(one: fx.Node, other: fx.Node) -> bool:
     if one is other:
         return True
     return (
-        one.target in _VIEWS
-        and other.target in _VIEWS
+        facts_of(one.target).kind is OperatorKind.RESHAPE
+        and facts_of(other.target).kind is OperatorKind.RESHAPE
         and value(one).shape == value(other).shape
         and _is_same(one.all_input_nodes[0], other.all_input_nodes[0])
     )

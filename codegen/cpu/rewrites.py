@@ -36,14 +36,11 @@ from zerofx.ir.aliasing import storage_source
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import value
 from zerofx.ir.op_kernels.products import has_kernel
-from zerofx.torch_private.operators import OpOverload
+from zerofx.ir.operators.operator import OperatorKind
+from zerofx.ir.operators.table import facts_of
 
 _aten = torch.ops.aten
 _INTO = ops.mm_into
-_PRODUCTS = frozenset({
-    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default,
-    _INTO,
-})  # fmt: skip
 _SUMS = frozenset({_aten.sum.dim_IntList, _aten.var_mean.correction})
 _FEWEST = 64  # rows and columns that are worth a product
 
@@ -94,11 +91,11 @@ def _is_column_sum(node: fx.Node) -> bool:
 def _is_stored(node: fx.Node) -> bool:
     """Whether what ``node`` sums is in memory for others: an input, or a product's result or operand."""
     source = _source(node)
-    return (
-        source.op == "placeholder"
-        or source.target in _PRODUCTS
-        or any(reader.target in _PRODUCTS for reader in consumers(source))
-    )
+    return source.op == "placeholder" or _is_product(source) or any(map(_is_product, consumers(source)))
+
+
+def _is_product(node: fx.Node) -> bool:
+    return node.target is _INTO or facts_of(node.target).kind is OperatorKind.PRODUCT
 
 
 def _shares_its_loop(node: fx.Node, column_sums: list[fx.Node]) -> bool:
@@ -137,8 +134,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _is_in_a_loop(reader: fx.Node) -> bool:
-    target = reader.target
-    return isinstance(target, OpOverload) and (target in _SUMS or torch.Tag.pointwise in target.tags)
+    return reader.target in _SUMS or facts_of(reader.target).is_pointwise
 
 
 def _as_sum(graph: fx.Graph, node: fx.Node) -> None:

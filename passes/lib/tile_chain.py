@@ -33,9 +33,9 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_source
 from zerofx.ir.facts import Origin, Phase, origin, set_tile, tensor
 from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.operators.rows import SUM, Rows, tile_shape
+from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.analysis.loss_heads import sum_dtype
-from zerofx.scheduler.analysis.row_rules import takes_sizes
-from zerofx.scheduler.analysis.rows import SUM, Rows, tile_shape
 from zerofx.scheduler.analysis.saved_values import value_node
 from zerofx.scheduler.analysis.tile_chains import Chain, Part, by_stride
 
@@ -115,7 +115,7 @@ class _PartTiler:
                 self._copy(source, tile)
         args, kwargs = self._arguments(node, tile)
         found = self._chain.found[node]
-        if takes_sizes(node):
+        if facts_of(node.target).takes_shape:
             assert isinstance(found, Rows)
             shape = tile_shape(tensor(node).shape, found, tile.end - tile.start)
             if len(node.args) > 2 or node.target is _aten.expand.default:

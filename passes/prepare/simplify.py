@@ -20,13 +20,10 @@ from torch import fx
 from zerofx.ir.aliasing import aliased_input
 from zerofx.ir.facts import tensor
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.operators.operator import OperatorKind
+from zerofx.ir.operators.table import facts_of
 
 _aten = torch.ops.aten
-_IDENTITIES = frozenset({_aten.detach.default, _aten.alias.default})
-_SCATTERS = frozenset({
-    _aten.slice_scatter.default, _aten.select_scatter.default, _aten.diagonal_scatter.default,
-    _aten.as_strided_scatter.default,
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ def simplify(step: StepGraph) -> None:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
             continue
-        if node.target in _IDENTITIES:
+        if facts_of(node.target).kind is OperatorKind.IDENTITY:
             node.replace_all_uses_with(source)
         elif node.target is _aten.t.default and source.target is _aten.t.default:
             inner = source.args[0]
@@ -63,7 +60,7 @@ def simplify(step: StepGraph) -> None:
 def _is_scattered(source: fx.Node, copy: fx.Node) -> bool:
     """Whether a copy, in the source's dtype and shape, is only put into other tensors."""
     one, other = tensor(source), tensor(copy)
-    is_put = all(user.target in _SCATTERS and user.args[0] is not copy for user in copy.users)
+    is_put = all(facts_of(user.target).kind is OperatorKind.SCATTER and user.args[0] is not copy for user in copy.users)
     return is_put and (one.dtype, one.shape) == (other.dtype, other.shape)
 
 

@@ -15,9 +15,10 @@ from torch import fx
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import tensor
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.operators.operator import OperatorKind
+from zerofx.ir.operators.table import facts_of
 
 _aten = torch.ops.aten
-_RESHAPES = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})
 MEAN, SUM = 1, 2  # torch's numbers of the reductions of a loss
 _SUMMABLE = frozenset({torch.float32, torch.float64, torch.bfloat16})  # a tile's loss may leave float16's range
 _NUM_COUNTS = 3
@@ -144,9 +145,13 @@ def _is_cast(node: fx.Node) -> bool:
     return tensor(node).layout == tensor(source).layout and tensor(node).device == tensor(source).device
 
 
+def _is_reshape(node: fx.Node) -> bool:
+    return facts_of(node.target).kind is OperatorKind.RESHAPE
+
+
 def _behind_reshapes(node: object) -> fx.Node:
     assert isinstance(node, fx.Node)
-    while node.target in _RESHAPES:
+    while _is_reshape(node):
         source = node.args[0]
         assert isinstance(source, fx.Node)
         node = source
@@ -160,7 +165,7 @@ def _same_rows(node: fx.Node) -> set[fx.Node]:
         source = pending.pop()
         if tensor(source).shape == tensor(node).shape:
             found.add(source)
-        pending.extend(user for user in source.users if user.target in _RESHAPES)
+        pending.extend(user for user in source.users if _is_reshape(user))
     return found
 
 

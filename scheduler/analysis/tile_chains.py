@@ -31,12 +31,12 @@ from torch import fx
 from zerofx.ir.aliasing import storage_bytes, storage_source, tensors_of
 from zerofx.ir.facts import Phase, Role, origin, slice_of, tensor, value
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.operators.operator import Given, OperatorKind
+from zerofx.ir.operators.rows import OWN, Found, Kind, Rows, leading_rows
+from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.analysis.loss_heads import MIN_ROWS
-from zerofx.scheduler.analysis.row_rules import Given, rows_of_result
-from zerofx.scheduler.analysis.rows import OWN, Found, Kind, Rows, leading_rows
+from zerofx.scheduler.analysis.row_rules import rows_of_result
 
-_aten = torch.ops.aten
-_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
 _TOWERS = 2  # how many times as large as what it reads a value must be
 _MAX_ASKED = 4  # values of which a node's rule is asked whether they are split or whole
 
@@ -104,7 +104,7 @@ def find_chains(step: StepGraph) -> list[Chain]:
     finder = _Finder(step)
     found: list[Chain] = []
     taken: set[fx.Node] = set()
-    for product in [n for n in step.calls() if n.target in _PRODUCTS and origin(n).phase is Phase.FORWARD]:
+    for product in [n for n in step.calls() if _is_product(n) and origin(n).phase is Phase.FORWARD]:
         if product in taken or not finder.towers(product):
             continue
         for num_rows in _row_counts(product):
@@ -116,6 +116,10 @@ def find_chains(step: StepGraph) -> list[Chain]:
     return found
 
 
+def _is_product(node: fx.Node) -> bool:
+    return facts_of(node.target).kind is OperatorKind.PRODUCT
+
+
 def _row_counts(product: fx.Node) -> Iterator[int]:
     """What may be a row: the most rows first. Shapes of the product and of its views tell."""
     counts: set[int] = set()
@@ -124,7 +128,7 @@ def _row_counts(product: fx.Node) -> Iterator[int]:
         node = pending.pop()
         shape = tuple(tensor(node).shape)
         counts.update(prod(shape[:end]) for end in range(1, len(shape)))
-        pending += [u for u in node.users if u.target in (_aten.view.default, _aten._unsafe_view.default)]
+        pending += [u for u in node.users if facts_of(u.target).kind is OperatorKind.RESHAPE]
     whole = int(tensor(product).shape[0])
     yield from sorted((n for n in counts if 2 <= n <= whole and whole % n == 0), reverse=True)
 
@@ -226,7 +230,7 @@ class _Labels:
             options = [option[:1] for option in options]
         for kinds_given in sorted(itertools.product(*options), key=lambda one: sum(kind is None for kind in one)):
             given = dict(zip(sources, kinds_given, strict=True))
-            found = rows_of_result(node, given, self._num_rows)
+            found = rows_of_result(node, given)
             if found is not None:
                 self.given[node], self.found[node] = given, found
                 return

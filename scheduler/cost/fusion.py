@@ -16,33 +16,12 @@ import torch
 from torch import fx
 
 from zerofx.ir.aliasing import Storage, aliased_input, is_view, mutated_inputs, storage_source
+from zerofx.ir.operators.operator import Inductor
+from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.analysis.saved_values import storage_size
 from zerofx.scheduler.cost.cpu.workspace import compiled_workspace_bytes
 from zerofx.scheduler.cost.liveness import MemoryEvent, RegionLike
 from zerofx.scheduler.cost.overwriting import overwriting_order, overwritten
-from zerofx.torch_private.operators import OpOverload, schema_of
-
-# Operators that Inductor decomposes into loops over their elements, beside those that are tagged pointwise.
-_INLINED = frozenset({
-    "aten::_log_softmax", "aten::_log_softmax_backward_data", "aten::_softmax", "aten::_softmax_backward_data",
-    "aten::_to_copy", "aten::cat", "aten::clone", "aten::full", "aten::full_like", "aten::native_layer_norm",
-    "aten::native_layer_norm_backward", "aten::nll_loss_backward", "aten::zeros", "aten::zeros_like",
-    "aten::select_backward", "aten::slice_backward", "aten::stack", "aten::_fused_rms_norm", "aten::embedding",
-    "aten::native_dropout", "aten::native_dropout_backward", "aten::threshold_backward",
-})  # fmt: skip
-
-
-_OF_ROWS = frozenset({
-    "aten::_log_softmax", "aten::_log_softmax_backward_data", "aten::_softmax", "aten::_softmax_backward_data",
-    "aten::native_layer_norm", "aten::native_layer_norm_backward", "aten::_fused_rms_norm",
-})  # fmt: skip
-
-
-# Operators that Inductor turns into loops which inline what they reduce, and store their result.
-_REDUCTIONS = frozenset({
-    "aten::all", "aten::amax", "aten::amin", "aten::any", "aten::linalg_vector_norm", "aten::logsumexp", "aten::max",
-    "aten::mean", "aten::min", "aten::prod", "aten::sum", "aten::var", "aten::var_mean",
-})  # fmt: skip
 
 
 def estimated_memory(
@@ -126,7 +105,7 @@ def _overwriting(
     Without reductions that is what ``codegen/inductor/kernel_passes.py`` has Inductor do, else what it does by itself:
     a loop overwrites what it reads, and nothing else in its kernel but what it needs.
     """
-    if all(_is_inlined(node) and not _has_rows(node) for node in kernel):
+    if all(_is_inlined(node) and facts_of(node.target).inductor is Inductor.LOOP for node in kernel):
         sizes = {node: {storage_size(storage) for storage in _outputs(node)} for node in kernel}
         fitting = {s for s in dying if all(storage_size(s) in sizes[node] for node in kernel if s in reads[node])}
         ends = {node: reads[node] & fitting for node in kernel}
@@ -136,8 +115,7 @@ def _overwriting(
     over: dict[fx.Node, set[Storage]] = {}
     for node in kernel:
         others = [other for other in kernel if other is not node and other not in behind[node]]
-        # A normalisation's gradients are several loops.
-        alone = _is_inlined(node) and "layer_norm_backward" not in str(node.target)
+        alone = _is_inlined(node) and facts_of(node.target).inductor is not Inductor.ROW_LOOPS
         over[node] = {s for s in reads[node] if not any(s in reads[other] for other in others)} if alone else set()
     return kernel, over
 
@@ -245,19 +223,11 @@ def _read(node: fx.Node, members: set[fx.Node], kept: set[Storage]) -> set[Stora
 
 
 def _is_inlined(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, OpOverload) or mutated_inputs(node):
-        return False
-    return torch.Tag.pointwise in target.tags or schema_of(target).name in _INLINED
-
-
-def _has_rows(node: fx.Node) -> bool:
-    """Whether it is one of the operators that Inductor inlines which reduce on their way."""
-    return isinstance(node.target, OpOverload) and schema_of(node.target).name in _OF_ROWS
+    return facts_of(node.target).is_loop and not mutated_inputs(node)
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and schema_of(node.target).name in _REDUCTIONS
+    return facts_of(node.target).inductor is Inductor.REDUCTION
 
 
 def _is_loop(node: fx.Node) -> bool:

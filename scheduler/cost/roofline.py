@@ -2,7 +2,8 @@
 
 Time is a roofline: the longer of arithmetic at the machine's rate for that kind of work and memory traffic at its
 bandwidth, plus the launch of a kernel. FLOPs come from `torch.utils.flop_counter.flop_registry` where it knows the
-operator, so they equal what `FlopCounterMode` counts; the rules below are for the operators that it does not know.
+operator, so they equal what `FlopCounterMode` counts; of those that it does not know, the table of operators has them
+per element (``zerofx/ir/operators/table.py``).
 
 Not covered: fusion (a region of pointwise nodes costs the sum of its parts here), causal attention (counted as full,
 as the registry does), and collectives, whose time depends on the group: see `machine.collective_seconds`.
@@ -21,73 +22,10 @@ from torch.utils.flop_counter import flop_registry
 
 from zerofx.errors import InvalidGraphError
 from zerofx.ir.aliasing import aliased_input, is_view, mutated_inputs, storage_bytes, storage_source, tensors_of
+from zerofx.ir.operators.operator import Traffic
+from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.torch_private.operators import OpOverload, schema_of
-
-_aten = torch.ops.aten
-
-# Attention kernels that the registry lacks, and the one of the same arguments that it has.
-_SAME_AS = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _aten._scaled_dot_product_flash_attention,
-    "aten::_scaled_dot_product_fused_attention_overrideable": _aten._scaled_dot_product_flash_attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _aten._scaled_dot_product_flash_attention_backward,
-    "aten::_scaled_dot_product_fused_attention_overrideable_backward": (
-        _aten._scaled_dot_product_flash_attention_backward
-    ),
-    "aten::_int_mm": _aten.mm,
-}
-
-# FLOPs per element of the largest operand, counting an exponential, a square root or a division as one. Sums over an
-# axis count once per element. Operators not named here, if not tagged pointwise or copies, count one per element.
-_PER_ELEMENT = {
-    "aten::_softmax": 5,  # max, subtract, exp, sum, divide
-    "aten::_log_softmax": 5,  # max, subtract, exp, sum, subtract
-    "aten::_softmax_backward_data": 4,  # multiply, sum, multiply, subtract
-    "aten::_log_softmax_backward_data": 4,  # sum, exp, multiply, subtract
-    "aten::native_layer_norm": 8,  # mean; subtract, square, sum; subtract, multiply; affine multiply, add
-    "aten::native_layer_norm_backward": 14,  # normalise again (2), weight (3) and bias (1) sums, input (8)
-    "aten::native_group_norm": 8,
-    "aten::native_group_norm_backward": 14,
-    "aten::native_batch_norm": 8,
-    "aten::native_batch_norm_backward": 14,
-    "aten::_native_batch_norm_legit": 8,
-    "aten::_native_batch_norm_legit_functional": 8,
-    "aten::_fused_rms_norm": 4,  # square, sum; multiply by the root, by the weight
-    "aten::_fused_rms_norm_backward": 10,
-    "aten::var": 4,
-    "aten::var_mean": 4,
-    "aten::std": 4,
-    "aten::logsumexp": 4,
-    "aten::native_dropout": 2,
-    "zerofx::softmax_chunk": 5,  # max, subtract, exp, sum, compare
-    "zerofx::softmax_gradient": 4,  # subtract, exp, subtract, multiply
-    "aten::_fused_adam_": 14,  # two moments (6), bias corrections (2), root, add, divide, step; decay (2)
-    "aten::_fused_adamw_": 14,
-    "aten::_fused_sgd_": 5,
-    "aten::_fused_adagrad_": 7,
-    "zerofx::square_sum": 2,  # multiply, add
-}
-
-# Move values without arithmetic, whatever their tags say. Operators that make values (no tensor input, *_like, new_*),
-# copies of views (tag view_copy) and *_scatter are found without a list.
-# fmt: off
-_NO_FLOPS = frozenset({
-    "_foreach_copy_", "_foreach_zero_", "_to_copy", "_unsafe_index", "bernoulli", "cat", "clone", "constant_pad_nd",
-    "copy", "copy_", "diagonal_backward", "embedding", "fill", "fill_", "flip", "gather", "index", "index_put",
-    "index_put_", "index_select", "lift_fresh_copy", "masked_select", "repeat", "roll", "scatter", "select_backward",
-    "slice_backward", "stack", "topk", "tril", "triu", "unfold_backward", "zero", "zero_",
-})
-# fmt: on
-_ALLOCATE_ONLY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"})
-
-# Read from their first argument only as many elements as they return.
-_READS_WHAT_IT_RETURNS = frozenset(
-    {"embedding", "gather", "index", "index_select", "_unsafe_index", "take", "nll_loss_forward", "masked_select"}
-)
-# Write to their first argument without reading it.
-_OVERWRITES = frozenset(
-    {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_", "_foreach_copy_", "_foreach_zero_"}
-)
 
 
 @dataclass(frozen=True)
@@ -126,7 +64,7 @@ def node_cost(
     dtype = _input_dtype(node) if is_matmul else _output_dtype(node) or _input_dtype(node)
     if measured is not None:
         seconds = measured
-    elif _short_name(node.target) in _ALLOCATE_ONLY or dtype is None:
+    elif facts_of(node.target).traffic is Traffic.ALLOCATES or dtype is None:
         seconds = 0.0
     else:
         rate = machine.matmul_flops(dtype, tf32=tf32) if is_matmul else machine.vector_flops(dtype)
@@ -152,27 +90,24 @@ def node_flops(node: fx.Node) -> int:
         return int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
     inputs = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
     outputs = tensors_of(node)
-    name = _short_name(node.target)
-    if name in ("mv", "addmv", "dot", "vdot"):
-        return 2 * max((_numel(tensor) for tensor in inputs), default=0)
-    if name == "_grouped_mm":  # Every row of the ragged operand meets one matrix: rows x columns x inner size.
-        return 2 * _numel(outputs[0]) * int(inputs[0].shape[-1])
-    makes_values = not inputs or name.startswith("new_") or name.endswith("_like")
-    if makes_values or name in _NO_FLOPS or name.endswith("_scatter") or torch.Tag.view_copy in node.target.tags:
-        return 0
-    per_element = _PER_ELEMENT.get(schema_of(node.target).name, 1)
-    if name.startswith(("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")):
+    facts = facts_of(node.target)
+    if facts.flops is not None:
+        return facts.flops(inputs, outputs)
+    if not inputs or torch.Tag.view_copy in node.target.tags:
+        return 0  # it makes values, or copies them
+    if facts.of_lists:
         first = node.args[0] if node.args else ()
         sources = [item for item in first if isinstance(item, fx.Node)] if isinstance(first, (list, tuple)) else []
-        return per_element * sum(_numel(tensor) for source in sources for tensor in tensors_of(source))
-    if torch.Tag.pointwise in node.target.tags and outputs:
-        return per_element * _numel(outputs[0])
-    return per_element * max(_numel(tensor) for tensor in (*inputs, *outputs))
+        return facts.per_element * sum(_numel(tensor) for source in sources for tensor in tensors_of(source))
+    if facts.is_pointwise and outputs:
+        return facts.per_element * _numel(outputs[0])
+    return facts.per_element * max(_numel(tensor) for tensor in (*inputs, *outputs))
 
 
 def _matmul_packet(target: OpOverload) -> Any:
     """The packet under which the registry knows `target`, or None: what runs on matrix units."""
-    packet = _SAME_AS.get(schema_of(target).name, target.overloadpacket)
+    same = facts_of(target).counted_as
+    packet = target.overloadpacket if same is None else getattr(torch.ops.aten, same)
     return packet if packet in flop_registry else None
 
 
@@ -182,16 +117,16 @@ def _roofline(flops: int, num_bytes: int, rate: float, machine: Machine) -> floa
 
 def _bytes_read(node: fx.Node) -> int:
     """Bytes of distinct memory that the node reads: what its views of a storage touch, at most the storage itself."""
-    name = _short_name(node.target) if isinstance(node.target, OpOverload) else ""
-    if name.endswith("_like") or name.startswith("new_"):
+    traffic = facts_of(node.target).traffic
+    if traffic in (Traffic.FILLS, Traffic.ALLOCATES):
         return 0
-    only_written = set(_only_written(node, name))
+    only_written = set(_only_written(node))
     touched: dict[tuple[fx.Node, int], int] = {}
     for position, source in enumerate(node.all_input_nodes):
         if source in only_written:
             continue
         num_bytes = sum(_touched_bytes(tensor) for tensor in tensors_of(source))
-        if position == 0 and name in _READS_WHAT_IT_RETURNS:
+        if position == 0 and traffic is Traffic.PICKS:
             num_bytes = min(num_bytes, sum(_touched_bytes(tensor) for tensor in tensors_of(node)))
         owner = storage_source(source)
         touched[owner] = touched.get(owner, 0) + num_bytes
@@ -200,7 +135,7 @@ def _bytes_read(node: fx.Node) -> int:
 
 def _bytes_written(node: fx.Node) -> int:
     """Bytes of new outputs, and of the inputs that are written in place."""
-    if isinstance(node.target, OpOverload) and _short_name(node.target) in _ALLOCATE_ONLY:
+    if facts_of(node.target).traffic is Traffic.ALLOCATES:
         return 0
     changed = mutated_inputs(node)
     written = sum(_touched_bytes(tensor) for source in changed for tensor in tensors_of(source))
@@ -214,15 +149,13 @@ def _returns_only_aliases(node: fx.Node) -> bool:
     return all(returned.alias_info is not None for returned in schema_of(node.target).returns)
 
 
-def _only_written(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
+def _only_written(node: fx.Node) -> tuple[fx.Node, ...]:
     """The inputs that the node overwrites without looking at them: out= arguments, and the target of a copy."""
     if not isinstance(node.target, OpOverload):
         return ()
     changed = mutated_inputs(node)
-    has_out = any(argument.is_out for argument in schema_of(node.target).arguments)
-    if name in _OVERWRITES or torch.Tag.out in node.target.tags or has_out:
-        return changed
-    return ()
+    is_out = torch.Tag.out in node.target.tags or any(a.is_out for a in schema_of(node.target).arguments)
+    return changed if is_out or facts_of(node.target).traffic is Traffic.OVERWRITES else ()
 
 
 def _touched_bytes(tensor: Tensor) -> int:
@@ -239,10 +172,6 @@ def _owned_bytes(owner: tuple[fx.Node, int]) -> int:
     if isinstance(tensor, Tensor):
         return storage_bytes(tensor)
     return sum(storage_bytes(item) for item in tensors_of(node))
-
-
-def _short_name(target: OpOverload) -> str:
-    return schema_of(target).name.split("::")[-1]
 
 
 def _numel(tensor: Tensor) -> int:

@@ -25,40 +25,11 @@ from typing import Any
 import torch
 
 from zerofx.errors import UsageError
+from zerofx.ir.operators.operator import Traffic
+from zerofx.ir.operators.table import facts_of
 from zerofx.torch_private.dispatch import without_modes
-from zerofx.torch_private.operators import pytree
+from zerofx.torch_private.operators import OpOverload, pytree, schema_of
 from zerofx.torch_private.tensors import version_of
-
-_aten = torch.ops.aten
-
-# Give every element of their first argument a value that depends on no value that it had.
-_FILLERS = frozenset(
-    {
-        _aten.bernoulli_.float,
-        _aten.cauchy_.default,
-        _aten.exponential_.default,
-        _aten.fill_.Scalar,
-        _aten.geometric_.default,
-        _aten.log_normal_.default,
-        _aten.normal_.default,
-        _aten.random_.default,
-        getattr(_aten.random_, "from"),
-        _aten.random_.to,
-        _aten.uniform_.default,
-        _aten.zero_.default,
-    }
-)
-# Leave the values of what they make undefined.
-_EMPTY = frozenset(
-    {
-        _aten.empty.memory_format,
-        _aten.empty_like.default,
-        _aten.empty_permuted.default,
-        _aten.empty_strided.default,
-        _aten.new_empty.default,
-        _aten.new_empty_strided.default,
-    }
-)
 
 
 @dataclass(eq=False)
@@ -135,7 +106,7 @@ class Operation:
 
     def fills(self, cell: Cell) -> bool:
         """Whether nothing is left afterwards of what ``cell`` had before."""
-        if self.function not in _FILLERS or self.written != {cell}:
+        if not fills_first_argument(self.function) or self.written != {cell}:
             return False
         filled = self.args[0].shadow
         return bool(filled.numel() * filled.itemsize == filled.untyped_storage().nbytes())
@@ -166,7 +137,9 @@ def note(
     operation = Operation(
         number, function, args, kwargs, tuple(outputs), written_cells, random_state, torch.get_default_dtype()
     )
-    defined = function not in _EMPTY and all(cell.is_written for cell in read - written_cells)
+    defined = facts_of(function).traffic is not Traffic.ALLOCATES and all(
+        cell.is_written for cell in read - written_cells
+    )
     for cell in changed:
         if operation.fills(cell):
             cell.operations = [one for one in cell.operations if _is_needed(one, cell)]
@@ -247,7 +220,9 @@ def _leading_to(cell: Cell) -> list[Operation]:
 
 def fills_first_argument(function: Callable[..., Any]) -> bool:
     """Whether the values of the first argument do not matter to ``function``, which replaces them."""
-    return function in _FILLERS
+    if not isinstance(function, OpOverload) or facts_of(function).traffic is not Traffic.OVERWRITES:
+        return False
+    return [str(argument.type) for argument in schema_of(function).arguments].count("Tensor") == 1
 
 
 def generator_of(device: torch.device) -> torch.Generator:

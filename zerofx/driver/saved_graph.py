@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zerofx.capture.trace import fake_mode
 from zerofx.disk.cache import MALFORMED
 from zerofx.disk.own_files import write_text
 from zerofx.driver.captures import Captures
@@ -49,6 +48,7 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.optimizers.program import ScalarStateSpec, StateSpec
 from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.torch_private.capture import fake_mode
 
 _FORMAT = 1
 _NAMESPACES = TORCH_NAMESPACES | {OWN_NAMESPACE}

@@ -7,8 +7,9 @@ from the operator's schema, never from its name:
 - a return annotated ``Tensor(a!)`` *is* that argument (an in-place or out= operator), which the node mutates;
 - every other return is a storage of its own.
 
-A few operators share storage without saying so, or say so and copy nevertheless when strides do not permit a view;
-they are listed here, once. Nodes carry fake or meta tensors in ``node.meta["val"]``; nothing here reads their data.
+A few operators share storage without saying so, or say so and copy nevertheless when strides do not permit a view:
+those the table of operators names (``zerofx/ir/operators/views.py``). Nodes carry fake or meta tensors in
+``node.meta["val"]``; nothing here reads their data.
 """
 
 from __future__ import annotations
@@ -22,26 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zerofx.ir.operators.operator import View
+from zerofx.ir.operators.table import facts_of
 from zerofx.torch_private.operators import Argument, OpOverload, schema_of
 
 # A node and the number of its output: what owns the memory that values are views of.
 Storage = tuple[fx.Node, int]
-
-# Share the storage of their first argument although the schema has no alias annotation: the "unsafe" views drop it so
-# that autograd does not track the sharing, and waiting for a collective hands on the tensor that was waited for.
-_HIDDEN_VIEWS = frozenset(
-    {
-        "aten::_unsafe_view",
-        "aten::unsafe_chunk",
-        "aten::unsafe_split",
-        "aten::unsafe_split_with_sizes",
-        "_c10d_functional::wait_tensor",
-    }
-)
-
-# Annotated as views, but copy when the strides (or dtype, or device) leave no other way.
-_VIEW_OR_COPY_OF_SHAPE = frozenset({"aten::reshape", "aten::reshape_as", "aten::flatten", "aten::ravel"})
-_VIEW_OR_COPY_OF_FORMAT = frozenset({"aten::contiguous", "aten::to"})
 
 
 def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
@@ -139,7 +126,7 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
 @functools.cache
 def _shares(target: OpOverload) -> bool:
     """Whether any output of an operator may share an input's storage."""
-    return schema_of(target).name in _HIDDEN_VIEWS or any(r.alias_info is not None for r in schema_of(target).returns)
+    return facts_of(target).view is View.ALWAYS or any(r.alias_info is not None for r in schema_of(target).returns)
 
 
 @functools.cache
@@ -153,7 +140,7 @@ def _position_of_base(target: OpOverload) -> int | None:
     """Which argument's storage the only output of an operator always shares; None where a call has to be looked at."""
     schema = schema_of(target)
     returned = schema.returns[0].alias_info if len(schema.returns) == 1 else None
-    if returned is None or schema.name in _VIEW_OR_COPY_OF_SHAPE | _VIEW_OR_COPY_OF_FORMAT:
+    if returned is None or facts_of(target).view is not None:
         return None
     shared = (
         position
@@ -173,8 +160,8 @@ def _aliased_output(node: fx.Node, index: int) -> fx.Node | None:
     """The input node whose storage output ``index`` of operator ``node`` shares."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    name = schema_of(node.target).name
-    if name in _HIDDEN_VIEWS:
+    view = facts_of(node.target).view
+    if view is View.ALWAYS:
         return next(_nodes(node.args[0]), None)
     returns = schema_of(node.target).returns
     # A list of tensors is one return of the schema, and all of its items carry the same annotation.
@@ -184,7 +171,7 @@ def _aliased_output(node: fx.Node, index: int) -> fx.Node | None:
     for argument, value in _bound(node):
         if argument.alias_info is not None and _matches(argument.alias_info, alias):
             base = next(_nodes(value), None)
-            return base if base is not None and _is_shared(name, base, node) else None
+            return base if base is not None and _is_shared(view, base, node) else None
     return None
 
 
@@ -199,12 +186,12 @@ def _matches(given: Any, returned: Any) -> bool:
     return "*" in given.after_set
 
 
-def _is_shared(name: str, base: fx.Node, node: fx.Node) -> bool:
+def _is_shared(view: View | None, base: fx.Node, node: fx.Node) -> bool:
     """Whether an operator whose schema says "view" really gives one for these shapes and strides."""
-    if name not in _VIEW_OR_COPY_OF_SHAPE and name not in _VIEW_OR_COPY_OF_FORMAT:
+    if view is None:
         return True
     before, after = tensors_of(base)[0], tensors_of(node)[0]
-    if name in _VIEW_OR_COPY_OF_FORMAT:
+    if view is View.WHERE_ALIKE:
         wants_copy = any(argument.name == "copy" and value is True for argument, value in _bound(node))
         same_kind = before.dtype == after.dtype and before.device == after.device
         return same_kind and not wants_copy and before.stride() == after.stride()

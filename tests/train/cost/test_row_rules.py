@@ -9,8 +9,10 @@ from torch import Tensor, fx
 
 from zerofx.ir.facts import Origin, Phase, set_value, value
 from zerofx.ir.graph import insert_call
-from zerofx.scheduler.analysis.row_rules import Given, rows_of_result, takes_sizes
-from zerofx.scheduler.analysis.rows import SUM, Rows, leading_rows, tile_shape
+from zerofx.ir.operators.operator import Given
+from zerofx.ir.operators.rows import SUM, Rows, leading_rows, tile_shape
+from zerofx.ir.operators.table import facts_of
+from zerofx.scheduler.analysis.row_rules import rows_of_result
 
 aten = torch.ops.aten
 NUM_ROWS = 4
@@ -111,7 +113,7 @@ def cut(whole: Tensor, rows: Rows | None, start: int, end: int) -> Tensor:
 def on_rows(node: fx.Node, given: Given, found: Any, start: int, end: int) -> Any:
     """What ``node`` gives for some rows."""
     args = list(fx.map_arg(node.args, lambda source: cut(value(source), given[source], start, end)))
-    if takes_sizes(node):
+    if facts_of(node.target).takes_shape:
         args[1] = tile_shape(value(node).shape, found, end - start)
     assert callable(node.target)
     return node.target(*args)
@@ -124,7 +126,7 @@ def outputs_of(result: Any) -> list[Tensor]:
 @pytest.mark.parametrize(("target", "args", "rows"), [case[1:] for case in SPLIT], ids=[case[0] for case in SPLIT])
 def test_an_operator_on_some_rows_gives_those_rows(target: Any, args: list[Any], rows: list[Rows | None]) -> None:
     node, given = called(target, args, rows)
-    found = rows_of_result(node, given, NUM_ROWS)
+    found = rows_of_result(node, given)
     assert found is not None
     kinds = found if isinstance(found, tuple) else (found,)
     for start, end in ((0, 1), (1, 4)):
@@ -138,7 +140,7 @@ def test_an_operator_on_some_rows_gives_those_rows(target: Any, args: list[Any],
 @pytest.mark.parametrize(("target", "args", "rows"), [case[1:] for case in SUMMED], ids=[case[0] for case in SUMMED])
 def test_what_sums_over_rows_is_the_sum_of_its_tiles(target: Any, args: list[Any], rows: list[Rows | None]) -> None:
     node, given = called(target, args, rows)
-    assert rows_of_result(node, given, NUM_ROWS) is SUM
+    assert rows_of_result(node, given) is SUM
     parts = [on_rows(node, given, SUM, start, end) for start, end in ((0, 1), (1, 4))]
     torch.testing.assert_close(parts[0] + parts[1], value(node))
 
@@ -146,7 +148,7 @@ def test_what_sums_over_rows_is_the_sum_of_its_tiles(target: Any, args: list[Any
 @pytest.mark.parametrize(("target", "args", "rows"), [case[1:] for case in WHOLE], ids=[case[0] for case in WHOLE])
 def test_what_needs_all_rows_at_once_is_known(target: Any, args: list[Any], rows: list[Rows | None]) -> None:
     node, given = called(target, args, rows)
-    assert rows_of_result(node, given, NUM_ROWS) is None
+    assert rows_of_result(node, given) is None
 
 
 def test_a_norms_gradients_are_split_and_summed() -> None:
@@ -154,7 +156,7 @@ def test_a_norms_gradients_are_split_and_summed() -> None:
     _, mean, rstd = aten.native_layer_norm.default(x, [3], weight, weight, 1e-5)
     args = [of(4, 3), x, [3], mean, rstd, weight, weight, [True, True, True]]
     node, given = called(aten.native_layer_norm_backward.default, args, [*[FIRST] * 4, None, None])
-    assert rows_of_result(node, given, NUM_ROWS) == (FIRST, SUM, SUM)
+    assert rows_of_result(node, given) == (FIRST, SUM, SUM)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Operators whose kernels lay their results out otherwise than torch's fake tensors say.
 
 A view that a traced graph takes of such a result is one that the fake's strides allow and the kernel's may not: the
-step would fail where it takes it. Tracing puts a copy after the operator that has the kernel's strides in both.
+step would fail where it takes it. Tracing puts a copy after the operator that has the kernel's strides in both. Which
+operators these are stands in the table (``zerofx/ir/operators/operator.py``: ``Layout``).
 
     before   t = mse_loss_backward(g, predictions.transpose(1, 2), y)    a fake like the predictions, a kernel in order
     after    c = clone(t, memory_format=contiguous)                      what reads t reads c
@@ -16,105 +17,40 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import decompose
 
+from zerofx.ir.operators.operator import Layout
+from zerofx.ir.operators.table import aten_entries
 from zerofx.torch_private.dispatch import without_modes
 from zerofx.torch_private.tensors import elementwise_order, suggest_memory_format
 
 aten = torch.ops.aten
 
-# in the order of the dimensions, on every device
-_ORDERED = (
-    aten.mse_loss_backward.default,
-    aten.smooth_l1_loss_backward.default,
-    aten.huber_loss_backward.default,
-    aten.pow.Scalar,
-)
-
-# as the gradient, of which the kernel makes a copy in order if it is not
-_COPIED = (aten._log_softmax_backward_data.default, aten.native_layer_norm_backward.default)
-
-# elementwise, of these arguments in this order, on every device; their fakes come of other operators' orders
-_OPERANDS = {
-    aten.softplus_backward.default: (0, 1),
-    aten.elu_backward.default: (0, 5),
-    aten.hardswish_backward.default: (0, 1),
-    aten.hardsigmoid_backward.default: (0, 1),
-    aten.hardtanh_backward.default: (0, 1),
-    aten.logit_backward.default: (0, 1),
-    aten.threshold_backward.default: (1, 0),
-    aten.leaky_relu_backward.default: (1, 0),
-    aten.rrelu_with_noise_backward.default: (2, 0),
-    aten.binary_cross_entropy.default: (0,),
-    aten.binary_cross_entropy_backward.default: (1,),
-    aten.div.Tensor_mode: (0, 1),
-    aten.floor_divide.default: (0, 1),
-    aten.copysign.Tensor: (0, 1),
-    aten.heaviside.default: (0, 1),
-    aten.logaddexp.default: (0, 1),
-    aten.logaddexp2.default: (0, 1),
-    aten.logical_and.default: (0, 1),
-    aten.logical_or.default: (0, 1),
-    aten.logical_xor.default: (0, 1),
-    aten.special_xlog1py.default: (0, 1),
-    aten.xlogy.Tensor: (0, 1),
-}
-
-# Elementwise likewise, of operands that are not all of one shape: fakes of images have the strides of a memory format,
-# kernels those of the operands' order. They differ where a dimension has one place, and not in memory; but for it a
-# tensor suggests another memory format, which is what others are laid out in. So do those of views.
-_IMAGES = {
-    aten.add.Tensor: (0, 1),
-    aten.sub.Tensor: (0, 1),
-    aten.mul.Tensor: (0, 1),
-    aten.div.Tensor: (0, 1),
-    aten.rsub.Scalar: (0, 1),
-    aten.fmod.Scalar: (0, 1),
-    aten.remainder.Scalar: (0, 1),
-    aten.where.self: (0, 1, 2),
-    aten.clamp.Tensor: (0, 1, 2),
-    aten.hardtanh.default: (0, 1),
-    aten.eq.Scalar: (0, 1),
-    aten.ne.Scalar: (0, 1),
-    aten.lt.Scalar: (0, 1),
-    aten.le.Scalar: (0, 1),
-    aten.gt.Scalar: (0, 1),
-    aten.ge.Scalar: (0, 1),
-}
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
-
-# on a CPU, in the memory format which this argument suggests
-_FORMAT_OF = {
-    aten.native_batch_norm.default: 0,
-    aten._native_batch_norm_legit.default: 0,
-    aten._native_batch_norm_legit.no_stats: 0,
-    aten._native_batch_norm_legit_functional.default: 0,
-    aten._native_batch_norm_legit_no_training.default: 0,
-    aten.native_batch_norm_backward.default: 1,
-    aten.reflection_pad2d_backward.default: 1,
-    aten.reflection_pad3d.default: 0,
-    aten.reflection_pad3d_backward.default: 1,
-    aten.replication_pad2d_backward.default: 1,
-    aten.replication_pad3d.default: 0,
-    aten.replication_pad3d_backward.default: 1,
-    aten.max_unpool2d.default: 0,
-    aten.channel_shuffle.default: 0,
-}
-
 
 def kernel_layouts(device: torch.device) -> dict[Any, Callable[..., Any]]:
     """Decompositions into the operator and, where a fake's strides are not the kernel's on ``device``, a copy."""
-    formats = dict.fromkeys(_ORDERED, _contiguous)
+    found = {
+        operator: _decomposed(operator, facts.layout, facts.layout_arguments)
+        for operator, facts in aten_entries()
+        if facts.layout is not None and (facts.layout is not Layout.OF_FORMAT or device.type == "cpu")
+    }
     if device.type == "cpu":
-        formats |= {operator: partial(_suggested_by, place) for operator, place in _FORMAT_OF.items()}
-        formats[aten.roll.default] = _rolled
-    others = {aten._embedding_bag.default: _embedding_bag} if device.type == "cpu" else {}
-    return (
-        others
-        | {operator: _laid_out(operator, format_of) for operator, format_of in formats.items()}
-        | {operator: _with_copy(operator) for operator in _COPIED}
-        | {operator: _in_order_of(operator, operands) for operator, operands in _OPERANDS.items()}
-        | {operator: _image(operator, partial(_ordered_strides, operands)) for operator, operands in _IMAGES.items()}
-        | {operator: _image(operator, _view_strides) for operator in _VIEWS}
-    )
+        found |= {aten.roll.default: _laid_out(aten.roll.default, _rolled), aten._embedding_bag.default: _embedding_bag}
+    return found
+
+
+def _decomposed(operator: Any, layout: Layout, arguments: Sequence[int]) -> Callable[..., Any]:
+    match layout:
+        case Layout.IN_ORDER:
+            return _laid_out(operator, _contiguous)
+        case Layout.OF_FORMAT:
+            return _laid_out(operator, partial(_suggested_by, arguments[0]))
+        case Layout.OF_GRADIENT:
+            return _with_copy(operator)
+        case Layout.OF_OPERANDS:
+            return _in_order_of(operator, arguments)
+        case Layout.OF_IMAGES:
+            return _image(operator, partial(_ordered_strides, arguments))
+        case Layout.OF_VIEW:
+            return _image(operator, _view_strides)
 
 
 def _embedding_bag(

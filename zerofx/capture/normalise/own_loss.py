@@ -18,6 +18,8 @@ from torch import fx
 from zerofx.capture.normalise.joint import Joint
 from zerofx.ir.aliasing import aliased_input
 from zerofx.ir.facts import origin, set_origin, set_value
+from zerofx.ir.operators.operator import OperatorKind
+from zerofx.ir.operators.table import facts_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ def _own_storage(graph: fx.Graph, loss: fx.Node) -> fx.Node:
     """The loss, or a copy of it where it is a view."""
     aten = torch.ops.aten
     source: fx.Node | None = loss
-    while source is not None and source.target in (aten.detach.default, aten.alias.default):
+    while source is not None and facts_of(source.target).kind is OperatorKind.IDENTITY:
         source = aliased_input(source)
     if source is not None and source.op != "placeholder" and aliased_input(source) is None:
         return loss

@@ -18,6 +18,8 @@ from torch import fx
 from zerofx.capture.normalise.joint import Joint
 from zerofx.errors import CaptureError
 from zerofx.ir.facts import origin, value
+from zerofx.ir.operators.operator import OperatorKind
+from zerofx.ir.operators.table import facts_of
 from zerofx.ir.text import type_name
 
 
@@ -47,10 +49,9 @@ def _refuse_sparse(graph: fx.Graph) -> None:
 
 def _refuse_mixed_products(graph: fx.Graph) -> None:
     """Raise a ``CaptureError`` for a matrix product of several dtypes, which fake tensors have a result for."""
-    aten = torch.ops.aten
-    products = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
     for node in graph.nodes:
-        if node.target in products and len({value(one).dtype for one in node.all_input_nodes}) > 1:
+        is_product = facts_of(node.target).kind is OperatorKind.PRODUCT
+        if is_product and len({value(source).dtype for source in node.all_input_nodes}) > 1:
             raise CaptureError(
                 f"expected the factors of a matrix product to have one dtype, found "
                 f"{', '.join(map(type_name, node.all_input_nodes))} in {origin(node).layer or 'the model'}: convert "

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zerofx.ir.operators.operator import OperatorKind, Traffic
+from zerofx.ir.operators.table import facts_of
 from zerofx.torch_private.dispatch import TorchDispatchMode, without_modes
 from zerofx.torch_private.operators import OpOverload, pytree, schema_of
 from zerofx.torch_private.tensors import FunctionalTensor, is_functional
@@ -27,21 +29,6 @@ _GROWTH = 8  # what follows from values that are given has at most so many times
 _aten = torch.ops.aten
 _READ = _aten._local_scalar_dense.default
 _PLAIN = (torch.Tensor, nn.Parameter)
-# Of what these are given only shape and dtype matter.
-_BY_SHAPE = frozenset({
-    _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.new_zeros.default,
-    _aten.new_ones.default, _aten.new_full.default,
-})  # fmt: skip
-# What these give is whatever the memory holds.
-_WITHOUT_VALUES = frozenset({
-    _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_permuted.default,
-    _aten.empty_like.default, _aten.new_empty.default, _aten.new_empty_strided.default,
-})  # fmt: skip
-# What have a list of indices after what is indexed. A mask is as many of them as it has dimensions.
-_INDEXED = frozenset({
-    _aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default,
-    _aten._unsafe_index.Tensor, _aten._unsafe_index_put.default,
-})  # fmt: skip
 
 
 class KnownValues(TorchDispatchMode):
@@ -67,7 +54,7 @@ class KnownValues(TorchDispatchMode):
             return self._computed(func, values, spec)
         if values is not None and torch.Tag.dynamic_output_shape in func.tags:
             return pytree.tree_map_only(torch.Tensor, self._constant, self._computed(func, values, spec))
-        if func in _INDEXED:
+        if facts_of(func).kind is OperatorKind.INDEXED:
             args = (args[0], self._without_masks(args[1]), *args[2:])
         out = func(*args, **kwargs)
         if func is _aten._is_all_true.default:  # which ``torch._check_tensor_all`` calls, and nobody else
@@ -112,7 +99,8 @@ class KnownValues(TorchDispatchMode):
 
     def _known(self, func: Any, flat: list[Any]) -> list[Any] | None:
         """The arguments with values in the places of tensors, or None where what ``func`` gives is not known."""
-        if not isinstance(func, OpOverload) or func.namespace != "aten" or func in _WITHOUT_VALUES:
+        traffic = facts_of(func).traffic
+        if not isinstance(func, OpOverload) or func.namespace != "aten" or traffic is Traffic.ALLOCATES:
             return None
         if torch.Tag.nondeterministic_seeded in func.tags:
             return None
@@ -120,7 +108,7 @@ class KnownValues(TorchDispatchMode):
         for arg in flat:
             if isinstance(arg, torch.Tensor):
                 known = self.value(arg)
-                if known is None and func in _BY_SHAPE and arg.numel() <= self._most_elements:
+                if known is None and traffic is Traffic.FILLS and arg.numel() <= self._most_elements:
                     with without_modes():
                         known = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype)
                 if known is None:

@@ -75,3 +75,31 @@ def empty_results(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     samples, heads, tokens, dim = query.shape
     result = query.new_empty(samples, tokens, heads, dim).transpose(1, 2)
     return result, query.new_empty(samples, tokens, heads).transpose(1, 2)
+
+
+def forward_bytes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool,
+    scale: float | None,
+) -> int:  # fmt: skip
+    """Bytes that the kernel holds on a CPU, beyond inputs and outputs, for ``zerofx.attention``."""
+    scratch = torch.get_num_threads() * 4 * forward_scratch_numel(query.shape[3])
+    return scratch + _mask_bytes(mask, key) + _sizes_bytes(5)
+
+
+def backward_bytes(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, result: torch.Tensor,
+    log_sums: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None,
+) -> int:  # fmt: skip
+    """The same for ``zerofx.attention_backward``: a gradient whose rows are not in one piece is copied."""
+    copied = grad.numel() * grad.element_size() if grad.stride(3) != 1 else 0
+    scratch = torch.get_num_threads() * 4 * backward_scratch_numel(grad.shape[3])
+    return scratch + copied + _mask_bytes(mask, key) + _sizes_bytes(9)
+
+
+def _sizes_bytes(num_tensors: int) -> int:
+    """What the kernel is told: 15 sizes and strides, and three strides of each tensor but the mask."""
+    return 8 * (15 + 3 * num_tensors)
+
+
+def _mask_bytes(mask: torch.Tensor | None, key: torch.Tensor) -> int:
+    return 0 if mask is None else 4 * mask_scratch_numel(mask, key.shape[2])

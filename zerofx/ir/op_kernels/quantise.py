@@ -133,3 +133,27 @@ def dequantise_at_once(packed: torch.Tensor, num_parts: int, encoding: str, dtyp
 def dequantise_sum_at_once(packed: torch.Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> torch.Tensor:
     """``dequantise_sum`` for a compiler that fuses it; it may add in another order."""
     return unpack(packed.view(num_parts, -1), encoding).sum(0).to(dtype)
+
+
+def quantise_inside(values: torch.Tensor, num_parts: int, encoding: str, interleave: int = 1) -> int:
+    """Bytes that ``quantise`` holds on a CPU beyond its result: of one part, quotients next to the values in float32 or
+    to what they are rounded to, scales, and what these are made of."""
+    numel, dtype = values.numel() // num_parts, ENCODINGS[encoding].dtype
+    rounded = dtype.itemsize if dtype.is_floating_point and values.dtype == torch.float32 else 4
+    return numel * (4 + rounded) + numel // BLOCK * (4 + values.element_size()) + _offset_bytes(encoding)
+
+
+def dequantise_inside(packed: torch.Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> int:
+    """The same of ``dequantise``: codes and values of one part in float32."""
+    return unpacked_numel(packed.numel() // num_parts, encoding) * 8 + _offset_bytes(encoding)
+
+
+def dequantise_sum_inside(packed: torch.Tensor, num_parts: int, encoding: str, dtype: torch.dtype) -> int:
+    """The same next to the sum in float32; the result is made when they are gone."""
+    numel = unpacked_numel(packed.numel() // num_parts, encoding)
+    return dequantise_inside(packed, num_parts, encoding, dtype) + numel * (4 - dtype.itemsize)
+
+
+def _offset_bytes(encoding: str) -> int:
+    """Of the number that is added to 4-bit codes, as a tensor in float64 and in float32."""
+    return 12 if ENCODINGS[encoding].bits == 4 else 0

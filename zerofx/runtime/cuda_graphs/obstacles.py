@@ -11,15 +11,15 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_bytes, tensors_of
 from zerofx.ir.facts import DEVICE, Role, origin, tier_of, value
+from zerofx.ir.operators.operator import OperatorKind
+from zerofx.ir.operators.table import facts_of
 from zerofx.ir.text import target_name
 from zerofx.lowering.lower import LoweredStep
 from zerofx.units import format_bytes
 
-_aten = torch.ops.aten
 # The host moves these buffers, or makes them anew in each step.
 _MOVED = frozenset({*ops.TRANSFERS, ops.empty_stored, ops.settle})
 _COMPRESSED = frozenset({ops.exchange, ops.gather_on_node, ops.second_shard})
-_INDEXED = frozenset({_aten.index, _aten.index_put, _aten.index_put_})
 
 
 def machine_obstacle(device: torch.device) -> str:
@@ -73,7 +73,7 @@ def _node_obstacle(node: fx.Node, device_type: str) -> str:
 
 def _waits_for_values(node: fx.Node, tags: Any) -> bool:
     """Whether the host has to know values to launch what is behind."""
-    if getattr(node.target, "overloadpacket", None) in _INDEXED:
+    if facts_of(node.target).kind is OperatorKind.INDEXED:
         # With numbers as indices shapes are known; a mask is counted first.
         return any(one.dtype in (torch.bool, torch.uint8) for one in _indices(node))
     return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags

@@ -1,7 +1,7 @@
 """Which dimension of a value holds its rows.
 
 A *row* is whatever a caller counts: a token, a sample, a head of a sample. ``Rows`` says where in a value the rows lie;
-``scheduler/analysis/row_rules.py`` says where they lie in an operator's result, given where they lie in what it reads.
+``zerofx/ir/operators/row_rules.py`` says where they lie in an operator's result, given where they lie in what it reads.
 
 A tile of a value has as many dimensions as the value: where rows are spread over several (batch and sequence), the
 first has all of a tile's and the others one. Arguments that count dimensions then hold for tiles as they stand.

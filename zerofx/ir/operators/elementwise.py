@@ -1,0 +1,81 @@
+"""Operators of one element at a time, and their gradients: what torch's tags do not say."""
+
+from __future__ import annotations
+
+from zerofx.ir.operators.operator import Inductor, Layout, Operator, Traffic
+
+_IN_ORDER = Operator(layout=Layout.IN_ORDER)
+
+
+def _of_operands(*arguments: int, is_pointwise: bool = False) -> Operator:
+    return Operator(layout=Layout.OF_OPERANDS, layout_arguments=arguments, is_pointwise=is_pointwise)
+
+
+def _of_images(*arguments: int) -> Operator:
+    """Fakes of images have the strides of a memory format, kernels those of the operands' order. They differ where a
+    dimension has one place, and not in memory; but for it a tensor suggests another memory format, which is what others
+    are laid out in."""
+    return Operator(layout=Layout.OF_IMAGES, layout_arguments=arguments)
+
+
+OPERATORS: dict[str, Operator] = {
+    "_to_copy": Operator(is_pointwise=True, per_element=0),
+    "masked_fill.Tensor": Operator(is_pointwise=True),
+    "native_dropout": Operator(per_element=2, inductor=Inductor.LOOP),
+    "native_dropout_backward": Operator(is_pointwise=True),
+    "threshold_backward": Operator(inductor=Inductor.LOOP, layout=Layout.OF_OPERANDS, layout_arguments=(1, 0)),
+    # Gradients, and losses, which torch does not all tag as pointwise.
+    "mse_loss_backward": _IN_ORDER,
+    "smooth_l1_loss_backward": _IN_ORDER,
+    "huber_loss_backward": _IN_ORDER,
+    "log_sigmoid_backward": Operator(is_pointwise=True),
+    "softplus_backward": _of_operands(0, 1, is_pointwise=True),
+    "elu_backward": _of_operands(0, 5, is_pointwise=True),
+    "hardswish_backward": _of_operands(0, 1, is_pointwise=True),
+    "hardsigmoid_backward": _of_operands(0, 1),
+    "hardtanh_backward": _of_operands(0, 1, is_pointwise=True),
+    "logit_backward": _of_operands(0, 1),
+    "leaky_relu_backward": _of_operands(1, 0, is_pointwise=True),
+    "rrelu_with_noise_backward": _of_operands(2, 0),
+    "binary_cross_entropy": _of_operands(0),
+    "binary_cross_entropy_backward": _of_operands(1),
+    # Of two operands.
+    "pow.Scalar": _IN_ORDER,
+    "div.Tensor_mode": _of_operands(0, 1),
+    "floor_divide": _of_operands(0, 1),
+    "copysign.Tensor": _of_operands(0, 1),
+    "heaviside": _of_operands(0, 1),
+    "logaddexp": _of_operands(0, 1),
+    "logaddexp2": _of_operands(0, 1),
+    "logical_and": _of_operands(0, 1),
+    "logical_or": _of_operands(0, 1),
+    "logical_xor": _of_operands(0, 1),
+    "special_xlog1py": _of_operands(0, 1),
+    "xlogy.Tensor": _of_operands(0, 1),
+    "add.Tensor": _of_images(0, 1),
+    "sub.Tensor": _of_images(0, 1),
+    "mul.Tensor": _of_images(0, 1),
+    "div.Tensor": _of_images(0, 1),
+    "rsub.Scalar": _of_images(0, 1),
+    "fmod.Scalar": _of_images(0, 1),
+    "remainder.Scalar": _of_images(0, 1),
+    "where.self": _of_images(0, 1, 2),
+    "clamp.Tensor": _of_images(0, 1, 2),
+    "hardtanh": _of_images(0, 1),
+    "eq.Scalar": _of_images(0, 1),
+    "ne.Scalar": _of_images(0, 1),
+    "lt.Scalar": _of_images(0, 1),
+    "le.Scalar": _of_images(0, 1),
+    "gt.Scalar": _of_images(0, 1),
+    "ge.Scalar": _of_images(0, 1),
+    # Values that are drawn over others.
+    "bernoulli": Operator(per_element=0),
+    "bernoulli_": Operator(traffic=Traffic.OVERWRITES),
+    "cauchy_": Operator(traffic=Traffic.OVERWRITES),
+    "exponential_": Operator(traffic=Traffic.OVERWRITES),
+    "geometric_": Operator(traffic=Traffic.OVERWRITES),
+    "log_normal_": Operator(traffic=Traffic.OVERWRITES),
+    "normal_": Operator(traffic=Traffic.OVERWRITES),
+    "random_": Operator(traffic=Traffic.OVERWRITES),
+    "uniform_": Operator(traffic=Traffic.OVERWRITES),
+}

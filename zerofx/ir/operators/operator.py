@@ -1,0 +1,162 @@
+"""What can be said of an operator: the fields of the table's entries (``zerofx/ir/operators/table.py``).
+
+What torch says itself is not repeated: which arguments are written or shared stands in an operator's schema, that it is
+pointwise or random in its tags, and FLOPs of products in ``torch.utils.flop_counter``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from zerofx.ir.operators.rows import Found, Rows
+
+Given = Mapping[fx.Node, Rows | None]
+RowRule = Callable[[fx.Node, Given], Found]
+"""Where the rows lie in what a call gives, by where they lie in what it reads (``row_rules.py``)."""
+
+
+class OperatorKind(Enum):
+    """What passes and analyses ask for by kind, not by name."""
+
+    PRODUCT = auto()  # of matrices of one dtype
+    CUBIC = auto()  # other products and linear algebra: more time than to read and to write
+    RESHAPE = auto()  # the same elements in the same order under another shape
+    IDENTITY = auto()  # its input, for autograd alone
+    SCATTER = auto()  # its input with other values in a view of it
+    INDEXED = auto()  # by a list of indices, its second argument; a mask is as many as it has dimensions
+
+
+class Traffic(Enum):
+    """What a call reads and writes."""
+
+    ALL = auto()  # reads its inputs, writes its outputs
+    ALLOCATES = auto()  # neither: what it gives is whatever the memory holds
+    FILLS = auto()  # reads nothing: only the shape and the dtype of its input matter
+    OVERWRITES = auto()  # writes its first argument without reading it
+    PICKS = auto()  # reads from its first argument as many elements as it returns
+
+
+class Inductor(Enum):
+    """What Inductor makes of an operator in a compiled region."""
+
+    KERNEL = auto()  # a call of a kernel, of ATen's or Inductor's own: inputs and results lie in memory
+    LOOP = auto()  # a loop over elements, which is inlined into its readers
+    ROW_LOOP = auto()  # likewise, with reductions of rows on its way
+    ROW_LOOPS = auto()  # likewise, in several loops
+    REDUCTION = auto()  # a loop which inlines what it reduces, and stores its result
+
+
+class View(Enum):
+    """Where a schema does not say whether a result shares its first argument's memory."""
+
+    ALWAYS = auto()  # without an annotation: autograd is not to track it
+    WHERE_STRIDES_ALLOW = auto()  # annotated, but a copy where the strides permit no such view
+    WHERE_ALIKE = auto()  # annotated, but a copy where dtype, device or strides change, or one is asked for
+
+
+class Layout(Enum):
+    """How a kernel lays out a result for which torch's fakes have other strides (torch 2.13)."""
+
+    IN_ORDER = auto()  # of the dimensions
+    OF_GRADIENT = auto()  # as the gradient, its first argument, of which it makes a copy in order if it is not
+    OF_OPERANDS = auto()  # elementwise, of some arguments in an order of its own
+    OF_IMAGES = auto()  # elementwise, where images have one place along a dimension
+    OF_VIEW = auto()  # of a view of images, likewise
+    OF_FORMAT = auto()  # on a CPU, the memory format that an argument suggests
+
+
+@dataclass(frozen=True)
+class OwnKernel:
+    """A kernel of zerofx's own, by its name in ``ZEROFX_KERNELS``, that may take a call in a compiled region.
+
+    ``inside`` takes the call's arguments and gives the bytes that the kernel holds, or None where it does not take it.
+    """
+
+    name: str
+    inside: Callable[..., int | None]
+
+
+class Part(NamedTuple):
+    """A call of smaller sizes: how many parts of the whole it has, and its arguments."""
+
+    num_parts: int
+    args: list[Any]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """Calls to make in the place of one that takes long, where what that holds on a CPU is linear in its ``num_parts``.
+
+    ``pairs``: two of different numbers of parts, or one twice, which then tells by itself; to be tried in order.
+    """
+
+    num_parts: int
+    pairs: Sequence[tuple[Part, Part]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """The facts of an operator that nothing else says; defaults hold for what the table lacks.
+
+    Attributes:
+        kind: what it is to passes and analyses.
+        is_pointwise: each element of the result comes of the same one of each input; also by torch's tag.
+        per_element: FLOPs per element of the result, or of the largest operand if it is not pointwise; an exponential,
+            a root or a division is one. 0: it moves values.
+        of_lists: its first argument is a list, and FLOPs are per element of all of that.
+        flops: of inputs and outputs, where no number per element tells.
+        counted_as: the operator of the same arguments that torch's registry of FLOPs has.
+        traffic: what it reads and writes.
+        view: whether it shares memory, where the schema does not tell.
+        inductor: what Inductor makes of it; a loop if it is pointwise.
+        rows: how it is run on some rows at a time; None: it needs them all at once, unless it is pointwise.
+        takes_shape: its second argument is the shape of its result.
+        layout, layout_arguments: how its kernel lays its result out, and by which arguments.
+        inside: bytes that its kernel holds on a CPU beyond inputs and outputs, by the call's arguments, where calling
+            it would not tell or take too long; each entry says why. Of others it is measured
+            (``scheduler/cost/cpu/kernel_memory.py``).
+        steps: what takes a call's time on a CPU, by the tensors that it is given and makes, if that is not to read and
+            to write.
+        smaller: for the arguments (tensors without values, which can be ``cut``) of a call that takes long on a CPU,
+            those that are made in its place; what smaller ones of other operators tell is found out
+            (``scheduler/cost/cpu/smaller_calls.py``).
+        counts_from_one: integers that are made up for it begin with one.
+        own_kernel: zerofx's kernel that may take it in a compiled region.
+        copied_by_inductor: arguments, images, of which Inductor may make copies channel by channel.
+    """
+
+    kind: OperatorKind | None = None
+    is_pointwise: bool = False
+    per_element: int = 1
+    of_lists: bool = False
+    flops: Callable[[Sequence[Tensor], Sequence[Tensor]], int] | None = None
+    counted_as: str | None = None
+    traffic: Traffic = Traffic.ALL
+    view: View | None = None
+    inductor: Inductor = Inductor.KERNEL
+    rows: RowRule | None = None
+    takes_shape: bool = False
+    layout: Layout | None = None
+    layout_arguments: tuple[int, ...] = ()
+    inside: Callable[..., int] | None = None
+    steps: Callable[[Sequence[Any], Sequence[Any]], int] | None = None
+    smaller: Callable[[Sequence[Any], Mapping[str, Any]], Smaller] | None = None
+    counts_from_one: bool = False
+    own_kernel: OwnKernel | None = None
+    copied_by_inductor: tuple[int, ...] = ()
+
+    @property
+    def is_cubic(self) -> bool:
+        """Whether it takes more time than to read and to write: products and linear algebra."""
+        return self.kind in (OperatorKind.PRODUCT, OperatorKind.CUBIC)
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether Inductor inlines it into what reads it."""
+        return self.inductor in (Inductor.LOOP, Inductor.ROW_LOOP, Inductor.ROW_LOOPS)

@@ -1,0 +1,40 @@
+"""zerofx's own operators (``zerofx/ir/ops.py``).
+
+What they hold on a CPU is a formula where measuring would not do: kernels of attention and of products are compiled
+after it is decided that a step uses them; of what is on the wire, a call of each size of bucket would take long; and
+the sum of squares goes through large values in blocks, of which smaller calls do not tell.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zerofx.ir.op_kernels import attention, norms, products, quantise
+from zerofx.ir.operators.operator import Operator
+
+
+def _product_inside(left: Tensor, _right: Tensor, _bias: Tensor | None) -> int:
+    return products.scratch_bytes(left)
+
+
+def _product_into_inside(_into: Tensor, left: Tensor, _right: Tensor) -> int:
+    return products.scratch_bytes(left)
+
+
+def _square_sum_inside(values: Tensor) -> int:
+    return norms.square_sum_workspace_bytes(values.numel(), values.dtype)
+
+
+OPERATORS: dict[str, Operator] = {
+    "zerofx::attention": Operator(inside=attention.forward_bytes),
+    "zerofx::attention_backward": Operator(inside=attention.backward_bytes),
+    "zerofx::product": Operator(inside=_product_inside),
+    "zerofx::product_into": Operator(inside=_product_into_inside),
+    "zerofx::quantise": Operator(inside=quantise.quantise_inside),
+    "zerofx::dequantise": Operator(inside=quantise.dequantise_inside),
+    "zerofx::dequantise_sum": Operator(inside=quantise.dequantise_sum_inside),
+    "zerofx::square_sum": Operator(inside=_square_sum_inside, per_element=2),  # multiply, add
+    "zerofx::softmax_chunk": Operator(per_element=5),  # max, subtract, exp, sum, compare
+    "zerofx::softmax_gradient": Operator(per_element=4),  # subtract, exp, subtract, multiply
+    "zerofx::reduce_scatter": Operator(per_element=0),
+}

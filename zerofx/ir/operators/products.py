@@ -1,0 +1,67 @@
+"""Products of matrices, and linear algebra. FLOPs of most are in torch's registry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zerofx.ir.op_kernels import products
+from zerofx.ir.operators import row_rules
+from zerofx.ir.operators.operator import Operator, OperatorKind, OwnKernel
+
+_CUBIC = Operator(kind=OperatorKind.CUBIC)
+_COUNTED_FROM_ONE = Operator(kind=OperatorKind.CUBIC, counts_from_one=True)
+_MATRIX_VECTOR = Operator(per_element=2)  # every element of the matrix is multiplied and added once
+
+
+def _grouped_flops(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """Every row of the ragged operand meets one matrix: rows x columns x inner size."""
+    return 2 * int(outputs[0].numel()) * int(inputs[0].shape[-1])
+
+
+def _mm_inside(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> int | None:
+    return products.scratch_bytes(left) if products.has_kernel(left, right, None, into=out is not None) else None
+
+
+def _addmm_inside(bias: Tensor, left: Tensor, right: Tensor, *, out: Tensor | None = None) -> int | None:
+    return products.scratch_bytes(left) if products.has_kernel(left, right, bias, into=out is not None) else None
+
+
+OPERATORS: dict[str, Operator] = {
+    "mm": Operator(
+        kind=OperatorKind.PRODUCT, rows=row_rules.product, own_kernel=OwnKernel(products.KERNEL, _mm_inside)
+    ),
+    "addmm": Operator(
+        kind=OperatorKind.PRODUCT, rows=row_rules.added_product, own_kernel=OwnKernel(products.KERNEL, _addmm_inside)
+    ),
+    "bmm": Operator(kind=OperatorKind.PRODUCT, rows=row_rules.batched_product),
+    "baddbmm": Operator(kind=OperatorKind.PRODUCT),
+    "addmm_": _CUBIC,
+    "baddbmm_": _CUBIC,
+    "addbmm": _CUBIC,
+    "addbmm_": _CUBIC,
+    "linear": _CUBIC,
+    "_int_mm": Operator(kind=OperatorKind.CUBIC, counted_as="mm"),
+    "_scaled_mm": _CUBIC,
+    "_grouped_mm": Operator(kind=OperatorKind.CUBIC, flops=_grouped_flops),
+    "mv": _MATRIX_VECTOR,
+    "addmv": _MATRIX_VECTOR,
+    "dot": _MATRIX_VECTOR,
+    "vdot": _MATRIX_VECTOR,
+    "_trilinear": _CUBIC,
+    "_euclidean_dist": _CUBIC,
+    "cdist": _CUBIC,
+    "_cdist_forward": _CUBIC,
+    "_cdist_backward": _CUBIC,
+    "cholesky": _CUBIC,
+    "cholesky_inverse": _CUBIC,
+    "cholesky_solve": _CUBIC,
+    # Pivots are rows, counted from one.
+    "lu_solve": _COUNTED_FROM_ONE,
+    "lu_unpack": _COUNTED_FROM_ONE,
+    "linalg_lu_solve": _COUNTED_FROM_ONE,
+    "linalg_ldl_solve": _COUNTED_FROM_ONE,
+    "linalg_*": _CUBIC,
+    "_linalg_*": _CUBIC,
+}

@@ -1,0 +1,279 @@
+"""Where the rows lie in an operator's result, given where they lie in what it reads.
+
+Every rule is a plain truth about its operator: on the same rows of its inputs it gives those rows of its result
+(``Rows``), or a part of it that has to be summed up over the rows (``SUM``). So whatever rules lead to may be carried
+out tile by tile. ``None``: it needs all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from torch import fx
+
+from zerofx.ir.facts import tensor, value
+from zerofx.ir.operators.operator import Given, RowRule
+from zerofx.ir.operators.rows import OWN, SUM, Found, Rows, grouped
+
+
+def _read(node: fx.Node, index: int) -> fx.Node:
+    found = node.args[index]
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def _dim(node: fx.Node, index: int, rank: int, default: int = 0) -> int:
+    found = node.args[index] if len(node.args) > index else default
+    assert isinstance(found, int)
+    return found % rank
+
+
+def elementwise(node: fx.Node, given: Given) -> Found:
+    """Of operators whose result has, at each place, what follows from its inputs at that place."""
+    shape = tuple(tensor(node).shape)
+    found: Rows | None = None
+    for source, rows in given.items():
+        if rows is None:
+            continue
+        read = tuple(tensor(source).shape)
+        moved = rows.moved(len(shape) - len(read))
+        if found not in (None, moved) or [shape[d] for d in moved.dims] != [read[d] for d in rows.dims]:
+            return None
+        found = moved
+    assert found is not None
+    for source, rows in given.items():
+        if rows is None:
+            read = tuple(tensor(source).shape)
+            behind = len(shape) - len(read)
+            if any(d >= behind and read[d - behind] != 1 for d in found.dims):
+                return None
+    return found
+
+
+def reshaped(node: fx.Node, given: Given) -> Found:
+    """Of the same elements in the same order under another shape."""
+    rows, old, new = given[_read(node, 0)], tuple(tensor(_read(node, 0)).shape), tuple(tensor(node).shape)
+    if rows is None:
+        return None
+    before, num_rows = prod(old[: rows.first]), prod(old[d] for d in rows.dims) // rows.each
+    first = next((d for d in range(len(new)) if prod(new[:d]) == before), None)
+    return None if first is None else grouped(new, first, num_rows)
+
+
+def expanded(node: fx.Node, given: Given) -> Found:
+    """Of values repeated along dimensions of one place, and along others put in front."""
+    source = _read(node, 0)
+    rows, old, new = given[source], tensor(source).shape, tensor(node).shape
+    if rows is None:
+        return None
+    moved = rows.moved(len(new) - len(old))
+    return moved if [old[d] for d in rows.dims] == [new[d] for d in moved.dims] else None
+
+
+def _permuted(rows: Rows, order: Sequence[int]) -> Found:
+    """``order`` has, for each dimension of the result, that of the source."""
+    first = order.index(rows.first)
+    return Rows(first, rows.span, rows.each) if list(order[first : first + rows.span]) == list(rows.dims) else None
+
+
+def transposed_matrix(node: fx.Node, given: Given) -> Found:
+    """Of ``t``, which leaves vectors as they are."""
+    rows = given[_read(node, 0)]
+    return _permuted(rows, [1, 0]) if rows is not None and tensor(node).dim() == 2 else rows
+
+
+def transposed(node: fx.Node, given: Given) -> Found:
+    """Of two dimensions, given as arguments, that change places."""
+    rows, rank = given[_read(node, 0)], tensor(node).dim()
+    order = list(range(rank))
+    one, other = _dim(node, 1, rank), _dim(node, 2, rank)
+    order[one], order[other] = order[other], order[one]
+    return _permuted(rows, order) if rows is not None else None
+
+
+def permuted(node: fx.Node, given: Given) -> Found:
+    """Of dimensions in the order of the second argument."""
+    rows, order = given[_read(node, 0)], node.args[1]
+    assert isinstance(order, list | tuple)
+    return _permuted(rows, [int(str(d)) % len(order) for d in order]) if rows is not None else None
+
+
+def with_dim(index: int) -> RowRule:
+    """Of operators that put one dimension in, given as an argument."""
+
+    def rule(node: fx.Node, given: Given) -> Found:
+        rows, dim = given[_read(node, 0)], _dim(node, index, tensor(node).dim())
+        if rows is None or rows.first < dim < rows.first + rows.span:
+            return None
+        return rows.moved(1) if dim <= rows.first else rows
+
+    return rule
+
+
+def without_dim(node: fx.Node, given: Given) -> Found:
+    """Of operators that take one dimension out."""
+    rows, dim = given[_read(node, 0)], _dim(node, 1, tensor(_read(node, 0)).dim())
+    if rows is None or dim in rows.dims:
+        return None
+    found = rows.moved(-1) if dim < rows.first else rows
+    return tuple(found for _ in value(node)) if isinstance(value(node), list | tuple) else found
+
+
+def squeezed(node: fx.Node, given: Given) -> Found:
+    """Of dimensions, given as an argument, that are taken out where they have one place."""
+    source, dims = _read(node, 0), node.args[1]
+    rows, shape = given[source], tuple(tensor(source).shape)
+    listed = [int(str(d)) % len(shape) for d in (dims if isinstance(dims, list | tuple) else [dims])]
+    if rows is None or any(d in rows.dims for d in listed):
+        return None
+    return rows.moved(-sum(1 for d in listed if d < rows.first and shape[d] == 1))
+
+
+def along(index: int, default: int = 0) -> RowRule:
+    """Of operators that work along the dimension given as an argument, and leave the others where they are."""
+
+    def rule(node: fx.Node, given: Given) -> Found:
+        rows, dim = given[_read(node, 0)], _dim(node, index, tensor(_read(node, 0)).dim(), default)
+        if rows is None or dim in rows.dims or any(other not in (rows, None) for other in given.values()):
+            return None
+        if not all(given.values()):
+            return None
+        return tuple(rows for _ in value(node)) if isinstance(value(node), list | tuple) else rows
+
+    return rule
+
+
+def joined(by: int) -> RowRule:
+    """Of ``cat`` (``by`` 0) and ``stack`` (1)."""
+
+    def rule(node: fx.Node, given: Given) -> Found:
+        kinds = set(given.values())
+        rows = kinds.pop()
+        if kinds or rows is None:
+            return None
+        dim = _dim(node, 1, tensor(node).dim())
+        inside = rows.first < dim < rows.first + rows.span if by else dim in rows.dims
+        return None if inside else rows.moved(by if dim <= rows.first else 0)
+
+    return rule
+
+
+def product(node: fx.Node, given: Given) -> Found:
+    """Of two matrices."""
+    return _product(given[_read(node, 0)], given[_read(node, 1)], 0)
+
+
+def batched_product(node: fx.Node, given: Given) -> Found:
+    """Of as many matrices on either side."""
+    left, right = given[_read(node, 0)], given[_read(node, 1)]
+    if left is not None and left == right and left.first == 0 and left.span == 1:
+        return left
+    return _product(left, right, 1)
+
+
+def _product(left: Rows | None, right: Rows | None, at: int) -> Found:
+    """Of matrices that lie in dimensions ``at`` and the one behind."""
+    match left, right:
+        case Rows(first, 1, _), None if first == at:
+            return left
+        case None, Rows(first, 1, _) if first == at + 1:
+            return right
+        case Rows(first, 1, each), Rows(second, 1, same) if (first, second) == (at + 1, at) and each == same:
+            return SUM
+    return None
+
+
+def added_product(node: fx.Node, given: Given) -> Found:
+    """Of two matrices and a bias for each column."""
+    if given[_read(node, 0)] is not None or tensor(_read(node, 0)).dim() != 1:
+        return None
+    left, right = given[_read(node, 1)], given[_read(node, 2)]
+    found = _product(left, right, 0)
+    return found if found == left else None
+
+
+def summed(node: fx.Node, given: Given) -> Found:
+    """Of sums over the dimensions that the second argument lists."""
+    source, dims = _read(node, 0), node.args[1]
+    rows, rank = given[source], tensor(source).dim()
+    if rows is None or not isinstance(dims, list | tuple):
+        return None
+    listed = {int(str(d)) % rank for d in dims}
+    if set(rows.dims) <= listed:
+        return SUM
+    if set(rows.dims) & listed:
+        return None
+    keeps = len(node.args) > 2 and bool(node.args[2])
+    return rows if keeps else rows.moved(-sum(d < rows.first for d in listed))
+
+
+def reduced(node: fx.Node, given: Given) -> Found:
+    """Of other reductions, whose parts do not add up."""
+    found = summed(node, given)
+    return None if found is SUM else found
+
+
+def normalised(num_outputs: int) -> RowRule:
+    """Of normalisations over the last dimensions: their weights are whole."""
+
+    def rule(node: fx.Node, given: Given) -> Found:
+        source, normalised = _read(node, 0), node.args[1]
+        rows, others = given[source], [kind for other, kind in given.items() if other is not source]
+        assert isinstance(normalised, list | tuple)
+        if rows is None or any(others) or rows.first + rows.span > tensor(source).dim() - len(normalised):
+            return None
+        return (rows,) * num_outputs
+
+    return rule
+
+
+def normalised_backward(num_rowed: int, num_summed: int) -> RowRule:
+    """Of their gradients: the first arguments, but for the shape, have rows, and so has the first result."""
+
+    def rule(node: fx.Node, given: Given) -> Found:
+        read = [a for a in node.args[: num_rowed + 1] if isinstance(a, fx.Node)]
+        kinds = {given[source] for source in read}
+        rows, normalised = given[read[0]], node.args[2]
+        assert isinstance(normalised, list | tuple)
+        if rows is None or len(kinds) != 1 or any(kind for other, kind in given.items() if other not in read):
+            return None
+        if rows.first != 0 or rows.span > tensor(read[0]).dim() - len(normalised):
+            return None
+        return (rows, *(SUM for _ in range(num_summed)))
+
+    return rule
+
+
+def of_samples(read_at: Sequence[int], num_outputs: int, num_own: int = 0, own_at: Sequence[int] = ()) -> RowRule:
+    """Of attention kernels: samples are independent. A mask is whole where it is the same for each sample.
+
+    ``read_at`` are the arguments with rows, and ``num_outputs`` the first results, which have them. CUDA's kernels also
+    give ``num_own`` values about their generator, sizes and debugging, some of which gradients read, as ``own_at``.
+    """
+
+    def rule(node: fx.Node, given: Given) -> Found:
+        read = [_read(node, index) for index in read_at]
+        kinds = {given[source] for source in read}
+        rows = given[read[0]]
+        if rows is None or len(kinds) != 1 or (rows.first, rows.span) != (0, 1):
+            return None
+        own = {node.args[index] for index in own_at}
+        for mask in (source for source in given if source not in read and source not in own):
+            shared = tensor(mask).dim() < tensor(read[0]).dim() or tensor(mask).shape[0] == 1
+            if given[mask] != (None if shared else rows):
+                return None
+        return (*(rows for _ in range(num_outputs)), *(OWN for _ in range(num_own)))
+
+    return rule
+
+
+def looked_up(node: fx.Node, given: Given) -> Found:
+    """Of rows of a table, by indices."""
+    return given[_read(node, 1)] if given[_read(node, 0)] is None else None
+
+
+def looked_up_backward(node: fx.Node, given: Given) -> Found:
+    """Of the gradient of that table."""
+    rows = given[_read(node, 0)]
+    return SUM if rows is not None and rows == given[_read(node, 1)] else None

@@ -1,0 +1,65 @@
+"""The table: what is known of each operator, by its name.
+
+A key is an operator's name, without ``aten::``, for all its overloads; one with an overload (``sum.dim_IntList``)
+stands in the place of that for this one; one that ends in ``*`` is for all names that begin so and have no entry. To
+add an operator is to add an entry to the file of its family.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from zerofx.ir.operators import (
+    attention,
+    convolutions,
+    elementwise,
+    indexing,
+    lists,
+    memory,
+    normalisations,
+    own,
+    products,
+    reductions,
+    views,
+)
+from zerofx.ir.operators.operator import Inductor, Operator
+from zerofx.torch_private.operators import OpOverload, schema_of
+
+_FAMILIES = (
+    elementwise, products, convolutions, attention, normalisations, reductions, indexing, memory, lists, views, own,
+)  # fmt: skip
+TABLE: Mapping[str, Operator] = MappingProxyType(
+    {name: entry for family in _FAMILIES for name, entry in family.OPERATORS.items()}
+)
+_PREFIXES = tuple(name.removesuffix("*") for name in TABLE if name.endswith("*"))
+_UNNAMED = Operator()
+
+
+def facts_of(target: object) -> Operator:
+    """What is known of what a node calls; of what is no operator, nothing."""
+    return _facts(target) if isinstance(target, OpOverload) else _UNNAMED
+
+
+@functools.cache
+def _facts(target: OpOverload[..., Any]) -> Operator:
+    name = schema_of(target).name.removeprefix("aten::")
+    prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
+    entry = TABLE.get(f"{name}.{target._overloadname}") or TABLE.get(name) or TABLE.get(f"{prefix}*", _UNNAMED)
+    is_pointwise = entry.is_pointwise or torch.Tag.pointwise in target.tags
+    inductor = Inductor.LOOP if is_pointwise and not entry.is_loop else entry.inductor
+    return replace(entry, is_pointwise=is_pointwise, inductor=inductor)
+
+
+def aten_entries() -> Iterator[tuple[OpOverload[..., Any], Operator]]:
+    """ATen's operators with an entry of their own, each by the overload that it names, else the default one."""
+    for key, entry in TABLE.items():
+        name, _, overload = key.partition(".")
+        packet = None if "::" in name or name.endswith("*") else getattr(torch.ops.aten, name)
+        if packet is not None and (overload or "default") in packet.overloads():
+            yield getattr(packet, overload or "default"), entry

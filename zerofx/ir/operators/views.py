@@ -1,0 +1,45 @@
+"""Views: what their schemas do not say."""
+
+from __future__ import annotations
+
+from zerofx.ir.operators import row_rules
+from zerofx.ir.operators.operator import Layout, Operator, OperatorKind, View
+
+_IDENTITY = Operator(kind=OperatorKind.IDENTITY)
+_SPLIT = row_rules.along(2)
+_COPY_OF_SHAPE = Operator(view=View.WHERE_STRIDES_ALLOW)
+_COPY_OF_KIND = Operator(view=View.WHERE_ALIKE)
+
+
+def _reshape(view: View | None, layout: Layout | None) -> Operator:
+    return Operator(kind=OperatorKind.RESHAPE, rows=row_rules.reshaped, takes_shape=True, view=view, layout=layout)
+
+
+OPERATORS: dict[str, Operator] = {
+    "view.default": _reshape(None, Layout.OF_VIEW),
+    "_unsafe_view": _reshape(View.ALWAYS, Layout.OF_VIEW),
+    "reshape": _reshape(View.WHERE_STRIDES_ALLOW, None),
+    "reshape_as": _COPY_OF_SHAPE,
+    "flatten": _COPY_OF_SHAPE,
+    "ravel": _COPY_OF_SHAPE,
+    "contiguous": _COPY_OF_KIND,
+    "to": _COPY_OF_KIND,
+    "detach": _IDENTITY,
+    "alias": _IDENTITY,
+    "t": Operator(rows=row_rules.transposed_matrix),
+    "transpose.int": Operator(rows=row_rules.transposed),
+    "permute": Operator(rows=row_rules.permuted),
+    "expand": Operator(rows=row_rules.expanded, takes_shape=True),
+    "unsqueeze": Operator(rows=row_rules.with_dim(1)),
+    "squeeze.dim": Operator(rows=row_rules.squeezed),
+    "squeeze.dims": Operator(rows=row_rules.squeezed),
+    "select.int": Operator(rows=row_rules.without_dim),
+    "unbind.int": Operator(rows=row_rules.without_dim),
+    "slice.Tensor": Operator(rows=row_rules.along(1)),
+    "split.Tensor": Operator(rows=_SPLIT),
+    "split_with_sizes": Operator(rows=_SPLIT),
+    "unsafe_chunk": Operator(view=View.ALWAYS),
+    "unsafe_split": Operator(view=View.ALWAYS),
+    "unsafe_split_with_sizes": Operator(view=View.ALWAYS),
+    "_c10d_functional::wait_tensor": Operator(view=View.ALWAYS),  # hands on the tensor that was waited for
+}
