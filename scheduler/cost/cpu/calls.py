@@ -10,17 +10,14 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.ir.aliasing import tensors_in
-from zerofx.torch_private.operators import OpOverload, schema_of
+from zerofx.ir.operators.table import facts_of
+from zerofx.torch_private.operators import OpOverload
 
 # What is made at once: some milliseconds, bytes of inputs and outputs and multiplications.
 QUICK_BYTES, QUICK_STEPS = 2**22, 2**24
 # What is made at all: some tenths of a second.
 MOST_BYTES, MOST_STEPS = 2**26, 2**28
-_PRODUCTS_A_STEP = 8  # of a convolution, which takes less time for one
-_CUBIC = ("linalg_", "_linalg_", "cholesky", "lu_", "cdist", "_cdist", "_euclidean_dist", "_trilinear")
-_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "linear", "_grouped_mm", "_int_mm", "_scaled_mm"})
 _NAMESPACES = ("aten", "torch_nn", "zerofx")
-_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 class KernelMemory(NamedTuple):
@@ -50,6 +47,23 @@ class Like(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return self.span * self.dtype.itemsize
+
+    def cut(self, sizes: Mapping[int, int]) -> Like:
+        """With other sizes of some dimensions, by number: it lies in memory as before, and what is dense stays so. One
+        of a single place that gets more is the outermost."""
+        shape, stride = list(self.shape), list(self.stride)
+        for dim, size in sizes.items():
+            if shape[dim] == 1:
+                stride[dim] = self._replace(shape=tuple(shape), stride=tuple(stride)).span
+            for outer in [other for other, step in enumerate(stride) if step > stride[dim] > 0]:
+                stride[outer] = stride[outer] * size // shape[dim]
+            shape[dim] = size
+        return self._replace(shape=tuple(shape), stride=tuple(stride))
+
+    def in_order(self) -> Like:
+        """Dense, in the order of its dimensions."""
+        stride = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        return self._replace(stride=tuple(stride))
 
     def resized(self, sizes: Mapping[int, int]) -> Like | None:
         """With other sizes, in the same order and with the same gaps in memory; None where dimensions overlap."""
@@ -113,15 +127,10 @@ class Call(NamedTuple):
     @property
     def num_steps(self) -> int:
         """What takes its time, if that is not to read and to write."""
-        if self.target in _CONVOLUTIONS:
-            is_backward = self.target is torch.ops.aten.convolution_backward.default
-            result, filters = (self.args[0], self.args[2]) if is_backward else (self.made[0], self.args[1])
-            return int(math.prod(result.shape) * math.prod(filters.shape[1:])) // _PRODUCTS_A_STEP
-        if "_scaled_dot_product_" in schema_of(self.target).name:
-            return max(
-                (math.prod(like.shape) * like.shape[-2] for like in self.given if len(like.shape) > 2), default=0
-            )
-        if not is_cubic(self.target):
+        facts = facts_of(self.target)
+        if facts.steps is not None:
+            return facts.steps(self.given, self.made)
+        if not facts.is_cubic:
             return 0
         numels = sorted(math.prod(like.shape) for like in (*self.given, *self.made))[-3:]
         return math.isqrt(math.prod(numels) * numels[-1] ** (3 - len(numels))) if numels else 0
@@ -149,8 +158,16 @@ class Call(NamedTuple):
             return None
         return self._replace(args=args, kwargs=kwargs, made=made)
 
-    def filled(self, values: Callable[[Like], Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments, with ``values`` in the place of tensors."""
+    def with_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """The same operator called on others; what that gives is found on meta tensors."""
+        pairs = [(name, _described(value)) for name, value in kwargs.items()]
+        call = self._replace(args=tuple([_described(arg) for arg in args]), kwargs=tuple(pairs))
+        on_meta, more = call.filled(lambda like: torch.empty_strided(*like[:2], dtype=like.dtype, device="meta"))
+        made = tensors_in(self.target(*on_meta, **more))
+        return call._replace(made=tuple([Like(tuple(one.shape), one.stride(), one.dtype) for one in made]))
+
+    def filled(self, values: Callable[[Like], Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments as they are given, with ``values`` in the place of tensors."""
         return [_filled(arg, values) for arg in self.args], {name: _filled(arg, values) for name, arg in self.kwargs}
 
 
@@ -168,12 +185,6 @@ def chosen_by() -> tuple[object, ...]:
     return torch.get_num_threads(), torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()
 
 
-def is_cubic(target: OpOverload) -> bool:
-    """Whether it takes more time than to read and to write: products and linear algebra."""
-    own = schema_of(target).name.removeprefix("aten::").removesuffix("_")
-    return own in _PRODUCTS or own.startswith(_CUBIC)
-
-
 def _like(tensor: Tensor) -> Like:
     if tensor.device.type != "cpu":
         raise _OtherDeviceError
@@ -185,6 +196,8 @@ def _described(value: Any) -> Any:
         return _described(value.meta["val"])
     if isinstance(value, Tensor):
         return _like(value)
+    if isinstance(value, Like):
+        return value
     if isinstance(value, (list, tuple)):
         return tuple(map(_described, value))
     return _Number(type(value), value) if isinstance(value, (bool, float, complex)) else value
@@ -209,7 +222,7 @@ def _resized(value: Any, sizes: Mapping[int, int]) -> Any:
     return sizes.get(value, value) if type(value) is int else value
 
 
-def _filled(value: Any, values: Callable[[Like], Tensor]) -> Any:
+def _filled(value: Any, values: Callable[[Like], Any]) -> Any:
     if isinstance(value, Like):
         return values(value)
     if isinstance(value, _Number):

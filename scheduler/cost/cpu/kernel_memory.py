@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,42 +30,40 @@ from torch import Tensor, fx
 
 from zerofx.errors import InternalError
 from zerofx.ir.aliasing import tensors_in
-from zerofx.scheduler.cost.cpu.calls import Call, KernelMemory, Like, call_of, chosen_by, is_cubic
+from zerofx.ir.operators.table import facts_of
+from zerofx.scheduler.cost.cpu.calls import Call, KernelMemory, Like, call_of, chosen_by
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
-from zerofx.scheduler.cost.cpu.smaller_calls import approximate, extrapolated, two_smaller
+from zerofx.scheduler.cost.cpu.smaller_calls import approximate, extrapolated, parts_of, two_smaller
 from zerofx.torch_private.dispatch import without_modes
-from zerofx.torch_private.operators import OpOverload, schema_of
+from zerofx.torch_private.operators import OpOverload
 from zerofx.torch_private.profiler import is_profiling
 from zerofx.torch_private.tensors import memory_of, negated_view
 
 
 def kernel_memories(nodes: Iterable[fx.Node]) -> dict[fx.Node, KernelMemory | None]:
     """What each of some operators on CPU tensors takes; None where it cannot be known, or not yet."""
+    calls = {node: call_of(node) for node in nodes}
+    found = call_memories(call for call in calls.values() if call is not None)
+    return {node: None if call is None else _looked_up(found, call) for node, call in calls.items()}
+
+
+def call_memories(calls: Iterable[Call]) -> Mapping[Call, KernelMemory | None]:
+    """The same of calls; what others take that are known, too."""
     known = _known(chosen_by())
-    calls: dict[fx.Node, Call | None] = {}
     fresh: dict[Call, None] = {}
-    for node in nodes:
-        call = call_of(node)
+    for call in calls:
         with contextlib.suppress(TypeError):  # an argument that cannot be hashed: sizes that are symbols
-            if call is not None and call not in known:
+            if call not in known:
                 fresh[call] = None
-            calls[node] = call
     with contextlib.suppress(_NotYetError):
         _learn(list(fresh))
-    return {node: None if call is None else known.get(call) for node, call in calls.items()}
+    return known
 
 
-def call_memory(target: OpOverload, args: Sequence[Any], made: Sequence[Tensor]) -> KernelMemory | None:
-    """What a call on (fake) tensors takes that gives tensors like ``made``, if it can be made as it is."""
-    call = Call.of(target, args, {}, made)
-    if call is None or not call.is_feasible:
-        return None
-    with contextlib.suppress(_NotYetError):
-        return _record(call)
+def _looked_up(known: Mapping[Call, KernelMemory | None], call: Call) -> KernelMemory | None:
+    with contextlib.suppress(TypeError):
+        return known.get(call)
     return None
-
-
-_FROM_ONE = ("lu_", "ldl_", "_embedding_bag_backward")  # bags have something in each then
 
 
 class _NotYetError(Exception):
@@ -89,10 +87,15 @@ def _learn(calls: Sequence[Call]) -> None:
         _NotYetError: it cannot be found at the moment what they take.
     """
     known = _known(chosen_by())
-    pairs = {call: (call, call) if call.is_quick else two_smaller(call) for call in calls}
-    found = _records([one for pair in pairs.values() if pair is not None for one in dict.fromkeys(pair)])
+    parts = {call: parts_of(call) for call in calls if not call.is_quick}
+    pairs = {call: (call, call) if call.is_quick else two_smaller(call) for call in calls if not parts.get(call)}
+    asked = [*[pair.calls for pair in parts.values() if pair is not None], *[pair for pair in pairs.values() if pair]]
+    known.update(_records(list(dict.fromkeys(one for pair in asked for one in pair if one not in known))))
+    for call, two in parts.items():
+        if two is not None:
+            known[call] = two.told(*[known[one] for one in two.calls])
     for call, pair in pairs.items():
-        first, second = (None, None) if pair is None else (found[pair[0]], found[pair[1]])
+        first, second = (None, None) if pair is None else (known[pair[0]], known[pair[1]])
         if call.is_quick or (first is not None and first == second):
             known[call] = first
         else:
@@ -203,11 +206,10 @@ def _values(like: Like, target: OpOverload) -> Tensor:
     elif like.dtype.is_floating_point:
         flat = torch.linspace(0.25, 0.75, like.span, dtype=like.dtype)
     else:
-        first = int(any(part in schema_of(target).name for part in _FROM_ONE))
-        flat = torch.full((like.span,), first, dtype=torch.int64).to(like.dtype)
+        flat = torch.full((like.span,), int(facts_of(target).counts_from_one), dtype=torch.int64).to(like.dtype)
     tensor = flat.as_strided(like.shape, like.stride)
     is_matrix = tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and 0 not in like.stride
-    if is_matrix and like.dtype.is_floating_point and is_cubic(target):
+    if is_matrix and like.dtype.is_floating_point and facts_of(target).is_cubic:
         tensor.diagonal(0, -2, -1).add_(tensor.shape[-1])
     tensor = tensor.conj() if like.is_conjugated else tensor
     return negated_view(tensor) if like.is_negated else tensor

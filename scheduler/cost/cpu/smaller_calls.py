@@ -4,8 +4,8 @@ Most take as much whatever their sizes are, mostly nothing: so do two of a fract
 is a polynomial in any one size: three make one, a fourth has to agree, to the byte. What is in none of these ways, and
 too large to be made, is taken to grow with the bytes of inputs and outputs: an approximation.
 
-The smaller calls are large enough that kernels divide them among threads. Kernels that go other ways for larger sizes
-than these have rules of their own (``scheduler/cost/cpu/workspace.py``).
+The smaller calls are large enough that kernels divide them among threads. Of kernels that go other ways for larger
+sizes than these, the table of operators says which sizes to reduce (``Smaller``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
+from typing import NamedTuple
 
+from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.cost.cpu.calls import Call, KernelMemory
 
 Records = Callable[[Sequence[Call]], Mapping[Call, KernelMemory | None]]
@@ -23,6 +25,35 @@ _LARGE = 16  # sizes beyond this one are divided
 _STEPS = (64, 16)  # between the sizes that are compared: sizes of one kind for kernels that work on blocks
 _NUM_POINTS = 4
 _DEPTH = 2  # sizes but one that may have to be made smaller at once
+
+
+class Parts(NamedTuple):
+    """Two calls in the place of one that has ``num_parts``: ``many`` and ``few`` of them."""
+
+    num_parts: int
+    many: int
+    few: int
+    calls: tuple[Call, Call]
+
+    def told(self, more: KernelMemory | None, less: KernelMemory | None) -> KernelMemory | None:
+        """What the whole takes, by what these do: so much, and as much again for each part."""
+        if more is None or less is None or self.many == self.few:
+            return more
+        each = max(0, more.inside - less.inside)
+        return KernelMemory(more.inside + (self.num_parts - self.many) * each // (self.many - self.few), ())
+
+
+def parts_of(call: Call) -> Parts | None:
+    """The first of the smaller calls that the table of operators has for ``call`` which can be made; None if none."""
+    smaller = facts_of(call.target).smaller
+    if smaller is None:
+        return None
+    whole = smaller(*call.filled(lambda like: like))
+    for parts in whole.pairs:
+        first, second = (call.with_arguments(part.args, part.kwargs) for part in parts)
+        if first.is_feasible and second.is_feasible:
+            return Parts(whole.num_parts, parts[0].num_parts, parts[1].num_parts, (first, second))
+    return None
 
 
 def two_smaller(call: Call) -> tuple[Call, Call] | None:

@@ -19,11 +19,13 @@ _QUERIES, _KEYS = 768, 512
 
 
 def _steps(given: Sequence[Any], _made: Sequence[Any]) -> int:
-    return max((math.prod(one.shape) * one.shape[-2] for one in given if len(one.shape) > 2), default=0)
+    """Each element of the queries, or of the result's gradient, meets all keys, or values: the third tensor."""
+    return int(math.prod(given[0].shape) * given[2].shape[-2])
 
 
 def _smaller(first: int) -> Callable[[Sequence[Any], Mapping[str, Any]], Smaller]:
-    """Two heads, and one: what grows with their number are copies of what is laid out unlike the result.
+    """One head; and two heads of one and of two samples where the gradient is laid out unlike the result: its copy
+    grows with their number.
 
     ``first``: the number of the argument that has the queries; keys and values follow.
     """
@@ -31,23 +33,27 @@ def _smaller(first: int) -> Callable[[Sequence[Any], Mapping[str, Any]], Smaller
     def smaller(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Smaller:
         samples, heads, queries, _ = args[first].shape
         keys = args[first + 1].shape[2]
+        is_copied = first == 1 and _strides(args[0]) != _strides(args[4])
         lengths = [(min(queries, _QUERIES), min(keys, _KEYS))]
         if args[first].dtype != torch.float32:
             # oneDNN may pack keys and values, all of a head's, if the processor lets it.
             lengths.insert(0, (queries, keys))
         pairs = []
         for length in lengths:
-            of_keys = (first + 1, first + 2)
             pair = []
-            for count in (2, 1) if samples * heads > 1 else (1, 1):
-                few = (count, 1) if samples > 1 else (1, count)
+            for few in ((2, min(heads, 2)), (1, min(heads, 2))) if is_copied else ((1, 1), (1, 1)):
+                of_keys = (first + 1, first + 2)
                 cut = [_cut(arg, (*few, length[place in of_keys])) for place, arg in enumerate(args)]
                 masks = {name: _cut_mask(value, (*few, *length)) for name, value in kwargs.items()}
-                pair.append(Part(count * length[0], cut, masks))
+                pair.append(Part(few[0] * few[1] * length[0], cut, masks))
             pairs.append((pair[0], pair[1]))
         return Smaller(samples * heads * queries, pairs)
 
     return smaller
+
+
+def _strides(value: Any) -> list[int]:
+    return [stride for stride, size in zip(value.stride, value.shape, strict=True) if size != 1]
 
 
 def _cut(value: Any, sizes: Sequence[int]) -> Any:
