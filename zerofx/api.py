@@ -1,4 +1,4 @@
-"""The front door: ``zerofx.compile``."""
+"""``zerofx.compile``: checks what it is given and makes a ``Step`` of it."""
 
 from __future__ import annotations
 
@@ -58,55 +58,53 @@ def compile(
     on_nonfinite: OnNonfinite | None = None,
     constant: Collection[str] = (),
 ) -> Step:
-    """Make one planned training step of a plain module and its optimizer.
+    """Compile a model's training step: forward, loss, backward, reductions and update as one planned graph.
+
+    docs/options.md has each option in full.
 
     Args:
-        model: any ``nn.Module``, unmodified; on ``meta`` or built inside ``zerofx.empty_init()`` it gets its values
-            when the first step is built. Its parameters move into flat buckets then.
-        optimizer: an elementwise ``torch.optim`` optimizer over the model's parameters. ``param_groups`` are read at
-            every step; ``state_dict()`` and ``load_state_dict()`` have whole states, ``optimizer.state`` is empty.
-        stage: 0 replicate, 1 shard optimizer states, 2 and gradients, 3 and parameters (ZeRO, 1910.02054).
-        loss_fn: ``loss_fn(outputs, *rest)`` for a model that does not return its loss; ``rest`` is what its forward
-            does not take: ``loss_fn=nn.CrossEntropyLoss()`` and ``step(images, labels)``.
-        example_batch: a batch (tuple, or dict of keywords) to capture and plan with now, not at the first call.
-        memory_budget: the most bytes on the device at any moment of a step: ``"24GiB"``, bytes, or a fraction of the
-            device; None for no limit. What no plan meets is refused before the first step.
-        host_budget: the most bytes of host memory that a rank's pool may take; None for its share of the host.
+        model: any ``nn.Module``, unmodified, also on ``meta`` or made inside ``zerofx.empty_init()``. Its parameters
+            move into flat buckets when the first step is built.
+        optimizer: an elementwise ``torch.optim`` optimizer over the model's parameters. Its state is sharded:
+            ``state_dict()`` and ``load_state_dict()`` have it whole; ``optimizer.state`` is empty.
+        stage: 0 replicates, 1 shards optimizer states, 2 also gradients, 3 also parameters (ZeRO, 1910.02054).
+        loss_fn: ``loss_fn(outputs, *rest)`` for a model that does not return its loss; ``rest`` are the arguments that
+            its forward does not take.
+        example_batch: a batch, as a tuple or a dict of keywords, to capture and plan with now, not at the first call.
+        memory_budget: the most bytes on the device at any moment of a step: ``"24GiB"``, a number, or a fraction of
+            the device; None for no limit. A budget that no plan meets is refused.
+        host_budget: the most bytes of host memory that a rank's pool may take; None for the rank's share of the host.
         recompute: ``"auto"`` as the budget asks, ``"none"``, or ``"full"`` for as many activations as possible.
-        offload: ``"auto"`` as the budget asks (not on a CPU), ``"none"``, ``"host"``, ``"nvme"``, or
-            ``{"gradients": "host"}`` for gradients between micro-batches alone.
-        tile: what may run a few rows at a time: ``"auto"`` where no other plan fits, ``"none"``, or numbers of tiles by
+        offload: ``"auto"`` as the budget asks, ``"none"``, ``"host"``, ``"nvme"``, or ``{"gradients": "host"}`` for
+            gradients between micro-batches alone.
+        tile: what runs a few rows at a time: ``"auto"`` where no other plan fits, ``"none"``, or numbers of tiles by
             names of modules or parameters. Sums are then taken in another order.
-        precision: None for the model's dtypes; ``"bf16"`` computes, gathers and reduces so, with float32 masters.
+        precision: None for the model's dtypes; ``"bf16"`` computes and communicates so, with float32 masters.
         backend: ``"inductor"`` compiles each distinct region once; ``"eager"`` has DistributedDataParallel's bits.
-        machine: what predictions are for: a ``Machine``, a built-in one's name, or None for the machine at hand.
+        machine: what predictions are for: a ``Machine``, the name of a built-in one, or None for the machine at hand.
         plan: a plan made earlier, or the path of one; refused where it was made for something else.
-        prefetch: how many units ahead of their use to issue gathers.
+        prefetch: how many units ahead of their use gathers are issued.
         keep_gathered: names of buckets that stay gathered from forward to backward, or ``"all"``.
         max_shapes: how many batch shapes may be captured before another is an error.
-        accumulate: how many equal micro-batches each batch is divided into along the first dimension, whose losses are
-            averaged; ``"auto"`` for the number whose plan is fastest within the budget.
-        weights: where to read parameters and persistent buffers from: ``.safetensors`` files, their index, or a folder
-            of ``torch.distributed.checkpoint``. Each rank reads its own slices.
-        delayed_update: None, or how many steps to train exactly before updates run on the host next to the following
+        accumulate: how many equal micro-batches a batch is divided into, whose losses are averaged; ``"auto"`` for the
+            number whose plan is fastest within the budget.
+        weights: ``.safetensors`` files, their index, or a folder of ``torch.distributed.checkpoint`` to read
+            parameters and persistent buffers from.
+        delayed_update: None, or how many exact steps come before updates that run on the host next to the following
             step, one step late (ZeRO-Offload, 2101.06840, section 5).
         wire: ``"exact"``, or ``"int8"``, ``"int4"`` (ZeRO++, 2306.10209) or ``"fp8"`` for buckets with which rounded
             values make the step faster.
-        cuda_graphs: whether kernels are launched as CUDA graphs: ``False``, ``"auto"`` where they can be, or ``True``.
-        max_grad_norm: what the 2-norm of all gradients is clipped to, as ``clip_grad_norm_`` does;
-            ``step.grad_norm`` is that norm.
-        forward: ``forward(model, *batch, **kwargs)`` in the place of calling the model, with whatever a step computes;
-            it gives the loss, or ``(loss, extras)``.
-        on_nonfinite: for a loss that is NaN or infinite on any rank: None or ``"warn"`` goes on, ``"skip"`` leaves all
-            as it was, ``"raise"`` raises ``NonFiniteLossError`` on all ranks.
-        constant: names of arguments with the same values in every step, which a forward may read: ``("edge_index",)``.
-
-    docs/options.md says more of each.
+        cuda_graphs: whether kernels are launched as CUDA graphs: False, ``"auto"`` where they can be, or True.
+        max_grad_norm: the 2-norm that gradients are clipped to, as by ``clip_grad_norm_``; see ``step.grad_norm``.
+        forward: ``forward(model, *batch, **kwargs)`` that is called instead of the model; it returns the loss, or
+            ``(loss, extras)``.
+        on_nonfinite: what a loss that is NaN or infinite on any rank does: None or ``"warn"`` goes on, ``"skip"``
+            leaves the state as it was, ``"raise"`` raises ``NonFiniteLossError`` on all ranks.
+        constant: names of arguments with the same values in every step, which a forward may read.
 
     Returns:
-        A ``Step``; ``loss = step(*batch, **kwargs)``, or ``loss, extras`` where ``forward`` gives a pair. Ranks are
-        those of the default process group, or this process alone. Until ``step.close()`` the model belongs to the
-        step: it is not compiled again.
+        A ``Step``: ``loss = step(*batch, **kwargs)``, or ``loss, extras`` where ``forward`` returns a pair. Its ranks
+        are those of the default process group, or this process alone. The model belongs to it until ``step.close()``.
 
     Raises:
         ZeroFXError: see its subclasses; nothing has been changed then.
