@@ -89,9 +89,9 @@ if not TYPE_CHECKING:  # a type checker is to see the names above, and no others
     def __getattr__(name):
         if name not in _HOMES:
             raise AttributeError(f"module 'zerofx' has no attribute {name!r}")
-        found = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = found
-        return found
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
 
     def __dir__():
         return sorted({*globals(), *_HOMES})

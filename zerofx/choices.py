@@ -1,4 +1,4 @@
-"""The words that options take: types alone, which the command line reads without torch."""
+"""The words that options take, as types that the command line can read without importing torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every error a user of zerofx can meet.
+"""The errors and warnings that zerofx raises.
 
 Each message states what was expected, what was found, and what to do. An error is raised before anything of the
 user's is changed, and it is the same on every rank.

@@ -1,4 +1,4 @@
-"""Progress bars: on stderr, where a terminal shows it, for whatever takes longer than a moment."""
+"""Progress bars on stderr, if that is a terminal, for work that takes more than two seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every switch that is read from the environment, in one place.
+"""Environment variables that zerofx reads.
 
 =====================  =========================================================================================
 ``ZEROFX_DEBUG``       0 nothing, 1 how the model was captured, passes and peaks, 2 operators added and removed, and

@@ -118,9 +118,10 @@ class StateDecision:
     Positions are names of nodes of the captured graph: what the update works on is copied to it from before ``reload``
     (None: from where the bucket's reduction starts), and from nvme into the host's memory from before ``read``
     (None: with the copy). ``at_once``: all copies are made, and awaited, where the update is; nothing is held for it
-    beside other computation, and nothing hides behind that. ``behind`` is the bucket whose buffers on the host it takes
-    over on its way from nvme: its read starts when that bucket is written back, at the earliest.
-    ``delayed``: an update on the host runs beside the next step, which computes with the parameters from before it and
+    while something else computes, and nothing overlaps with them. ``behind`` is the
+    bucket whose buffers on the host it takes over on its way from nvme: its read starts when that bucket is written
+    back, at the earliest.
+    ``delayed``: an update on the host runs during the next step, which computes with the parameters from before it and
     brings the new ones up when it needs the old no more (2101.06840, section 5: one-step delayed parameter update).
     """
 
@@ -137,7 +138,7 @@ class StateDecision:
     @property
     def place(self) -> str:
         """Where the states live and are updated, in words."""
-        return f"on {self.tier}, updated on the {self.update}{' beside the next step' if self.delayed else ''}"
+        return f"on {self.tier}, updated on the {self.update}{' during the next step' if self.delayed else ''}"
 
 
 @dataclass(frozen=True)

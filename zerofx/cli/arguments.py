@@ -1,4 +1,4 @@
-"""What the command line is given: a user's function that makes what is trained, machines, budgets."""
+"""Arguments of the command line: the function that makes a training, machines, budgets."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def find_function(where: str) -> Callable[[], Any]:
     if not source or not name:
         raise UsageError(f"expected MODULE:FUNCTION, such as train.py:make or package.module:make, found {where!r}")
     module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
-    found = getattr(module, name, None)
-    if callable(found):
-        function: Callable[[], Any] = found
+    target = getattr(module, name, None)
+    if callable(target):
+        function: Callable[[], Any] = target
         return function
     offered = [key for key, value in vars(module).items() if callable(value) and _is_own(value, module)]
     hint = f"; its own are {', '.join(offered)}" if offered else ""
@@ -47,7 +47,7 @@ def _is_own(value: object, module: ModuleType) -> bool:
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
-    sys.path.insert(0, str(path.parent.resolve()))  # as when Python runs it: what lies beside it can be imported
+    sys.path.insert(0, str(path.parent.resolve()))  # as when Python runs it: what lies next to it can be imported
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -82,12 +82,12 @@ def make_training(where: str, device: str) -> tuple[nn.Module, torch.optim.Optim
 
     function = find_function(where)
     with torch.device(device):
-        made = function()
-    expected = f"expected {where} to return (model, optimizer, batch), and behind them loss_fn, or None and forward"
-    if not isinstance(made, tuple) or len(made) not in (3, 4, 5):
-        found = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
-        raise UsageError(f"{expected}, found {found}")
-    model, optimizer, batch = made[:3]
+        training = function()
+    expected = f"expected {where} to return (model, optimizer, batch), and after them loss_fn, or None and forward"
+    if not isinstance(training, tuple) or len(training) not in (3, 4, 5):
+        shown = f"{len(training)} values" if isinstance(training, tuple) else type(training).__name__
+        raise UsageError(f"{expected}, found {shown}")
+    model, optimizer, batch = training[:3]
     for name, value, kind in (
         ("model", model, nn.Module),
         ("optimizer", optimizer, torch.optim.Optimizer),
@@ -96,7 +96,7 @@ def make_training(where: str, device: str) -> tuple[nn.Module, torch.optim.Optim
         if not isinstance(value, kind):
             hint = ": put a batch of one argument as (tensor,)" if name == "batch" else ""
             raise UsageError(f"{expected}, found a {type(value).__name__} as {name}{hint}")
-    loss_fn, forward = (*made[3:], None, None)[:2]
+    loss_fn, forward = (*training[3:], None, None)[:2]
     return model, optimizer, batch, loss_fn, forward
 
 

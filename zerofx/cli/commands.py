@@ -56,7 +56,7 @@ def main() -> None:
 )
 @click.option(
     "--delayed-update", type=click.IntRange(min=0), metavar="STEPS",
-    help="Steps of exact training before updates run on the host beside the next step; else none do.",
+    help="Steps of exact training before updates run on the host during the next step; else none do.",
 )  # fmt: skip
 @click.option("--full", is_flag=True, help="Write out every layer of the schedule, not one of those that are alike.")
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan, for compile(plan=...).")

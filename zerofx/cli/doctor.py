@@ -1,4 +1,4 @@
-"""What zerofx finds on a machine, as text for the report of a bug.
+"""``zerofx doctor``: versions, compiler, devices and switches, as text for a bug report.
 
 Each section is made by itself: what is broken is said in its place, and the others are there all the same.
 """
@@ -58,11 +58,11 @@ def _compiler() -> Iterator[str]:
         if path is None:
             yield f"{name}: not found"
             continue
-        told = subprocess.run(
+        answer = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False
         )
-        first = (told.stdout or told.stderr).partition("\n")[0]
-        yield f"{path}: {first}" + (f" (ended with {told.returncode})" if told.returncode else "")
+        first = (answer.stdout or answer.stderr).partition("\n")[0]
+        yield f"{path}: {first}" + (f" (ended with {answer.returncode})" if answer.returncode else "")
         return
     yield "without a C++ compiler only backend='eager' runs on a CPU"
 

@@ -1,4 +1,4 @@
-"""Models that never exist whole: tensors that keep how they are made, and make it when a bucket asks for it."""
+"""Models without values: tensors that record how they are made, and are made when a bucket needs them."""
 
 from zerofx.deferred.model import adopt_meta, becoming_real, check_recipes, empty_init, is_deferred, make_buffers
 from zerofx.deferred.tensor import DeferredTensor

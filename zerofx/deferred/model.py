@@ -1,4 +1,4 @@
-"""Deferred models: what of one has no value yet, what has no recipe, and recipes for one that was built on ``meta``."""
+"""Deferred models: which tensors have no value yet, which have no recipe, and recipes for models built on ``meta``."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def check_recipes(model: nn.Module, without: frozenset[str] = frozenset()) -> No
 
 def make_buffers(model: nn.Module, without: frozenset[str] = frozenset()) -> None:
     """Give values to deferred buffers but those called ``without``, and to tensors that modules hold as attributes."""
-    made: dict[int, torch.Tensor] = {}
+    materialised: dict[int, torch.Tensor] = {}
 
-    def make(one: Any) -> Any:
-        if not _is_deferred(one):
-            return one
-        if id(one) not in made:
-            made[id(one)] = one.materialise()
-        return made[id(one)]
+    def make(leaf: Any) -> Any:
+        if not _is_deferred(leaf):
+            return leaf
+        if id(leaf) not in materialised:
+            materialised[id(leaf)] = leaf.materialise()
+        return materialised[id(leaf)]
 
     for path, module in model.named_modules():
         for name, buffer in buffer_table(module).items():
@@ -91,9 +91,9 @@ def make_buffers(model: nn.Module, without: frozenset[str] = frozenset()) -> Non
                 vars(module)[name] = pytree.tree_map(make, value)
 
 
-def _is_deferred(one: Any) -> bool:
+def _is_deferred(value: Any) -> bool:
     """Whether this is a deferred tensor that is no parameter, wherever it is held."""
-    return isinstance(one, DeferredTensor) and not isinstance(one, nn.Parameter)
+    return isinstance(value, DeferredTensor) and not isinstance(value, nn.Parameter)
 
 
 @contextlib.contextmanager
@@ -148,7 +148,8 @@ def _refuse_attributes(model: nn.Module) -> None:
         for name, value in vars(module).items():
             leaves = [] if name in TABLES else pytree.tree_leaves(value)
             if any(
-                isinstance(one, torch.Tensor) and one.is_meta and not isinstance(one, nn.Parameter) for one in leaves
+                isinstance(leaf, torch.Tensor) and leaf.is_meta and not isinstance(leaf, nn.Parameter)
+                for leaf in leaves
             ):
                 raise UsageError(
                     f"expected a model built on meta to hold its tensors as parameters and buffers, found "
@@ -187,7 +188,7 @@ def _defer(model: nn.Module, undo: contextlib.ExitStack) -> None:
     for parameter in model.parameters():
         if parameter.is_meta:
             undo.callback(torch.utils.swap_tensors, parameter, become(parameter, fresh(parameter)))
-    made: dict[int, torch.Tensor] = {}
+    buffers: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in buffer_table(module).items():
             if buffer is not None and buffer.is_meta:

@@ -1,4 +1,4 @@
-"""Recipes: what was done to tensors that do not exist, and doing it again for one of them at a time.
+"""Recipes: the operations that make a deferred tensor, recorded, and replayed for one tensor at a time.
 
 A ``Value`` stands for a tensor; a ``Cell`` for the memory that it and its views share, with all operations on that
 memory in order. An operation that draws random numbers is noted with the state its generator was in, so that it gives
@@ -102,7 +102,7 @@ class Operation:
     @property
     def cells(self) -> set[Cell]:
         """What it touches."""
-        return {one.cell for one in (*self.inputs, *self.outputs) if isinstance(one, Value)}
+        return {value.cell for value in (*self.inputs, *self.outputs) if isinstance(value, Value)}
 
     def fills(self, cell: Cell) -> bool:
         """Whether nothing is left afterwards of what ``cell`` had before."""
@@ -130,8 +130,8 @@ def note(
     ``outputs`` that lie in new memory come with a new cell each.
     """
     inputs = tensors_in((args, kwargs))
-    read = {one.cell for one in inputs if isinstance(one, Value)}
-    changed = {one.cell for one in (*outputs, *written)}
+    read = {value.cell for value in inputs if isinstance(value, Value)}
+    changed = {value.cell for value in (*outputs, *written)}
     number = 1 + max((cell.clock for cell in read | changed), default=0)
     written_cells = frozenset(value.cell for value in written)
     operation = Operation(
@@ -142,7 +142,7 @@ def note(
     )
     for cell in changed:
         if operation.fills(cell):
-            cell.operations = [one for one in cell.operations if _is_needed(one, cell)]
+            cell.operations = [operation for operation in cell.operations if _is_needed(operation, cell)]
         cell.operations.append(operation)
         if cell in written_cells or not cell.clock:
             cell.is_written |= defined
@@ -169,13 +169,13 @@ def replay(value: Value) -> torch.Tensor:
         UsageError: a tensor from outside, which it was computed from, has been changed in place since.
     """
     operations = _leading_to(value.cell)
-    last_use = {one: index for index, operation in enumerate(operations) for one in _named_in(operation)}
-    made: dict[Value, torch.Tensor] = {}
+    last_use = {named: index for index, operation in enumerate(operations) for named in _named_in(operation)}
+    results: dict[Value, torch.Tensor] = {}
 
-    def real(one: Any) -> Any:
-        if isinstance(one, Constant):
-            return one.read()
-        return made[one] if isinstance(one, Value) else one
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, Constant):
+            return leaf.read()
+        return results[leaf] if isinstance(leaf, Value) else leaf
 
     with torch.no_grad(), _as_at_the_start():
         for index, operation in enumerate(operations):
@@ -184,38 +184,38 @@ def replay(value: Value) -> torch.Tensor:
             with _random_state(operation.random_state, kwargs, operation.outputs):
                 result = operation.function(*args, **kwargs)
             tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            made.update(zip(operation.outputs, tensors, strict=True))
+            results.update(zip(operation.outputs, tensors, strict=True))
             del args, kwargs, result, tensors
-            for one in _named_in(operation):
-                if last_use[one] == index and one is not value:
-                    del made[one]
-    return made[value]
+            for named in _named_in(operation):
+                if last_use[named] == index and named is not value:
+                    del results[named]
+    return results[value]
 
 
 def check_constants(value: Value) -> None:
     """Raise what ``replay`` would, without making anything."""
     for operation in _leading_to(value.cell):
-        for one in operation.inputs:
-            if isinstance(one, Constant):
-                one.read()
+        for constant in operation.inputs:
+            if isinstance(constant, Constant):
+                constant.read()
 
 
 def _named_in(operation: Operation) -> set[Value]:
-    return {one for one in (*operation.inputs, *operation.outputs) if isinstance(one, Value)}
+    return {value for value in (*operation.inputs, *operation.outputs) if isinstance(value, Value)}
 
 
 def _leading_to(cell: Cell) -> list[Operation]:
     """All operations on ``cell``, and on the cells that they read, in order."""
-    found: dict[Operation, None] = {}
+    operations: dict[Operation, None] = {}
     seen, waiting = {cell}, [cell]
     while waiting:
         for operation in waiting.pop().operations:
-            if operation not in found:
-                found[operation] = None
+            if operation not in operations:
+                operations[operation] = None
                 fresh = operation.cells - seen
                 seen |= fresh
                 waiting += fresh
-    return sorted(found, key=lambda operation: operation.number)
+    return sorted(operations, key=lambda operation: operation.number)
 
 
 def fills_first_argument(function: Callable[..., Any]) -> bool:
@@ -231,8 +231,8 @@ def generator_of(device: torch.device) -> torch.Generator:
         return torch.default_generator
     module = torch.get_device_module(device)
     index = device.index if device.index is not None else module.current_device()
-    found: torch.Generator = module.default_generators[index]
-    return found
+    generator: torch.Generator = module.default_generators[index]
+    return generator
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Deferred tensors: like real ones in all but memory. Every operation on them becomes a part of their recipe."""
+"""Deferred tensors have everything but memory. Every operation on one becomes a part of its recipe."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class DeferredTensor(torch.Tensor):
             layout=shadow.layout,
             device=value.device,
         )
-        made._value = value
-        return made
+        wrapper._value = value
+        return wrapper
 
     __torch_function__ = without_torch_function  # type: ignore[assignment]  # no method, by its type
 
@@ -71,8 +71,8 @@ class DeferredTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """As ``torch.Tensor.data``. A deferred parameter that is given real data becomes a real parameter."""
-        found: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # typed as its value
-        return found
+        data: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # typed as its value
+        return data
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
@@ -101,7 +101,9 @@ class DeferredTensor(torch.Tensor):
         copied: Any = self.detach().clone()
         if isinstance(self, nn.Parameter):
             copied = nn.Parameter(copied, requires_grad=self.requires_grad)
-        copied.__dict__.update({name: one for name, one in self.__dict__.items() if name not in copied.__dict__})
+        copied.__dict__.update(
+            {name: attribute for name, attribute in self.__dict__.items() if name not in copied.__dict__}
+        )
         memo[id(self)] = copied
         return copied
 
@@ -122,7 +124,7 @@ def become(parameter: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
     Returns a parameter that is now what the other was.
     """
     other = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    other.__dict__.update({name: one for name, one in parameter.__dict__.items() if name not in _OWN})
+    other.__dict__.update({name: attribute for name, attribute in parameter.__dict__.items() if name not in _OWN})
     torch.utils.swap_tensors(parameter, other)
     return other
 
@@ -164,7 +166,7 @@ class Recording(TorchDispatchMode):
             return hold(func(*args))
         makes = not tensors and any(isinstance(one.type, torch.TensorType) for one in schema_of(func).returns)
         on_meta = torch.device(kwargs.get("device") or "cpu").type == "meta"
-        if any(isinstance(one, DeferredTensor) for one in tensors) or (makes and not on_meta):
+        if any(isinstance(tensor, DeferredTensor) for tensor in tensors) or (makes and not on_meta):
             return _perform(func, args, kwargs, self._scratch)
         return func(*args, **kwargs)
 
@@ -220,10 +222,10 @@ def _perform(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scrat
     cells = {memory_of(value.shadow): value.cell for value in wrappers}
     outputs: list[Value] = []
 
-    def wrap(one: Any) -> Any:
-        if not isinstance(one, torch.Tensor):
-            return one
-        value = by_shadow.get(id(one))
+    def wrap(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        value = by_shadow.get(id(leaf))
         if value is None:
             cell = cells.setdefault(memory_of(one), Cell())
             value = Value(one, cell, device)
@@ -232,7 +234,7 @@ def _perform(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scrat
         return wrappers[value]
 
     wrapped = pytree.tree_map(wrap, result)
-    written = [one._value for one in written_tensors if isinstance(one, DeferredTensor)]
+    written = [tensor._value for tensor in written_tensors if isinstance(tensor, DeferredTensor)]
     note(function, noted_args, noted_kwargs, outputs, written, random_state)
     return wrapped
 
@@ -250,23 +252,23 @@ def _device_of(function: Any, args: Any, kwargs: Any) -> torch.device:
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Value | Constant)]
-    ranked = sorted(tensors, key=lambda one: not (one.shadow if isinstance(one, Value) else one.tensor).dim())
-    for one in ranked:
-        return one.device if isinstance(one, Value) else one.tensor.device
+    ranked = sorted(tensors, key=lambda value: not (value.shadow if isinstance(value, Value) else value.tensor).dim())
+    for value in ranked:
+        return value.device if isinstance(value, Value) else value.tensor.device
     return torch.device("cpu")
 
 
 def _on_meta(tree: Any) -> Any:
     """Shadows in the places of tensors, and meta in the place of any device."""
 
-    def shadow(one: Any) -> Any:
-        if isinstance(one, Value):
-            return one.shadow
-        if isinstance(one, Constant):
-            found = one.tensor
+    def shadow(leaf: Any) -> Any:
+        if isinstance(leaf, Value):
+            return leaf.shadow
+        if isinstance(leaf, Constant):
+            tensor = leaf.tensor
             # A number in a tensor is a number to torch's promotion rules wherever it is.
-            return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="meta")
-        return torch.device("meta") if isinstance(one, torch.device) else one
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
     mapped = pytree.tree_map(shadow, tree)
     if isinstance(mapped, dict) and "device" in mapped:
@@ -275,7 +277,9 @@ def _on_meta(tree: Any) -> Any:
 
 
 def _without_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if name == "generator" else one for name, one in kwargs.items() if name != "pin_memory"}
+    return {
+        name: None if name == "generator" else argument for name, argument in kwargs.items() if name != "pin_memory"
+    }
 
 
 def _draw(function: Any, args: Any, kwargs: Any, device: torch.device, scratch: _Scratch) -> torch.Tensor | None:
@@ -299,13 +303,13 @@ def _evaluate(function: Any, args: Any, kwargs: Any) -> Any:
     real_args, real_kwargs = _real((args, kwargs))
     with torch.no_grad():
         result = function(*real_args, **real_kwargs)
-    return pytree.tree_map(lambda one: hold(one) if isinstance(one, torch.Tensor) else one, result)
+    return pytree.tree_map(lambda leaf: hold(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
 
 
 def _real(tree: Any) -> Any:
-    def real(one: Any) -> Any:
-        if isinstance(one, Constant):
-            return one.tensor
-        return replay(one) if isinstance(one, Value) else one
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, Constant):
+            return leaf.tensor
+        return replay(leaf) if isinstance(leaf, Value) else leaf
 
     return pytree.tree_map(real, tree)

@@ -1,1 +1,1 @@
-"""What is kept on disk: own folders, cached answers, dumps for who debugs a step."""
+"""Files on disk: folders for this user alone, cached results, dumps for debugging."""

@@ -1,4 +1,4 @@
-"""Texts kept on disk from one run to the next: what took long to make and follows from a key.
+"""A cache on disk of texts that took long to compute, by key.
 
 An entry is data, never code. It carries its own hash, so that what is truncated, damaged or of another kind counts as
 absent and is written anew; so does what has a hash, and is no text that zerofx writes (``read_as``). The folder is the
@@ -101,7 +101,7 @@ class DiskCache:
         )
 
     def _bound(self, folder: int) -> None:
-        found = []
+        entries = []
         for name in os.listdir(folder):
             if not _OURS.fullmatch(name):
                 continue
@@ -113,9 +113,9 @@ class DiskCache:
                 continue
             if name.endswith(PART) and time.time() - about.st_mtime < _DAY_SECONDS:
                 continue  # which a process is about to put in its place
-            found.append((about.st_mtime_ns, about.st_size, name))
-        total = sum(size for _, size, _ in found)
-        for _, size, name in sorted(found):
+            entries.append((about.st_mtime_ns, about.st_size, name))
+        total = sum(size for _, size, _ in entries)
+        for _, size, name in sorted(entries):
             if total <= self.most_bytes:
                 return
             with contextlib.suppress(FileNotFoundError):
@@ -141,7 +141,7 @@ def versions() -> tuple[str, ...]:
 @functools.cache
 def _hash_of_sources(folder: Path) -> str:
     hashed = hashlib.sha256()
-    # Packages of zerofx may be links to folders beside it.
+    # Packages of zerofx may be links to folders next to it.
     walked = os.walk(folder, followlinks=True)
     for path in sorted(Path(inside, name) for inside, _, names in walked for name in names if name.endswith(".py")):
         hashed.update(f"{path.relative_to(folder)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())

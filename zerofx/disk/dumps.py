@@ -1,4 +1,4 @@
-"""Where generated files lie: a folder for each step, in one of the user's own that is cleared of what is old.
+"""Folders for generated files: one a step, in a folder of the user's from which old ones are deleted.
 
 A process holds a lock on the folder of each step that it runs, so that no other clears it away. Nothing is read from
 here: the step that runs is the one in memory.
@@ -90,13 +90,13 @@ def _clear(base: int, needed: str) -> None:
 
     Left alone are the one that is ``needed``, those that some process holds, and those with files that are not ours.
     """
-    found = []
+    dumps = []
     for name in os.listdir(base):
         if name != needed and _NAME.fullmatch(name):
             with contextlib.suppress(OSError):
-                found.append((*_about(base, name), name))
+                dumps.append((*_about(base, name), name))
     total, now = 0, time.time()
-    for seconds, num_bytes, name in sorted(found, reverse=True):
+    for seconds, num_bytes, name in sorted(dumps, reverse=True):
         total += num_bytes
         if total > _MOST_BYTES or now - seconds > _MOST_SECONDS:
             with contextlib.suppress(OSError):  # another process was first, or holds it
@@ -107,8 +107,8 @@ def _about(base: int, name: str) -> tuple[float, int]:
     """When a step's folder was last written to, and the bytes in it."""
     folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=base)
     try:
-        files = [os.stat(one, dir_fd=folder, follow_symlinks=False) for one in os.listdir(folder)]
-        return max([os.fstat(folder).st_mtime, *(one.st_mtime for one in files)]), sum(one.st_size for one in files)
+        files = [os.stat(name, dir_fd=folder, follow_symlinks=False) for name in os.listdir(folder)]
+        return max([os.fstat(folder).st_mtime, *(file.st_mtime for file in files)]), sum(file.st_size for file in files)
     finally:
         os.close(folder)
 
@@ -117,13 +117,13 @@ def _remove(base: int, name: str) -> None:
     folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=base)
     try:
         names = os.listdir(folder)
-        if not all(one in (SOURCE, PLAN, _LOCK) or one.endswith(PART) for one in names):
+        if not all(name in (SOURCE, PLAN, _LOCK) or name.endswith(PART) for name in names):
             return
         lock = _lock(folder)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for one in {*names, _LOCK}:
-                os.unlink(one, dir_fd=folder)
+            for file in {*names, _LOCK}:
+                os.unlink(file, dir_fd=folder)
             os.rmdir(name, dir_fd=base)
         finally:
             os.close(lock)

@@ -1,4 +1,4 @@
-"""Files that nobody else can have written, and files that are never half there.
+"""Folders and files that only the user can have written, and writes that are atomic.
 
 What zerofx reads back of its own accord (caches, dumps) lies in folders of the user's or root's own that others cannot
 write to. A folder is opened component by component, each by the descriptor of the one before: a link on the way counts
@@ -172,9 +172,9 @@ def write_text(path: str | Path, text: str) -> None:
 @functools.cache
 def private_folder() -> Path:
     """A folder that only this process knows, and that goes with it."""
-    made = Path(tempfile.mkdtemp(prefix="zerofx-"))
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    return made
+    folder = Path(tempfile.mkdtemp(prefix="zerofx-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Which storage each node's output lives in: the base of every count of live bytes.
+"""Which storage each node's output lives in. Live bytes are counted by storage.
 
 An fx graph names *values*; memory is held by *storages*. Three facts tie the two together, and all three are read
 from the operator's schema, never from its name:
@@ -116,11 +116,11 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """The input nodes that ``node`` writes to (schema ``a!``), lists flattened, each once, in schema order."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or not _writes(node.target):
         return ()
-    found: dict[fx.Node, None] = {}
+    written: dict[fx.Node, None] = {}
     for argument, value in _bound(node):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found.update(dict.fromkeys(_nodes(value)))
-    return tuple(found)
+            written.update(dict.fromkeys(_nodes(value)))
+    return tuple(written)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A batch taken apart into its leaves, and put together again around other tensors."""
+"""Flatten a batch into its tensors, and rebuild it around other tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from zerofx.errors import UsageError
 from zerofx.torch_private.operators import pytree
 
-# What may stand in a batch beside tensors: values that are equal when they print alike.
+# What may stand in a batch next to tensors: values that are equal when they print alike.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype, torch.device, torch.Size)
 # Whose static part is the order of their keys. What a defaultdict makes for others often has no text.
 _BY_KEY = (dict, OrderedDict, defaultdict)
@@ -29,7 +29,7 @@ class Batch:
     """A batch taken apart: its tensors in order, and what is needed to call the model with it again.
 
     Tuples, lists, dicts, other mutable mappings (``BatchEncoding``), dataclasses and whatever is registered with
-    torch's pytree are looked into; what such a class has beside its children (pytree's context) is constant, too.
+    torch's pytree are looked into; what such a class has besides its children (pytree's context) is constant, too.
     ``names`` reads like Python on the call ``step(*batch, **keywords)``: ``batch[0]["ids"]`` for what was passed by
     position, ``labels`` for a keyword. No two names are equal: a keyword that could be taken for something else is
     called ``**['batch']``.
@@ -49,7 +49,7 @@ class Batch:
         Raises:
             UsageError: as ``of``.
         """
-        return Batch._taken_apart((extras,), {}, "what forward returns behind its loss", "extras")
+        return Batch._taken_apart((extras,), {}, "what forward returns after its loss", "extras")
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
@@ -105,10 +105,10 @@ class Batch:
         Of a device only its kind: each rank has another. ``check_batch`` holds a batch to the one of its rank. What is
         no leaf's stands under a name of two words, which no leaf has.
         """
-        found = {name: _describe(tensor) for name, tensor in zip(self.names, self.tensors, strict=True)}
-        found |= {name: repr(value) for name, value in self.constants}
-        found |= {name: f"{found[name]} with values {value}" for name, value in self.hashes.items()}
-        return {name: found[name] for name in sorted(found)} | {"batch structure": ", ".join(self.structure)}
+        described = {name: _describe(tensor) for name, tensor in zip(self.names, self.tensors, strict=True)}
+        described |= {name: repr(value) for name, value in self.constants}
+        described |= {name: f"{described[name]} with values {value}" for name, value in self.hashes.items()}
+        return {name: described[name] for name in sorted(described)} | {"batch structure": ", ".join(self.structure)}
 
     def size(self) -> int:
         """The number of samples: the leading size of the first tensor that has a dimension, and differs by step.
@@ -172,7 +172,7 @@ def _map(name: str, value: Any, visit: Callable[[str, Any], Any], structure: lis
 
 def _open(name: str, value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any], str] | None:
     """A container's children, each with how it is reached, what builds the like from other children, and a text for
-    what is static in it beside its class."""
+    what is static in it besides its class."""
     paths, spec = pytree.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
     if not (len(paths) == 1 and paths[0][0] == ()):
         children = [(pytree.keystr(path), child) for path, child in paths]
@@ -182,21 +182,21 @@ def _open(name: str, value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[
         keys = list(value)
 
         def like_mapping(items: list[Any]) -> Any:
-            made = copy.copy(value)
+            mapping = copy.copy(value)
             for key, item in zip(keys, items, strict=True):
-                made[key] = item
-            return made
+                mapping[key] = item
+            return mapping
 
         children = [(f"[{key!r}]", value[key]) for key in keys]
         return children, like_mapping, _suffixes(children)
     if is_dataclass(value) and not isinstance(value, type):
-        names = [one.name for one in fields(value) if hasattr(value, one.name)]
+        names = [entry.name for entry in fields(value) if hasattr(value, entry.name)]
 
         def like_dataclass(items: list[Any]) -> Any:
-            made = copy.copy(value)
+            instance = copy.copy(value)
             for field_name, item in zip(names, items, strict=True):
-                object.__setattr__(made, field_name, item)  # also where the class is frozen
-            return made
+                object.__setattr__(instance, field_name, item)  # also where the class is frozen
+            return instance
 
         return [(f".{field_name}", getattr(value, field_name)) for field_name in names], like_dataclass, ""
     return None
@@ -207,12 +207,12 @@ def _suffixes(children: list[tuple[str, Any]]) -> str:
 
 
 def _context_text(name: str, value: Any, context: Any) -> str:
-    """What pytree has of ``value`` beside its children, as a text that is equal on all ranks for what is alike."""
+    """What pytree has of ``value`` besides its children, as a text that is equal on all ranks for what is alike."""
     try:
         return "" if context is None else _text(context)
     except ValueError as error:
         raise UsageError(
-            f"expected what a {type(value).__name__} has beside its children to print alike where it is alike, found "
+            f"expected what a {type(value).__name__} has besides its children to print alike where it is alike, found "
             f"{error} in the pytree context of {name}: make it a child where it is a tensor, or else give its class a "
             f"__repr__ with what is in it"
         ) from None
@@ -235,9 +235,9 @@ def _text(static: Any) -> str:
     if isinstance(static, Mapping):
         inside = [f"{_text(key)}: {_text(value)}" for key, value in static.items()]
     elif isinstance(static, list | tuple):
-        inside = [_text(one) for one in static]
+        inside = [_text(item) for item in static]
     elif isinstance(static, set | frozenset):
-        inside = sorted(_text(one) for one in static)
+        inside = sorted(_text(item) for item in static)
     else:
         text = repr(static)
         if _ADDRESS.search(text):

@@ -1,4 +1,4 @@
-"""Flat buckets: which parameters are gathered, reduced and updated together, and where each lies.
+"""Flat buckets: which parameters are gathered, reduced and updated together, and each one's place in its buffer.
 
 A bucket is one flat buffer. Its parameters lie in it in registration order, each at a 64-byte boundary (torch's own
 allocation alignment, so kernels see the addresses they would see without zerofx, and choose the same code path). The
@@ -45,7 +45,7 @@ class Slot:
     @property
     def shown_stride(self) -> tuple[int, ...]:
         """The stride that the model's own parameter has here."""
-        return tuple(one // 2 for one in self.stride[:-1]) if self.is_complex else self.stride
+        return tuple(elements // 2 for elements in self.stride[:-1]) if self.is_complex else self.stride
 
     @property
     def num_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""A graph as text without names."""
+"""A graph as text without node names, to compare graphs by structure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edit a graph: who reads a node, views made again, where a unit begins and ends."""
+"""Helpers for graph edits: the readers of a node, copies of views, the first and last node of a unit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerofx.ir.graph import StepGraph
 
 def consumers(root: fx.Node) -> list[fx.Node]:
     """All nodes that read ``root``'s storage, itself or through views; the views themselves are not listed."""
-    found: dict[fx.Node, None] = {}
+    users: dict[fx.Node, None] = {}
     pending = [(user, root) for user in root.users]
     while pending:
         user, source = pending.pop(0)
@@ -23,8 +23,8 @@ def consumers(root: fx.Node) -> list[fx.Node]:
         if is_view(user) and (user.target is operator.getitem or aliased_input(user) is source):
             pending.extend((further, user) for further in user.users)
         else:
-            found[user] = None
-    return list(found)
+            users[user] = None
+    return list(users)
 
 
 def named(by_name: dict[str, fx.Node], name: str) -> fx.Node:
@@ -96,7 +96,7 @@ def _continues(step: StepGraph, other: fx.Node, node: fx.Node, by_piece: bool) -
     if slice_of(other) != slice_of(node):
         return False  # a slice of a weight is there for its own nodes only
     # What passes have added is of no piece, and runs with its neighbours.
-    pieces = [piece_of(one) if by_piece else step.cut_piece_of(one) for one in (other, node)]
+    pieces = [piece_of(end) if by_piece else step.cut_piece_of(end) for end in (other, node)]
     if None not in pieces and pieces[0] != pieces[1]:
         return False
     return step.unit_of(other) == step.unit_of(node) and origin(other).phase is origin(node).phase

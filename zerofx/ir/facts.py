@@ -94,8 +94,8 @@ def origin(node: fx.Node) -> Origin:
 
 def known_origin(node: fx.Node) -> Origin | None:
     """The origin of a node, if it has one."""
-    found = node.meta.get("zerofx_origin")
-    return found if isinstance(found, Origin) else None
+    known = node.meta.get("zerofx_origin")
+    return known if isinstance(known, Origin) else None
 
 
 def set_origin(node: fx.Node, value: Origin) -> fx.Node:
@@ -120,9 +120,9 @@ def set_source_line(node: fx.Node, line: str) -> fx.Node:
 
 def placeholder(node: fx.Node) -> Placeholder:
     """What a placeholder stands for."""
-    found = node.meta["zerofx_placeholder"]
-    assert isinstance(found, Placeholder)
-    return found
+    entry = node.meta["zerofx_placeholder"]
+    assert isinstance(entry, Placeholder)
+    return entry
 
 
 def known_placeholder(node: fx.Node) -> Placeholder | None:
@@ -138,8 +138,8 @@ def set_placeholder(node: fx.Node, value: Placeholder) -> fx.Node:
 
 def task_of(node: fx.Node) -> Task | None:
     """The task of a node that a pass has put in, if it has one."""
-    found = node.meta.get("zerofx_task")
-    return found if isinstance(found, Task) else None
+    task = node.meta.get("zerofx_task")
+    return task if isinstance(task, Task) else None
 
 
 def set_task(node: fx.Node, job: Job, index: int) -> fx.Node:
@@ -161,8 +161,8 @@ def set_value(node: fx.Node, fake: Any) -> fx.Node:
 
 def tier_of(node: fx.Node) -> Tier:
     """Where the storage lives that ``node`` owns: ``"device"``, ``"host"`` or ``"nvme"``."""
-    found: Tier = node.meta.get("zerofx_tier", DEVICE)
-    return found
+    tier: Tier = node.meta.get("zerofx_tier", DEVICE)
+    return tier
 
 
 def set_tier(node: fx.Node, tier: str) -> fx.Node:
@@ -173,8 +173,8 @@ def set_tier(node: fx.Node, tier: str) -> fx.Node:
 
 def delayed_bucket(node: fx.Node) -> int | None:
     """The bucket whose delayed update a node on the host is of; None for what computation waits for."""
-    found = node.meta.get("zerofx_delayed")
-    return found if isinstance(found, int) else None
+    bucket = node.meta.get("zerofx_delayed")
+    return bucket if isinstance(bucket, int) else None
 
 
 def set_delayed(node: fx.Node, bucket: int) -> fx.Node:
@@ -185,8 +185,8 @@ def set_delayed(node: fx.Node, bucket: int) -> fx.Node:
 
 def tile_of(node: fx.Node) -> str | None:
     """The tile that a node is of; tiles of one chain have names of their own."""
-    found = node.meta.get("zerofx_tile")
-    return found if isinstance(found, str) else None
+    tile = node.meta.get("zerofx_tile")
+    return tile if isinstance(tile, str) else None
 
 
 def set_tile(node: fx.Node, tile: str | None) -> fx.Node:
@@ -197,8 +197,8 @@ def set_tile(node: fx.Node, tile: str | None) -> fx.Node:
 
 def slice_of(node: fx.Node) -> str | None:
     """The slice of a parameter that a node works on, by the slice's name."""
-    found = node.meta.get("zerofx_slice")
-    return found if isinstance(found, str) else None
+    slice_name = node.meta.get("zerofx_slice")
+    return slice_name if isinstance(slice_name, str) else None
 
 
 def set_slice(node: fx.Node, name: str) -> fx.Node:
@@ -209,8 +209,8 @@ def set_slice(node: fx.Node, name: str) -> fx.Node:
 
 def piece_of(node: fx.Node) -> str | None:
     """The piece of what is outside repeated layers that a node of the captured graph is of."""
-    found = node.meta.get("zerofx_piece")
-    return found if isinstance(found, str) else None
+    piece = node.meta.get("zerofx_piece")
+    return piece if isinstance(piece, str) else None
 
 
 def set_piece(node: fx.Node, name: str) -> fx.Node:
@@ -247,15 +247,15 @@ def mark_copy(copy: fx.Node, original: fx.Node) -> None:
 
 def copied_from(node: fx.Node) -> str | None:
     """The name of the node that ``node`` runs again, if it is a copy."""
-    found = node.meta.get("zerofx_copy_of")
-    return found if isinstance(found, str) else None
+    source = node.meta.get("zerofx_copy_of")
+    return source if isinstance(source, str) else None
 
 
 def tensor(node: fx.Node) -> torch.Tensor:
     """The fake value of a node that gives a single tensor."""
-    found = value(node)
-    assert isinstance(found, torch.Tensor), f"{node.name} is no single tensor"
-    return found
+    result = value(node)
+    assert isinstance(result, torch.Tensor), f"{node.name} is no single tensor"
+    return result
 
 
 def given(node: fx.Node, index: int) -> torch.Tensor:

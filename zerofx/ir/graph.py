@@ -90,7 +90,7 @@ def parameter_infos(model: nn.Module, compute_dtype: torch.dtype | None, strides
 
 
 def _real_stride(stride: tuple[int, ...]) -> tuple[int, ...]:
-    return *(2 * one for one in stride), 1
+    return *(2 * elements for elements in stride), 1
 
 
 def cast_of(tensor: torch.Tensor, compute_dtype: torch.dtype | None) -> torch.dtype:
@@ -177,11 +177,11 @@ class StepGraph:
 
         A gradient is the sum of its shares in this order.
         """
-        found, length = self._outputs()[1 + self.num_extras + len(self.mutation_names) :], len(self.gradient_names)
+        gradients, length = self._outputs()[1 + self.num_extras + len(self.mutation_names) :], len(self.gradient_names)
         if not length:
             return ({},)
-        starts = range(0, len(found), length)
-        return tuple(dict(zip(self.gradient_names, found[i : i + length], strict=True)) for i in starts)
+        starts = range(0, len(gradients), length)
+        return tuple(dict(zip(self.gradient_names, gradients[i : i + length], strict=True)) for i in starts)
 
     def set_outputs(
         self,
@@ -192,12 +192,12 @@ class StepGraph:
     ) -> None:
         """Rewrite the output node; ``gradients`` are one mapping for each micro-batch, all with the same names, and
         ``extras`` stay as they are where none are given."""
-        kept = self.extras if extras is None else extras
+        extra_nodes = self.extras if extras is None else extras
         self.mutation_names, self.gradient_names = list(mutations), list(gradients[0]) if gradients else []
         shares = [share[name] for share in gradients for name in self.gradient_names]
         norm = [self.clipping.norm] if self.clipping is not None else []
-        self.num_extras = len(kept)
-        self.output.args = ((loss, *kept, *mutations.values(), *shares, *norm),)
+        self.num_extras = len(extra_nodes)
+        self.output.args = ((loss, *extra_nodes, *mutations.values(), *shares, *norm),)
 
     def placeholders(self, role: Role | None = None) -> Iterator[fx.Node]:
         for node in self.graph.find_nodes(op="placeholder"):
@@ -206,8 +206,8 @@ class StepGraph:
 
     def last_placeholder(self) -> fx.Node:
         """The node after which the graph's first call may be put."""
-        found: fx.Node = list(self.graph.find_nodes(op="placeholder"))[-1]
-        return found
+        last: fx.Node = list(self.graph.find_nodes(op="placeholder"))[-1]
+        return last
 
     def add_placeholder(self, name: str, what: Placeholder, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
         """A new placeholder after the others, with a fake value of ``shape`` and ``dtype`` on the step's device."""

@@ -1,4 +1,4 @@
-"""The few operators that zerofx adds to ATen, as they stand in a step graph.
+"""The operators that zerofx adds to ATen for its step graphs.
 
 They are registered with schemas and fake implementations, so that fake tensors flow through them and alias analysis
 reads them like any other operator. Those that compute have kernels, and may run in regions; the others have none: what
@@ -204,8 +204,8 @@ def _empty_prod_gradient(
 
 
 def _embedding_gradient(grad: torch.Tensor, *args: Any) -> torch.Tensor:
-    found: torch.Tensor = torch.ops.aten.embedding_dense_backward(grad, *args)
-    return found
+    gradient: torch.Tensor = torch.ops.aten.embedding_dense_backward(grad, *args)
+    return gradient
 
 
 def _empty_embedding_gradient(

@@ -1,4 +1,4 @@
-"""What a step gives besides its loss: the extras that ``forward`` returns, in the structure that they have there."""
+"""The extras that a step returns besides its loss, in the structure in which ``forward`` returns them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ class Returned:
             UsageError: one of them is neither a tensor nor a plain value.
         """
         taken = Batch.of_extras(extras)
-        tensors = tuple(one.detach() for one in taken.tensors)
-        like = tuple(torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta") for one in tensors)
-        return Returned(taken.holding(like), tuple(int(one.storage_offset()) for one in tensors)), tensors
+        tensors = tuple(tensor.detach() for tensor in taken.tensors)
+        like = tuple(
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta") for tensor in tensors
+        )
+        return Returned(taken.holding(like), tuple(int(tensor.storage_offset()) for tensor in tensors)), tensors
 
     @property
     def num_tensors(self) -> int:
@@ -49,8 +51,8 @@ class Returned:
         for given, like, offset in zip(tensors, self.extras.tensors, self.offsets, strict=True):
             is_whole = given.shape == like.shape and given.stride() == like.stride()
             shown.append(given if is_whole else given.as_strided(like.shape, like.stride(), offset))
-        (found,), _ = self.extras.rebuild(tuple(shown))
-        return found
+        (rebuilt,), _ = self.extras.rebuild(tuple(shown))
+        return rebuilt
 
     def shows(self, index: int, whole: torch.Tensor, part: torch.Tensor) -> bool:
         """Whether ``rebuilt`` makes ``part``, a view of the tensor ``whole``, of that: extra number ``index``."""

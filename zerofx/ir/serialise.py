@@ -1,4 +1,4 @@
-"""A captured graph as JSON, to be kept on disk and read again: operators by name, fake values by their layout."""
+"""Write a captured graph as JSON and read it back: operators by name, fake values by their layout."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def from_json(
         Exception: one of ``disk_cache.MALFORMED``, the text is nothing that ``to_json`` has written.
     """
     data = json.loads(text)
-    graph, made = fx.Graph(), list[fx.Node]()
+    graph, nodes = fx.Graph(), list[fx.Node]()
     known = {parameter.name for parameter in like.parameters}
     with mode:
         values = [decoded(fake, []) for fake in data["values"]]
@@ -136,7 +136,7 @@ def from_json(
         if where is not None:
             set_origin(node, Origin(where[0], Phase(where[1])))
         set_source_line(node, data["lines"][line])
-        made.append(node)
+        nodes.append(node)
     return replace(
         like,
         graph=graph,
@@ -148,7 +148,7 @@ def from_json(
     )
 
 
-def same_graph(one: StepGraph, other: StepGraph) -> bool:
+def same_graph(first: StepGraph, other: StepGraph) -> bool:
     """Whether two graphs are equal in all that plans and passes read, names and strides included."""
 
     def facts(step: StepGraph) -> tuple[Any, ...]:
@@ -161,10 +161,10 @@ def same_graph(one: StepGraph, other: StepGraph) -> bool:
             step.device,
         )
 
-    constants = one.constants.keys() == other.constants.keys() and all(
-        torch.equal(constant, other.constants[name]) for name, constant in one.constants.items()
+    constants = first.constants.keys() == other.constants.keys() and all(
+        torch.equal(constant, other.constants[name]) for name, constant in first.constants.items()
     )
-    return constants and facts(one) == facts(other)
+    return constants and facts(first) == facts(other)
 
 
 def encoded_constant(constant: torch.Tensor) -> list[Any]:
@@ -227,12 +227,12 @@ def named_operator(text: str, namespaces: frozenset[str]) -> OpOverload:
     Raises:
         ValueError: there is none, or it reads or writes files.
     """
-    found = operator.attrgetter(text)(torch.ops) if re.fullmatch(r"\w+\.\w+\.\w+", text) else None
-    if not isinstance(found, OpOverload) or str(found) != text or found.namespace not in namespaces:
+    overload = operator.attrgetter(text)(torch.ops) if re.fullmatch(r"\w+\.\w+\.\w+", text) else None
+    if not isinstance(overload, OpOverload) or str(overload) != text or overload.namespace not in namespaces:
         raise ValueError(f"expected an operator of {', '.join(sorted(namespaces))}, found {text!r}")
     if any("filename" in argument.name for argument in schema_of(found).arguments):
         raise ValueError(f"expected an operator that touches no file, found {text!r}")
-    return found
+    return overload
 
 
 def encoded(given: Any, places: Mapping[fx.Node, int] = MappingProxyType({})) -> Any:
@@ -252,43 +252,43 @@ def encoded(given: Any, places: Mapping[fx.Node, int] = MappingProxyType({})) ->
     if isinstance(given, torch.device):
         return {"device": str(given)}
     if isinstance(given, slice):
-        return {"slice": [encoded(one, places) for one in (given.start, given.stop, given.step)]}
+        return {"slice": [encoded(bound, places) for bound in (given.start, given.stop, given.step)]}
     if isinstance(given, list | tuple):
-        found = [encoded(one, places) for one in given]
+        items = [encoded(item, places) for item in given]
         kind = "size" if isinstance(given, torch.Size) else "tuple"
-        return found if isinstance(given, list) else {kind: found}
+        return items if isinstance(given, list) else {kind: items}
     for name, kind_of in _NAMED.items():
         if isinstance(given, kind_of):
             return {name: str(given).removeprefix("torch.")}
     raise NotStorableError(f"an argument of type {type(given).__name__}")
 
 
-def decoded(given: Any, made: Sequence[fx.Node] = ()) -> Any:
-    """What ``encoded`` was given; ``made`` are the nodes."""
+def decoded(given: Any, nodes: Sequence[fx.Node] = ()) -> Any:
+    """What ``encoded`` was given; ``nodes`` are the graph's."""
     if isinstance(given, list):
-        return [decoded(one, made) for one in given]
+        return [decoded(item, nodes) for item in given]
     if not isinstance(given, dict):
         return given
-    ((kind, found),) = given.items()
+    ((kind, content),) = given.items()
     if kind == "node":
-        return made[found]
+        return nodes[content]
     if kind == "name":
-        return Name(found)
+        return Name(content)
     if kind == "tensor":
-        return _fake(*found)
+        return _fake(*content)
     if kind == "device":
-        return torch.device(found)
+        return torch.device(content)
     if kind in _NAMED:
-        return _named(kind, found)
-    return _SEQUENCES[kind]([decoded(one, made) for one in found])
+        return _named(kind, content)
+    return _SEQUENCES[kind]([decoded(item, nodes) for item in content])
 
 
 def _named(kind: str, text: str) -> Any:
     """What torch has by this name, if it is of that kind."""
-    found = getattr(torch, text)
-    if not isinstance(found, _NAMED[kind]):
+    constant = getattr(torch, text)
+    if not isinstance(constant, _NAMED[kind]):
         raise ValueError(f"expected a {kind} of torch, found {text!r}")
-    return found
+    return constant
 
 
 def _layout(fake: torch.Tensor) -> list[Any]:
@@ -304,7 +304,7 @@ def _layout(fake: torch.Tensor) -> list[Any]:
 
 def _fake(dtype: str, device: str, shape: list[int], stride: list[int], offset: int, length: int) -> torch.Tensor:
     """A view of a storage of ``length`` elements, as far as it may be read there."""
-    made = torch.empty_strided(shape, stride, dtype=_named("dtype", dtype), device=device)
-    if offset == 0 and made.untyped_storage().nbytes() == length * made.dtype.itemsize:
-        return made
-    return torch.empty(length, dtype=made.dtype, device=device).as_strided(shape, stride, offset)
+    tensor = torch.empty_strided(shape, stride, dtype=_named("dtype", dtype), device=device)
+    if offset == 0 and tensor.untyped_storage().nbytes() == length * tensor.dtype.itemsize:
+        return tensor
+    return torch.empty(length, dtype=tensor.dtype, device=device).as_strided(shape, stride, offset)

@@ -1,4 +1,4 @@
-"""Short stable texts of what nodes call and give, as graphs, plans and reports show them."""
+"""Short, stable texts for targets and values of nodes, as graphs, plans and reports show them."""
 
 from __future__ import annotations
 

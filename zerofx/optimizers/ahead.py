@@ -1,4 +1,4 @@
-"""Which updates come after the first one, as far as they can be told from here."""
+"""The updates of later steps, as far as they can be traced before the first step."""
 
 from __future__ import annotations
 

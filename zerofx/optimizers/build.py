@@ -83,22 +83,22 @@ def _adopt_buffer(
     records: list[OpRecord], made_by: int | None, value: Ref, name: str
 ) -> tuple[float | None, list[OpRecord]]:
     """Make the memory of a new state the buffer ``name``: its constant fill value (or None), and the new records."""
-    made = records[made_by] if made_by is not None else None
-    kind = base_name(made.op) if made is not None else ""
-    if made is None or made_by is None or kind not in ("full_like", "empty_like", "clone"):
+    maker = records[made_by] if made_by is not None else None
+    kind = base_name(maker.op) if maker is not None else ""
+    if maker is None or made_by is None or kind not in ("full_like", "empty_like", "clone"):
         return None, [*records, OpRecord(_aten.copy_.default, (Ref(name), value), (), Ref(f"%{len(records)}"))]
     fill: float | None = None
     if kind == "clone":
-        first: OpRecord | None = OpRecord(_aten.copy_.default, (Ref(name), made.args[0]), (), made.out)
-    elif kind == "full_like" and not is_constant(made.args[1]):
-        first = OpRecord(_aten.fill_.Scalar, (Ref(name), made.args[1]), (), made.out)
+        first: OpRecord | None = OpRecord(_aten.copy_.default, (Ref(name), maker.args[0]), (), maker.out)
+    elif kind == "full_like" and not is_constant(maker.args[1]):
+        first = OpRecord(_aten.fill_.Scalar, (Ref(name), maker.args[1]), (), maker.out)
     else:
-        fill, first = float(made.args[1]) if kind == "full_like" else None, None
+        fill, first = float(maker.args[1]) if kind == "full_like" else None, None
     if first is not None:
         return fill, [*records[:made_by], first, *records[made_by + 1 :]]
     # An entry that is never read keeps the indices of the other records as they are.
-    renamed = [_rename(record, made.out, Ref(name)) for record in records]
-    renamed[made_by] = replace(made, out=Ref(f"unused {made.out.name}"))
+    renamed = [_rename(record, maker.out, Ref(name)) for record in records]
+    renamed[made_by] = replace(maker, out=Ref(f"unused {maker.out.name}"))
     return fill, renamed
 
 
@@ -144,7 +144,7 @@ def _emit(
 
 def _live(records: list[OpRecord]) -> list[OpRecord]:
     """The records that write a tensor, or whose result a later one reads."""
-    kept: list[OpRecord] = []
+    live: list[OpRecord] = []
     read: set[Ref] = set()
     for record in reversed(records):
         if schema_of(record.op).is_mutable or record.out in read:
@@ -152,7 +152,7 @@ def _live(records: list[OpRecord]) -> list[OpRecord]:
             read.update(
                 x for x in _leaves((record.args, tuple(value for _, value in record.kwargs))) if isinstance(x, Ref)
             )
-    return kept[::-1]
+    return live[::-1]
 
 
 def _leaves(value: Any) -> Iterator[Any]:

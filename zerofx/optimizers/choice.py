@@ -1,4 +1,4 @@
-"""What holds of an optimizer whether its update is traced once or its step is followed: is it supported, its states."""
+"""Questions about an optimizer that do not depend on how its update is made: is it supported, which states has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an optimizer updates a complex parameter as it does its real and its imaginary parts, which buckets hold."""
+"""Check that an optimizer updates a complex parameter as it would its real and imaginary parts, which buckets hold."""
 
 from __future__ import annotations
 

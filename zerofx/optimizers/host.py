@@ -242,18 +242,18 @@ def _commit(writer: _Writer, key: str, state: ScalarState) -> str:
 
 
 def _hypers(roots: Sequence[Any]) -> list[Hyper]:
-    found: dict[Hyper, None] = {}
+    hypers: dict[Hyper, None] = {}
 
     def visit(value: Any) -> None:
         if isinstance(value, Hyper):
-            found.setdefault(value)
+            hypers.setdefault(value)
         elif isinstance(value, EXPR_TYPES):
             for child in children(value):
                 visit(child)
 
     for root in roots:
         visit(root)
-    return list(found)
+    return list(hypers)
 
 
 def _wanted_name(expr: Expr) -> str:

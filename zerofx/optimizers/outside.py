@@ -1,4 +1,4 @@
-"""What an optimizer's step reads and changes besides ``state[p]``: its groups' entries and its own attributes."""
+"""The state that an optimizer's step uses besides ``state[p]``: entries of its groups, and its own attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The traced update as data: what a bucket's update is, for every part of zerofx that has to place or run it."""
+"""A bucket's traced update as data, for whatever places or runs it."""
 
 from __future__ import annotations
 

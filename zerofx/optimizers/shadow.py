@@ -93,7 +93,7 @@ def make_shadow(
 ) -> torch.optim.Optimizer:
     """A copy of ``optimizer`` over ``param`` alone, with the hyperparameters ``group`` and no state.
 
-    Hooks, gradient scalers and a ``step`` that a learning-rate scheduler has wrapped stay behind. Containers among the
+    Hooks, gradient scalers and a ``step`` wrapped by a learning-rate scheduler are not copied. Containers among the
     optimizer's attributes are copied one level deep, so that stepping the shadow does not change the original.
     """
     shadow = _without_hooks(optimizer)
@@ -107,23 +107,23 @@ def make_shadow(
 def copy_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
     """A copy of ``optimizer`` with its states, over the copies of its parameters.
 
-    ``memo`` is that of the ``copy.deepcopy`` that copied the model. What stays behind is as for ``make_shadow``.
+    ``memo`` is that of the ``copy.deepcopy`` that copied the model. What is not copied is as for ``make_shadow``.
     """
-    made = _without_hooks(optimizer)
-    made.defaults = copy.copy(optimizer.defaults)
-    made.state = copy.deepcopy(optimizer.state, memo)
-    made.param_groups = copy.deepcopy(optimizer.param_groups, memo)
-    return made
+    copied = _without_hooks(optimizer)
+    copied.defaults = copy.copy(optimizer.defaults)
+    copied.state = copy.deepcopy(optimizer.state, memo)
+    copied.param_groups = copy.deepcopy(optimizer.param_groups, memo)
+    return copied
 
 
 def _without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    made = object.__new__(type(optimizer))
+    bare = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if has_hooks(name, value):
             vars(made)[name] = OrderedDict()
         elif name not in ("step", "grad_scale", "found_inf"):
-            vars(made)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
-    return made
+            vars(bare)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+    return bare
 
 
 def keep_to_single_tensors(shadow: torch.optim.Optimizer) -> None:

@@ -147,14 +147,14 @@ def scalars_by_shape(optimizer: torch.optim.Optimizer, group: Mapping[str, Any])
 
     A tensor among the states of a 0-dim parameter has shape [] either way, and tells nothing.
     """
-    found: dict[str, bool] = {}
+    is_scalar: dict[str, bool] = {}
     for param in group.get("params", ()):
         for name, value in optimizer.state.get(param, {}).items():
             if isinstance(value, torch.Tensor) and param.dim():
-                found[name] = value.dim() == 0
+                is_scalar[name] = value.dim() == 0
             elif value is not None and not isinstance(value, torch.Tensor):
-                found[name] = True
-    return found
+                is_scalar[name] = True
+    return is_scalar
 
 
 def _layout_of_existing_state(request: _Request) -> _Layout | None:

@@ -55,8 +55,8 @@ def _agrees_at(
     step_function(shadow)(shadow)
     run_program(program, param, sample(shape, program.dtype, 0.8, -0.6), states, scalar_states, hypers)
     expected = {"param": shadow_param.detach(), **shadow.state.get(shadow_param, {})}
-    found = {"param": param, **states, **scalar_states}
-    return expected.keys() <= found.keys() and all(_same(found[name], value) for name, value in expected.items())
+    results = {"param": param, **states, **scalar_states}
+    return expected.keys() <= results.keys() and all(_same(results[name], value) for name, value in expected.items())
 
 
 def _inputs_of_program(program: UpdateProgram, inputs: StepInputs) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""What people read: the summary of a step, its schedule, its plan."""
+"""Reports for people: schedules as tables, pages, pictures and traces."""

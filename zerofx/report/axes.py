@@ -1,4 +1,4 @@
-"""What the pictures of a schedule are drawn on: the plot's place, its axes, and curves thinned to what can be seen."""
+"""Axes of a schedule's pictures, and curves thinned to the points that can be seen."""
 
 from __future__ import annotations
 

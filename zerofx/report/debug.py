@@ -1,4 +1,4 @@
-"""What ``ZEROFX_DEBUG`` asks to be written of a lowered step."""
+"""The texts that ``ZEROFX_DEBUG`` prints of a lowered step."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def _numbers(schedule: Schedule) -> str:
 
 
 def _about_streams(schedule: Schedule) -> str:
-    used = {row.stream for one in schedule.instructions for row in legs_of(one)} | {"compute"}
+    used = {row.stream for instruction in schedule.instructions for row in legs_of(instruction)} | {"compute"}
     return ", ".join(f"<i>{stream}</i> ({about})" for stream, about in _ABOUT_STREAMS.items() if stream in used)
 
 

@@ -1,4 +1,4 @@
-"""How a schedule's page looks, and what moves on it: its style sheet and its script."""
+"""The style sheet and the script of a schedule's page."""
 
 STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1c1f24; --soft: #626a76; --line: #dfe3e8; --card: #f5f7f9;

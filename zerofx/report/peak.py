@@ -1,4 +1,4 @@
-"""What is on the device at the peak, tensor by tensor: what each is, where it comes from, and why it is there then."""
+"""The tensors on the device at the peak: what each is, which node makes it, and why it is live then."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def timeline_picture(instructions: Sequence[Row], seconds: float) -> tuple[str, 
         y = number * (_TRACK + _GAP) + _GAP / 2
         parts.append(f'<text x="{LEFT - 8}" y="{y + _TRACK / 2 + 4:.0f}" text-anchor="end">{escape(stream)}</text>')
         parts.append(f'<rect x="{LEFT}" y="{y:.0f}" width="{RIGHT - LEFT}" height="{_TRACK}" class="track"/>')
-        slices = [found for row in rows if row.stream == stream for found in _slices(row)]
+        slices = [drawn for row in rows if row.stream == stream for drawn in _slices(row)]
         for drawn in _merged(slices, seconds / (RIGHT - LEFT)):
             kinds.add(drawn.kind)
             x, end = x_of(drawn.start, seconds), x_of(drawn.end, seconds)
@@ -208,7 +208,7 @@ def _merged(slices: Sequence[_Slice], pixel: float) -> list[_Slice]:
     """
     merged: list[_Slice] = []
     shares: dict[str, float] = {}  # seconds by kind in the last of them
-    for new in sorted(slices, key=lambda found: found.start):
+    for new in sorted(slices, key=lambda drawn: drawn.start):
         last = merged[-1] if merged else None
         small = last is not None and new.end - new.start < pixel and (last.count > 1 or last.end - last.start < pixel)
         if (

@@ -1,4 +1,4 @@
-"""A plan in a file together with the schedule that it leads to: what ``zerofx report`` makes a page of.
+"""A plan and its schedule in one file, from which ``zerofx report`` makes a page.
 
 The file is the plan's own JSON with one more entry, so that whatever reads plans reads it, too. Of the schedule it has
 the instructions and the memory curve; rows of single nodes, by far the most of it, are left out.
@@ -63,7 +63,9 @@ class SavedPlan:
             )
         try:
             title, limits = entry.pop("title"), entry.pop("limits")
-            return SavedPlan(plan, typed(Schedule, entry), str(title), {name: int(one) for name, one in limits.items()})
+            return SavedPlan(
+                plan, typed(Schedule, entry), str(title), {name: int(limit) for name, limit in limits.items()}
+            )
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise PlanError(
                 f"expected the schedule of this version of zerofx in {path}, found another: {error!r}; save it anew"

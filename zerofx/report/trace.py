@@ -32,7 +32,7 @@ def chrome_trace(
     used = {"compute", "collective", *(leg.stream for row in rows for leg in row.legs)}
     events += [_named("thread_name", track, stream) for stream, track in _TRACKS.items() if stream in used]
     events += [_slice(row, row.region) for row in instructions if row.kind == "region" and row.seconds]
-    events += [_slice(one, row.name) for row in rows for one in legs_of(row) if one.seconds]
+    events += [_slice(leg, row.name) for row in rows for leg in legs_of(row) if leg.seconds]
     events += [_stall(row) for row in rows if row.exposed_seconds and row.stream == "compute"]
     categories = list(dict.fromkeys(category for _, held in memory for category in held))
     events += [

@@ -84,7 +84,7 @@ def test_plan_prints_summary_reasons_and_schedule() -> None:
 def test_plan_clips_delays_and_offloads_as_asked() -> None:
     clipped = plan("--max-grad-norm", "0.5")
     assert clipped.exit_code == 0 and "gradients clipped to a norm of 0.5" in clipped.stdout
-    assert "beside the next step" in plan("--delayed-update", "10", "--offload", "host").stdout
+    assert "during the next step" in plan("--delayed-update", "10", "--offload", "host").stdout
     assert "on nvme between micro-batches; as asked" in plan(
         "--accumulate", "2", "--offload", "gradients=nvme"
     ).stdout  # fmt: skip

@@ -220,7 +220,7 @@ def test_a_mode_of_a_module_that_is_used_is_seen() -> None:
     [
         (lambda model, x: model(x), r"expected a scalar loss from forward, found a tensor of shape \[4, 5\]"),
         (lambda model, x: {"loss": model(x).mean()}, r"a pair \(loss, extras\), found a dict with keys \['loss'\]"),
-        (lambda model, x: (model(x).mean(), {"model": model}), "behind its loss, .*found a Net as extras"),
+        (lambda model, x: (model(x).mean(), {"model": model}), "after its loss, .*found a Net as extras"),
         (lambda x: x.mean(), r"called as forward\(model, Tensor\[4, 8\]\).*<lambda>\(x\): too many"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Updates on the host that run beside the next step: the bits of delayed AdamW by hand, and what is predicted."""
+"""Updates on the host that run during the next step: the bits of delayed AdamW by hand, and what is predicted."""
 
 from __future__ import annotations
 
@@ -235,9 +235,9 @@ def test_the_update_is_predicted_to_be_off_the_critical_path() -> None:
     assert step.compiled.simulation.exposed_by_stream["host"] == pytest.approx(busy)
     assert waits == pytest.approx(max(0.0, busy - (simulation.step_seconds - waits)), rel=0.5, abs=busy / 4)
     assert delayed.plan.step_seconds < step.plan.step_seconds
-    assert "beside the next step" in str(delayed.plan)
+    assert "during the next step" in str(delayed.plan)
     text = step.plan.diff(delayed.plan)
-    assert "updated on the host -> on host, updated on the host beside the next step" in text
+    assert "updated on the host -> on host, updated on the host during the next step" in text
 
 
 def test_a_budget_and_recomputation_are_planned_beside_it() -> None:

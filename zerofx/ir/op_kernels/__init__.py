@@ -1,1 +1,1 @@
-"""What the operators of our own compute."""
+"""The arithmetic of zerofx's own operators."""

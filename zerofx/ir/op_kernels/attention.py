@@ -43,14 +43,14 @@ def has_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float
 ) -> bool:
     """Whether the kernel computes this call: float32 on a CPU, no dropout, as many heads of keys and values, of one
-    width, as of queries, each row's elements beside each other, and no mask but one that is added and has no gradient,
+    width, as of queries, each row's elements next to each other, and no mask but one that is added and has no gradient,
     which ATen would have to compute."""
     return (
         dropout == 0.0
         and query.dim() == 4
         and all(
-            one.dtype == torch.float32 and one.device.type == "cpu" and one.stride(3) == 1
-            for one in (query, key, value)
+            operand.dtype == torch.float32 and operand.device.type == "cpu" and operand.stride(3) == 1
+            for operand in (query, key, value)
         )
         and key.shape == value.shape
         and (query.shape[:2], query.shape[3]) == (key.shape[:2], key.shape[3])

@@ -23,8 +23,8 @@ _ONEDNN_ROWS, _ONEDNN_COLUMNS, _ONEDNN_WIDTH, _ONEDNN_REST_BYTES = 64, 1024, 16,
 
 def is_worth_it() -> bool:
     """Whether that is faster than the BLAS on this machine's processor."""
-    found = torch.cpu.get_capabilities()
-    is_slow = bool(found.get("avx512_f")) and str(found.get("cpu_name", "")).startswith("AMD")
+    capabilities = torch.cpu.get_capabilities()
+    is_slow = bool(capabilities.get("avx512_f")) and str(capabilities.get("cpu_name", "")).startswith("AMD")
     return is_slow and torch.backends.mkl.is_available() and can_multiply()
 
 
@@ -39,7 +39,10 @@ def has_kernel(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | Non
     not and there is no bias, the left one. ``into``: whether it is written over a tensor, as oneDNN's are not."""
     sizes = (*left.shape, right.shape[1])
     return (
-        all(one is None or (one.dtype == torch.float32 and one.device.type == "cpu") for one in (left, right, bias))
+        all(
+            operand is None or (operand.dtype == torch.float32 and operand.device.type == "cpu")
+            for operand in (left, right, bias)
+        )
         and ((not into and _is_for_onednn(left, right, bias)) or (bias is None and _is_transposed(left, right)))
         and min(sizes) >= _FEWEST
         and sizes[0] * sizes[1] * sizes[2] >= _FEWEST_MULTIPLICATIONS

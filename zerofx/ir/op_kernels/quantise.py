@@ -1,4 +1,4 @@
-"""Values in blocks of 256 with one scale each, for the wire: the arithmetic of the operators in ``zerofx/ir/ops.py``.
+"""Quantised blocks of 256 values with one scale each: the arithmetic of the operators in ``zerofx/ir/ops.py``.
 
 A block's scale is its largest magnitude over ``Encoding.largest``, in float32, and of the quotient of value and scale a
 code is stored. In ``int8`` and ``int4`` it is the nearest whole number, from -127 to 127, or from -7 to 7 with two to a

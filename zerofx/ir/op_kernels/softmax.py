@@ -1,4 +1,4 @@
-"""A softmax cross-entropy over a run of classes at a time: the arithmetic of the operators in ``zerofx/ir/ops.py``.
+"""A softmax cross-entropy by runs of classes: the arithmetic of the operators in ``zerofx/ir/ops.py``.
 
 For each row, ``stats`` has the largest logit m so far, the sum of exp(logit - m), and the target's logit, in float32
 (the online softmax of Milakov and Gimelshein, arXiv:1805.02867). After the last run the loss of a row is

@@ -1,4 +1,4 @@
-"""Gradients that eager mode computes in another way for other values: the arithmetic of one operator for each.
+"""Gradients whose formula in eager mode depends on values (zeros in ``prod``, say): one operator for each.
 
 Such an operator takes as much memory on a CPU whatever the values are: what the worst of them take is taken and given
 back at once, so that a step's peak is the planned one in each step.
@@ -57,9 +57,9 @@ def _product_of_others(gradient: torch.Tensor, x: torch.Tensor, dim: int) -> tor
         return gradient.clone()
     ones = torch.ones_like(x.narrow(dim, 0, 1), memory_format=torch.contiguous_format)
     before = torch.cat([ones, x.narrow(dim, 0, size - 1)], dim).cumprod(dim)
-    behind = torch.cat([ones, x.narrow(dim, 1, size - 1).flip(dim)], dim).cumprod(dim).flip(dim)
-    others = before * behind
-    del before, behind, ones
+    after = torch.cat([ones, x.narrow(dim, 1, size - 1).flip(dim)], dim).cumprod(dim).flip(dim)
+    others = before * after
+    del before, after, ones
     return gradient * others.conj()
 
 

@@ -1,1 +1,1 @@
-"""Optimizers that are followed by running their own step on stand-ins."""
+"""Optimizers that cannot be traced once: their own step runs on stand-ins before each step."""

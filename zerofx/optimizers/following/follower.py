@@ -1,4 +1,4 @@
-"""Follow an optimizer by running its own step on stand-ins, before each step.
+"""Follow an optimizer: before each training step, run its own ``step`` on stand-ins and use what that did.
 
 ``zerofx.optimizers.update`` writes a function for the scalars of an update, once. Where it cannot (the step counts in a
 group or an attribute, goes through ``math`` or numpy, decides by what it has counted), the step is run on a stand-in
@@ -69,11 +69,11 @@ class Follower:
         """
         state = outside(self._optimizer)
         updates, after = self._step(stand_ins, state)
-        found: list[Change] = []
+        changed: list[Change] = []
         for group, before, values in zip(self._optimizer.param_groups, state.groups, after.groups, strict=True):
-            found += changes(group, before, values)
-        found += changes(vars(self._optimizer), state.attributes, after.attributes)
-        return NextStep(updates, found)
+            changed += changes(group, before, values)
+        changed += changes(vars(self._optimizer), state.attributes, after.attributes)
+        return NextStep(updates, changed)
 
     def programs(self, stand_ins: Sequence[StandIn], steps_ahead: int = 12) -> dict[Any, UpdateProgram]:
         """The programs of the coming step by the stand-ins' keys, compared with the optimizer itself.

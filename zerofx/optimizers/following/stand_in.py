@@ -1,4 +1,4 @@
-"""Run an optimizer's own step on tensors of a few elements that stand for a bucket, and hear what it does.
+"""Run an optimizer's own step on tensors of a few elements that stand for a bucket, and record its operators.
 
 The step's Python runs as it is, on copies of the groups and of the optimizer's attributes, with plain numbers: whatever
 it computes with ``math`` or numpy, counts in a group or decides by a counter comes out as the operators that it calls
@@ -61,7 +61,7 @@ class Skeleton:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step on a stand-in: what it did, with which numbers, and what it leaves behind."""
+    """A step on a stand-in: what it did, with which numbers, and the changes that it leaves."""
 
     skeleton: Skeleton
     numbers: tuple[int | float, ...]
