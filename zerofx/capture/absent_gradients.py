@@ -1,4 +1,4 @@
-"""What stands in ``p.grad`` while a step trains ``p``: gradients live within the step, and who reads one is told so.
+"""Stand-ins for ``p.grad`` while a step trains ``p``: gradients exist only within the step, and reading one raises.
 
 Scripts that clip, scale or log gradients between ``loss.backward()`` and ``optimizer.step()`` find none after
 ``loss = step(batch)``. With ``p.grad = None`` they would do nothing, without a word (``clip_grad_norm_`` leaves out
@@ -52,11 +52,11 @@ class AbsentGradient(torch.Tensor):
                 first.value = args[1].clone()  # a backward pass of the user's own
                 return first
         if func is _aten._foreach_zero_.default and first is not None:
-            for one in first:
-                if not isinstance(one, AbsentGradient):
-                    one.zero_()
-                elif one.value is not None:
-                    one.value.zero_()
+            for gradient in first:
+                if not isinstance(gradient, AbsentGradient):
+                    gradient.zero_()
+                elif gradient.value is not None:
+                    gradient.value.zero_()
             return None
         result = func(
             *pytree.tree_map_only(AbsentGradient, _value, args),

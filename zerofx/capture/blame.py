@@ -1,4 +1,4 @@
-"""Find the user's line that is to blame for what went wrong while a model was traced."""
+"""Find the user's line that caused an error while a model was traced."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def user_lines(stack: traceback.StackSummary) -> list[str]:
     Of their files' names they have what is the same wherever those are installed.
     """
     called = max((i for i, frame in enumerate(stack) if frame.filename == _CALLER), default=-1)
-    found = [("/".join(Path(frame.filename).parts[-2:]), frame) for frame in _user_frames(stack[called + 1 :])]
-    return [f"{file}:{frame.lineno}: {frame.line}" for file, frame in found]
+    frames = [("/".join(Path(frame.filename).parts[-2:]), frame) for frame in _user_frames(stack[called + 1 :])]
+    return [f"{file}:{frame.lineno}: {frame.line}" for file, frame in frames]
 
 
 def running_line(frame: FrameType | None) -> str:
@@ -97,7 +97,7 @@ def explain(error: Exception, batch: Batch) -> CaptureError:
         )
     args, kwargs = batch.call
     places = [*([f"at {line}"] if line else []), *getattr(error, "__notes__", [])]
-    place = "".join(f"\n  {one}" for one in places)
+    place = "".join(f"\n  {place}" for place in places)
     is_one_dict = len(args) == 1 and isinstance(args[0], Mapping) and not kwargs
     by_name = " (the batch is one dict: step(**batch) gives its entries by name)" if is_one_dict else ""
     if _is_theirs(error) and "NoneType" not in str(error):
@@ -133,8 +133,8 @@ def _reader(error: Exception, line: str | None) -> str:
     if re.search("layer_?drop|skip_the_layer", line or "", re.IGNORECASE):
         return "\nHere layers are left out at random: set the probability of that (layerdrop) to 0."
     files = {frame.filename.removeprefix(_TORCH_ROOT) for frame in traceback.extract_tb(error.__traceback__)}
-    found = [advice for place, advice in _READERS.items() if any(file.startswith(place) for file in files)]
-    return f"\nHere {found[0]}." if found else ""
+    advices = [advice for place, advice in _READERS.items() if any(file.startswith(place) for file in files)]
+    return f"\nHere {advices[0]}." if advices else ""
 
 
 def unknown_input(graph: fx.Graph, described: object) -> CaptureError:

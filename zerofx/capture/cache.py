@@ -1,4 +1,4 @@
-"""Captured graphs kept on disk: the graph of a model whose forward has been seen to do the same before.
+"""Captured graphs on disk, read where a record of the model's forward equals the one that a graph was written for.
 
 Running the whole forward on fake tensors and recording it takes a fraction of a capture, and says what a joint graph
 follows from (``forward_record.py``). Its text is the key, so no change of code or of a global can give another model's
@@ -79,10 +79,10 @@ class KeptCapture:
         if self.key is not None:
             try:
                 text = to_json(step)
-                found = self.graph(text)
-                if found is not None and same_graph(found, step):
+                stored = self.graph(text)
+                if stored is not None and same_graph(stored, step):
                     self.cache.write(self.key, text)
-                    return found
+                    return stored
                 reason = "its graph is another once it is read"
             except NotStorableError as error:
                 reason = f"its graph has {error}"

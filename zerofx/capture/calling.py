@@ -1,4 +1,4 @@
-"""Who gets which arguments of ``step(*args, **kwargs)``, and whether they can be called with them.
+"""Divide the arguments of ``step(*args, **kwargs)`` between forward and loss, and check that both accept theirs.
 
 A model without a ``loss_fn`` gets all of them. With one, the model gets as many leading positional arguments as its
 forward requires (at least one), and the keywords that its forward names; ``loss_fn`` gets the model's outputs and the
@@ -155,7 +155,7 @@ def _signature(parameters: list[inspect.Parameter] | None) -> str:
 
 def listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Arguments after a first one: ``, Tensor, y=Tensor``."""
-    return "".join([f", {_kind(one)}" for one in args] + [f", {name}={_kind(one)}" for name, one in kwargs.items()])
+    return "".join([f", {_kind(arg)}" for arg in args] + [f", {name}={_kind(arg)}" for name, arg in kwargs.items()])
 
 
 def _kind(argument: Any) -> str:

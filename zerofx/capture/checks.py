@@ -1,4 +1,4 @@
-"""What a model, an optimizer and a batch must be like, checked before anything is captured or changed."""
+"""Requirements on a model, an optimizer and a batch, checked before anything is captured or changed."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def check_model(model: nn.Module, *, on_meta: bool = False) -> None:
     for name, parameter in model.named_parameters():
         devices.setdefault(parameter.device, name)
     if len(devices) > 1:
-        found = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise UsageError(
-            f"expected a model on one device, found {found}: move it with model.to(device); stage=3 divides it over "
+            f"expected a model on one device, found {listed}: move it with model.to(device); stage=3 divides it over "
             f"ranks"
         )
 
@@ -119,9 +119,9 @@ def _check_tensor(name: str, tensor: torch.Tensor, *, on_meta: bool) -> None:
 
 def device_of(model: nn.Module) -> torch.device:
     """Where a model is trained: where its parameters are, or on the accelerator, if any, for those on ``meta``."""
-    found = next(iter(model.parameters())).device
-    if found.type != "meta":
-        return found
+    device = next(iter(model.parameters())).device
+    if device.type != "meta":
+        return device
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")

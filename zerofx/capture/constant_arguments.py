@@ -1,4 +1,4 @@
-"""Arguments of a batch that ``constant=`` names: the same in every step, so that a forward may read their values.
+"""The arguments that ``constant=`` names: they are equal in every step, so that a forward may read their values.
 
 Such a tensor is an input of the graph like any other, and what a forward makes of its values while it is traced
 (``capture/values/known.py``) is there once and for all: a graph without its self-loops has as many edges as these have.
@@ -51,13 +51,13 @@ class ConstantArguments:
         """
         hashes: dict[str, str] = {}
         for name, place in self._places.items():
-            found = dict(_parts(batch, name)) or dict(_parts(batch, place))
-            if not found:
+            parts = dict(_parts(batch, name)) or dict(_parts(batch, place))
+            if not parts:
                 raise UsageError(
                     f"expected constant= to name arguments of the batch, found no tensor in {name!r} among "
                     f"{', '.join(batch.names) or 'none'}: give names of those, or of parameters of the forward"
                 )
-            hashes |= {part: self._hash(part, tensor) for part, tensor in found.items()}
+            hashes |= {part: self._hash(part, tensor) for part, tensor in parts.items()}
         return replace(batch, hashes=hashes) if hashes else batch
 
     def _hash(self, name: str, tensor: torch.Tensor) -> str:
@@ -77,7 +77,7 @@ def _positional(called: Callable[..., Any]) -> list[str]:
         signature = inspect.signature(called)
     except (TypeError, ValueError):  # Python does not know
         return []
-    return [one.name for one in signature.parameters.values() if one.kind in _POSITIONAL]
+    return [parameter.name for parameter in signature.parameters.values() if parameter.kind in _POSITIONAL]
 
 
 def _parts(batch: Batch, name: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Tensors that a forward puts somewhere while it is traced: a list of features, what a hook notes.
+"""Find traced tensors that a forward leaves in user objects: a list of features, a hook's notes.
 
 They have no values, and no step adds others. What a module has as an attribute is put back (``loss.py``), and buffers
 are part of the step.

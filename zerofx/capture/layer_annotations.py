@@ -1,4 +1,4 @@
-"""The module and the user's line that are running, told to all that is traced meanwhile."""
+"""Annotate traced nodes with the module and the user's line that run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def running_layer() -> str:
 
 @contextlib.contextmanager
 def layer_annotations(model: nn.Module) -> Iterator[None]:
-    """While open, every traced node is told the path of the module that is running."""
+    """While open, every traced node is annotated with the path of the module that runs."""
     open_scopes: list[Any] = []
     handles = []
     for path, module in model.named_modules():

@@ -28,20 +28,20 @@ def _units_in(module: nn.Module, path: str, seen: set[int]) -> list[str]:
     children = [(name, child) for name, child in module.named_children() if _has_parameters(child)]
     classes = Counter(type(child) for _, child in children if _is_composite(child))
     in_list = isinstance(module, _LISTS)
-    found: list[str] = []
+    units: list[str] = []
     for name, child in children:
         if id(child) in seen:
             continue
         seen.add(id(child))
         child_path = f"{path}.{name}" if path else name
         if in_list and not isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found.append(child_path)
+            units.append(child_path)
             continue
         inside = _units_in(child, child_path, seen)
         is_sibling = classes[type(child)] > 1 and not isinstance(child, _LISTS)
         # An encoder and a decoder of one class are no layers: they are made of layers.
-        found += inside if inside or not is_sibling else [child_path]
-    return found
+        units += inside if inside or not is_sibling else [child_path]
+    return units
 
 
 def _has_parameters(module: nn.Module) -> bool:

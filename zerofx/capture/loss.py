@@ -34,14 +34,14 @@ def find_loss(outputs: Any, *, source: str = "the model") -> torch.Tensor:
     Raises:
         CaptureError: there is none, or more than one; the message lists what was returned.
     """
-    found = _candidate(outputs)
-    if isinstance(found, torch.Tensor) and found.numel() == 1 and found.dtype.is_floating_point:
-        if not found.requires_grad:
+    loss = _candidate(outputs)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.dtype.is_floating_point:
+        if not loss.requires_grad:
             raise CaptureError(
                 f"expected a loss that depends on a trainable parameter, found a scalar from {source} without a "
                 f"gradient: check that some parameter has requires_grad=True and that nothing detaches the loss"
             )
-        return found if found.dim() == 0 else found.reshape(())
+        return loss if loss.dim() == 0 else loss.reshape(())
     raise CaptureError(
         f"expected a scalar loss from {source}, found {_describe(outputs)}: return a scalar, an object with .loss, a "
         f'dict with "loss", or give loss_fn=lambda outputs, *rest: ..., with what forward does not take'
@@ -51,7 +51,7 @@ def find_loss(outputs: Any, *, source: str = "the model") -> torch.Tensor:
 class Objective:
     """What a step computes of a batch: the model's own loss, ``loss_fn`` of what the model gives, or ``forward``.
 
-    ``outside`` are the tensors that either of the two uses beside the model's.
+    ``outside`` are the tensors that either of the two uses besides the model's.
     """
 
     def __init__(self, loss_fn: LossFunction | None = None, forward: ForwardFunction | None = None) -> None:
@@ -133,7 +133,7 @@ class LossModule(nn.Module):
     places of its buffers (``self.mean = 0.9 * self.mean + ...``), those come after the loss, in the order of their
     names in ``rebound``; after them what it checks of values, as booleans, in the order of their texts in ``checked``;
     and after those the tensors of ``returned``. ``counts`` has the names of the numbers that a forward changes again
-    when it runs again. The parameters and buffers of ``outside`` stand for the tensors that ``objective`` uses beside
+    when it runs again. The parameters and buffers of ``outside`` stand for the tensors that ``objective`` uses besides
     the model's, in the order of ``outside_names``.
     """
 
@@ -171,7 +171,7 @@ class LossModule(nn.Module):
         """Register fake tensors for those that are known to be used outside of the model."""
         (objective,) = self._objective
         objective.outside.forget_index()
-        named = {n: one for n, one in objective.outside.tensors().items() if id(one) not in self._places}
+        named = {n: tensor for n, tensor in objective.outside.tensors().items() if id(tensor) not in self._places}
         for index, real in enumerate(named.values()):
             fake, key = self._fake(real), str(index)
             table: dict[str, Any] = parameter_table(self.outside) if real.requires_grad else buffer_table(self.outside)
@@ -221,7 +221,7 @@ def _tensors_kept(model: nn.Module) -> Iterator[None]:
                     table[name] = entries[name]
                 else:
                     del table[name]
-            table.update({name: one for name, one in entries.items() if isinstance(one, torch.Tensor)})
+            table.update({name: entry for name, entry in entries.items() if isinstance(entry, torch.Tensor)})
 
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -246,7 +246,7 @@ def _rebound(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tenso
         CaptureError: one is not like the buffer that it stands in for.
     """
     changed = {name: after.get(name) for name, buffer in before.items() if after.get(name) is not buffer}
-    found = {}
+    rebound = {}
     for name, tensor in changed.items():
         buffer = before[name]
         if tensor is None or tensor.shape != buffer.shape or tensor.dtype != buffer.dtype or tensor.requires_grad:
@@ -263,8 +263,8 @@ def _rebound(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tenso
                 f"expected a forward that leaves buffers that share a tensor as they are, found that it puts another "
                 f"in the place of {name}, which is {', '.join(others)} too: change it in place, or give each its own"
             )
-        found[name] = tensor
-    return found
+        rebound[name] = tensor
+    return rebound
 
 
 def _left_out(outputs: Any, loss: torch.Tensor) -> tuple[str, ...]:
@@ -273,9 +273,9 @@ def _left_out(outputs: Any, loss: torch.Tensor) -> tuple[str, ...]:
         return ()
     named = pytree.tree_flatten_with_path(outputs)[0]
     return tuple(
-        f"{pytree.keystr(path)} {str(one.dtype).removeprefix('torch.')}{list(one.shape)}".strip()
-        for path, one in named
-        if isinstance(one, torch.Tensor) and one is not loss and one.numel() != 1
+        f"{pytree.keystr(path)} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}".strip()
+        for path, leaf in named
+        if isinstance(leaf, torch.Tensor) and leaf is not loss and leaf.numel() != 1
     )
 
 

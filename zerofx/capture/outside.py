@@ -1,4 +1,4 @@
-"""Tensors that ``forward`` or ``loss_fn`` use which are neither the model's nor the batch's: a teacher's, say.
+"""Tensors that ``forward`` or ``loss_fn`` use but neither model nor batch has, such as those of a teacher.
 
 They are found by what a trace touches, and named by how the function reaches them: through its closure, globals,
 defaults, or attributes of what it is bound to. A step reads each at that place anew whenever it runs, so that one which
@@ -55,7 +55,7 @@ class _Place:
 
 
 class Outside:
-    """The tensors that ``root`` is found to use beside the model's and the batch's, by name.
+    """The tensors that ``root`` is found to use besides the model's and the batch's, by name.
 
     Args:
         root: the function or module that is called in the step; None where there is none.
@@ -69,16 +69,16 @@ class Outside:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those known so far, as they are now; what is no tensor any more is left out."""
-        found = {name: self._at(place.way) for name, place in self._places.items()}
-        return {name: one for name, one in found.items() if isinstance(one, torch.Tensor)}
+        reached = {name: self._at(place.way) for name, place in self._places.items()}
+        return {name: value for name, value in reached.items() if isinstance(value, torch.Tensor)}
 
     def learn(self, touched: torch.Tensor) -> bool:
         """Find out where a tensor is that a trace has touched; whether it was found."""
         if self._index is None:
             self._index = {}
-            for name, way, one in self._walk():
-                if isinstance(one, torch.Tensor):
-                    self._index.setdefault(id(one), (name, way, one))
+            for name, way, value in self._walk():
+                if isinstance(value, torch.Tensor):
+                    self._index.setdefault(id(value), (name, way, value))
         if id(touched) not in self._index:
             return False
         name, way, _ = self._index[id(touched)]
@@ -113,61 +113,61 @@ class Outside:
             UsageError: one is not.
         """
         for name, place in self._places.items():
-            found = self._at(place.way)
-            if _described(found) != place.described:
+            value = self._at(place.way)
+            if _described(value) != place.described:
                 raise UsageError(
                     f"expected {name}, which {self._name} uses, to be like it was when the step was captured, "
-                    f"{_text(place.described)}, found {_text(_described(found))}: change values, not shapes, dtypes "
+                    f"{_text(place.described)}, found {_text(_described(value))}: change values, not shapes, dtypes "
                     f"or devices, or call step.close() and compile again"
                 )
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor of that name, as it is now, without a gradient."""
-        found: torch.Tensor = self._at(self._places[name].way)
-        return found.detach()
+        tensor: torch.Tensor = self._at(self._places[name].way)
+        return tensor.detach()
 
     def modules(self, model: nn.Module) -> dict[str, nn.Module]:
         """The modules that can be reached and are in no other, nor in ``model``, by name."""
         own = set(model.modules())
-        found: dict[str, nn.Module] = {}
+        outermost: dict[str, nn.Module] = {}
         inside: set[nn.Module] = set()
-        for name, one in self.reachable():
-            if isinstance(one, nn.Module) and one not in own and one not in inside:
-                inside |= set(one.modules())
-                found[name] = one
-        return found
+        for name, reached in self.reachable():
+            if isinstance(reached, nn.Module) and reached not in own and reached not in inside:
+                inside |= set(reached.modules())
+                outermost[name] = reached
+        return outermost
 
     def reachable(self) -> Iterator[tuple[str, Any]]:
         """What can be reached, the nearest first, each with how it is called."""
-        for name, _, one in self._walk():
-            yield name, one
+        for name, _, value in self._walk():
+            yield name, value
 
     def _at(self, way: _Way) -> Any:
-        found: Any = self._root
+        value: Any = self._root
         try:
             for kind, key in way:
-                found = _GET[kind](found, key)
+                value = _GET[kind](value, key)
         except (AttributeError, LookupError, TypeError, ValueError):
             return None
-        return found
+        return value
 
     def _walk(self) -> Iterator[tuple[str, _Way, Any]]:
         """What can be reached, the nearest first."""
         pending: deque[tuple[str, _Way, Any]] = deque([(self._name, (), self._root)])
         seen: dict[int, Any] = {}  # with what it is the identity of, which may be gone otherwise
         while pending and len(seen) < _MOST_OBJECTS:
-            name, way, one = pending.popleft()
-            if id(one) in seen or isinstance(one, _LEAVES):
+            name, way, reached = pending.popleft()
+            if id(reached) in seen or isinstance(reached, _LEAVES):
                 continue
-            seen[id(one)] = one
-            yield name, way, one
-            for kind, key, child, child_name in _children(name, one):
+            seen[id(reached)] = reached
+            yield name, way, reached
+            for kind, key, child, child_name in _children(name, reached):
                 pending.append((child_name, (*way, (kind, key)), child))
 
 
-def _children(name: str, one: Any) -> Iterator[tuple[str, Any, Any, str]]:
+def _children(name: str, owner: Any) -> Iterator[tuple[str, Any, Any, str]]:
     """What is reached from an object in a step: how, by which key, what it is, and its name."""
-    if isinstance(one, torch.Tensor | ModuleType):
+    if isinstance(owner, torch.Tensor | ModuleType):
         return
     if isinstance(one, FunctionType):
         yield from _of_function(one)
@@ -183,19 +183,19 @@ def _children(name: str, one: Any) -> Iterator[tuple[str, Any, Any, str]]:
             for key, child in table.items():
                 if key not in TABLES and child is not None:
                     yield "attribute", key, child, f"{name}.{key}"
-        yield "attribute", "forward", one.forward, name
-    elif isinstance(one, dict):
-        if len(one) <= _MOST_ITEMS:
-            for key, child in one.items():
+        yield "attribute", "forward", owner.forward, name
+    elif isinstance(owner, dict):
+        if len(owner) <= _MOST_ITEMS:
+            for key, child in owner.items():
                 yield "item", key, child, f"{name}[{key!r}]"
-    elif isinstance(one, list | tuple):
-        if len(one) <= _MOST_ITEMS:
-            for index, child in enumerate(one):
+    elif isinstance(owner, list | tuple):
+        if len(owner) <= _MOST_ITEMS:
+            for index, child in enumerate(owner):
                 yield "item", index, child, f"{name}[{index}]"
-    elif not type(one).__module__.startswith(("torch", "zerofx", "builtins")):
-        for key, child in getattr(one, "__dict__", {}).items():
+    elif not type(owner).__module__.startswith(("torch", "zerofx", "builtins")):
+        for key, child in getattr(owner, "__dict__", {}).items():
             yield "attribute", key, child, f"{name}.{key}"
-        called = getattr(one, "__call__", None)  # noqa: B004 - what is called is looked into
+        called = getattr(owner, "__call__", None)  # noqa: B004 - what is called is looked into
         if isinstance(called, MethodType):
             yield "attribute", "__call__", called, name
 
@@ -217,13 +217,13 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, Any, str]]:
     for name in names_used:
         if name not in function.__globals__:
             continue
-        found = function.__globals__[name]
-        if not isinstance(found, ModuleType):
-            yield "global", name, found, name
+        value = function.__globals__[name]
+        if not isinstance(value, ModuleType):
+            yield "global", name, value, name
             continue
         for inner in names_used:
-            if inner in vars(found) and not found.__name__.startswith("torch"):
-                yield "global of", (name, inner), vars(found)[inner], f"{name}.{inner}"
+            if inner in vars(value) and not value.__name__.startswith("torch"):
+                yield "global of", (name, inner), vars(value)[inner], f"{name}.{inner}"
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -233,11 +233,11 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _described(found: Any) -> _Like:
+def _described(value: Any) -> _Like:
     """What of a tensor a captured step depends on; of anything else, its class."""
-    if not isinstance(found, torch.Tensor):
-        return (type(found).__name__,)
-    return found.dtype, tuple(found.shape), found.stride(), found.device
+    if not isinstance(value, torch.Tensor):
+        return (type(value).__name__,)
+    return value.dtype, tuple(value.shape), value.stride(), value.device
 
 
 def _text(described: _Like) -> str:
@@ -289,23 +289,23 @@ class StandIns(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return func(*[self._replaced(one) for one in args], **{k: self._replaced(v) for k, v in (kwargs or {}).items()})
+        return func(*[self._replaced(arg) for arg in args], **{k: self._replaced(v) for k, v in (kwargs or {}).items()})
 
     def _replaced(self, given: Any) -> Any:
         if isinstance(given, torch.Tensor):
             return self._stand_in(given)
         if type(given) in (list, tuple):
-            return type(given)([self._replaced(one) for one in given])
+            return type(given)([self._replaced(item) for item in given])
         if type(given) is dict:
-            return {key: self._replaced(one) for key, one in given.items()}
+            return {key: self._replaced(item) for key, item in given.items()}
         return given
 
     def _stand_in(self, given: torch.Tensor) -> torch.Tensor:
         key = id(given)
         if key in self._known:
             table, name = self._known[key]
-            found: torch.Tensor = table[name]
-            return found
+            stand_in: torch.Tensor = table[name]
+            return stand_in
         if type(given) not in (torch.Tensor, nn.Parameter) or key in self._others:
             return given
         if key not in self._made:

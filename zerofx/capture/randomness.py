@@ -1,4 +1,4 @@
-"""Random generators: left as they were, and those that a captured forward may draw from."""
+"""Random generators: restore them after tracing, and refuse forwards that draw from Python's or numpy's."""
 
 from __future__ import annotations
 

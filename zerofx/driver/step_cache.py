@@ -46,9 +46,9 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
     if request.settings.debug:
         return None
     recorded = captures.recorded()
-    if recorded is None or recorded.kept.key is None:
+    if recorded is None or recorded.place.key is None:
         return None
-    if recorded.text is None and recorded.kept.read() is None:
+    if recorded.text is None and recorded.place.read() is None:
         return None
     model, optimizer, batch = request.model, request.optimizer, request.batch
     options, settings, device = request.options, request.settings, tracing_device(request.model, request.batch)
@@ -60,7 +60,7 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
     plan = options.plan
     assert plan is None or isinstance(plan, Plan), "a file has been read"
     parts = (
-        recorded.kept.key, update, repr(groups),
+        recorded.place.key, update, repr(groups),
         repr(None if earlier is None else f"{earlier.layout} {earlier.binding.variant}"),
         repr(sorted(batch.described().items())), repr(request.machine), str(request.num_ranks), str(device),
         f"{torch.get_num_threads()} threads",  # each takes memory of its own
@@ -83,7 +83,7 @@ def find(key: str, request: Request, captures: Captures, earlier: Earlier | None
         return None
     step = step.returning(recorded.record.returned)
     model, optimizer = request.model, request.optimizer
-    group_of_parameters(model, optimizer, recorded.kept.blank.parameters, set(step.gradients))
+    group_of_parameters(model, optimizer, recorded.place.blank.parameters, set(step.gradients))
     if earlier is not None:
         binding, programs = earlier.binding, earlier.binding.programs(earlier.state)
     else:

@@ -1,1 +1,1 @@
-"""Capture a few repeated layers, and put in the others."""
+"""Capture four of a model's repeated layers, and copy the others from them."""

@@ -1,4 +1,4 @@
-"""Capture at a cost that does not grow with depth: a model with fewer of its repeated layers, and the rest stamped out.
+"""Capture a model with four of its repeated layers and copy the rest, so that the cost does not grow with depth.
 
 Nothing is taken on trust. The whole model's forward is run and recorded, operator by operator, and has to be what the
 shortened model's record gives when it is stamped; and the shortened model's joint graph, with one layer taken out, has
@@ -74,23 +74,23 @@ def capture_by_layer(
         if cache.folder is not None:
             say(f"not kept for the next run: {_in_short(error)}")
         return whole.capture()
-    record, kept = recorded.record, recorded.kept
-    found = kept.graph(recorded.text) if recorded.text is not None else None
-    if found is not None:
+    record, place = recorded.record, recorded.place
+    captured = place.graph(recorded.text) if recorded.text is not None else None
+    if captured is not None:
         say("captured by an earlier run, whose forward was the same")
-    elif repeats and (found := _try_to_stamp(whole, repeats, record, say)) is not None:
-        found = kept.keep(found, say)
+    elif repeats and (captured := _try_to_stamp(whole, repeats, record, say)) is not None:
+        captured = place.keep(captured, say)
     else:
-        found = whole.capture()
+        captured = whole.capture()
         # A forward that does not do the same twice may have done something else while it was captured.
-        if kept.key is not None and whole.record().text() != record.text():
+        if place.key is not None and whole.record().text() != record.text():
             say("not kept for the next run: its forward does not do the same each time")
         else:
-            found = kept.keep(found, say)
-    assert found is not None
-    found.returned = record.returned  # of all layers, and in no file
-    assert not check or found.text() == whole.capture().text(), "layers were stamped out, or kept, as they are not"
-    return found
+            captured = place.keep(captured, say)
+    assert captured is not None
+    captured.returned = record.returned  # of all layers, and in no file
+    assert not check or captured.text() == whole.capture().text(), "layers were stamped out, or kept, as they are not"
+    return captured
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Recorded:
     """What a model's forward does, and the place of its graph in the cache, with its text if an earlier run kept it."""
 
     record: ForwardRecord
-    kept: KeptCapture
+    place: KeptCapture
     text: str | None
 
 
@@ -123,26 +123,30 @@ def recorded_forward(
 def _recorded(whole: _Whole, cache: DiskCache) -> Recorded:
     def once() -> Recorded:
         record = whole.record()
-        kept = KeptCapture.of(cache, record, whole.model, whole.batch.names, whole.compute_dtype, whole.strides)
-        return Recorded(record, kept, kept.read())
+        place = KeptCapture.of(cache, record, whole.model, whole.batch.names, whole.compute_dtype, whole.strides)
+        return Recorded(record, place, place.read())
 
-    found = once()
-    if found.text is None and found.kept.key is not None:
+    recorded = once()
+    if recorded.text is None and recorded.place.key is not None:
         # What a first forward works out and the model remembers, no other does again.
-        found = once()
-    return found
+        recorded = once()
+    return recorded
 
 
 def _try_to_stamp(
     whole: _Whole, repeats: Sequence[Repeat], record: ForwardRecord, say: Callable[[str], object]
 ) -> StepGraph | None:
     try:
-        found = _stamped(whole, repeats, record.canonical())
+        stamped = _stamped(whole, repeats, record.canonical())
     except Exception as error:  # noqa: BLE001 - what a shortened model raises says nothing of the whole one
         say(f"captured layer by layer: {_in_short(error)}")
         return None
-    say(", ".join(f"captured {len(one.kept)} of {len(one.keys)} layers of {one.path}" for one in repeats))
-    return found
+    say(
+        ", ".join(
+            f"captured {len(repeat.captured)} of {len(repeat.keys)} layers of {repeat.path}" for repeat in repeats
+        )
+    )
+    return stamped
 
 
 def _in_short(error: Exception) -> str:
@@ -173,11 +177,11 @@ class _Whole:
 def _stamped(whole: _Whole, repeats: Sequence[Repeat], expected: str) -> StepGraph:
     """The whole model's graph, whose forward's record is ``expected``."""
     model = whole.model
-    kept = [(one, one.kept) for one in repeats]
-    with shortened(model, kept):
+    shortening = [(repeat, repeat.captured) for repeat in repeats]
+    with shortened(model, shortening):
         record = whole.record().graph()
-        for one in repeats:
-            stamp(record, one)
+        for repeat in repeats:
+            stamp(record, repeat)
         if canonical(record) != expected:
             raise NotRepeatedError("the forward does not run all layers alike")
         short = whole.capture()
@@ -191,9 +195,9 @@ def _stamped(whole: _Whole, repeats: Sequence[Repeat], expected: str) -> StepGra
         Stamp(one, names).run(short)
     names.give(short)
     parameters = parameter_infos(model, whole.compute_dtype, whole.strides)
-    found = replace(short, parameters=parameters, units=frozenset(find_units(model)))
-    found.graph.lint()
-    return found.clone()
+    captured = replace(short, parameters=parameters, units=frozenset(find_units(model)))
+    captured.graph.lint()
+    return captured.clone()
 
 
 @dataclass(frozen=True)
@@ -244,11 +248,11 @@ class _Names:
             raise NotRepeatedError(f"{repeat.path} with a layer less is another graph")
         more = len(repeat.between)
         growth: dict[fx.Node, int] = {}
-        for one, other in zip(shrunk.calls(), fewer.calls(), strict=True):
+        for node_of_shrunk, other in zip(shrunk.calls(), fewer.calls(), strict=True):
             stem, number = _numbered(other.name)
-            node = own[one.name]
+            node = own[node_of_shrunk.name]
             if stem != self._stems[node]:
-                raise NotRepeatedError(f"{one.name} is called {other.name} in a model with a layer less")
+                raise NotRepeatedError(f"{node_of_shrunk.name} is called {other.name} in a model with a layer less")
             growth[node] = (self._numbers[node] - number) * more
         growth |= {gone: growth[stays] for gone, stays in replaced if gone in self._numbers}
         for node, grown in growth.items():
@@ -261,9 +265,9 @@ class _Names:
                 continue
             each = self._numbers[last] - self._numbers[node]
             for number, layer in enumerate(stamped.layers[1:-1], 1):
-                made = layer[ordinal]
-                self._stems[made], self._numbers[made] = self._stems[node], self._numbers[node] + each * number
-                self._grown[made] = self._grown[node]
+                copied = layer[ordinal]
+                self._stems[copied], self._numbers[copied] = self._stems[node], self._numbers[node] + each * number
+                self._grown[copied] = self._grown[node]
             self._grown[last] += each * len(stamped.layers[1:-1])
 
     def give(self, step: StepGraph) -> None:
@@ -272,18 +276,18 @@ class _Names:
         Raises:
             NotRepeatedError: two of them would have one name.
         """
-        found: dict[fx.Node, str] = {}
+        names: dict[fx.Node, str] = {}
         for node in step.graph.nodes:
             if node in self._numbers:
                 number = self._numbers[node] + self._grown[node]
-                found[node] = f"{self._stems[node]}_{number}" if number else self._stems[node]
+                names[node] = f"{self._stems[node]}_{number}" if number else self._stems[node]
             elif node.op == "placeholder" and placeholder(node).role in (Role.PARAMETER, Role.BUFFER):
-                found[node] = placeholder_name(placeholder(node).role, placeholder(node).name)
+                names[node] = placeholder_name(placeholder(node).role, placeholder(node).name)
             else:
-                found[node] = node.name
-        if len(set(found.values())) != len(found):
+                names[node] = node.name
+        if len(set(names.values())) != len(names):
             raise NotRepeatedError("names of operators do not grow with depth")
-        for node, name in found.items():
+        for node, name in names.items():
             node.name = name
             if node.op == "placeholder":
                 node.target = name

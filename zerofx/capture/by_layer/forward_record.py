@@ -1,4 +1,4 @@
-"""What a forward does, without its backward: every operator with its layer and arguments, and autograd's graph of it.
+"""A record of a forward alone: every operator with its layer and arguments, and autograd's graph.
 
 What a joint graph is made of, then, at a tenth of what tracing one costs. Two models with equal records have equal
 joint graphs: a backward follows from autograd's graph and from the arguments of the operators that made it. Where it
@@ -90,8 +90,8 @@ def record_forward(
         with traceable(model, batch, objective, compute_dtype, num_micro_batches, strides) as (lossy, fakes, _, mode):
             recorder, asked = _Recorder(lossy, fakes), _Asked()
             with mode, recorder, asked:
-                made = lossy(*fakes)
-            lines = recorder.finished(made if isinstance(made, tuple) else (made,))
+                results = lossy(*fakes)
+            lines = recorder.finished(results if isinstance(results, tuple) else (results,))
             notes = "\n".join((*asked.names, *lossy.rebound, *lossy.checked))
             return ForwardRecord(lines, notes, recorder.foreign, lossy.returned)
 
@@ -137,10 +137,10 @@ class _Recorder(TorchDispatchMode):
         texts, named = ((_literal_text(args[0]),), {}) if literal else map_aggregate((args, kwargs), self._argument)
         out = func(*args, **kwargs)
         line = Line("call_function", func, texts, named, _origin(running_layer()))
-        made: list[torch.Tensor] = []
-        map_aggregate(out, lambda one: made.append(one) if isinstance(one, torch.Tensor) else None)
-        self._keep(self._add(line), made)
-        self._made.append((line, made))
+        results: list[torch.Tensor] = []
+        map_aggregate(out, lambda leaf: results.append(leaf) if isinstance(leaf, torch.Tensor) else None)
+        self._keep(self._add(line), results)
+        self._made.append((line, results))
         return out
 
     def finished(self, results: tuple[torch.Tensor, ...]) -> tuple[Line, ...]:
@@ -148,12 +148,12 @@ class _Recorder(TorchDispatchMode):
         if any(map(has_hooks, self._kept)):
             raise NotRepeatedError("the model has hooks on tensors")
         # What autograd makes of an operator is there once the operator has returned.
-        for line, made in self._made:
-            line.value = ", ".join(map(_text, made))
-            for tensor in made:
+        for line, tensors in self._made:
+            line.value = ", ".join(map(_text, tensors))
+            for tensor in tensors:
                 if tensor.grad_fn is not None:
                     self._function(tensor.grad_fn, line.what)
-        self._add(Line.of_output(tuple(self._values[id(one)] for one in results)))
+        self._add(Line.of_output(tuple(self._values[id(result)] for result in results)))
         return tuple(self._lines)
 
     def _add(self, line: Line) -> Number:
@@ -174,29 +174,29 @@ class _Recorder(TorchDispatchMode):
     def _argument(self, given: Any) -> Any:
         if not isinstance(given, torch.Tensor):
             return given
-        found = self._values.get(id(given))
-        if found is None:
+        number = self._values.get(id(given))
+        if number is None:
             raise NotRepeatedError("the model has tensors that are neither parameters nor buffers")
-        return found
+        return number
 
-    def _function(self, function: Any, behind: Placeholder | Origin) -> Number:
+    def _function(self, function: Any, what: Placeholder | Origin) -> Number:
         if function in self._functions:
             return self._functions[function]
         if isinstance(function, BackwardCFunction):
             raise NotRepeatedError(f"{type(function).__name__} is an autograd function in Python")
         if hasattr(function, "variable"):  # where a parameter's gradient arrives
-            found = self._values[id(function.variable)]
+            number = self._values[id(function.variable)]
         else:
             reads = tuple(
-                (self._function(source, behind), index) if source is not None else None
+                (self._function(source, what), index) if source is not None else None
                 for source, index in function.next_functions
             )
             name = function.name()
             if not _is_torchs(name):
                 self.foreign = name
-            found = self._add(Line("call_method", name, reads, {}, behind))
-        self._functions[function] = found
-        return found
+            number = self._add(Line("call_method", name, reads, {}, what))
+        self._functions[function] = number
+        return number
 
 
 _DEVICE = torch.ops.prim.device.default

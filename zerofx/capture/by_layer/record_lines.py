@@ -1,4 +1,4 @@
-"""What a forward's record is made of, a line for each node: a graph of it is made only for those who edit one."""
+"""The lines of a forward's record, one a node. A graph is made of them only where one is edited."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class Line:
 
 def text_of(lines: Iterable[Line]) -> str:
     """What ``canonical`` gives for ``graph_of(lines)``."""
-    return "\n".join(canonical_line(one.op, one.target, (one.args, one.kwargs), one.what, one.value) for one in lines)
+    return "\n".join(
+        canonical_line(line.op, line.target, (line.args, line.kwargs), line.what, line.value) for line in lines
+    )
 
 
 def graph_of(lines: Sequence[Line]) -> fx.Graph:
@@ -41,7 +43,7 @@ def graph_of(lines: Sequence[Line]) -> fx.Graph:
     graph, nodes = fx.Graph(), list[fx.Node]()
     for line in lines:
         args, kwargs = map_aggregate(
-            (line.args, line.kwargs), lambda one: nodes[one.place] if isinstance(one, Number) else one
+            (line.args, line.kwargs), lambda leaf: nodes[leaf.place] if isinstance(leaf, Number) else leaf
         )
         if isinstance(line.what, Placeholder):
             node = set_placeholder(set_value(graph.placeholder("given"), line.value), line.what)

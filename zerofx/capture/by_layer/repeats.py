@@ -1,4 +1,4 @@
-"""Lists of layers that are alike, found by structure, and the model with fewer of them for a time."""
+"""Find lists of equal layers by structure, and shorten them temporarily."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from zerofx.torch_private.modules import child_table, set_child_table
 
 # Of n layers, these are captured: what is between the second and the last but one is made from those two.
-_NUM_KEPT = 4
+_NUM_CAPTURED = 4
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,18 @@ class Repeat:
     keys: tuple[str, ...]
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def captured(self) -> tuple[str, ...]:
         """The first two layers and the last two."""
         return (*self.keys[:2], *self.keys[-2:])
 
     @property
     def fewer(self) -> tuple[str, ...]:
-        """``kept`` without the last but one."""
+        """``captured`` without the last but one."""
         return (*self.keys[:2], self.keys[-1])
 
     @property
     def between(self) -> tuple[str, ...]:
-        """The layers that are not kept."""
+        """The layers that are not captured."""
         return self.keys[2:-2]
 
     def unit(self, key: str) -> str:
@@ -48,12 +48,12 @@ def find_repeats(model: nn.Module, most: float = 0.5) -> tuple[Repeat, ...]:
     Lists share no module and no parameter with anything else, and none is inside another. One capture is made with all
     of them shortened, and one more for each; ``()`` where these have more than ``most`` of the model's layers together.
     """
-    lists = sorted(_lists(model), key=lambda one: len(one.keys), reverse=True)
-    total = sum(len(one.keys) for one in lists)
+    lists = sorted(_lists(model), key=lambda repeat: len(repeat.keys), reverse=True)
+    total = sum(len(repeat.keys) for repeat in lists)
     best: tuple[float, int] = (most * total, 0)
     saved = 0
-    for count, one in enumerate(lists, 1):
-        saved += len(one.keys) - _NUM_KEPT
+    for count, repeat in enumerate(lists, 1):
+        saved += len(repeat.keys) - _NUM_CAPTURED
         best = min(best, ((count + 1) * (total - saved) - count, count))
     return tuple(lists[: best[1]])
 
@@ -66,22 +66,24 @@ def _lists(model: nn.Module) -> Iterator[Repeat]:
     tied = [aliases for aliases in names.values() if len(aliases) > 1]
     inside: list[str] = []
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(path.startswith(one) for one in inside):
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(
+            path.startswith(prefix_of_list) for prefix_of_list in inside
+        ):
             continue
         one = Repeat(path, tuple(child_table(module)))
         prefix = f"{path}." if path else ""
         own = all(places[id(part)] == 1 for part in module.modules())
         apart = all(not name.startswith(prefix) for aliases in tied for name in aliases)
-        if len(one.keys) > _NUM_KEPT and own and apart:
+        if len(repeat.keys) > _NUM_CAPTURED and own and apart:
             inside.append(prefix)
-            yield one
+            yield repeat
 
 
 @contextlib.contextmanager
-def shortened(model: nn.Module, kept: Sequence[tuple[Repeat, Sequence[str]]]) -> Iterator[None]:
-    """While open, each list has only the layers named beside it; then it is what it was."""
+def shortened(model: nn.Module, keys_of: Sequence[tuple[Repeat, Sequence[str]]]) -> Iterator[None]:
+    """While open, each list has only the layers that ``keys_of`` names; then it is what it was."""
     tables = []
-    for repeat, _ in kept:
+    for repeat, _ in keys_of:
         owner = model.get_submodule(repeat.path)
         tables.append((owner, child_table(owner)))
     try:

@@ -1,4 +1,4 @@
-"""Make a graph of many layers from that of a model with four: what repeats is copied, after a check that it does.
+"""Make the graph of a deep model from that of one with four layers: check that layers repeat, and copy them.
 
 The second layer and the third (the last but one of the whole) are compared node by node. Where every argument of the
 one is that of the other a layer further, the layers between are written down by the same rule::
@@ -57,10 +57,10 @@ def stamp(graph: fx.Graph, repeat: Repeat) -> Stamped:
 
     def resolved(template: Any, position: int) -> Any:
         def find(reference: _Reference) -> fx.Node:
-            found = whole[position + reference.shift][reference.ordinal]
-            if found is None:
+            node = whole[position + reference.shift][reference.ordinal]
+            if node is None:
                 raise NotRepeatedError(f"{repeat.path} reads what comes later")
-            return found
+            return node
 
         return _resolve(template, find)
 
@@ -69,13 +69,13 @@ def stamp(graph: fx.Graph, repeat: Repeat) -> Stamped:
             for ordinal in own:
                 args, kwargs = resolved(pair.templates[ordinal], position)
                 with graph.inserting_before(where):
-                    made = _copy(graph, pair.second[ordinal], args, kwargs, repeat, repeat.keys[position + 1])
-                layers[position - 1][ordinal] = made
+                    copied = _copy(graph, pair.second[ordinal], args, kwargs, repeat, repeat.keys[position + 1])
+                layers[position - 1][ordinal] = copied
     for position, nodes in ((0, pair.second), (len(layers) + 1, pair.third)):
         for ordinal, node in enumerate(nodes):
             template = pair.ends[position > 0][ordinal]
             node.args, node.kwargs = resolved(template, position)
-    return Stamped(repeat, tuple(tuple(node for node in one if node is not None) for one in whole))
+    return Stamped(repeat, tuple(tuple(node for node in layer if node is not None) for layer in whole))
 
 
 def shrink(graph: fx.Graph, repeat: Repeat) -> Mapping[fx.Node, fx.Node]:
@@ -89,7 +89,9 @@ def shrink(graph: fx.Graph, repeat: Repeat) -> Mapping[fx.Node, fx.Node]:
     others = dict(zip(pair.third, pair.second, strict=True))
     for node in graph.nodes:
         if node.op != "output" and node not in others:
-            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda one: others.get(one, one))
+            node.args, node.kwargs = fx.map_arg(
+                (node.args, node.kwargs), lambda node_read: others.get(node_read, node_read)
+            )
     return others
 
 
@@ -111,7 +113,7 @@ def same_outputs(step: StepGraph, stamped: Stamped) -> None:
 
 def without_outputs(step: StepGraph, repeat: Repeat) -> None:
     """Take the buffer updates and gradients of the last but one of the kept layers away."""
-    gone = repeat.unit(repeat.kept[2]) + "."
+    gone = repeat.unit(repeat.captured[2]) + "."
     step.set_outputs(
         step.loss,
         {name: node for name, node in step.mutations.items() if not name.startswith(gone)},
@@ -136,15 +138,20 @@ class _Pair:
 
     @staticmethod
     def of(graph: fx.Graph, repeat: Repeat) -> _Pair:
-        first, second, third, fourth = ([*_nodes_of(graph, repeat.unit(key))] for key in repeat.kept)
-        units = [repeat.unit(key) for key in repeat.kept]
+        first, second, third, fourth = ([*_nodes_of(graph, repeat.unit(key))] for key in repeat.captured)
+        units = [repeat.unit(key) for key in repeat.captured]
         if len(second) != len(third) or not second:
             raise NotRepeatedError(f"{units[1]} has {len(second)} nodes, {units[2]} {len(third)}")
         ordinals = [{node: i for i, node in enumerate(nodes)} for nodes in (first, second, third, fourth)]
         templates: list[Any] = []
         ends: tuple[list[Any], list[Any]] = ([], [])
-        for ordinal, (one, other) in enumerate(zip(second, third, strict=True)):
-            here = (one.op, one.op == "placeholder" or one.target, described(one), _label(one)[len(units[1]) :])
+        for ordinal, (of_second, other) in enumerate(zip(second, third, strict=True)):
+            here = (
+                of_second.op,
+                of_second.op == "placeholder" or of_second.target,
+                described(of_second),
+                _label(of_second)[len(units[1]) :],
+            )
             there = (
                 other.op,
                 other.op == "placeholder" or other.target,
@@ -152,9 +159,13 @@ class _Pair:
                 _label(other)[len(units[2]) :],
             )
             if here != there:
-                raise NotRepeatedError(f"{one.name} of {units[1]} is {here}, {other.name} of {units[2]} is {there}")
-            unify = _unifier(ordinals, f"{one.name} and {other.name} (node {ordinal} of {units[1]} and {units[2]})")
-            given = (one.args, one.kwargs), (other.args, other.kwargs)
+                raise NotRepeatedError(
+                    f"{of_second.name} of {units[1]} is {here}, {other.name} of {units[2]} is {there}"
+                )
+            unify = _unifier(
+                ordinals, f"{of_second.name} and {other.name} (node {ordinal} of {units[1]} and {units[2]})"
+            )
+            given = (of_second.args, of_second.kwargs), (other.args, other.kwargs)
             templates.append(_zip(*given, unify))
             ends[0].append(_zip(*given, partial(_near_end, unify)))
             ends[1].append(_zip(*given, partial(_far_end, unify)))
@@ -165,72 +176,72 @@ class _Pair:
 _Unify = Callable[[fx.Node, fx.Node], Any]
 
 
-def _near_end(unify: _Unify, one: fx.Node, other: fx.Node) -> Any:
+def _near_end(unify: _Unify, left: fx.Node, other: fx.Node) -> Any:
     """What the second layer reads: what is before it stays."""
-    found = unify(one, other)
-    return one if isinstance(found, _Reference) and found.shift == -1 else found
+    end = unify(left, other)
+    return left if isinstance(end, _Reference) and end.shift == -1 else end
 
 
-def _far_end(unify: _Unify, one: fx.Node, other: fx.Node) -> Any:
+def _far_end(unify: _Unify, left: fx.Node, other: fx.Node) -> Any:
     """What the third layer reads: what is after it stays."""
-    found = unify(one, other)
-    return other if isinstance(found, _Reference) and found.shift == 1 else found
+    end = unify(left, other)
+    return other if isinstance(end, _Reference) and end.shift == 1 else end
 
 
 def _unifier(ordinals: Sequence[Mapping[fx.Node, int]], where: str) -> _Unify:
     first, second, third, fourth = ordinals
 
-    def unify(one: fx.Node, other: fx.Node) -> Any:
-        if one in second and other in third and second[one] == third[other]:
-            return _Reference(0, second[one])
-        if one in first and other in second:
+    def unify(left: fx.Node, other: fx.Node) -> Any:
+        if left in second and other in third and second[left] == third[other]:
+            return _Reference(0, second[left])
+        if left in first and other in second:
             return _Reference(-1, second[other])
-        if one in third and other in fourth:
-            return _Reference(1, third[one])
-        if one is other and one not in second and one not in third:
-            return one
-        raise NotRepeatedError(f"{where} read {one} and {other}")
+        if left in third and other in fourth:
+            return _Reference(1, third[left])
+        if left is other and left not in second and left not in third:
+            return left
+        raise NotRepeatedError(f"{where} read {left} and {other}")
 
     return unify
 
 
-def _zip(one: Any, other: Any, unify: _Unify) -> Any:
+def _zip(left: Any, other: Any, unify: _Unify) -> Any:
     """Two structures of arguments as one; ``unify`` is asked for each pair of nodes."""
-    if isinstance(one, fx.Node) and isinstance(other, fx.Node):
-        return unify(one, other)
-    if isinstance(one, tuple | list) and type(one) is type(other) and len(one) == len(other):
-        found = [_zip(a, b, unify) for a, b in zip(one, other, strict=True)]
-        return found if isinstance(one, list) else tuple(found)
-    if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
-        return {key: _zip(one[key], other[key], unify) for key in one}
-    if type(one) is not type(other) or repr(one) != repr(other):
-        raise NotRepeatedError(f"layers with different arguments: {one!r} and {other!r}")
-    return one
+    if isinstance(left, fx.Node) and isinstance(other, fx.Node):
+        return unify(left, other)
+    if isinstance(left, tuple | list) and type(left) is type(other) and len(left) == len(other):
+        zipped = [_zip(a, b, unify) for a, b in zip(left, other, strict=True)]
+        return zipped if isinstance(left, list) else tuple(zipped)
+    if isinstance(left, dict) and isinstance(other, dict) and list(left) == list(other):
+        return {key: _zip(left[key], other[key], unify) for key in left}
+    if type(left) is not type(other) or repr(left) != repr(other):
+        raise NotRepeatedError(f"layers with different arguments: {left!r} and {other!r}")
+    return left
 
 
 def _resolve(template: Any, find: Callable[[_Reference], fx.Node]) -> Any:
     if isinstance(template, _Reference):
         return find(template)
     if isinstance(template, tuple | list):
-        found = [_resolve(one, find) for one in template]
-        return found if isinstance(template, list) else tuple(found)
+        items = [_resolve(item, find) for item in template]
+        return items if isinstance(template, list) else tuple(items)
     if isinstance(template, dict):
-        return {key: _resolve(one, find) for key, one in template.items()}
+        return {key: _resolve(item, find) for key, item in template.items()}
     return template
 
 
 def _shrunk(template: Any, own: Any, further: fx.Node, second: Sequence[fx.Node]) -> Any:
     """Arguments of a node of the second layer where the fourth follows it."""
 
-    def choose(found: Any, here: Any, there: Any) -> Any:
-        if isinstance(found, _Reference):
-            return second[found.ordinal] if found.shift == 0 else here if found.shift < 0 else there
-        if isinstance(found, tuple | list):
-            made = [choose(*three) for three in zip(found, here, there, strict=True)]
-            return made if isinstance(found, list) else tuple(made)
-        if isinstance(found, dict):
-            return {key: choose(found[key], here[key], there[key]) for key in found}
-        return found
+    def choose(argument: Any, here: Any, there: Any) -> Any:
+        if isinstance(argument, _Reference):
+            return second[argument.ordinal] if argument.shift == 0 else here if argument.shift < 0 else there
+        if isinstance(argument, tuple | list):
+            items = [choose(*three) for three in zip(argument, here, there, strict=True)]
+            return items if isinstance(argument, list) else tuple(items)
+        if isinstance(argument, dict):
+            return {key: choose(argument[key], here[key], there[key]) for key in argument}
+        return argument
 
     return choose(template, own, (further.args, further.kwargs))
 
@@ -239,7 +250,7 @@ def _check_users(ordinals: Sequence[Mapping[fx.Node, int]], units: Sequence[str]
     for number, neighbours in ((1, (0, 1, 2)), (2, (1, 2, 3))):
         for node in ordinals[number]:
             for user in node.users:
-                if user.op != "output" and not any(user in ordinals[one] for one in neighbours):
+                if user.op != "output" and not any(user in ordinals[neighbour] for neighbour in neighbours):
                     raise NotRepeatedError(
                         f"{user.name}, which is in no neighbour of {units[number]}, reads {node.name}"
                     )
@@ -264,11 +275,11 @@ def _halves(
 ) -> tuple[list[int], bool, fx.Node]:
     ascending, length = run[0] in second, len(run) // 2
     earlier, later = (second, third) if ascending else (third, second)
-    one = [earlier.get(node) for node in run[:length]]
+    places = [earlier.get(node) for node in run[:length]]
     other = [later.get(node) for node in run[length:]]
-    if one != other or None in one:
+    if places != other or None in places:
         raise NotRepeatedError(f"layers that take turns around {run[0].name}")
-    return [ordinal for ordinal in one if ordinal is not None], ascending, run[length]
+    return [ordinal for ordinal in places if ordinal is not None], ascending, run[length]
 
 
 def _nodes_of(graph: fx.Graph, unit: str) -> Iterator[fx.Node]:
@@ -285,23 +296,23 @@ def _label(node: fx.Node) -> str:
 
 
 def _copy(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any, repeat: Repeat, key: str) -> fx.Node:
-    made = graph.create_node(node.op, node.target, args, kwargs)
-    made.meta = dict(node.meta)
-    length = len(repeat.unit(repeat.kept[1]))
+    copied = graph.create_node(node.op, node.target, args, kwargs)
+    copied.meta = dict(node.meta)
+    length = len(repeat.unit(repeat.captured[1]))
     if node.op == "placeholder":
-        set_placeholder(made, replace(placeholder(node), name=repeat.unit(key) + placeholder(node).name[length:]))
+        set_placeholder(copied, replace(placeholder(node), name=repeat.unit(key) + placeholder(node).name[length:]))
     else:
-        set_origin(made, replace(origin(node), layer=repeat.unit(key) + origin(node).layer[length:]))
-    return made
+        set_origin(copied, replace(origin(node), layer=repeat.unit(key) + origin(node).layer[length:]))
+    return copied
 
 
 def _widened(outputs: Mapping[str, fx.Node], stamped: Stamped) -> dict[str, fx.Node]:
     repeat, layers = stamped.repeat, stamped.layers
-    second, third = (repeat.unit(repeat.kept[i]) + "." for i in (1, 2))
+    second, third = (repeat.unit(repeat.captured[i]) + "." for i in (1, 2))
     inside = {name.removeprefix(second): node for name, node in outputs.items() if name.startswith(second)}
-    beside = {name.removeprefix(third): node for name, node in outputs.items() if name.startswith(third)}
+    of_third = {name.removeprefix(third): node for name, node in outputs.items() if name.startswith(third)}
     places = {name: layers[0].index(node) if node in layers[0] else None for name, node in inside.items()}
-    there = {name: layers[-1].index(node) if node in layers[-1] else None for name, node in beside.items()}
+    there = {name: layers[-1].index(node) if node in layers[-1] else None for name, node in of_third.items()}
     if list(places.items()) != list(there.items()) or None in places.values():
         raise NotRepeatedError(f"{second[:-1]} and {third[:-1]} have different gradients or buffer updates")
     widened: dict[str, fx.Node] = {}

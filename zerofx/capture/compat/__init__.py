@@ -1,1 +1,1 @@
-"""What torch's fake tensors and decompositions get wrong, and what is done about it."""
+"""Corrections of torch's fake tensors and decompositions, where these differ from eager mode."""

@@ -1,4 +1,4 @@
-"""What tracing puts in the place of operators that eager mode does not run as they are, with the bits of eager mode."""
+"""Decompositions for tracing: operators are replaced by others that give the bits and strides of eager mode."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def decompositions(device: torch.device) -> dict[Any, Callable[..., Any]]:
     A GPU's dropout is ``native_dropout``. On a CPU eager mode multiplies by a mask of 0 and 1 / (1 - p), which it
     divides in the tensor's own dtype. Zeros without memory, with which forward-mode derivatives begin, get some:
     compiled regions write over what is read no more. What kernels lay out otherwise than their fakes is laid out as
-    they do. A CPU's batch norm takes no statistics in float32 beside a weight in a lower dtype.
+    they do. A CPU's batch norm takes no statistics in float32 together with a weight in a lower dtype.
     """
     aten = torch.ops.aten
     layouts = kernel_layouts(device) | {aten._efficientzerotensor.default: _zeros}
     if device.type != "cpu":
         return layouts
 
-    def scaled(x: torch.Tensor, mask: torch.Tensor, kept: float) -> torch.Tensor:
+    def scaled(x: torch.Tensor, mask: torch.Tensor, share_kept: float) -> torch.Tensor:
         with without_modes():
-            factor = float(torch.ones((), dtype=x.dtype) / kept) if kept else 0.0
+            factor = float(torch.ones((), dtype=x.dtype) / share_kept) if share_kept else 0.0
         return x * mask * factor
 
     def drawn_in_place(x: torch.Tensor, p: float) -> torch.Tensor:
@@ -93,7 +93,7 @@ def _batch_norms_of_two_dtypes(layouts: Mapping[Any, Callable[..., Any]]) -> dic
         aten._native_batch_norm_legit_functional.default,
         aten._native_batch_norm_legit_no_training.default,
     )
-    return {one: forward(one) for one in forwards} | {operator: backward}
+    return {operator: forward(operator) for operator in forwards} | {operator: backward}
 
 
 def _cast(tensors: Iterable[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:

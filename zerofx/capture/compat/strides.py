@@ -1,4 +1,4 @@
-"""Operators whose kernels lay their results out otherwise than torch's fake tensors say.
+"""Operators whose kernels return other strides than torch's fake tensors say.
 
 A view that a traced graph takes of such a result is one that the fake's strides allow and the kernel's may not: the
 step would fail where it takes it. Tracing puts a copy after the operator that has the kernel's strides in both. Which

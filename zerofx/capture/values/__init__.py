@@ -1,1 +1,1 @@
-"""Values that a forward reads while it is traced: known ones, checks, collectives."""
+"""Tensor values while a forward is traced: which are known, which become checks, and results of collectives."""

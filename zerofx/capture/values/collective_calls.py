@@ -1,4 +1,4 @@
-"""Collectives that a forward or a loss calls itself, as nodes of the graph, where those of torch write in place.
+"""Collectives that a forward or a loss calls: in-place ones are replaced by functional ones, which are graph nodes.
 
 A contrastive loss gathers the features of all ranks (``torch.distributed.nn.all_gather``), a queue or a centre reduces
 what it detaches (``dist.all_gather``, ``dist.all_reduce``). While a forward is traced these become functional
@@ -62,8 +62,8 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         gradient, num_ranks = gradients[0].contiguous(), ctx.group.size()
         if dist.get_backend(ctx.group) == dist.Backend.NCCL:
-            one = _collectives.reduce_scatter_tensor(gradient.flatten(0, 1), "sum", num_ranks, ctx.group.group_name)
-            return _collectives.wait_tensor(one).reshape(gradient.shape[1:]), None
+            shard = _collectives.reduce_scatter_tensor(gradient.flatten(0, 1), "sum", num_ranks, ctx.group.group_name)
+            return _collectives.wait_tensor(shard).reshape(gradient.shape[1:]), None
         splits = [1] * num_ranks
         parts = _collectives.all_to_all_single(gradient, splits, splits, ctx.group.group_name)
         return _collectives.wait_tensor(parts).sum(0), None

@@ -1,4 +1,4 @@
-"""What a traced forward may read of tensors: values that no input, parameter, buffer or draw reaches.
+"""Values that a traced forward may read: those that depend on no input, parameter, buffer or random number.
 
 A step is one graph for all values of its inputs, so fake tensors have none. Those of ``torch.arange(2, n)`` are the
 same in every step, though, and so are those of arguments that ``constant=`` names: next to each such fake tensor its
@@ -62,8 +62,8 @@ class KnownValues(TorchDispatchMode):
         if values is None:
             self._forget_written(func, args, kwargs)
             return out
-        made = self._computed(func, values, spec)
-        for tensor, value in zip(pytree.tree_leaves(out), pytree.tree_leaves(made), strict=True):
+        results = self._computed(func, values, spec)
+        for tensor, value in zip(pytree.tree_leaves(out), pytree.tree_leaves(results), strict=True):
             if isinstance(tensor, torch.Tensor) and value.numel() <= self._most_elements:
                 self._keep(tensor, value)
         return out
@@ -89,13 +89,13 @@ class KnownValues(TorchDispatchMode):
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of ``tensor``, if it is known; not to be written to."""
-        found: torch.Tensor | None = self._values.get(tensor)
-        if found is None and self._is_real(tensor) and tensor.numel() <= self._most_elements:
+        known: torch.Tensor | None = self._values.get(tensor)
+        if known is None and self._is_real(tensor) and tensor.numel() <= self._most_elements:
             with without_modes():
-                found = self._values[tensor] = tensor.detach().to("cpu", copy=True)
-        if found is not None and any(_same_memory(found, other) for other in self._overwritten):
+                known = self._values[tensor] = tensor.detach().to("cpu", copy=True)
+        if known is not None and any(_same_memory(known, other) for other in self._overwritten):
             return None
-        return found
+        return known
 
     def _known(self, func: Any, flat: list[Any]) -> list[Any] | None:
         """The arguments with values in the places of tensors, or None where what ``func`` gives is not known."""
@@ -104,7 +104,7 @@ class KnownValues(TorchDispatchMode):
             return None
         if torch.Tag.nondeterministic_seeded in func.tags:
             return None
-        found: list[Any] = []
+        arguments: list[Any] = []
         for arg in flat:
             if isinstance(arg, torch.Tensor):
                 known = self.value(arg)
@@ -116,8 +116,8 @@ class KnownValues(TorchDispatchMode):
                 arg = known
             elif isinstance(arg, torch.device):
                 arg = torch.device("cpu")  # values are the same on every device, and its own may be absent
-            found.append(arg)
-        return found
+            arguments.append(arg)
+        return arguments
 
     def _computed(self, func: Any, values: list[Any], spec: Any) -> Any:
         args, kwargs = pytree.tree_unflatten(values, spec)
@@ -126,16 +126,16 @@ class KnownValues(TorchDispatchMode):
 
     def _without_masks(self, indices: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Numbers in the places of masks whose values are known: eager mode's kernels do the same."""
-        found: list[torch.Tensor | None] = []
+        numbered: list[torch.Tensor | None] = []
         for index in indices:
             mask = self.value(index) if index is not None and index.dtype in (torch.bool, torch.uint8) else None
             if mask is None:
-                found.append(index)
+                numbered.append(index)
                 continue
             with without_modes():
                 numbers = mask.nonzero().unbind(1)
-            found += [self._constant(one.contiguous()) for one in numbers]
-        return found
+            numbered += [self._constant(number.contiguous()) for number in numbers]
+        return numbered
 
     def _constant(self, value: torch.Tensor) -> torch.Tensor:
         constant: torch.Tensor = _aten.lift_fresh.default(value)
@@ -159,7 +159,9 @@ class KnownValues(TorchDispatchMode):
         written: Any = (args, kwargs)
         if schema is not None:
             places = [
-                (one.name, i) for i, one in enumerate(schema.arguments) if one.alias_info and one.alias_info.is_write
+                (argument.name, i)
+                for i, argument in enumerate(schema.arguments)
+                if argument.alias_info and argument.alias_info.is_write
             ]
             written = [args[i] if i < len(args) else kwargs.get(name) for name, i in places]
         for arg in pytree.tree_leaves(written):
@@ -167,5 +169,5 @@ class KnownValues(TorchDispatchMode):
                 self._overwritten.append(value)
 
 
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _same_memory(first: torch.Tensor, other: torch.Tensor) -> bool:
+    return first.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Which answer to ``if`` lets a program go on: read from the bytecode of whoever asks."""
+"""Find in bytecode which outcome of an ``if`` does not raise."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def answer_without_raising(frame: FrameType) -> bool | None:
     A branch counts as one that raises where each way through it ends in ``raise``. What ``frame`` is executing is the
     branch itself, or a call (``bool``, ``any``, ``item``) whose result it branches on.
     """
-    code = [one for one in dis.get_instructions(frame.f_code) if one.opname != "CACHE"]
-    places = {one.offset: index for index, one in enumerate(code)}
+    code = [instruction for instruction in dis.get_instructions(frame.f_code) if instruction.opname != "CACHE"]
+    places = {instruction.offset: index for index, instruction in enumerate(code)}
     # Within a call of Python the frame is somewhere in what stands after the instruction.
-    index, opposite = bisect_right([one.offset for one in code], frame.f_lasti) - 1, False
+    index, opposite = bisect_right([instruction.offset for instruction in code], frame.f_lasti) - 1, False
     if not _is_branch(code[index]):
         opposite ^= code[index].opname == "UNARY_NOT"
         index += 2 if code[index].opname == "PRECALL" else 1

@@ -1,4 +1,4 @@
-"""Calls whose backward eager mode runs in another way for other values, with one operator for all of them.
+"""Calls whose backward depends on values in eager mode: each is traced with one operator that handles all values.
 
 x[mask] = values                     values get gradient[mask], as many rows as the mask names, summed where there
 x.masked_fill(mask, value)           are fewer values; here masked_sum(gradient, mask, values.shape) does both

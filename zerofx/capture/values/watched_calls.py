@@ -1,4 +1,4 @@
-"""What a traced model calls of torch's functions: noted, kept whole, or written so that it can be traced."""
+"""Intercept torch functions that a traced model calls: some become checks, some stay one node, some are rewritten."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Checks(TorchFunctionMode):
 
     def noted(self) -> list[tuple[torch.Tensor, str]]:
         """What has to hold, as booleans of one element, and what to say where it does not."""
-        found = [(asked.detach().reshape(()), answer, text) for asked, answer, text in self._noted]
+        conditions = [(asked.detach().reshape(()), answer, text) for asked, answer, text in self._noted]
         return [
             (asked if answer and asked.dtype == torch.bool else (asked != 0) == answer, text)
-            for asked, answer, text in found
+            for asked, answer, text in conditions
         ]
 
     def _note(self, asked: torch.Tensor, answer: bool, *messages: object) -> None:
