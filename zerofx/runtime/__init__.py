@@ -1,1 +1,1 @@
-"""What an emitted step calls: collectives, state, the optimizer's scalars, agreement between ranks."""
+"""The runtime that an emitted step calls: collectives, state, the optimizer's scalars, agreement between ranks."""

@@ -1,1 +1,1 @@
-"""Plans compared by running them."""
+"""Compare plans by running them."""

@@ -45,15 +45,15 @@ class Planner:
         Raises:
             MemoryBudgetError: none of them fits.
         """
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         for variation in variations(self._request.options, self._request.num_ranks):
-            found.append(self._judged(self._candidate(variation, None), found))
-        if not any(candidate.is_open for candidate in found):
+            candidates.append(self._judged(self._candidate(variation, None), candidates))
+        if not any(candidate.is_open for candidate in candidates):
             raise MemoryBudgetError(
                 f"expected a plan within memory_budget={format_bytes(self.budget or 0)}, found none:\n"
-                f"{candidate_table(found)}\nAllow more, or a smaller batch, or let recompute='auto'"
+                f"{candidate_table(candidates)}\nAllow more, or a smaller batch, or let recompute='auto'"
             )
-        return found
+        return candidates
 
     def corrected(
         self,
@@ -72,14 +72,17 @@ class Planner:
         """
         seconds = {key: statistics.median(spans) for key, spans in measured.items()}
         costs = MeasuredCosts.of(seconds, regions, self.target.machine, transfers, self._request.num_ranks)
-        found = list(candidates)
+        known = list(candidates)
         if self.budget is not None:  # without one, nothing of a plan depends on costs
             for variation in variations(self._request.options, self._request.num_ranks):
-                made = self._candidate(variation, costs)
-                if made.plan is not None and not self._judged(made, found).outcome:
-                    found.append(replace(made, name=f"{made.name}, corrected"))
+                candidate = self._candidate(variation, costs)
+                if candidate.plan is not None and not self._judged(candidate, known).outcome:
+                    known.append(replace(candidate, name=f"{candidate.name}, corrected"))
         return costs, [
-            replace(one, corrected=self._predicted(one.plan, costs).prediction) if one.plan else one for one in found
+            replace(candidate, corrected=self._predicted(candidate.plan, costs).prediction)
+            if candidate.plan
+            else candidate
+            for candidate in known
         ]
 
     def _candidate(self, variation: Variation, costs: MeasuredCosts | None) -> Candidate:
@@ -133,8 +136,10 @@ def promises_more(candidates: Sequence[Candidate]) -> int | None:
 
 def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
     """The fastest that was measured and fits."""
-    fitting = [one for one in candidates if one.measured is not None and not one.outcome]
-    return min(fitting, key=lambda one: one.measured.step_seconds if one.measured else math.inf, default=None)
+    fitting = [candidate for candidate in candidates if candidate.measured is not None and not candidate.outcome]
+    return min(
+        fitting, key=lambda candidate: candidate.measured.step_seconds if candidate.measured else math.inf, default=None
+    )
 
 
 def concluded(candidate: Candidate, best: Candidate) -> Candidate:

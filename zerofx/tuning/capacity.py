@@ -255,6 +255,6 @@ def _options(stage: int, given: RankOptions) -> CompileOptions:
 
 def _limit_bytes(options: CompileOptions) -> int:
     assert options.machine is not None
-    found = budget_bytes(options.memory_budget, options.machine)
-    assert found is not None
-    return found
+    limit = budget_bytes(options.memory_budget, options.machine)
+    assert limit is not None
+    return limit

@@ -1,4 +1,4 @@
-"""What ``zerofx.tune`` has found: every candidate with what was predicted and measured, and the best of them."""
+"""The result of ``zerofx.tune``: every candidate with its prediction and measurement, and the best of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a plan for a few steps on a copy of what is trained, which itself is not touched."""
+"""Run a plan for a few steps on a copy of model and optimizer, which themselves stay as they are."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def run_trial(training: Training, plan: Plan, options: CompileOptions, num_steps
         try:
             for _ in range(_WARM_UP):
                 step(*args, **keywords)
-            found = step.measure(*args, num_steps=num_steps, **keywords)
+            measurement = step.measure(*args, num_steps=num_steps, **keywords)
         except (ZeroFXError, RuntimeError, MemoryError) as error:
             return Trial(None, _described(error), in_step=False), []
         regions = regions_of(step.compiled.instructions)
         step.close()
-        return Trial(found), regions
+        return Trial(measurement), regions
 
 
 def free_copies(device: torch.device) -> None:
@@ -114,20 +114,21 @@ def free_copies(device: torch.device) -> None:
 
 def slowest(measured: Sequence[Measurement]) -> Measurement:
     """What ranks have measured as one: the longest times and the highest peaks among them."""
-    tiers = dict.fromkeys(tier for one in measured for tier in one.peak_bytes)
-    keys = dict.fromkeys(key for one in measured for key in one.region_seconds)
-    streams = dict.fromkeys(stream for one in measured for stream in one.transfers)
+    tiers = dict.fromkeys(tier for of_rank in measured for tier in of_rank.peak_bytes)
+    keys = dict.fromkeys(key for of_rank in measured for key in of_rank.region_seconds)
+    streams = dict.fromkeys(stream for of_rank in measured for stream in of_rank.transfers)
     return Measurement(
-        peak_bytes={tier: max(one.peak_bytes.get(tier, 0) for one in measured) for tier in tiers},
-        model_state_bytes=max(one.model_state_bytes for one in measured),
-        wire_bytes=max(one.wire_bytes for one in measured),
-        step_seconds=max(one.step_seconds for one in measured),
-        exposed_seconds=max(one.exposed_seconds for one in measured),
+        peak_bytes={tier: max(of_rank.peak_bytes.get(tier, 0) for of_rank in measured) for tier in tiers},
+        model_state_bytes=max(of_rank.model_state_bytes for of_rank in measured),
+        wire_bytes=max(of_rank.wire_bytes for of_rank in measured),
+        step_seconds=max(of_rank.step_seconds for of_rank in measured),
+        exposed_seconds=max(of_rank.exposed_seconds for of_rank in measured),
         num_steps=measured[0].num_steps,
-        between_seconds=max(one.between_seconds for one in measured),
-        region_seconds={key: max(one.region_seconds.get(key, 0.0) for one in measured) for key in keys},
+        between_seconds=max(of_rank.between_seconds for of_rank in measured),
+        region_seconds={key: max(of_rank.region_seconds.get(key, 0.0) for of_rank in measured) for key in keys},
         transfers={
-            stream: _transfers(stream, [one.transfers.get(stream, ()) for one in measured]) for stream in streams
+            stream: _transfers(stream, [of_rank.transfers.get(stream, ()) for of_rank in measured])
+            for stream in streams
         },
     )
 
@@ -138,8 +139,8 @@ def _transfers(stream: str, of_ranks: Sequence[tuple[Transfer, ...]]) -> tuple[T
     A rank that comes early to a collective waits for the others there: it takes what it takes on the last to come.
     """
     if stream != COLLECTIVE:
-        return tuple(transfer for made in of_ranks for transfer in made)
-    return tuple(min(together, key=lambda one: one.seconds) for together in zip(*of_ranks, strict=True))
+        return tuple(transfer for transfers in of_ranks for transfer in transfers)
+    return tuple(min(together, key=lambda transfer: transfer.seconds) for together in zip(*of_ranks, strict=True))
 
 
 def _described(error: BaseException) -> str:

@@ -87,8 +87,8 @@ def tune(
 ) -> TuneResult:
     """Measure plans on the device at hand, and keep the fastest whose measured peak is within the budget.
 
-    Nothing is trained: plans are run on a copy of model and optimizer, a copy at a time beside the original, and random
-    generators are set back. Ranks call it together, and all return the same.
+    Nothing is trained: plans are run on a copy of model and optimizer, one at a time, and random generators are set
+    back. Ranks call it together, and all return the same.
 
     Args:
         model, optimizer, stage, loss_fn, recompute, offload, precision, backend, prefetch, keep_gathered,
@@ -221,22 +221,22 @@ class _Tuner:
         )
         free_copies(self._training.device)
         trials = control.gather(trial, "compare what was measured")
-        self._in_step = control.num_ranks == 1 or all(one.in_step for one in trials)
+        self._in_step = control.num_ranks == 1 or all(trial_of_rank.in_step for trial_of_rank in trials)
         self._candidates[index] = self._outcome(candidate, trials)
         measured = self._candidates[index].measured
         for key, seconds in measured.region_seconds.items() if measured else ():
             self._region_seconds.setdefault(key, []).append(seconds)
-        for stream, made in measured.transfers.items() if measured else ():
-            self._transfers.setdefault(stream, []).extend(made)
+        for stream, transfers in measured.transfers.items() if measured else ():
+            self._transfers.setdefault(stream, []).extend(transfers)
         self._regions += regions
         bar.update()
 
     def _outcome(self, candidate: Candidate, trials: Sequence[Trial]) -> Candidate:
-        failed = {rank: one.failure for rank, one in enumerate(trials) if one.measured is None}
+        failed = {rank: trial.failure for rank, trial in enumerate(trials) if trial.measured is None}
         if failed:
             rank, why = next(iter(failed.items()))
             return replace(candidate, outcome=f"failed{f' on rank {rank}' if len(trials) > 1 else ''}: {why}")
-        measured = slowest([one.measured for one in trials if one.measured is not None])
+        measured = slowest([trial.measured for trial in trials if trial.measured is not None])
         over = measured.peak_bytes["device"] - self._budget if self._budget is not None else 0
         outcome = f"does not fit: measured {format_bytes(over)} too much" if over > 0 else ""
         return replace(candidate, measured=measured, outcome=outcome)
@@ -253,13 +253,13 @@ class _Tuner:
         best = best_of(self._candidates)
         if best is None:
             table = candidate_table(self._candidates)
-            if any(one.measured is not None for one in self._candidates):
+            if any(candidate.measured is not None for candidate in self._candidates):
                 raise MemoryBudgetError(
                     f"expected a plan whose measured peak is within memory_budget={format_bytes(self._budget or 0)}, "
                     f"found none:\n{table}\nAllow more, or use a smaller batch"
                 )
             raise PlanError(f"expected a plan that runs, found that every candidate failed:\n{table}")
-        candidates = tuple(concluded(one, best) for one in self._candidates)
+        candidates = tuple(concluded(candidate, best) for candidate in self._candidates)
         chosen = candidates[self._candidates.index(best)]
         result = TuneResult(candidates, chosen, costs, self._budget)
         if save is not None:

@@ -1,4 +1,4 @@
-"""What ``zerofx.tune`` tries: plans that lean one way or another, each a name and options."""
+"""The variations that ``zerofx.tune`` tries: plans with other options, each with a name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from zerofx.options import CompileOptions
 
-_PREFETCHES = (0, 2, 4)  # units to gather ahead, beside what was asked for
+_PREFETCHES = (0, 2, 4)  # units to gather ahead, besides what was asked for
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Collectives, groups, and what ranks agree on."""
+"""Collectives, process groups, and agreement between ranks."""

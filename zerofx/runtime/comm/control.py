@@ -115,15 +115,15 @@ class Control:
                 wait_for(work, self.patience_seconds)
             except RuntimeError as error:
                 raise self._absence(purpose, error) from error
-            headers = [bytes(one.tolist()) for one in seen]
-            purposes = [one[:_PURPOSE_BYTES].decode(errors="ignore").strip() for one in headers]
-            if any(one != purposes[0] for one in purposes):
-                found = "\n".join(f"  rank {rank}: {one}" for rank, one in enumerate(purposes))
+            headers = [bytes(header.tolist()) for header in seen]
+            purposes = [header[:_PURPOSE_BYTES].decode(errors="ignore").strip() for header in headers]
+            if any(stated != purposes[0] for stated in purposes):
+                listed = "\n".join(f"  rank {rank}: {stated}" for rank, stated in enumerate(purposes))
                 raise RankMismatchError(
-                    f"expected all ranks to do the same, found them about to do different things:\n{found}\nEvery rank "
-                    f"must call the same things in the same order."
+                    f"expected all ranks to do the same, found them about to do different things:\n{listed}\nEvery "
+                    f"rank must call the same things in the same order."
                 )
-            if any(one != headers[0] for one in headers):
+            if any(header != headers[0] for header in headers):
                 check_equal(self._exchange(value, purpose), what, hint)
 
         return finish
@@ -161,21 +161,21 @@ class Control:
         Raises:
             ZeroFXError: what it raised there, on every rank.
         """
-        made: T | None = None
+        shared: T | None = None
         failure: ZeroFXError | None = None
         with self._working(purpose):
             if self.rank == 0:
                 try:
-                    made = make()
+                    shared = make()
                 except ZeroFXError as error:
                     failure = error
-        made, failure = self.from_rank_0((made, failure), purpose)
+        shared, failure = self.from_rank_0((shared, failure), purpose)
         if failure is not None:
             try:
                 raise failure
             finally:
                 failure = None  # as in attempt
-        return cast(T, made)
+        return cast(T, shared)
 
     def attempt(self, purpose: str, function: Callable[[], T]) -> T:
         """``function()`` on every rank; where it fails on any rank, every rank raises.
@@ -192,8 +192,8 @@ class Control:
                     result = function()
                 except Exception as error:  # noqa: BLE001 - raised once the others have heard of it
                     failed = error
-            told = f"{type(failed).__name__}: {failed}" if failed is not None else None
-            failures = self.gather(told, purpose)
+            description = f"{type(failed).__name__}: {failed}" if failed is not None else None
+            failures = self.gather(description, purpose)
         except RankMismatchError as unreachable:
             if failed is None:
                 raise

@@ -46,9 +46,13 @@ class PointToPoint(Transport):
         self._next_tag = 0
         self._readers = Workers("messages")
         self._channels = open_channels(group, self._readers, patience_seconds)
-        near = [peer for peer, one in self._channels.items() if isinstance(one, GlooChannel) and one.is_near]
+        near = [
+            peer for peer, channel in self._channels.items() if isinstance(channel, GlooChannel) and channel.is_near
+        ]
         self.notice = _SLOW.format(self.rank, ", ".join(map(str, near))) if near else ""
-        self._shared = share_memory(group, all(isinstance(one, MemoryChannel) for one in self._channels.values()))
+        self._shared = share_memory(
+            group, all(isinstance(channel, MemoryChannel) for channel in self._channels.values())
+        )
         self._log = log
         self._watch: _Watch | None = None
         self._started: list[list[Message]] = []  # what has not been awaited yet
@@ -205,7 +209,7 @@ class PointToPoint(Transport):
 
     def _under_way(self, works: list[Message], num_bytes: int) -> Callable[[], None]:
         """What waits for messages, ``num_bytes`` of them sent; as a step is measured, a thread sees them come."""
-        self._started = [*(one for one in self._started if one), works]
+        self._started = [*(work for work in self._started if work), works]
         if self._log.running and works:
             self._watch = self._watch or _Watch(self._log)
             return self._watch.see(works, num_bytes)

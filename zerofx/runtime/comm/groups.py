@@ -22,9 +22,9 @@ def destroyed_with(owner: object, group: dist.ProcessGroup) -> weakref.finalize[
 
 def gloo_over(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     """A gloo group over the ranks of ``group``; ``timeout`` is for each of its collectives. Collective itself."""
-    made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=timeout)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    over_gloo = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=timeout)
+    assert isinstance(over_gloo, dist.ProcessGroup)
+    return over_gloo
 
 
 def destroy(groups: Sequence[dist.ProcessGroup]) -> None:

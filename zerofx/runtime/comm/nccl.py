@@ -122,10 +122,10 @@ class Nccl(Transport):
             everyone = dist.get_process_group_ranks(self._group)
             kinds = {tuple(members_of(group, rank, size, self.num_ranks)) for rank in range(self.num_ranks)}
             for members in sorted(kinds):
-                made = dist.new_group([everyone[rank] for rank in members])
+                new_group = dist.new_group([everyone[rank] for rank in members])
                 if self.rank in members:
-                    assert isinstance(made, dist.ProcessGroup)
-                    self._groups[group, size] = made
+                    assert isinstance(new_group, dist.ProcessGroup)
+                    self._groups[group, size] = new_group
         return self._groups[group, size]
 
     def _start(
@@ -154,6 +154,6 @@ class Nccl(Transport):
 
 def gather_coalesced(group: dist.ProcessGroup, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
     """Gather slices into a buffer each with one call of the process group, which NCCL makes one launch."""
-    outputs, inputs = ([one for one in found if one.numel()] for found in (fulls, shards))
+    outputs, inputs = ([tensor for tensor in tensors if tensor.numel()] for tensors in (fulls, shards))
     if outputs:
         group.allgather_into_tensor_coalesced(outputs, inputs).wait()

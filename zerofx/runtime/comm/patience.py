@@ -1,4 +1,4 @@
-"""Waits that end: for how long ranks wait for one another, and what one that works meanwhile shows of itself.
+"""Timeouts: how long ranks wait for one another, and the sign of life that a rank at work gives.
 
 A rank may have minutes of work that the others wait for: a capture, a plan, regions to compile. It says every few
 seconds that it works, and is waited for as long as it does: one that is stopped, or hangs in a file system, says so no

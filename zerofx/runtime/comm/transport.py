@@ -63,7 +63,7 @@ class Transport(Protocol):
         return shard
 
     def read_in_place(self, full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor | None:
-        """The slices of all ranks where they lie, in order, if ``shard`` is what ``share`` has put beside the others'.
+        """The slices of all ranks where they lie, in order, if ``shard`` is what ``share`` has put next to the others'.
 
         ``full`` is the buffer that they would be gathered into. It is held for as long as what is returned: memory that
         is planned for is taken, whichever way a gather goes.

@@ -1,4 +1,4 @@
-"""Capturing what a device is given to do into CUDA graphs: the few calls on torch that it takes."""
+"""Capture a device's work into CUDA graphs: all calls of torch that this takes."""
 
 from __future__ import annotations
 

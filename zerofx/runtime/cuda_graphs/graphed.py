@@ -70,7 +70,7 @@ class GraphedSteps:
         if entry.obstacle:
             return Launches(reason=entry.obstacle)
         if entry.recording is None:
-            return Launches(reason=f"they are recorded behind {NUM_WARM_UP_STEPS} steps of this batch shape")
+            return Launches(reason=f"they are recorded after {NUM_WARM_UP_STEPS} steps of this batch shape")
         return Launches(entry.recording.num_graphs, entry.recording.num_calls)
 
     def _entry(self, step: CompiledStep) -> _Entry:
@@ -131,7 +131,7 @@ class GraphedSteps:
             return
         regions = entry.step.regions
         names = entry.step.emitted.functions
-        fresh = all(one.recording is None for one in self._entries.values())
+        fresh = all(entry_of_shape.recording is None for entry_of_shape in self._entries.values())
         try:
             entry.recording = record(
                 capturer,

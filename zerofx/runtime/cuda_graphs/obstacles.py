@@ -37,9 +37,9 @@ def step_obstacle(lowered: LoweredStep, device: torch.device, budget_bytes: int 
     Graphs read the batch from buffers of their own: ``budget_bytes``, if there is a budget, has to leave room for them.
     """
     for node in lowered.graph.calls():
-        found = _node_obstacle(node, device.type)
-        if found:
-            return found
+        obstacle = _node_obstacle(node, device.type)
+        if obstacle:
+            return obstacle
     copies = batch_bytes(lowered)
     peak = lowered.plan.peak_bytes["device"]
     if budget_bytes is not None and peak + copies > budget_bytes:
@@ -66,7 +66,7 @@ def _node_obstacle(node: fx.Node, device_type: str) -> str:
         return f"the host waits for a value that the device computes ({where})"
     if torch.Tag.cudagraph_unsafe in tags:
         return f"its author marked {where} as unsafe in CUDA graphs"
-    if any(one.device.type != device_type for one in tensors_of(node)):
+    if any(tensor.device.type != device_type for tensor in tensors_of(node)):
         return f"{where} is not on the device"
     return ""
 
@@ -75,13 +75,13 @@ def _waits_for_values(node: fx.Node, tags: Any) -> bool:
     """Whether the host has to know values to launch what is behind."""
     if facts_of(node.target).kind is OperatorKind.INDEXED:
         # With numbers as indices shapes are known; a mask is counted first.
-        return any(one.dtype in (torch.bool, torch.uint8) for one in _indices(node))
+        return any(index.dtype in (torch.bool, torch.uint8) for index in _indices(node))
     return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
 
 
 def _indices(node: fx.Node) -> Iterator[torch.Tensor]:
     indices = node.args[1]
     assert isinstance(indices, list | tuple)
-    for one in indices:
-        if isinstance(one, fx.Node):
-            yield value(one)
+    for index in indices:
+        if isinstance(index, fx.Node):
+            yield value(index)

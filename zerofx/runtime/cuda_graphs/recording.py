@@ -59,19 +59,19 @@ class _Values:
 
     runtime: Runtime
     state: Mapping[str, Any]
-    made: dict[int, Any] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
 
-    def find(self, one: Any) -> Any:
-        match one:
+    def find(self, argument: Any) -> Any:
+        match argument:
             case _Given():
-                return self.state[one.name]
+                return self.state[argument.name]
             case _Late():
-                found = self.made[one.number]
-                return found if one.index is None else found[one.index]
+                outcome = self.results[argument.number]
+                return outcome if argument.index is None else outcome[argument.index]
             case list():
-                return [self.find(each) for each in one]
+                return [self.find(each) for each in argument]
             case _:
-                return one
+                return argument
 
 
 @dataclass
@@ -84,9 +84,9 @@ class _Call:
     over: tuple[int, ...] = ()
 
     def run(self, values: _Values) -> None:
-        values.made[self.number] = self.function(values, [values.find(one) for one in self.args])
+        values.results[self.number] = self.function(values, [values.find(argument) for argument in self.args])
         for number in self.over:
-            values.made.pop(number, None)
+            values.results.pop(number, None)
 
 
 @dataclass
@@ -121,14 +121,14 @@ class Recording:
                 piece.run(values)
             else:
                 piece()
-        found = values.find(self._outcome)
-        return own_memory(tuple(found) if isinstance(found, list) else found)
+        outcome = values.find(self._outcome)
+        return own_memory(tuple(outcome) if isinstance(outcome, list) else outcome)
 
 
 def own_memory(outcome: Outcome) -> Outcome:
     """A copy of what a step gives."""
     if isinstance(outcome, tuple):
-        return tuple(one.clone() for one in outcome)
+        return tuple(tensor.clone() for tensor in outcome)
     return outcome.clone()
 
 
@@ -197,7 +197,7 @@ class _Recorder:
     def capture(self, function: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         """Run ``function`` on the tensors themselves, inside a graph; it empties ``inputs``."""
         self._open(work=True)
-        inputs[:] = [self._fixed(one) for one in inputs]
+        inputs[:] = [self._fixed(argument) for argument in inputs]
         return function(inputs)
 
     def empty_gradients(self, bucket: int) -> torch.Tensor:
@@ -212,9 +212,9 @@ class _Recorder:
     def can_capture(self, inputs: Sequence[Any]) -> bool:
         """Whether all of ``inputs`` lie at addresses that are known now."""
         return all(
-            isinstance(one, torch.Tensor)
-            or (isinstance(one, _Given) and isinstance(self._state[one.name], torch.Tensor))
-            for one in inputs
+            isinstance(argument, torch.Tensor)
+            or (isinstance(argument, _Given) and isinstance(self._state[argument.name], torch.Tensor))
+            for argument in inputs
         )
 
     def _open(self, *, work: bool) -> None:
@@ -233,11 +233,11 @@ class _Recorder:
             self._pieces.append(launch)
         self._is_open = self._has_work = False
 
-    def _fixed(self, one: Any) -> Any:
-        if not isinstance(one, _Given):
-            return one
-        tensor = self._state[one.name]
-        self._addresses[one.name] = tensor.data_ptr()
+    def _fixed(self, argument: Any) -> Any:
+        if not isinstance(argument, _Given):
+            return argument
+        tensor = self._state[argument.name]
+        self._addresses[argument.name] = tensor.data_ptr()
         return tensor
 
     # ------------------------------------------------------------------------------------------------ between graphs
@@ -245,18 +245,18 @@ class _Recorder:
     def call(self, function: Callable[[_Values, list[Any]], Any], args: Sequence[Any]) -> _Late:
         """Note a call; ``function`` is given what ``args`` stand for in each step."""
         self.close()
-        made = _Late(self._num_calls)
+        late = _Late(self._num_calls)
         self._num_calls += 1
-        self._pieces.append(_Call(made.number, function, [self._lasting(one) for one in args]))
-        return made
+        self._pieces.append(_Call(late.number, function, [self._lasting(argument) for argument in args]))
+        return late
 
-    def _lasting(self, one: Any) -> Any:
+    def _lasting(self, argument: Any) -> Any:
         """What a call keeps of an argument: of a tensor of the graphs its place, not its memory."""
-        if isinstance(one, torch.Tensor):
-            return self._capturer.alias(one)
-        if isinstance(one, list):
-            return [self._lasting(each) for each in one]
-        return one
+        if isinstance(argument, torch.Tensor):
+            return self._capturer.alias(argument)
+        if isinstance(argument, list):
+            return [self._lasting(each) for each in argument]
+        return argument
 
     def hyperparameters(self, bucket: int) -> _Late:
         return self.call(lambda values, args: values.runtime.hyperparameters(*args), [bucket])
@@ -305,9 +305,9 @@ class _Recorder:
             if isinstance(piece, _Call):
                 last[piece.number] = piece
                 last.update(dict.fromkeys(_late(piece.args), piece))
-        kept = set(_late([outcome]))
+        returned = set(_late([outcome]))
         for number, piece in last.items():
-            if number not in kept:
+            if number not in returned:
                 piece.over += (number,)
         return Recording(self._pieces, inputs, self._addresses, self._lasting(outcome), tuple(self._graphs))
 
@@ -327,19 +327,19 @@ class _Region:
         given = list(inputs)
         inputs.clear()
         function = self.function
-        made = self.recorder.call(lambda _values, args: function(args), given)
-        return tuple(_Late(made.number, index) for index in range(self.num_outputs))
+        late = self.recorder.call(lambda _values, args: function(args), given)
+        return tuple(_Late(late.number, index) for index in range(self.num_outputs))
 
 
 def _late(args: Sequence[Any]) -> list[int]:
     """The numbers of the calls whose outcomes ``args`` have."""
-    found: list[int] = []
-    for one in args:
-        if isinstance(one, _Late):
-            found.append(one.number)
-        elif isinstance(one, list):
-            found += _late(one)
-    return found
+    numbers: list[int] = []
+    for argument in args:
+        if isinstance(argument, _Late):
+            numbers.append(argument.number)
+        elif isinstance(argument, list):
+            numbers += _late(argument)
+    return numbers
 
 
 def _span(tensor: torch.Tensor) -> torch.Tensor:

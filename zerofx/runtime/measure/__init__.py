@@ -1,1 +1,1 @@
-"""What a step takes, measured."""
+"""Measurements of a step that runs."""

@@ -1,4 +1,4 @@
-"""Measure a step that runs: the fields of a plan's prediction, found by running it.
+"""Measure a step by running it: the same quantities as a plan's prediction.
 
 Memory is counted in allocations, not in resident pages: on CPU the profiler's record of every one of them, on CUDA the
 caching allocator's own maximum. Both start from what the step holds throughout, so that what others have on the device
@@ -175,7 +175,7 @@ class Meter:
         gradients = sum(
             bucket.shard_bytes if stage >= 2 else bucket.full_bytes for bucket in layout.buckets if bucket.trainable
         )
-        slower = sum(one.lease.num_bytes for one in held if isinstance(one, Stored))
+        slower = sum(stored.lease.num_bytes for stored in held if isinstance(stored, Stored))
         return persistent_bytes(held) + slower + gradients
 
 
@@ -193,11 +193,11 @@ def persistent_bytes(values: Iterable[Any]) -> int:
 
 
 def _joined(runs: Iterable[Mapping[str, tuple[Transfer, ...]]]) -> dict[str, tuple[Transfer, ...]]:
-    found: dict[str, tuple[Transfer, ...]] = {}
+    joined: dict[str, tuple[Transfer, ...]] = {}
     for run in runs:
-        for stream, made in run.items():
-            found[stream] = found.get(stream, ()) + made
-    return found
+        for stream, transfers in run.items():
+            joined[stream] = joined.get(stream, ()) + transfers
+    return joined
 
 
 def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -218,12 +218,12 @@ class _Stopwatch:
     def running(self, name: str, stream: str = COMPUTE) -> Iterator[None]:
         if self._on_cuda and stream == COMPUTE:
             # The host runs ahead of a CUDA device; what the device's stream takes lies between these two events.
-            before, behind = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             before.record()
             yield
-            behind.record()
-            self._events.append((name, before, behind))
-            self._log.add_events(stream, before, behind)
+            after.record()
+            self._events.append((name, before, after))
+            self._log.add_events(stream, before, after)
         else:
             began = time.perf_counter()
             with self._log.span(stream):
@@ -232,10 +232,10 @@ class _Stopwatch:
 
     def spans(self) -> dict[str, list[float]]:
         """Seconds of every span; on CUDA, once the device is synchronised."""
-        found = {name: list(spans) for name, spans in self._seconds.items()}
-        for name, before, behind in self._events:
-            found.setdefault(name, []).append(float(before.elapsed_time(behind)) / 1e3)
-        return found
+        seconds = {name: list(spans) for name, spans in self._seconds.items()}
+        for name, before, after in self._events:
+            seconds.setdefault(name, []).append(float(before.elapsed_time(after)) / 1e3)
+        return seconds
 
 
 @dataclass(frozen=True)

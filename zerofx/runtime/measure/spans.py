@@ -1,4 +1,4 @@
-"""When each stream of a step was busy, as it ran: computation, the host's updates, and every copy between tiers."""
+"""Log when each stream of a running step was busy: computation, updates on the host, and copies between tiers."""
 
 from __future__ import annotations
 
@@ -64,20 +64,20 @@ class SpanLog:
         if self._spans is not None:
             self._spans.append(Span(stream, began - self._began, ended - began, num_bytes))
 
-    def add_events(self, stream: str, before: torch.cuda.Event, behind: torch.cuda.Event, num_bytes: int = 0) -> None:
+    def add_events(self, stream: str, before: torch.cuda.Event, after: torch.cuda.Event, num_bytes: int = 0) -> None:
         """A stretch of work of a CUDA device's, between two events that measure time."""
         if self._spans is not None:
-            self._events.append((stream, before, behind, num_bytes))
+            self._events.append((stream, before, after, num_bytes))
 
     def stop(self) -> tuple[Span, ...]:
         """All spans in order of their begin; on CUDA, once the device is synchronised."""
-        found = self._spans or []
-        for stream, before, behind, num_bytes in self._events:
-            assert self._first is not None, "a device's events come behind the first one"
+        spans = self._spans or []
+        for stream, before, after, num_bytes in self._events:
+            assert self._first is not None, "a device's events come after the first one"
             start = float(self._first.elapsed_time(before)) / 1e3
-            found.append(Span(stream, start, float(before.elapsed_time(behind)) / 1e3, num_bytes))
+            spans.append(Span(stream, start, float(before.elapsed_time(after)) / 1e3, num_bytes))
         self._spans, self._events, self._first = None, [], None
-        return tuple(sorted(found, key=lambda span: (span.start_seconds, span.end_seconds)))
+        return tuple(sorted(spans, key=lambda span: (span.start_seconds, span.end_seconds)))
 
 
 @dataclass(frozen=True)
@@ -101,17 +101,17 @@ class StreamUse:
 def stream_uses(spans: Sequence[Span]) -> dict[str, StreamUse]:
     """Every stream that was busy, in order of its first stretch."""
     computing = _merged(span for span in spans if span.stream in (COMPUTE, HOST))
-    found = {}
+    uses = {}
     for stream in dict.fromkeys(span.stream for span in spans):
         own = [span for span in spans if span.stream == stream]
         busy = _merged(own)
         both = sum(
-            max(0.0, min(one.end_seconds, other.end_seconds) - max(one.start_seconds, other.start_seconds))
-            for one in busy
+            max(0.0, min(span.end_seconds, other.end_seconds) - max(span.start_seconds, other.start_seconds))
+            for span in busy
             for other in computing
         )
-        found[stream] = StreamUse(sum(span.num_bytes for span in own), sum(one.seconds for one in busy), both)
-    return found
+        uses[stream] = StreamUse(sum(span.num_bytes for span in own), sum(span.seconds for span in busy), both)
+    return uses
 
 
 def busy_seconds(spans: Sequence[Span]) -> float:
@@ -124,27 +124,27 @@ def transfers_of(spans: Iterable[Span]) -> dict[str, tuple[Transfer, ...]]:
 
     A drive is read and written in blocks, several at a time: there, stretches that overlap are one transfer.
     """
-    found: dict[str, list[Span]] = {}
+    moving: dict[str, list[Span]] = {}
     for span in spans:
         if span.num_bytes:
-            found.setdefault(span.stream, []).append(span)
+            moving.setdefault(span.stream, []).append(span)
     return {
         stream: tuple(
             Transfer(span.num_bytes, span.seconds)
             for span in (_merged(own) if stream in (NVME_READ, NVME_WRITE) else own)
         )
-        for stream, own in found.items()
+        for stream, own in moving.items()
     }
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
     """Stretches without overlap that cover the same time."""
-    found: list[Span] = []
+    merged: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start_seconds):
-        if found and span.start_seconds <= found[-1].end_seconds:
-            before = found[-1]
+        if merged and span.start_seconds <= merged[-1].end_seconds:
+            before = merged[-1]
             seconds = max(before.end_seconds, span.end_seconds) - before.start_seconds
-            found[-1] = replace(before, seconds=seconds, num_bytes=before.num_bytes + span.num_bytes)
+            merged[-1] = replace(before, seconds=seconds, num_bytes=before.num_bytes + span.num_bytes)
         else:
-            found.append(span)
-    return found
+            merged.append(span)
+    return merged

@@ -52,7 +52,7 @@ def batch_tensors(step: StepArguments, batch: Batch, compute_dtype: torch.dtype 
     """The batch's tensors, or the parts of them that are micro-batches; floating-point ones cast to ``compute_dtype``
     if there is one."""
     by_name = dict(zip(batch.names, batch.tensors, strict=True))
-    found = {}
+    tensors = {}
     for name, what in step.placeholders.items():
         if what.role is not Role.INPUT:
             continue
@@ -60,5 +60,5 @@ def batch_tensors(step: StepArguments, batch: Batch, compute_dtype: torch.dtype 
         if what.part is not None:
             given = micro_batch(given, what.part, step.num_micro_batches)
         cast = compute_dtype is not None and given.is_floating_point()
-        found[name] = given.to(compute_dtype) if cast else given
-    return found
+        tensors[name] = given.to(compute_dtype) if cast else given
+    return tensors

@@ -48,12 +48,12 @@ def held_by_bucket(
         if name in scalars:
             _check_shapes(bucket, name, values, None)
             if not all(same(value, there[0]) for value in there):
-                found = list(
+                distinct = list(
                     dict.fromkeys(str(value.item() if isinstance(value, torch.Tensor) else value) for value in there)
                 )
                 raise OptimizerError(
                     f"expected one value of {name!r} for all parameters of {bucket.name}, found "
-                    f"{', '.join(found)}: they are updated together"
+                    f"{', '.join(distinct)}: they are updated together"
                 )
             held.scalars[name] = values[0]
             continue
@@ -67,8 +67,8 @@ def _check_shapes(bucket: Bucket, name: str, values: list[Any], shapes: list[tup
     for index, (slot, value) in enumerate(zip(bucket.slots, values, strict=True)):
         expected = shapes[index] if shapes is not None else ()
         if tuple(value.shape) != expected if isinstance(value, torch.Tensor) else shapes is not None:
-            found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            shown = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise OptimizerError(
-                f"expected state {name!r} of {slot.source} to have shape {list(expected)}, found {found}: load a state "
+                f"expected state {name!r} of {slot.source} to have shape {list(expected)}, found {shown}: load a state "
                 f"of this very model"
             )

@@ -34,22 +34,24 @@ def match(model: nn.Module, files: WeightFiles) -> dict[str, tuple[str, ...]]:
     Raises:
         UsageError: lists tensors that are missing, that the model does not have, and that have another shape or kind.
     """
-    state = {key: one for key, one in model.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
+    state = {
+        key: tensor for key, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
+    }
     keys: dict[int, list[str]] = {}
     for key, tensor in state.items():
         keys.setdefault(id(tensor), []).append(key)
     tied = [*keys.values()]
     prefix = _prefix(tied, files)
-    found = {id(state[group[0]]): tuple(prefix + k for k in group if prefix + k in files.tensors) for group in tied}
-    missing = [group[0] for group in tied if not found[id(state[group[0]])]]
+    names_of = {id(state[group[0]]): tuple(prefix + k for k in group if prefix + k in files.tensors) for group in tied}
+    missing = [group[0] for group in tied if not names_of[id(state[group[0]])]]
     missing += [name for name, parameter in model.named_parameters() if id(parameter) not in keys]
     expected = {prefix + key for key in state}
     unexpected = [name for name in files.tensors if name.startswith(prefix) and name not in expected]
     other = [
-        f"{name} ({_kind(files.tensors[name].dtype)}{list(files.tensors[name].shape)} for {_kind(one.dtype)}"
-        f"{list(one.shape)})"
-        for key, one in state.items()
-        if (name := prefix + key) in files.tensors and not _fits(files, name, one)
+        f"{name} ({_kind(files.tensors[name].dtype)}{list(files.tensors[name].shape)} for {_kind(tensor.dtype)}"
+        f"{list(tensor.shape)})"
+        for key, tensor in state.items()
+        if (name := prefix + key) in files.tensors and not _fits(files, name, tensor)
     ]
     problems = [
         f"{len(listed)} {what} ({names(listed)})"
@@ -63,7 +65,7 @@ def match(model: nn.Module, files: WeightFiles) -> dict[str, tuple[str, ...]]:
         )
     _warn_of_rounding(files, prefix, state)
     everything = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: found[id(tensor)] for name, tensor in everything if id(tensor) in found}
+    return {name: names_of[id(tensor)] for name, tensor in everything if id(tensor) in names_of}
 
 
 def _prefix(tied: Sequence[Sequence[str]], files: WeightFiles) -> str:
@@ -88,17 +90,19 @@ def _kind(dtype: torch.dtype | None) -> str:
 
 def _warn_of_rounding(files: WeightFiles, prefix: str, state: Mapping[str, torch.Tensor]) -> None:
     rounded: dict[tuple[torch.dtype, torch.dtype], str] = {}
-    for key, one in state.items():
+    for key, tensor in state.items():
         dtype = files.tensors[prefix + key].dtype if prefix + key in files.tensors else None
-        if dtype is not None and torch.promote_types(dtype, one.dtype) != one.dtype:
-            rounded.setdefault((dtype, one.dtype), key)
-    for (stored, kept), key in rounded.items():
-        warn(f"the weights at {files.path} are rounded from {_kind(stored)} to the model's {_kind(kept)}, as {key} is")
+        if dtype is not None and torch.promote_types(dtype, tensor.dtype) != tensor.dtype:
+            rounded.setdefault((dtype, tensor.dtype), key)
+    for (stored, wanted), key in rounded.items():
+        warn(
+            f"the weights at {files.path} are rounded from {_kind(stored)} to the model's {_kind(wanted)}, as {key} is"
+        )
 
 
 def describe(files: WeightFiles, keys: Mapping[str, tuple[str, ...]]) -> str:
     """What must be the same on every rank, wherever its files are."""
-    lines = [f"{name}: {files.tensors[key]}" for name, found in keys.items() for key in found]
+    lines = [f"{name}: {files.tensors[key]}" for name, listed in keys.items() for key in listed]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -142,7 +146,7 @@ class LoadedWeights:
         Raises:
             UsageError: they cannot be read.
         """
-        made: dict[int, torch.Tensor] = {}
+        filled: dict[int, torch.Tensor] = {}
 
         def fill(name: str, buffer: torch.Tensor) -> torch.Tensor:
             shape = tuple(buffer.shape)
@@ -166,14 +170,14 @@ class LoadedWeights:
     def _elements(self, slot: Slot, first: int, last: int) -> torch.Tensor:
         """Elements ``first`` to ``last`` of a parameter, in the order in which they lie in its bucket, on the CPU."""
         name, *others = self._keys[slot.source]
-        found = self._read(name, slot, first, last)
+        elements = self._read(name, slot, first, last)
         for other in others:
-            if not torch.equal(found, self._read(other, slot, first, last)):
+            if not torch.equal(elements, self._read(other, slot, first, last)):
                 raise UsageError(
                     f"expected {name} and {other}, which are one parameter of the model, to be the same at "
                     f"{self._files.path}, found that they differ: build the model without tying them"
                 )
-        return found
+        return elements
 
     def _read(self, name: str, slot: Slot, first: int, last: int) -> torch.Tensor:
         rows, begin = slot.num_rows, slot.first_row
@@ -181,9 +185,9 @@ class LoadedWeights:
             return in_order_of(slot, self._files.rows(name, begin, begin + rows))[first:last]
         size = slot.numel // rows
         start = first // size
-        found = self._files.rows(name, begin + start, begin + -(-last // size))
-        found = (torch.view_as_real(found) if found.is_complex() else found).reshape(-1)
-        return found[first - start * size : last - start * size]
+        values = self._files.rows(name, begin + start, begin + -(-last // size))
+        values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+        return values[first - start * size : last - start * size]
 
     def _attempt(self, purpose: str, read: Callable[[], T]) -> T:
         def guarded() -> T:

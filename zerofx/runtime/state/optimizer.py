@@ -100,8 +100,8 @@ class OptimizerBinding:
 
     def group(self, bucket: Bucket) -> dict[str, Any]:
         assert bucket.group is not None
-        found: dict[str, Any] = self.optimizer.param_groups[bucket.group]
-        return found
+        group: dict[str, Any] = self.optimizer.param_groups[bucket.group]
+        return group
 
     @property
     def variant(self) -> str:
@@ -198,7 +198,7 @@ class OptimizerBinding:
 
     def _stand_ins(self, state: TrainingState | None, held: Mapping[int, HeldState]) -> dict[int, StandIn]:
         """What the coming update of each trained bucket starts from."""
-        found: dict[int, StandIn] = {}
+        stand_ins: dict[int, StandIn] = {}
         for bucket in self._layout.buckets:
             if not bucket.trainable:
                 continue
@@ -212,8 +212,8 @@ class OptimizerBinding:
             elif bucket.index in held:
                 flat = {name: values[0].dtype.to_real() for name, values in held[bucket.index].flat.items()}
                 scalars = held[bucket.index].scalars
-            found[bucket.index] = StandIn(bucket.group, bucket.dtype, tuple(flat.items()), tuple(scalars.items()))
-        return found
+            stand_ins[bucket.index] = StandIn(bucket.group, bucket.dtype, tuple(flat.items()), tuple(scalars.items()))
+        return stand_ins
 
     def held(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, HeldState]:
         """The states that the optimizer holds per parameter, by bucket; ``parameters`` by name. Changes nothing.
@@ -221,7 +221,7 @@ class OptimizerBinding:
         Raises:
             OptimizerError: parameters of one bucket have states that cannot be updated together.
         """
-        found: dict[int, HeldState] = {}
+        states: dict[int, HeldState] = {}
         known: dict[Any, frozenset[str]] = {}
         for bucket in self._layout.buckets:
             entries = [self.optimizer.state.get(parameters[slot.source], {}) for slot in bucket.slots]
@@ -234,11 +234,11 @@ class OptimizerBinding:
                     self.optimizer, bucket.group, dtype=bucket.dtype, fused=self._fused(bucket)
                 )
             shapes = [tuple(parameters[slot.source].shape) for slot in bucket.slots]
-            found[bucket.index] = held_by_bucket(bucket, entries, shapes, known[key])
-        return found
+            states[bucket.index] = held_by_bucket(bucket, entries, shapes, known[key])
+        return states
 
     def advance(self, state: TrainingState) -> Advance | None:
-        """This step's scalars and what they leave behind; None when an update must be traced anew. Changes nothing.
+        """This step's scalars and their effects; None when an update must be traced anew. Changes nothing.
 
         Raises:
             UsageError: param groups were added since compile.
@@ -255,7 +255,7 @@ class OptimizerBinding:
     def _advance_traced(self, state: TrainingState) -> Advance | None:
         if self._options() != self._traced_for:
             return None
-        found = Advance({}, {})
+        advance = Advance({}, {})
         for index, program in self._programs.items():
             bucket = state.buckets[index]
             if bucket.present != program.state_before:
@@ -264,19 +264,22 @@ class OptimizerBinding:
             values = self._host(program)(self.group(self._layout.buckets[index]), trial)
             if values is None:
                 return None
-            found.values[index], found.after[index] = values, (trial, program.state_after)
-        return found
+            advance.values[index], advance.after[index] = values, (trial, program.state_after)
+        return advance
 
     def _advance_followed(self, state: TrainingState) -> Advance | None:
         stand_ins = self._stand_ins(state, {})
         step = self._follower.next_step(list({stand_in.key: stand_in for stand_in in stand_ins.values()}.values()))
-        found = Advance({}, {}, step.changes)
+        advance = Advance({}, {}, step.changes)
         for index, stand_in in stand_ins.items():
             update = step.updates[stand_in.key]
             if update.program is not self._programs.get(index):
                 return None
-            found.values[index], found.after[index] = update.numbers, (copied_scalars(update.scalars), update.present)
-        return found
+            advance.values[index], advance.after[index] = (
+                update.numbers,
+                (copied_scalars(update.scalars), update.present),
+            )
+        return advance
 
     def _options(self) -> Any:
         """What a traced update depends on besides numbers in groups: their flags, and the optimizer's attributes."""

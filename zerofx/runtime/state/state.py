@@ -1,4 +1,4 @@
-"""What a step keeps between steps: flat parameters, master copies, optimizer states, and the way back to the model."""
+"""The state between steps: flat parameters, master copies, optimizer states; and giving them back to the model."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class BucketState:
     @property
     def low(self) -> torch.Tensor | Stored:
         """What the model computes with, in the compute dtype: this rank's slice, or the whole bucket at stage 0."""
-        found = self.shard if self.shard is not None else self.full
-        assert found is not None
-        return found
+        values = self.shard if self.shard is not None else self.full
+        assert values is not None
+        return values
 
     @property
     def stored(self) -> torch.Tensor | Stored:
@@ -105,7 +105,7 @@ class TrainingState:
         self._tiers = tiers
         self._tensors = _distinct_parameters(model)
         self.buckets: list[BucketState] = []
-        self._behind = False  # whether updates may be under way whose results the device has not
+        self._is_stale = False  # whether updates may be under way whose results the device has not
 
     @property
     def sharded(self) -> bool:
@@ -151,8 +151,8 @@ class TrainingState:
         return _planned(plan, bucket) != (state.tier, _home(state.decision))
 
     def count_delayed(self) -> None:
-        """A step with delayed updates has run: parameters on the device are one update behind."""
-        self._behind = any(state.delayed for state in self.buckets)
+        """A step with delayed updates has run: parameters on the device lack the last update."""
+        self._is_stale = any(state.delayed for state in self.buckets)
 
     def settle(self) -> None:
         """Block until the host is done with all delayed updates; parameters on the device stay as they are."""
@@ -162,7 +162,7 @@ class TrainingState:
 
     def flush(self) -> None:
         """Finish delayed updates, and bring the parameters on the device up to date. Collective at stages 1 and 2."""
-        if not self._behind:
+        if not self._is_stale:
             return
         self.settle()
         for state in self.buckets:
@@ -173,7 +173,7 @@ class TrainingState:
             if self.sharded and state.full is not None:
                 assert self._transport is not None and isinstance(low, torch.Tensor)
                 self._transport.all_gather_into(state.full, low).finish(None)
-        self._behind = False
+        self._is_stale = False
 
     def _place_bucket(self, plan: Plan, bucket: Bucket, state: BucketState) -> bool:
         tier, _ = _planned(plan, bucket)

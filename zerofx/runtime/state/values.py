@@ -1,4 +1,4 @@
-"""Where the values of a model come from when a step takes it over: itself, its recipes, or files."""
+"""The source of a model's values when a step takes it over: the model, its recipes, or files."""
 
 from __future__ import annotations
 

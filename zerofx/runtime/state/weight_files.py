@@ -74,14 +74,14 @@ def open_weights(path: Path) -> WeightFiles:
         raise UsageError(f"expected weights={str(path)!r} to be {_KINDS}, found nothing there")
     try:
         if path.is_file():
-            found = _index(path) if path.suffix == ".json" else [path] if path.suffix == ".safetensors" else []
+            files = _index(path) if path.suffix == ".json" else [path] if path.suffix == ".safetensors" else []
         elif (path / ".metadata").is_file():
             return DistributedFiles(path)
         else:
             indices = sorted(path.glob("*.safetensors.index.json"))
-            found = _index(indices[0]) if len(indices) == 1 else sorted(path.glob("*.safetensors"))
-        if found:
-            return SafetensorsFiles(path, found)
+            files = _index(indices[0]) if len(indices) == 1 else sorted(path.glob("*.safetensors"))
+        if files:
+            return SafetensorsFiles(path, files)
     except UsageError:
         raise
     except ModuleNotFoundError as error:
@@ -106,7 +106,7 @@ def _index(path: Path) -> list[Path]:
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise UsageError(
-            f"expected the {len(names)} files that {path} names beside it, found that {len(missing)} are missing: "
+            f"expected the {len(names)} files that {path} names next to it, found that {len(missing)} are missing: "
             f"{', '.join(missing[:5])}"
         )
     return [path.parent / name for name in names]
@@ -163,9 +163,9 @@ class DistributedFiles:
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         stored = metadata.state_dict_metadata
-        self._stored = {name: one for name, one in stored.items() if isinstance(one, TensorStorageMetadata)}
+        self._stored = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
         self.tensors: Mapping[str, FileTensor] = {
-            name: FileTensor(tuple(one.size), one.properties.dtype) for name, one in self._stored.items()
+            name: FileTensor(tuple(entry.size), entry.properties.dtype) for name, entry in self._stored.items()
         }
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -173,11 +173,11 @@ class DistributedFiles:
         shape = tuple(stored.size)
         offsets = (start,) + (0,) * (len(shape) - 1) if shape else ()
         sizes = (stop - start, *shape[1:]) if shape else ()
-        found = torch.empty(sizes, dtype=stored.properties.dtype)
+        read = torch.empty(sizes, dtype=stored.properties.dtype)
         wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(name, stored, [wanted])
-        self._reader.read_data(LoadPlan(items), _Into(found)).wait()
-        return found
+        self._reader.read_data(LoadPlan(items), _Into(read)).wait()
+        return read
 
     def release(self) -> None:
         """Nothing stays open between reads."""

@@ -65,10 +65,10 @@ class ModelWeights:
         if self._transport is not None and self._transport.rank != 0:
             return torch.empty(slot.numel, dtype=bucket.dtype, device=self._device)
         tensor = self._tensors[slot.source]
-        made = tensor.materialise() if isinstance(tensor, DeferredTensor) else tensor.detach()
+        values = tensor.materialise() if isinstance(tensor, DeferredTensor) else tensor.detach()
         # A slice of what was made lies in memory of its own, which the rest does not have to share.
-        part = slot.box(made)
-        return in_order_of(slot, part.clone() if part is not made else made)
+        part = slot.box(values)
+        return in_order_of(slot, part.clone() if part is not values else values)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         if self._transport is not None and tensor.numel():

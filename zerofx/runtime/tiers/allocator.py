@@ -1,4 +1,4 @@
-"""Memory of a CPU step is kept by the C library between its uses, where the C library is one that can be told to.
+"""Have the C library keep memory that a CPU step frees, if it is glibc.
 
 By default glibc gives large blocks back to the operating system when they are freed, and has every page of the next one
 mapped and zeroed anew. A training step takes and frees the same blocks over and over: those page faults can take a

@@ -1,4 +1,4 @@
-"""Copies between the device and the host that run beside computation, on a stream for each direction."""
+"""Copies between device and host that overlap with computation, on a stream for each direction."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Blocks come from the operating system and not from torch's allocator. On a CPU machine, where the device's memory is the
 host's too, what torch counts is then the device's alone. On a machine with an accelerator blocks are pinned, so that
-copies run beside computation.
+copies overlap with computation.
 """
 
 from __future__ import annotations

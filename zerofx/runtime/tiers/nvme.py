@@ -1,7 +1,7 @@
 """Memory of the nvme tier: files read and written past the page cache, striped over drives, and checked when read.
 
 A tensor is cut into blocks that go round the drives in turn. Each drive has threads for reading and others for writing,
-so that many blocks are under way at once, and what is read ahead does not queue after what is written behind. The
+so that many blocks are under way at once, and reads ahead of their use do not queue after writes. The
 hash of every block (XXH3, 64 bits, which runs at the speed of memory) is taken on other threads while it is written,
 kept in this process, and compared when the block is read: what a drive, or another program, has changed or cut short is
 never trained on.
@@ -208,19 +208,19 @@ class NvmeFiles:
         except OSError as error:
             raise TierError(
                 f"expected to read bytes {offset} to {offset + length} of {path}, found that they could not be "
-                f"({error}): look at the drive behind ZEROFX_NVME_DIR"
+                f"({error}): look at the drive of ZEROFX_NVME_DIR"
             ) from error
         if moved < length:
             raise TierError(
                 f"expected {length} bytes at {offset} of {path}, found that the file ends at {offset + moved} bytes: "
                 f"something has cut it short; let no other program write to ZEROFX_NVME_DIR, and look at the drive"
             )
-        found = xxhash.xxh3_64_intdigest(view[:length])
-        if found != expected:
+        digest = xxhash.xxh3_64_intdigest(view[:length])
+        if digest != expected:
             raise TierError(
                 f"expected the hash {expected:016x} of bytes {offset} to {offset + length} of {path}, found "
-                f"{found:016x}: they are not what was written; let no other program write to ZEROFX_NVME_DIR, and look "
-                f"at the drive"
+                f"{digest:016x}: they are not what was written; let no other program write to ZEROFX_NVME_DIR, and "
+                f"look at the drive"
             )
 
     def _move(self, part: Part, flags: int, call: Callable[..., int], view: memoryview, offset: int) -> int:
@@ -253,6 +253,6 @@ def _hash_block(
 def _write_failure(path: Path, offset: int, length: int, error: OSError) -> str:
     text = f"expected to write bytes {offset} to {offset + length} of {path}, found that they could not be ({error})"
     if error.errno not in _NO_ROOM:
-        return f"{text}: look at the drive behind ZEROFX_NVME_DIR"
+        return f"{text}: look at the drive of ZEROFX_NVME_DIR"
     free = format_bytes(shutil.disk_usage(path.parent).free)
     return f"{text}, with {free} free: free some, or set ZEROFX_NVME_DIR to other drives or to more of them"

@@ -1,6 +1,6 @@
 """The folders that the nvme tier keeps its files in: checked, locked, and cleared of what killed processes have left.
 
-Each process makes a folder of its own in every folder that ``ZEROFX_NVME_DIR`` names, and beside it a file that is
+Each process makes a folder of its own in every folder that ``ZEROFX_NVME_DIR`` names, and next to it a file that is
 locked for as long as the process lives. So jobs share a drive without touching each other's files, and what has no lock
 on it any more was left by a process that is gone. What other users have left is not touched, and files are reached
 through the open folder, whatever becomes of its name.
@@ -127,7 +127,7 @@ def _bytes_in(parent: int, name: str) -> int:
     folder = os.open(name, _FOLDER, dir_fd=parent)
     try:
         names = os.listdir(folder)
-        return sum(512 * os.stat(one, dir_fd=folder, follow_symlinks=False).st_blocks for one in names)
+        return sum(512 * os.stat(file, dir_fd=folder, follow_symlinks=False).st_blocks for file in names)
     finally:
         os.close(folder)
 
@@ -137,8 +137,8 @@ def _remove_own(process: int, path: Path, folder: int, lock: int) -> None:
     if os.getpid() != process:
         return
     with contextlib.suppress(OSError), own_folder(path.parent, shared=True) as parent:
-        found = os.stat(path.name, dir_fd=parent, follow_symlinks=False)
-        if os.path.samestat(found, os.fstat(folder)):  # and nobody else's that has been put in its place
+        at_path = os.stat(path.name, dir_fd=parent, follow_symlinks=False)
+        if os.path.samestat(at_path, os.fstat(folder)):  # and nobody else's that has been put in its place
             _remove_folder(parent, path.name)
     os.close(folder)
     os.close(lock)

@@ -1,4 +1,4 @@
-"""Pins blocks of the host's memory, so that a CUDA device copies from and to them beside computation.
+"""Pin blocks of the host's memory, so that copies from and to a CUDA device overlap with computation.
 
 Torch's own pinned memory is not for blocks that are counted: its allocator rounds each up to a power of two
 (``aten/src/ATen/core/CachingHostAllocator.h``), almost twice what was asked for at the worst, and keeps what is freed.

@@ -1,4 +1,4 @@
-"""Tensors in slower tiers: copied out and back beside computation, and counted.
+"""Tensors in slower tiers: copies out and back overlap with computation, and bytes are counted.
 
 Bytes are counted where the plan counts them: from the start of a copy, and until the last name for what is stored goes.
 A copy to or from nvme passes through a block on the host. Everything is counted and given back on the thread that runs
@@ -42,7 +42,7 @@ class Lease(Generic[P]):
 
     def used_by(self, copy: Copy) -> None:
         """``copy`` reads or writes the place, on CUDA perhaps still when the last name for it goes."""
-        self._copies = [*(one for one in self._copies if one.under_way), copy]
+        self._copies = [*(earlier for earlier in self._copies if earlier.under_way), copy]
 
     def landed(self) -> None:
         """Block until no copy reads or writes the place any more."""
@@ -187,7 +187,7 @@ class Tiers:
 
         It runs on a thread of its own, so that what it allocates does not count as the device's on a CPU machine.
         """
-        given = [one.tensor if isinstance(one, Stored) else one for one in inputs]
+        given = [value.tensor if isinstance(value, Stored) else value for value in inputs]
         try:
             return self._host_worker().submit(_without_gradients, function, given).result()
         finally:
@@ -200,9 +200,9 @@ class Tiers:
         """
         given = list(inputs)
         inputs.clear()
-        for one in given:
-            if isinstance(one, Stored):
-                one.count_copy()
+        for value in given:
+            if isinstance(value, Stored):
+                value.count_copy()
         self._later[bucket] = self._host_worker().submit(_when_landed, function, given)
 
     def settle_host(self, bucket: int) -> None:
@@ -320,8 +320,8 @@ class Tiers:
 
 def _pending(result: T, *finish: Callable[[], object]) -> Pending[T]:
     def finish_all(_source: object) -> T:
-        for one in finish:
-            one()
+        for wait in finish:
+            wait()
         return result
 
     return Pending(result, finish_all)
@@ -333,10 +333,10 @@ def _without_gradients(function: Callable[[list[Any]], object], inputs: list[Any
 
 
 def _when_landed(function: Callable[[list[Any]], object], inputs: list[Any]) -> None:
-    for one in inputs:
-        if isinstance(one, Stored):
-            one.lease.landed()
-    given = [one.tensor if isinstance(one, Stored) else one for one in inputs]
+    for value in inputs:
+        if isinstance(value, Stored):
+            value.lease.landed()
+    given = [value.tensor if isinstance(value, Stored) else value for value in inputs]
     inputs.clear()
     _without_gradients(function, given)
 
