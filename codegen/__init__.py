@@ -1,1 +1,1 @@
-"""From a step graph to code: regions, the emitted file, and the compiler behind it."""
+"""From a step graph to code: regions, the emitted file, and compiled regions."""

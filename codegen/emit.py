@@ -153,7 +153,7 @@ def _statements(region: Region) -> list[_Statement]:
     """The region's lines; an operator with several outputs and the getitems that name them are one."""
     members = set(region.nodes)
     read = {source for node in region.nodes for source in node.all_input_nodes} | set(region.outputs)
-    found = []
+    statements = []
     for node in region.nodes:
         fake = value(node)
         if node.target is operator.getitem and not is_free_view(node):
@@ -163,10 +163,10 @@ def _statements(region: Region) -> list[_Statement]:
             for user in node.users:
                 if user in members and isinstance(user.args[1], int):
                     names[user.args[1]] = user
-            found.append(_Statement(node, tuple(names), unpacks=True))
+            statements.append(_Statement(node, tuple(names), unpacks=True))
         else:
-            found.append(_Statement(node, (node,) if node in read else (), unpacks=False))
-    return found
+            statements.append(_Statement(node, (node,) if node in read else (), unpacks=False))
+    return statements
 
 
 def _dying(region: Region, statements: Sequence[_Statement]) -> dict[int, list[fx.Node]]:
@@ -231,18 +231,18 @@ def _last_instruction(step: StepGraph, instructions: Sequence[Instruction]) -> d
     last: dict[fx.Node, int] = {}
     for index, instruction in enumerate(instructions):
         if isinstance(instruction, Event):
-            made, read = [instruction.node], instruction.node.all_input_nodes
+            outputs, read = [instruction.node], instruction.node.all_input_nodes
             if value(instruction.node) is None:
-                made = []
+                outputs = []
         else:
-            made, read = list(instruction.outputs), list(instruction.inputs)
-        last.update(dict.fromkeys((n for n in (*made, *read) if n.op != "placeholder"), index))
+            outputs, read = list(instruction.outputs), list(instruction.inputs)
+        last.update(dict.fromkeys((n for n in (*outputs, *read) if n.op != "placeholder"), index))
     for node in step.output.all_input_nodes:
         last.pop(node, None)
-    found: dict[int, list[fx.Node]] = {}
+    dying: dict[int, list[fx.Node]] = {}
     for node, index in last.items():
-        found.setdefault(index, []).append(node)
-    return found
+        dying.setdefault(index, []).append(node)
+    return dying
 
 
 def _event(node: fx.Node, names: Mapping[fx.Node, str], dead: tuple[str, ...], note: str) -> Call:
@@ -272,11 +272,11 @@ def _arguments(node: fx.Node, local: Mapping[fx.Node, str]) -> tuple[tuple[Any, 
         if isinstance(given, fx.Node):
             return Name(local[given])
         if isinstance(given, list | tuple):
-            items = [named(one) for one in given]
+            items = [named(item) for item in given]
             return items if isinstance(given, list) else tuple(items)
         return given
 
-    return tuple(map(named, node.args)), tuple((key, named(one)) for key, one in node.kwargs.items())
+    return tuple(map(named, node.args)), tuple((key, named(argument)) for key, argument in node.kwargs.items())
 
 
 def _fresh(node: fx.Node, counts: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""What it takes to compile and to run the distinct regions of a step, without the graph that they were cut from."""
+"""Facts about a step's distinct regions, enough to compile and run them without the graph."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def region_facts(regions: Sequence[Region], *, with_updates: bool) -> tuple[Regi
     equal: dict[str, list[Region]] = {}
     for region in regions:
         equal.setdefault(region.key, []).append(region)
-    return tuple(_facts(key, found, with_dying=with_updates) for key, found in equal.items())
+    return tuple(_facts(key, alike, with_dying=with_updates) for key, alike in equal.items())
 
 
 def _facts(key: str, equal: Sequence[Region], *, with_dying: bool) -> RegionFacts:
@@ -69,8 +69,8 @@ def _dying(region: Region) -> frozenset[int]:
 def _readers(node: fx.Node) -> list[fx.Node]:
     """All nodes that read the memory of ``node``, under any name."""
     source = storage_source(node)
-    found = consumers(source[0])
-    for reader in found:
+    readers = consumers(source[0])
+    for reader in readers:
         if storage_source(reader) == source:  # it writes there, and hands on the same memory
-            found.extend(further for further in consumers(reader) if further not in found)
-    return found
+            readers.extend(further for further in consumers(reader) if further not in readers)
+    return readers

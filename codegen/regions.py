@@ -66,13 +66,13 @@ Instruction = Region | Event
 def cut(step: StepGraph) -> tuple[Instruction, ...]:
     """The step as a sequence of instructions, in the graph's order."""
     runs = list(_runs(step))
-    home = {node: number for number, run in enumerate(runs) for node in run}
+    run_of = {node: number for number, run in enumerate(runs) for node in run}
     instructions: list[Instruction] = []
     for number, run in enumerate(runs):
         if run[0].target in ops.EVENTS:
             instructions.append(Event(run[0]))
         else:
-            region = _region(step.unit_of(run[0]), run, number, home)
+            region = _region(step.unit_of(run[0]), run, number, run_of)
             if region is not None:
                 instructions.append(region)
     return tuple(instructions)
@@ -126,7 +126,7 @@ def is_free_view(node: fx.Node) -> bool:
     return True
 
 
-def _region(unit: str, run: list[fx.Node], number: int, home: dict[fx.Node, int]) -> Region | None:
+def _region(unit: str, run: list[fx.Node], number: int, run_of: dict[fx.Node, int]) -> Region | None:
     work = [node for node in run if not is_free_view(node)]
     if not work:
         return None
@@ -140,14 +140,14 @@ def _region(unit: str, run: list[fx.Node], number: int, home: dict[fx.Node, int]
             for source in node.all_input_nodes:
                 require(source)
             nodes[node] = None
-        elif home.get(node) != number:
+        elif run_of.get(node) != number:
             inputs[node] = None
 
     for node in work:
         for source in node.all_input_nodes:
             require(source)
         nodes[node] = None
-    outputs = [node for node in work if not _is_tuple(node) and _used_outside(node, number, home)]
+    outputs = [node for node in work if not _is_tuple(node) and _used_outside(node, number, run_of)]
     region = Region(tuple(run), tuple(nodes), tuple(inputs), tuple(outputs), unit, origin(work[0]))
     return replace(region, key=_key(region))
 
@@ -156,10 +156,10 @@ def _is_tuple(node: fx.Node) -> bool:
     return isinstance(value(node), list | tuple)
 
 
-def _used_outside(node: fx.Node, number: int, home: dict[fx.Node, int]) -> bool:
+def _used_outside(node: fx.Node, number: int, run_of: dict[fx.Node, int]) -> bool:
     """Whether another region or event reads ``node``, itself or through views."""
     return any(
-        _used_outside(user, number, home) if is_free_view(user) else home.get(user) != number for user in node.users
+        _used_outside(user, number, run_of) if is_free_view(user) else run_of.get(user) != number for user in node.users
     )
 
 

@@ -1,4 +1,4 @@
-"""Run the text of an emitted file."""
+"""Load an emitted file from its text."""
 
 from __future__ import annotations
 

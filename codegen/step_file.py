@@ -1,4 +1,4 @@
-"""An emitted file as data, the text that is written from it, and how it is read from disk.
+"""An emitted file as data: written as Python text, and written to and read from JSON.
 
 A file that is kept for the next run is kept as this data, never as text. What is read can say no more than what is
 written here: call operators of torch and of zerofx, methods of the runtime and the file's own regions, on names and
@@ -127,10 +127,10 @@ class StepFile:
             NotStorableError: an argument has no text.
         """
         regions = [
-            [key, one.name, one.num_inputs, list(map(_call_data, one.calls)), one.outputs]
-            for key, one in self.regions.items()
+            [key, region.name, region.num_inputs, list(map(_call_data, region.calls)), region.outputs]
+            for key, region in self.regions.items()
         ]
-        body = [one if isinstance(one, str) else _line_data(one) for one in self.body]
+        body = [line if isinstance(line, str) else _line_data(line) for line in self.body]
         return [self.header, regions, self.state, self.batch, body, self.outputs]
 
     @staticmethod
@@ -142,15 +142,15 @@ class StepFile:
         """
         header, regions, state, batch, body, outputs = data
         read = {
-            _key(key): RegionText(_name(name), int(count), tuple(map(_call_of, calls)), _names(made))
-            for key, name, count, calls, made in regions
+            _key(key): RegionText(_name(name), int(count), tuple(map(_call_of, calls)), _names(outputs))
+            for key, name, count, calls, outputs in regions
         }
         functions = frozenset(region.name for region in read.values())
         if len(functions) != len(read):
             raise ValueError("regions of one name")
         return StepFile(
             str(header), read, _taken(state), _taken(batch),
-            tuple(one if isinstance(one, str) else _line_of(one, functions) for one in body), _names(outputs),
+            tuple(line if isinstance(line, str) else _line_of(line, functions) for line in body), _names(outputs),
         )  # fmt: skip
 
 
@@ -240,8 +240,8 @@ def wrapped(line: str) -> list[str]:
 
 
 def _call_data(call: Call) -> list[Any]:
-    args = [encoded(one) for one in call.args]
-    keywords = [[key, encoded(one)] for key, one in call.keywords]
+    args = [encoded(argument) for argument in call.args]
+    keywords = [[key, encoded(argument)] for key, argument in call.keywords]
     return [call.function, args, keywords, call.targets, call.unpacks, call.dead, call.note]
 
 
@@ -263,7 +263,7 @@ def _call_of(data: list[Any]) -> Call:
     function, args, keywords, targets, unpacks, dead, note = data
     if function and function != ITEM and function not in _EVENTS:
         named_operator(function, _NAMESPACES)
-    given = tuple((Name(key).text, decoded(one)) for key, one in keywords)
+    given = tuple((Name(key).text, decoded(argument)) for key, argument in keywords)
     return Call(function, tuple(map(decoded, args)), given, _names(targets), bool(unpacks), _names(dead), str(note))
 
 

@@ -1,4 +1,4 @@
-"""What a pass is, and what the pipeline reports of one."""
+"""The protocol of a pass, and the report that the pipeline makes of one."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ The sum is taken over slices of buckets, in the order of buckets and then of ran
 all gradients: a slice's sum is taken before slices are gathered again. So the norm has the same bits at every stage and
 with every plan for as many ranks, and gradients are read once by somebody.
 
-Does not handle: delayed updates, which are refused beside it.
+Does not handle: delayed updates, which are refused together with it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Clip:
     def run(self, step: StepGraph, plan: Plan) -> None:
         assert plan.max_grad_norm is not None
         if any(decision.delayed for decision in plan.states):
-            raise PlanError("expected no delayed updates beside max_grad_norm, found some: make the plan anew")
+            raise PlanError("expected no delayed updates together with max_grad_norm, found some: make the plan anew")
         squares: dict[int, fx.Node] = {}
         for decision in plan.reduces:
             bucket = self.layout.buckets[decision.bucket]

@@ -1,4 +1,4 @@
-"""Let matrix products write straight into the place that their result is copied to.
+"""Let matrix products write into the buffers that their results would be copied to.
 
     grads_0 = empty_gradients(0, ...)                 grads_0 = empty_gradients(0, ...)
     gw = mm(gy, x)                                    slot = as_strided(grads_0, ...)
@@ -60,11 +60,11 @@ class Direct:
 def _fits(slot: fx.Node, product: fx.Node) -> bool:
     """Whether ``slot`` is a place in a gradient buffer with the layout of ``product``, which nothing else writes to."""
     buffer = slot.args[0]
-    made, place = value(product), value(slot)
+    result, place = value(product), value(slot)
     return (
         slot.target is _aten.as_strided.default
         and isinstance(buffer, fx.Node)
         and buffer.target is ops.empty_gradients
         and len(slot.users) == 1
-        and (made.dtype, made.shape, made.stride()) == (place.dtype, place.shape, place.stride())
+        and (result.dtype, result.shape, result.stride()) == (place.dtype, place.shape, place.stride())
     )

@@ -1,4 +1,4 @@
-"""Divide what is outside repeated layers into pieces, each with its own menu of what to keep.
+"""Divide the nodes outside repeated layers into pieces, whose activations are decided on one by one.
 
     forward                                 forward
     a = tanh(mm(x, w1))                     a = tanh(mm(x, w1))                  # of the piece "mm to tanh"

@@ -1,4 +1,4 @@
-"""Let gradients wait for the next micro-batch in a slower tier.
+"""Move gradients to a slower tier between micro-batches.
 
     backward of micro-batch 0                   backward of micro-batch 0
     grads_0 = empty_gradients(0, ...)           grads_0 = empty_gradients(0, ...)
@@ -45,10 +45,10 @@ class Gradients:
 
     def run(self, step: StepGraph, plan: Plan) -> None:
         by_name = step.by_name()
-        made = {node.args[0]: node for node in step.calls() if node.target is ops.empty_gradients}
+        empty = {node.args[0]: node for node in step.calls() if node.target is ops.empty_gradients}
         for decision in plan.gradients:
-            _check(step, decision, [index for index in made if isinstance(index, int)])
-            buffer = made[decision.bucket]
+            _check(step, decision, [index for index in empty if isinstance(index, int)])
+            buffer = empty[decision.bucket]
             last = self._move(step, decision, buffer, by_name)
             if step.reduced.get(decision.bucket) is buffer:
                 step.reduced[decision.bucket] = last
@@ -101,6 +101,6 @@ def _writes(buffer: fx.Node, num_micro_batches: int, num_slots: int) -> list[lis
     """What writes gradients to a buffer, in order, by micro-batch."""
     written = sorted(node for node in consumers(buffer) if mutated_inputs(node))
     # At stage 0 the buffer is reduced, divided and gathered where it lies.
-    found = list(itertools.takewhile(lambda node: node.target not in ops.REDUCTIONS, written))
-    assert len(found) == num_micro_batches * num_slots, "each micro-batch writes every slot once"
-    return [found[start : start + num_slots] for start in range(0, len(found), num_slots)]
+    summed = list(itertools.takewhile(lambda node: node.target not in ops.REDUCTIONS, written))
+    assert len(summed) == num_micro_batches * num_slots, "each micro-batch writes every slot once"
+    return [summed[start : start + num_slots] for start in range(0, len(summed), num_slots)]

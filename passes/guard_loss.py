@@ -1,4 +1,4 @@
-"""Have a step end before its first update where a loss is not finite.
+"""End a step before its first update if a loss is not finite.
 
     loss = mean(losses)                          loss = mean(losses)
     ...                                          ...

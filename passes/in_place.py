@@ -1,4 +1,4 @@
-"""Mark the gathers that ranks which share memory may read where the slices lie.
+"""Mark the gathers that need no copy where ranks share memory: their slices are read in place.
 
     gather_0 = all_gather(shard_0, 0, 2)        |   gather_0 = all_gather(shard_0, 0, 2, in_place=True)
     full_0 = wait(gather_0)                     |   full_0 = wait(gather_0)
@@ -56,12 +56,12 @@ def gathers_of_lasting_slices(step: StepGraph) -> list[fx.Node]:
         for node in step.calls()
         if node.target is ops.reduce_scatter and tensors_of(node)[0].numel()
     ]
-    found: list[fx.Node] = []
+    lasting: list[fx.Node] = []
     for shard in step.placeholders(Role.SHARD):
         gathers = [user for user in shard.users if user.target is ops.all_gather]
         if _last(shard, gathers, order, reductions):
-            found += gathers
-    return found
+            lasting += gathers
+    return lasting
 
 
 def _last(
@@ -79,4 +79,4 @@ def _last(
 
 
 def _writes(node: fx.Node, stored: fx.Node) -> bool:
-    return any(storage_source(one) == storage_source(stored) for one in mutated_inputs(node))
+    return any(storage_source(mutated) == storage_source(stored) for mutated in mutated_inputs(node))

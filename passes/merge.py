@@ -1,4 +1,4 @@
-"""Start several gathers as one collective, where latency takes longer than bytes do.
+"""Coalesce gathers: start several as one collective where latency takes longer than the bytes.
 
     gather_1 = all_gather(shard_1, 1, 2)        |   gather_1 = all_gather(shard_1, 1, 2, 1)
     y = mm(x, w0)                               |   gather_2 = all_gather(shard_2, 2, 2)    # both start here
@@ -36,11 +36,11 @@ class Merge:
             if len(numbers) == 1:
                 continue
             gathers = [tasks[Task(Job.GATHER, number)] for number in numbers]
-            for behind, node in zip(reversed(range(len(gathers))), gathers, strict=True):
+            for num_following, node in zip(reversed(range(len(gathers))), gathers, strict=True):
                 shard = node.args[0]
                 if not isinstance(shard, fx.Node) or shard.op != "placeholder":
                     raise PlanError(f"the plan merges {node.name} with others, whose slice has to be copied up first")
-                if behind:
-                    node.args = (*node.args[:3], behind)
+                if num_following:
+                    node.args = (*node.args[:3], num_following)
             for node, follower in itertools.pairwise(gathers):
                 node.append(follower)

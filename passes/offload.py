@@ -1,4 +1,4 @@
-"""Let activations wait for backward in a slower tier.
+"""Offload activations to a slower tier between forward and backward.
 
     forward                                 forward
     a = relu(x)                             a = relu(x)
@@ -76,11 +76,11 @@ def _places(step: StepGraph, decisions: Sequence[OffloadDecision]) -> list[_Plac
     """
     order = step.positions()
     by_name = step.by_name()
-    found = [_place(step, decision, order, by_name) for decision in decisions]
-    twice = {place.value for place in found}
-    if len(twice) < len(found):
+    places = [_place(step, decision, order, by_name) for decision in decisions]
+    twice = {place.value for place in places}
+    if len(twice) < len(places):
         raise PlanError("expected a plan that offloads a value once, found one that is offloaded twice")
-    return found
+    return places
 
 
 def _place(
@@ -111,7 +111,7 @@ def _place(
     )
     if not order[place.issue] <= order[place.free] < order[place.reload] <= order[place.first]:
         raise PlanError(
-            f"expected {node.name} to be copied out behind {last.name}, freed behind {decision.free_after}, copied "
+            f"expected {node.name} to be copied out after {last.name}, freed after {decision.free_after}, copied "
             f"back before {decision.reload_before} and read by {backward[0].name}, in this order and with a unit's run "
             f"between the two in the middle; found another order: make the plan anew"
         )
@@ -140,17 +140,17 @@ def _copy_out(step: StepGraph, places: Sequence[_Place]) -> dict[fx.Node, fx.Nod
     # Copies start before others are awaited at the same place, so that they run meanwhile.
     for place in places:
         out = (place.value, place.decision.tier)
-        added = _behind(step, tails, place.issue, place.value, ops.offload, out, f"offload_{place.value.name}")
+        added = _after(step, tails, place.issue, place.value, ops.offload, out, f"offload_{place.value.name}")
         pending[place.value] = set_tier(added, place.decision.tier)
     stored = {}
     for place in places:
         args = (pending[place.value], place.value)
-        added = _behind(step, tails, place.free, place.value, ops.wait, args, f"stored_{place.value.name}")
+        added = _after(step, tails, place.free, place.value, ops.wait, args, f"stored_{place.value.name}")
         stored[place.value] = set_tier(added, place.decision.tier)
     return stored
 
 
-def _behind(
+def _after(
     step: StepGraph,
     tails: dict[fx.Node, fx.Node],
     anchor: fx.Node,

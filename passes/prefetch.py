@@ -1,4 +1,4 @@
-"""Issue gathers, and copies of slices from slower tiers, ahead of their use: they run beside the computation before it.
+"""Issue gathers, and copies from slower tiers, ahead of their use, so that they overlap with computation.
 
     y = mm(x, w0)                           gather_1 = all_gather(shard_1)
     gather_1 = all_gather(shard_1)          y = mm(x, w0)

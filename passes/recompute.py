@@ -13,7 +13,7 @@
 The plan says which forward values are *kept*; whatever else backward reads is computed again from kept values and
 placeholders, just before its first reader, once. The operators are the same on the same inputs, so the bits are too.
 What backward has computed already by then, and needs only after that reader, is put off until it is needed: it would
-lie beside all that is computed again. Not in a plan that offloads: copies come back where a layer's backward begins.
+lie next to all that is recomputed. Not in a plan that offloads: copies come back where a layer's backward begins.
 
 Does not handle: random operators. Their outputs are never computed again: the plan keeps them, and the pass refuses a
 plan that does not.
@@ -64,38 +64,38 @@ def recompute(step: StepGraph, dropped: frozenset[str], extra: frozenset[str]) -
     """Recompute the values named in ``dropped`` from what backward reads otherwise, and from ``extra``."""
     if not dropped:
         return
-    kept = {node for node in crossing_values(step) if node.name not in dropped}
-    kept |= {node for node in step.calls() if node.name in extra}
+    saved = {node for node in crossing_values(step) if node.name not in dropped}
+    saved |= {node for node in step.calls() if node.name in extra}
     copies: dict[fx.Node, fx.Node] = {}
     backward = [node for node in step.calls() if origin(node).phase is Phase.BACKWARD]
     for reader in backward:
         for source in reader.all_input_nodes:
             if source.op == "call_function" and origin(source).phase is Phase.FORWARD:
-                replacement = _again(step, source, kept, copies, reader)
+                replacement = _again(step, source, saved, copies, reader)
                 if replacement is not source:
                     reader.replace_input_with(source, replacement)
     step.graph.eliminate_dead_code()
 
 
 def _again(
-    step: StepGraph, node: fx.Node, kept: set[fx.Node], copies: dict[fx.Node, fx.Node], reader: fx.Node
+    step: StepGraph, node: fx.Node, saved: set[fx.Node], copies: dict[fx.Node, fx.Node], reader: fx.Node
 ) -> fx.Node:
     """``node`` as ``reader`` can have it: itself if kept, else a copy before ``reader`` that later ones share."""
     pending = [node]
     while pending:
         current = pending[-1]
-        if current in copies or _available(current, kept):
+        if current in copies or _available(current, saved):
             pending.pop()
             continue
-        missing = [s for s in current.all_input_nodes if s not in copies and not _available(s, kept)]
+        missing = [s for s in current.all_input_nodes if s not in copies and not _available(s, saved)]
         if missing:
             pending.extend(missing)
             continue
         pending.pop()
         copies[current] = _copy(step, current, copies, reader)
-        # The names of an operator's outputs stay beside it: a tuple does not cross a region's border.
+        # The names of an operator's outputs stay next to it: a tuple does not cross a region's border.
         for user in current.users:
-            if user.target is operator.getitem and user not in kept and not is_view(current):
+            if user.target is operator.getitem and user not in saved and not is_view(current):
                 copies[user] = _copy(step, user, copies, reader)
     return copies.get(node, node)
 
@@ -136,17 +136,17 @@ def _freed_bytes(node: fx.Node) -> int:
 
 def _names_of(node: fx.Node) -> list[fx.Node]:
     """The views and outputs that are named from ``node`` on, in order."""
-    found: set[fx.Node] = set()
+    aliases: set[fx.Node] = set()
     pending = [node]
     while pending:
         views = [user for user in pending.pop().users if is_view(user) or user.target is operator.getitem]
         pending.extend(views)
-        found.update(views)
-    return sorted(found)
+        aliases.update(views)
+    return sorted(aliases)
 
 
-def _available(node: fx.Node, kept: set[fx.Node]) -> bool:
-    return node in kept or node.op == "placeholder" or origin(node).phase is Phase.BACKWARD
+def _available(node: fx.Node, saved: set[fx.Node]) -> bool:
+    return node in saved or node.op == "placeholder" or origin(node).phase is Phase.BACKWARD
 
 
 def _copy(step: StepGraph, node: fx.Node, copies: dict[fx.Node, fx.Node], reader: fx.Node) -> fx.Node:

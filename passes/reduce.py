@@ -78,8 +78,8 @@ class Reduce:
             if bucket.trainable
         }
 
-        def place(behind: str | None) -> fx.Node:
-            return end_of_unit(step, tails.behind(named(by_name, behind))) if behind else step.output.prev
+        def place(node_name: str | None) -> fx.Node:
+            return end_of_unit(step, tails.after(named(by_name, node_name))) if node_name else step.output.prev
 
         for decision in plan.reduces:
             bucket = self.layout.buckets[decision.bucket]
@@ -97,7 +97,7 @@ class _Tails:
     def __init__(self) -> None:
         self._last: dict[fx.Node, fx.Node] = {}
 
-    def behind(self, node: fx.Node) -> fx.Node:
+    def after(self, node: fx.Node) -> fx.Node:
         anchor = node.args[0] if node.target is operator.getitem else node
         assert isinstance(anchor, fx.Node)
         return self._last.setdefault(anchor, after(anchor))
@@ -115,7 +115,7 @@ def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[list[tuple[fx.No
     if turns:
         buffer_bytes = bucket.numel * bucket.compute_dtype.itemsize
         _put_off(step, first, [gradient for gradient, _ in members[0][1:]], buffer_bytes)
-    with graph.inserting_before(tails.behind(first).next if turns else start_of_unit(step, first)):
+    with graph.inserting_before(tails.after(first).next if turns else start_of_unit(step, first)):
         buffer = insert_call(
             graph, ops.empty_gradients, (bucket.index, bucket.numel), Origin(bucket.name, Phase.BACKWARD),
             {"dtype": bucket.compute_dtype, "device": torch.device(step.device.type)},
@@ -127,7 +127,7 @@ def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[list[tuple[fx.No
     sums = [(_aten.add_.Tensor, *member) for later in members[1:] for member in later]
     for write, gradient, slot in (*copies, *sums):
         where = Origin(origin(gradient).layer, Phase.BACKWARD)
-        with graph.inserting_after(max(tails.behind(gradient), buffer)):  # nodes compare by their place in the graph
+        with graph.inserting_after(max(tails.after(gradient), buffer)):  # nodes compare by their place in the graph
             place = (buffer, list(slot.shape), list(slot.stride), slot.offset)
             fake = step.fake_view(buffer, slot.shape, slot.stride, slot.offset)
             view = insert_call(graph, _aten.as_strided.default, place, where, fake=fake)
@@ -156,15 +156,15 @@ def _put_off(step: StepGraph, gradient: fx.Node, others: list[fx.Node], buffer_b
     """Compute a weight's gradient later, when more has died where its buffer is made.
 
     After what else reads the same values, they die with it. Where the rest of the run holds little and leaves next to
-    nothing, it goes to the run's end, after the releases there: a gathered weight is then not there beside its
+    nothing, it goes to the run's end, after the releases there: a gathered weight is then not there next to its
     gradient. ``others`` are the bucket's other gradients, which need the buffer as well.
     """
     order = step.positions()
     if gradient.target is operator.getitem or is_random(gradient):
         return
     read = {storage_source(source) for source in gradient.all_input_nodes}
-    made = [storage for storage in read if origin(storage[0]).phase is Phase.BACKWARD]
-    readers = [r for s in made for r in consumers(s[0]) if any(storage_source(n) == s for n in r.all_input_nodes)]
+    inputs = [storage for storage in read if origin(storage[0]).phase is Phase.BACKWARD]
+    readers = [r for s in inputs for r in consumers(s[0]) if any(storage_source(n) == s for n in r.all_input_nodes)]
     last = max(readers, key=order.__getitem__, default=gradient)
     end = end_of_unit(step, gradient)
     rest = [node for node in order if order[last] < order[node] <= order[end] and node is not gradient]
@@ -185,11 +185,11 @@ def _held_and_left(nodes: list[fx.Node]) -> tuple[int, int]:
     dying: Counter[int] = Counter()
     live = most = 0
     for number, node in enumerate(nodes):
-        made, readers = _made_bytes(node), consumers(node)
-        live += made
+        allocated, readers = _made_bytes(node), consumers(node)
+        live += allocated
         most = max(most, live)
         if all(reader in position for reader in readers):
-            dying[max((position[reader] for reader in readers), default=number)] += made
+            dying[max((position[reader] for reader in readers), default=number)] += allocated
         live -= dying[number]
     return most, live
 
@@ -236,18 +236,18 @@ def _finish(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, starte
 
 
 def _await_sums(step: StepGraph, plan: Plan, layout: BucketLayout, place: Callable[[str | None], fx.Node]) -> None:
-    """Await what stage 0 gathers of its sums; ``place`` gives the node that a decision's is behind."""
+    """Await what stage 0 gathers of its sums; ``place`` gives the node that a decision's comes after."""
     gathers = {decision.wait_after: step.reduced[decision.bucket] for decision in plan.reduces}
     awaited: list[fx.Node] = []
     for decision in plan.reduces:
         gather = step.reduced[decision.bucket]
         # What is gathered starts before anything gathered earlier is awaited. Nodes compare by their place.
-        behind = [gather, *awaited[-1:]]
+        earlier = [gather, *awaited[-1:]]
         if decision.gathered_after in gathers:
-            behind.append(gathers[decision.gathered_after])
+            earlier.append(gathers[decision.gathered_after])
         elif decision.gathered_after != "":
-            behind.append(place(decision.gathered_after))
-        anchor = max(behind)
+            earlier.append(place(decision.gathered_after))
+        anchor = max(earlier)
         while _goes_first(anchor.next):
             anchor = anchor.next
         bucket = layout.buckets[decision.bucket]
@@ -259,5 +259,5 @@ def _await_sums(step: StepGraph, plan: Plan, layout: BucketLayout, place: Callab
 
 def _goes_first(node: fx.Node) -> bool:
     """Whether a node is what goes before an update in its place: a release frees memory, and what is started runs
-    beside the update."""
+    next to the update."""
     return node.target in (ops.release, *ops.REDUCTIONS)

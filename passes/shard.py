@@ -73,12 +73,12 @@ def parameter_tier(plan: Plan, bucket: Bucket) -> Tier:
     Raises:
         PlanError: the plan says what cannot be.
     """
-    found = [decision for decision in plan.parameters if decision.bucket == bucket.index]
-    tier = next((tier for tier in TIERS if found and tier == found[0].tier), DEVICE)
-    if found and (len(found) > 1 or tier == DEVICE or plan.stage != 3):
+    decisions = [decision for decision in plan.parameters if decision.bucket == bucket.index]
+    tier = next((tier for tier in TIERS if decisions and tier == decisions[0].tier), DEVICE)
+    if decisions and (len(decisions) > 1 or tier == DEVICE or plan.stage != 3):
         raise PlanError(
             f"expected at most one decision about the parameters of {bucket.name}, with tier host or nvme and at stage "
-            f"3; found {found} at stage {plan.stage}: make the plan anew"
+            f"3; found {decisions} at stage {plan.stage}: make the plan anew"
         )
     return tier
 

@@ -62,30 +62,30 @@ def tile(step: StepGraph, decisions: Sequence[TileDecision]) -> None:
     heads = {head.product.name: head for head in find_heads(step)}
     chains = {chain.product.name: chain for chain in find_chains(step)}
     for decision in decisions:
-        found = heads.get(decision.value) or chains.get(decision.value)
-        if isinstance(found, Chain) and not found.is_current:
+        target = heads.get(decision.value) or chains.get(decision.value)
+        if isinstance(target, Chain) and not target.is_current:
             # It reads what another's tiles were joined to.
             chains = {chain.product.name: chain for chain in find_chains(step)}
-            found = chains.get(decision.value)
-        if found is None or not 2 <= decision.num_tiles <= _most_tiles(found, decision):
+            target = chains.get(decision.value)
+        if target is None or not 2 <= decision.num_tiles <= _most_tiles(target, decision):
             raise PlanError(
                 f"expected a plan to tile logits of this graph ({', '.join(heads) or 'there are none'}), or large "
                 f"values between operators ({', '.join(chains) or 'there are none'}), into 2 tiles up to one for each "
                 f"row, found {decision.value} into {decision.num_tiles} over {decision.over}"
             )
-        if isinstance(found, LossHead) and decision.over == "classes":
-            tile_classes(step, found, decision.num_tiles)
-        elif isinstance(found, LossHead):
-            _Tiler(step, found).run(decision.num_tiles)
+        if isinstance(target, LossHead) and decision.over == "classes":
+            tile_classes(step, target, decision.num_tiles)
+        elif isinstance(target, LossHead):
+            _Tiler(step, target).run(decision.num_tiles)
         else:
-            tile_chain(step, found, decision.num_tiles)
+            tile_chain(step, target, decision.num_tiles)
     step.graph.eliminate_dead_code()
 
 
-def _most_tiles(found: LossHead | Chain, decision: TileDecision) -> int:
+def _most_tiles(target: LossHead | Chain, decision: TileDecision) -> int:
     if decision.over == "rows":
-        return found.num_rows
-    return found.num_classes if isinstance(found, LossHead) and found.has_classes else 0
+        return target.num_rows
+    return target.num_classes if isinstance(target, LossHead) and target.has_classes else 0
 
 
 class _Tiler:

@@ -1,4 +1,4 @@
-"""Put the optimizer into the graph: update a bucket as soon as its reduced gradient is there.
+"""Add the optimizer to the graph: each bucket is updated as soon as its reduced gradient exists.
 
     grad_0 = wait(reduce_0, grads_0)        grad_0 = wait(reduce_0, grads_0)
                                             # hyper_0, made where the step begins: lr and the like of this step
@@ -127,11 +127,11 @@ def _update_bucket(
     master = _placeholder_of(step, Role.MASTER, bucket)
     if master is None and on_host and not away:
         master = add_master(step, bucket, local)
-    kept = _add_states(step, bucket, program, local) | ({} if master is None else {"param": master})
-    for node in kept.values():
+    stored = _add_states(step, bucket, program, local) | ({} if master is None else {"param": master})
+    for node in stored.values():
         set_tier(node, DEVICE if decision is None else decision.tier)
     if master is None and away:
-        kept["param"] = low
+        stored["param"] = low
     delayed = _add_delayed(step, bucket, local) if decision is not None and decision.delayed else {}
     scalars = _add_scalars(step, bucket, program)
     reduced = step.reduced[bucket.index]
@@ -146,18 +146,18 @@ def _update_bucket(
     if decision is not None and decision.behind is not None:
         # Where that bucket's buffers are free only after this update's place, there is no time to read ahead.
         free = min(written.get(decision.behind, end.prev), end.prev)
-    placed = PlacedStates(step, bucket, kept, decision, free, start)
+    placed = PlacedStates(step, bucket, stored, decision, free, start)
     with graph.inserting_before(end):
         # What is written to nvme is still being written while the next bucket is updated on the host.
-        beside = [one for one in earlier if one.node < end and on_host and leads_to_nvme(one)]
-        written |= await_copies(step, [one for one in earlier if one.node < end and one not in beside])
-        left = [one for one in earlier if not one.node < end]
+        meanwhile = [reload for reload in earlier if reload.node < end and on_host and leads_to_nvme(reload)]
+        written |= await_copies(step, [reload for reload in earlier if reload.node < end and reload not in meanwhile])
+        left = [reload for reload in earlier if not reload.node < end]
         if delayed:
             assert master is not None, "what is updated on the host, and lives on the device, has a master there"
             insert_call(graph, ops.settle, (bucket.index,), where, name=f"settled_{bucket.index}")
             new = copy_into(step, bucket, low, delayed.get("low", master))
             left.append(copy_into(step, bucket, delayed["grad"], reduced))
-            _update_later(step, bucket, program, kept | scalars | delayed, where)
+            _update_later(step, bucket, program, stored | scalars | delayed, where)
             if full is not None and plan.shards_optimizer:
                 await_copies(step, [new])  # the gather below reads it
                 gathers.append((bucket, _gather_into(step, bucket, full, low)))
@@ -175,7 +175,7 @@ def _update_bucket(
             factor = factor_on_host if on_host else clipping.factor
             set_tier(insert_call(graph, _aten.mul_.Tensor, (grad, factor), where), tier)
         _inline(step, program, {"param": low, **tensors, **scalars, "grad": grad}, where, tier)
-        written |= await_copies(step, beside)
+        written |= await_copies(step, meanwhile)
         if master is not None:
             up = new_values(step, bucket, low, tensors["param"], side)
             if full is not None and plan.shards_optimizer:
@@ -255,20 +255,20 @@ def _add_states(step: StepGraph, bucket: Bucket, program: UpdateProgram, local: 
 
 def _add_scalars(step: StepGraph, bucket: Bucket, program: UpdateProgram) -> dict[str, fx.Node]:
     """The scalar states that a kernel reads on the device, and this step's scalars by the name of the operator."""
-    found = {}
+    scalars = {}
     for scalar in program.scalar_states:
         if scalar.name in program.tensor_scalars:
             assert scalar.dtype is not None, "what a kernel reads on the device is a tensor"
-            found[scalar.name] = step.add_placeholder(
+            scalars[scalar.name] = step.add_placeholder(
                 f"{scalar.name}_{bucket.index}", Placeholder(Role.SCALAR_STATE, scalar.name, bucket.index), (),
                 scalar.dtype,
             )  # fmt: skip
     with step.graph.inserting_after(step.last_placeholder()):
-        found[_HYPER] = insert_call(
+        scalars[_HYPER] = insert_call(
             step.graph, ops.hyperparameters, (bucket.index, program.num_scalars), Origin(bucket.name, Phase.UPDATE),
             name=f"hyper_{bucket.index}",
         )  # fmt: skip
-    return found
+    return scalars
 
 
 def _inline(
@@ -293,11 +293,11 @@ def _inline(
 
 def _readers_of_gathered(shard: fx.Node) -> list[fx.Node]:
     """All nodes that read a slice, or a bucket gathered from it; what starts or awaits a copy or a gather is one."""
-    found = consumers(shard)
-    for node in found:
+    readers = consumers(shard)
+    for node in readers:
         if node.target in (ops.reload, ops.all_gather):
-            found.extend(reader for reader in consumers(node) if reader not in found)
-    return found
+            readers.extend(reader for reader in consumers(node) if reader not in readers)
+    return readers
 
 
 def _placeholder_of(step: StepGraph, role: Role, bucket: Bucket) -> fx.Node | None:

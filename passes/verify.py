@@ -36,7 +36,7 @@ from zerofx.ir.aliasing import mutated_inputs, storage_source
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import DEVICE, Phase, Role, copied_from, delayed_bucket, is_random, origin, placeholder, tier_of
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.streams import num_gathers_behind, runs_on_host, slice_behind
+from zerofx.ir.streams import num_gathers_after, runs_on_host, slice_gathered
 from zerofx.ir.text import target_name
 from zerofx.passes.in_place import gathers_of_lasting_slices
 from zerofx.scheduler.plan.plan import Plan
@@ -88,15 +88,15 @@ def _check_started(step: StepGraph, after: str, node: fx.Node) -> None:
 
 
 def _check_launches(step: StepGraph, after: str) -> None:
-    behind = 0
+    missing = 0
     for node in step.calls():
-        more = num_gathers_behind(node)
-        if behind and (node.target is not ops.all_gather or more != behind - 1):
-            what = f"launches: {node.name} stands where one of {behind} gathers should that start with those before it"
+        more = num_gathers_after(node)
+        if missing and (node.target is not ops.all_gather or more != missing - 1):
+            what = f"launches: {node.name} stands where one of {missing} gathers should that start with those before it"
             _fail(step, after, node, what)
-        behind = more
-    if behind:
-        _fail(step, after, step.output, f"launches: {behind} gathers are missing that should start with the last one")
+        missing = more
+    if missing:
+        _fail(step, after, step.output, f"launches: {missing} gathers are missing that should start with the last one")
 
 
 def _check_release(step: StepGraph, after: str, node: fx.Node, order: dict[fx.Node, int]) -> None:
@@ -117,9 +117,7 @@ def _check_offload(step: StepGraph, after: str, node: fx.Node, order: dict[fx.No
         )
     for reader in consumers(value):
         if order[reader] > order[stored]:
-            _fail(
-                step, after, reader, f"offload: {reader.name} reads {value.name} behind {stored.name}, which frees it"
-            )
+            _fail(step, after, reader, f"offload: {reader.name} reads {value.name} after {stored.name}, which frees it")
     readers = consumers(stored)
     reloads = [reader for reader in readers if reader.target is ops.reload]
     others = [
@@ -170,19 +168,19 @@ def _check_residencies(step: StepGraph, after: str) -> None:
 
 def _parameter_gathers(step: StepGraph) -> list[fx.Node]:
     """What makes a whole bucket of a rank's slice: its gather, or on one rank its copy to the device."""
-    found = []
+    gathered = []
     for node in step.calls():
         gathers = node.target in _GATHERS
         comes_up = node.target is ops.reload and tier_of(node) == DEVICE and origin(node).phase is not Phase.UPDATE
-        if (gathers or comes_up) and slice_behind(node) is not None:
+        if (gathers or comes_up) and slice_gathered(node) is not None:
             if any(reader.target in (ops.all_gather, ops.quantise) for reader in consumers(node)):
                 continue  # a copy of what is gathered next
-            found.append(node)
-    return found
+            gathered.append(node)
+    return gathered
 
 
 def _bucket_gathered(gather: fx.Node) -> int | None:
-    shard = slice_behind(gather)
+    shard = slice_gathered(gather)
     assert shard is not None
     return placeholder(shard).bucket
 
@@ -240,34 +238,40 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         for node in step.placeholders(Role.SHARD)
         if tier_of(node) != DEVICE
     ]
-    launched = [num_gathers_behind(node) for node in step.calls() if node.target in _GATHERS and slice_behind(node)]
-    merged = [behind for numbers in plan.launches for behind in reversed(range(len(numbers)))]
+    launched = [num_gathers_after(node) for node in step.calls() if node.target in _GATHERS and slice_gathered(node)]
+    merged = [following for numbers in plan.launches for following in reversed(range(len(numbers)))]
     waiting = [
         f"{_bucket_of_gradients(node)} on {node.args[1]}"
         for node in step.calls()
         if node.target is ops.offload and origin(node).phase is Phase.BACKWARD
     ]
-    planned_waiting = [f"{one.bucket} on {one.tier}" for one in plan.gradients for _ in one.free_after]
+    planned_waiting = [
+        f"{decision.bucket} on {decision.tier}" for decision in plan.gradients for _ in decision.free_after
+    ]
     settled = [node.args[0] for node in step.calls() if node.target is ops.settle]
     clipped = [ops.square_sum for _ in plan.reduces] if plan.max_grad_norm is not None else []
     stateful = {placeholder(n).bucket for role in (Role.MASTER, Role.STATE) for n in step.placeholders(role)}
     states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]
-    for what, found, planned in (
+    for what, carried_out, planned in (
         ("gathers buckets", gathered, [decision.bucket for decision in plan.gathers]),
-        ("merges gathers with as many behind them", launched, merged if plan.num_ranks > 1 else []),
+        ("merges gathers with as many after them", launched, merged if plan.num_ranks > 1 else []),
         ("reduces buckets", reduced, wanted),
         ("keeps states of buckets", sorted(placed), states),
-        ("keeps parameters of buckets", parameters, [f"{one.bucket} on {one.tier}" for one in plan.parameters]),
+        (
+            "keeps parameters of buckets",
+            parameters,
+            [f"{decision.bucket} on {decision.tier}" for decision in plan.parameters],
+        ),
         ("has gradients waiting of buckets", waiting, planned_waiting),
         ("sums squares of gradients", [n.target for n in step.calls() if n.target is ops.square_sum], clipped),
-        ("delays updates of buckets", settled, [one.bucket for one in plan.states if one.delayed]),
+        ("delays updates of buckets", settled, [decision.bucket for decision in plan.states if decision.delayed]),
         ("sends", _of_wire(step), _planned_wire(plan)),
         ("offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]),
     ):
-        if Counter(found) != Counter(planned):
+        if Counter(carried_out) != Counter(planned):
             _fail(
                 step, after, step.output,
-                f"plan: the graph {what} {sorted(map(str, found))}, the plan says {sorted(map(str, planned))}",
+                f"plan: the graph {what} {sorted(map(str, carried_out))}, the plan says {sorted(map(str, planned))}",
             )  # fmt: skip
 
 
@@ -292,26 +296,26 @@ def _is_reduction(node: fx.Node) -> bool:
 
 
 def _planned_wire(plan: Plan) -> list[str]:
-    found = []
-    for one in plan.wires:
-        found += [f"gathers {one.bucket} in {one.gather}"] if one.gather != "exact" else []
-        found += [f"second shard of {one.bucket}"] if one.second_shard else []
-        found += [f"reduces {one.bucket} in {one.reduce}"] if one.reduce != "exact" else []
-    return found
+    lines = []
+    for decision in plan.wires:
+        lines += [f"gathers {decision.bucket} in {decision.gather}"] if decision.gather != "exact" else []
+        lines += [f"second shard of {decision.bucket}"] if decision.second_shard else []
+        lines += [f"reduces {decision.bucket} in {decision.reduce}"] if decision.reduce != "exact" else []
+    return lines
 
 
 def _of_wire(step: StepGraph) -> list[str]:
     """How buckets are sent otherwise than exactly, in words."""
-    found = set()
+    lines = set()
     for node in step.calls():
-        if node.target is ops.quantise and slice_behind(node) is not None:
-            found.add(f"gathers {_bucket_gathered(node)} in {node.args[2]}")
+        if node.target is ops.quantise and slice_gathered(node) is not None:
+            lines.add(f"gathers {_bucket_gathered(node)} in {node.args[2]}")
         if node.target is ops.second_shard:
-            found.add(f"second shard of {node.args[1]}")
+            lines.add(f"second shard of {node.args[1]}")
         if node.target is ops.exchange:
             (small,) = (source for source in node.all_input_nodes)
-            found.add(f"reduces {node.args[1]} in {small.args[2]}")
-    return sorted(found)
+            lines.add(f"reduces {node.args[1]} in {small.args[2]}")
+    return sorted(lines)
 
 
 def _check_names(step: StepGraph, after: str) -> None:

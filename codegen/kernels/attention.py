@@ -76,15 +76,15 @@ def attention_backward(
 def _launch(
     given: tuple[Tensor, ...], mask: Tensor | None, scratch_numel: int, is_causal: bool, scale: float | None
 ) -> None:
-    rows = [one if one.dim() == 3 or one.stride(3) == 1 else one.contiguous() for one in given]
+    rows = [tensor if tensor.dim() == 3 or tensor.stride(3) == 1 else tensor.contiguous() for tensor in given]
     samples, heads, num_queries, dim = rows[0].shape
     num_keys, num_threads = rows[1].shape[2], torch.get_num_threads()
     added = rows[0].new_empty(0) if mask is None else mask_rows(mask, num_keys)
     num_ends = 0 if mask is None else mask_scratch_numel(mask, num_keys)
     sizes: list[Any] = [samples, heads, num_queries, num_keys, dim, is_causal, num_threads, scratch_numel]
     sizes += [0] * 7 if mask is None else [*added.shape[:3], *added.stride()]
-    for one in rows:
-        sizes += one.stride()[:3]
+    for tensor in rows:
+        sizes += tensor.stride()[:3]
     scratch = rows[0].new_empty(num_threads * scratch_numel)
     ends = rows[0].new_empty(num_ends, dtype=torch.int32)
     absent = [rows[0].new_empty(0)] * (9 - len(rows))

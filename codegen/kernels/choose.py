@@ -1,4 +1,4 @@
-"""Which updates of a step run on one kernel of ours, and why the others do not."""
+"""Choose the updates of a step that run as one kernel of zerofx's own, and say why the others do not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerofx.codegen.regions import Region
 class UpdateKernels:
     """By region key: the kernels of the updates that have one, and the reasons why the others have none."""
 
-    made: Mapping[str, UpdateKernel]
+    kernels: Mapping[str, UpdateKernel]
     reasons: Mapping[str, str]
 
 
@@ -31,7 +31,9 @@ def update_kernels(regions: Sequence[Region], *, all_is_read: bool = False) -> U
         all_is_read: whether what nothing in the graph reads later has to be stored all the same.
     """
     updates = [region for region in regions if region.is_update]
-    functions = {key: _function_of(region) for key, region in {one.key: one for one in reversed(updates)}.items()}
+    functions = {
+        key: _function_of(region) for key, region in {region.key: region for region in reversed(updates)}.items()
+    }
     return kernels_of_facts(region_facts(updates, with_updates=True), functions, all_is_read=all_is_read)
 
 
@@ -39,20 +41,20 @@ def kernels_of_facts(
     facts: Iterable[RegionFacts], functions: Mapping[str, Callable[[list[Any]], object]], *, all_is_read: bool
 ) -> UpdateKernels:
     """What ``update_kernels`` gives for the regions that ``facts`` are of."""
-    made: dict[str, UpdateKernel] = {}
+    kernels: dict[str, UpdateKernel] = {}
     reasons: dict[str, str] = {}
-    for one in facts:
-        if not one.is_update:
+    for region in facts:
+        if not region.is_update:
             continue
-        if one.on_host:
-            reasons[one.key] = "it runs on the host"
+        if region.on_host:
+            reasons[region.key] = "it runs on the host"
             continue
         try:
-            dying = frozenset[int]() if all_is_read else one.dying
-            made[one.key] = make_update_kernel(functions[one.key], one.inputs, dying)
+            dying = frozenset[int]() if all_is_read else region.dying
+            kernels[region.key] = make_update_kernel(functions[region.key], region.inputs, dying)
         except NoKernelError as error:
-            reasons[one.key] = str(error)
-    return UpdateKernels(made, reasons)
+            reasons[region.key] = str(error)
+    return UpdateKernels(kernels, reasons)
 
 
 def _function_of(region: Region) -> Callable[[list[Any]], object]:

@@ -1,4 +1,4 @@
-"""The device that torch takes where none is named, or only its kind."""
+"""The device that torch uses where none is named, or only a kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of a run of classes at a time: what a row's softmax needs of each, and the gradient of its logits.
+"""A cross-entropy by runs of classes: what each row's softmax needs of a run, and the gradient of its logits.
 
 With the logits of classes a to b of all rows in hand, which a matrix product of ATen has made, one read of them
 updates each row's running maximum m, the sum s of exp(logit - m), and the target's logit (Milakov and Gimelshein,

@@ -1,4 +1,4 @@
-"""Which of the kernels a step uses: the table of them, what turns each on, and why."""
+"""The table of zerofx's own kernels: what turns each on, which a step uses, and why."""
 
 from __future__ import annotations
 

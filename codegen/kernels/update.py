@@ -6,7 +6,7 @@
     shard_0.copy_(master)            with float32 masters, where the four ATen kernels move 44 and hold a copy
 
 The region's function is traced from its source, as Inductor's are, so that an edited step runs as it reads. What a
-region does beside elementwise arithmetic on tensors of one length has no kernel, and a reason.
+region does besides elementwise arithmetic on tensors of one length has no kernel, and a reason.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class UpdateKernel:
             assert callable(node.target)
             node.target(*args, **kwargs)
         tensors = [given[number] for number in self.pointers]
-        values = [HOST_FUNCTIONS[one.function](float(given[one.source][one.index])) for one in self.scalars]
+        values = [HOST_FUNCTIONS[scalar.function](float(given[scalar.source][scalar.index])) for scalar in self.scalars]
         with on_device(tensors[0].device):
             grid = (-(-self.numel // BLOCK),)
             load_kernel(self.source)[grid](*tensors, self.numel, *values, BLOCK=BLOCK, num_warps=NUM_WARPS)

@@ -220,11 +220,13 @@ def _sgd(w: Writer, node: fx.Node) -> None:
     if node.args[2]:
         buffer, momentum = _only(node.args[2]), w.scalar(known["momentum"])
         if known["is_first_step"]:
-            kept = grad
+            momentum_value = grad
         else:
-            kept = w.line(f"{momentum} * {w.read(buffer)} + {w.scalar(known['dampening'], 'complement')} * {grad}")
-        w.write(buffer, kept)
-        grad = w.line(f"{grad} + {momentum} * {kept}") if known["nesterov"] else kept
+            momentum_value = w.line(
+                f"{momentum} * {w.read(buffer)} + {w.scalar(known['dampening'], 'complement')} * {grad}"
+            )
+        w.write(buffer, momentum_value)
+        grad = w.line(f"{grad} + {momentum} * {momentum_value}") if known["nesterov"] else momentum_value
     w.write(param, f"{value} - {w.scalar(known['lr'])} * {grad}")
 
 

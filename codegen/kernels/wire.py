@@ -1,4 +1,4 @@
-"""Values in blocks for the wire, in one pass each way: the arithmetic of ``zerofx/ir/op_kernels/quantise.py``.
+"""Quantise and dequantise blocks in one pass each: the arithmetic of ``zerofx/ir/op_kernels/quantise.py``.
 
 ATen takes a part at a time through eight kernels and a concatenation of codes and scales. Here each program reads some
 blocks, and writes their codes and scales to where they are sent from. The bits are ATen's: quotients are rounded as
@@ -133,8 +133,8 @@ def dequantise_kernel(
     lanes = tl.arange(0, half)[None, :]
     low, high = _blocks(packed, scales, first, place, blocks_of_part, row_bytes, BITS, IS_FLOAT, BLOCK)
     for number in range(1, num_summed):
-        one, other = _blocks(packed, scales, first + number, place, blocks_of_part, row_bytes, BITS, IS_FLOAT, BLOCK)
-        low += one
+        block, other = _blocks(packed, scales, first + number, place, blocks_of_part, row_bytes, BITS, IS_FLOAT, BLOCK)
+        low += block
         high += other
     into = values + (first * blocks_of_part + place)[:, None] * BLOCK
     tl.store(into + lanes, low, mask=inside)

@@ -1,1 +1,1 @@
-"""What several passes share."""
+"""Helpers that several passes share."""

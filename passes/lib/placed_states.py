@@ -1,4 +1,4 @@
-"""How optimizer states that live in a slower tier meet their update: helpers of the update pass.
+"""Helpers of the update pass for optimizer states in slower tiers: they come up for the update and go down again.
 
     update on the device                              update on the host
     reduce_0 = reduce_scatter(grads_0, 0, 2)          reduce_0 = reduce_scatter(grads_0, 0, 2)
@@ -20,7 +20,7 @@ ends. States on nvme whose update runs on the host are read into its memory and 
 
 A delayed update (2101.06840, section 5) leaves the host to itself. What it did in the step before is awaited where
 computation needs the old parameters no more; then the new ones come up, this step's gradient goes down, and the host
-begins with that. It runs on beside the rest of this step and the next one:
+begins with that. It runs on during the rest of this step and the next one:
 
     settle(0)                                         # what the host began in the step before is done
     shard_0_up = copy_into(shard_0, master_0)         # low_0, where the compute dtype is lower
@@ -70,16 +70,21 @@ def state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
     Raises:
         PlanError: the plan says what cannot be.
     """
-    found = [decision for decision in plan.states if decision.bucket == bucket.index]
-    if not found:
+    decisions = [decision for decision in plan.states if decision.bucket == bucket.index]
+    if not decisions:
         return None
-    decision = found[0]
-    if len(found) > 1 or decision.tier not in TIERS or decision.tier == DEVICE or decision.update not in (DEVICE, HOST):
+    decision = decisions[0]
+    if (
+        len(decisions) > 1
+        or decision.tier not in TIERS
+        or decision.tier == DEVICE
+        or decision.update not in (DEVICE, HOST)
+    ):
         raise PlanError(
             f"expected one decision about the states of {bucket.name}, with tier host or nvme and update on device or "
-            f"host; found {found}: make the plan anew"
+            f"host; found {decisions}: make the plan anew"
         )
-    away = [one for one in plan.parameters if one.bucket == bucket.index]
+    away = [residency for residency in plan.parameters if residency.bucket == bucket.index]
     if decision.delayed and (decision.tier != HOST or decision.update != HOST or away):
         raise PlanError(
             f"expected a delayed update of {bucket.name} with states on host, the update on host and parameters on the "
@@ -102,15 +107,15 @@ class PlacedStates:
         self,
         step: StepGraph,
         bucket: Bucket,
-        kept: Mapping[str, fx.Node],
+        states: Mapping[str, fx.Node],
         decision: StateDecision | None,
         free: fx.Node | None = None,
         start: fx.Node | None = None,
     ) -> None:
-        self._step, self._bucket, self._kept = step, bucket, kept
+        self._step, self._bucket, self._kept = step, bucket, states
         self._where = Origin(bucket.name, Phase.UPDATE)
         self._target = DEVICE if decision is None else decision.update
-        away = {name: node for name, node in kept.items() if tier_of(node) != self._target}
+        away = {name: node for name, node in states.items() if tier_of(node) != self._target}
         self._source = dict(away)  # what each is copied from last
         self._pending: dict[str, fx.Node] = {}
         self.at_once = decision is not None and decision.at_once
@@ -149,10 +154,10 @@ class PlacedStates:
         """What the update works on, awaited at the insertion point."""
         if self.at_once:
             self._reload()
-        found = dict(self._kept)
+        states = dict(self._kept)
         for name, pending in self._pending.items():
-            found[name] = self._await(pending, self._source[name], self._target, f"{self._kept[name].name}_up")
-        return found
+            states[name] = self._await(pending, self._source[name], self._target, f"{self._kept[name].name}_up")
+        return states
 
     def write_back(self, updated: Mapping[str, fx.Node]) -> list[Started]:
         """Start copying what was reloaded, and has been updated, back over what is stored."""
@@ -199,11 +204,11 @@ def descend_early(step: StepGraph, plan: Plan, layout: BucketLayout) -> None:
         bucket = layout.buckets[reduction.bucket]
         decision, reduced = state_decision(plan, bucket), step.reduced[bucket.index]
         place = max([reduced, *consumers(reduced)])  # nodes compare by their place in the graph
-        ready = [one for one in started if one.node < place]
+        ready = [reload for reload in started if reload.node < place]
         with step.graph.inserting_before(place.next):
             for descent in ready:
                 descent.finish(step)
-            started = [one for one in started if one not in ready]
+            started = [reload for reload in started if reload not in ready]
             if decision is not None and decision.update == HOST:
                 started.append(start_descent(step, bucket, reduced))
     with step.graph.inserting_before(step.output):
@@ -244,11 +249,11 @@ def new_values(step: StepGraph, bucket: Bucket, low: fx.Node, stored: fx.Node, u
 def await_copies(step: StepGraph, started: Sequence[Started]) -> dict[int, fx.Node]:
     """Await copies at the insertion point; returns the last wait for what each bucket has written to nvme."""
     written = {}
-    for one in started:
-        where = Origin(one.bucket.name, Phase.UPDATE)
-        done = insert_call(step.graph, ops.wait, (one.node, one.source), where, name=f"{one.node.name}_done")
-        if leads_to_nvme(one):
-            written[one.bucket.index] = done
+    for reload in started:
+        where = Origin(reload.bucket.name, Phase.UPDATE)
+        done = insert_call(step.graph, ops.wait, (reload.node, reload.source), where, name=f"{reload.node.name}_done")
+        if leads_to_nvme(reload):
+            written[reload.bucket.index] = done
     return written
 
 

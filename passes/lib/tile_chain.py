@@ -82,12 +82,12 @@ class _PartTiler:
                 tile = _Tile(f"{self._chain.product.name} {self._phase} {number}", start, end)
                 self._cut(tile)
                 for node in self._part.nodes:
-                    if self._chain.found[node] is SUM and node in outputs:
+                    if self._chain.rows[node] is SUM and node in outputs:
                         sums[node] = self._add(node, sums.get(node), tile)
                     else:
                         self._copy(node, tile)
                 for node in outputs:
-                    if self._chain.found[node] is not SUM:
+                    if self._chain.rows[node] is not SUM:
                         rows.setdefault(node, []).append(tile.copies[node])
             joined = {node: self._join(node, parts) for node, parts in rows.items()}
             whole = {node: self._cast(node, total, tensor(node).dtype) for node, total in sums.items()}
@@ -100,13 +100,13 @@ class _PartTiler:
 
     def _depending(self) -> list[fx.Node]:
         """What stands between the part's nodes and depends on them."""
-        members, found = set(self._part.nodes), dict[fx.Node, None]()
+        members, depending = set(self._part.nodes), dict[fx.Node, None]()
         node, last = self._part.nodes[0], self._part.nodes[-1]
         while node is not last:
-            if node not in members and any(s in members or s in found for s in node.all_input_nodes):
-                found[node] = None
+            if node not in members and any(s in members or s in depending for s in node.all_input_nodes):
+                depending[node] = None
             node = node.next
-        return list(found)
+        return list(depending)
 
     def _copy(self, node: fx.Node, tile: _Tile) -> fx.Node:
         """``node`` for the rows of a tile, with what it needs of what is computed again."""
@@ -178,7 +178,7 @@ class _PartTiler:
 
     def _join(self, node: fx.Node, parts: list[fx.Node]) -> fx.Node:
         """The value of ``node``, in its shape and strides."""
-        fake, rows = tensor(node), self._chain.found[node]
+        fake, rows = tensor(node), self._chain.rows[node]
         assert isinstance(rows, Rows)
         if fake.is_contiguous():
             whole = self._call(node, _aten.cat.default, parts, rows.first)

@@ -9,7 +9,7 @@
     gx = mm(g, t(w))                    gx = gx + mm(g, t(w)[c])
                                     gw = cat(gw_0, ...)
 
-Unlike tiles of rows (``passes/tile.py``) no weight's gradient is summed up in float32 beside the whole one, and the
+Unlike tiles of rows (``passes/tile.py``) no weight's gradient is summed up in float32 next to the whole one, and the
 tiles' logits are made twice: it takes less memory where there are fewer rows than classes, and a third more products of
 the output layer. The sums over classes, in the softmax and in the input's gradient, are taken tile by tile in float32,
 so that results are equal within rounding.
@@ -51,21 +51,21 @@ class _Tiler:
     def run(self) -> None:
         head = self._head
         _, target, _, reduction, ignored = head.loss.args
-        kept = self._call(_aten.ne.Scalar, target, ignored)
-        count = self._call(_aten.sum.dim_IntList, kept, [0], dtype=torch.float32)
+        is_counted = self._call(_aten.ne.Scalar, target, ignored)
+        count = self._call(_aten.sum.dim_IntList, is_counted, [0], dtype=torch.float32)
         log_sums, picked = self._statistics(target)
         losses = self._call(_aten.sub.Tensor, log_sums, picked)
         # Not a product with 0: an ignored row's loss need not be finite.
         nothing = self._call(_aten.zeros_like.default, losses)
-        loss = self._call(_aten.sum.dim_IntList, self._call(_aten.where.self, kept, losses, nothing), [0])
+        loss = self._call(_aten.sum.dim_IntList, self._call(_aten.where.self, is_counted, losses, nothing), [0])
         scale = head.grad_loss.args[0]
         if reduction == MEAN:
             loss, scale = (self._call(_aten.div.Tensor, value, count) for value in (loss, scale))
-        found = self._gradients(target, log_sums, scale, ignored)
+        gradients = self._gradients(target, log_sums, scale, ignored)
         for user in head.loss.users:
             if user.args[1] == 0:
                 user.replace_all_uses_with(loss)
-        for old, new in found.items():
+        for old, new in gradients.items():
             old.replace_all_uses_with(new)
 
     def _statistics(self, target: Any) -> tuple[fx.Node, fx.Node]:
@@ -102,7 +102,7 @@ class _Tiler:
 
     def _logits(self, start: int, end: int) -> fx.Node:
         *bias, values, weight = self._head.product.args
-        some = [self._call(_aten.slice.Tensor, one, 0, start, end) for one in bias]
+        some = [self._call(_aten.slice.Tensor, vector, 0, start, end) for vector in bias]
         columns = self._call(_aten.slice.Tensor, weight, 1, start, end)
         return self._call(self._head.product.target, *some, values, columns)
 

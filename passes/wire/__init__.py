@@ -1,1 +1,1 @@
-"""Collectives that send values in few bits."""
+"""Quantised collectives."""

@@ -29,7 +29,7 @@ from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import DEVICE, origin, set_value, task_of, tensor, tier_of
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.ir.op_kernels.quantise import BLOCK, ENCODINGS
-from zerofx.ir.streams import slice_behind
+from zerofx.ir.streams import slice_gathered
 from zerofx.scheduler.plan.decisions import WireDecision
 from zerofx.scheduler.plan.plan import Plan
 
@@ -51,7 +51,7 @@ class QuantiseGathers:
             gathers = [
                 node
                 for node in step.calls()
-                if node.target is ops.all_gather and node.args[1] == bucket.index and slice_behind(node) is not None
+                if node.target is ops.all_gather and node.args[1] == bucket.index and slice_gathered(node) is not None
             ]
             _check(plan, bucket, decision, gathers)
             first = _whole(gathers[0])
@@ -91,10 +91,10 @@ def _check(plan: Plan, bucket: Bucket, decision: WireDecision, gathers: Sequence
         )
     if any(gather.merged for gather in plan.gathers):
         raise PlanError(
-            f"expected gathers that start by themselves beside {bucket.name}, which is not sent exactly, found some "
+            f"expected gathers that start by themselves next to {bucket.name}, which is not sent exactly, found some "
             f"that start together; make the plan anew"
         )
-    shard = slice_behind(gathers[0])
+    shard = slice_gathered(gathers[0])
     assert shard is not None
     if decision.second_shard and (len(gathers) < 2 or plan.num_nodes < 2 or tier_of(shard) != DEVICE):
         raise PlanError(

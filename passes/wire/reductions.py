@@ -86,7 +86,7 @@ def _quantise(step: StepGraph, plan: Plan, bucket: Bucket, reduce: fx.Node, enco
     set_value(reduce, tensor(small))
     last = first
     if two_hops:
-        anchor = _behind(step, reduce, hop) if hop is not None else awaited.prev
+        anchor = _after(step, reduce, hop) if hop is not None else awaited.prev
         with graph.inserting_before(anchor.next):
             received = insert_call(graph, ops.wait, (reduce, small), where, name=f"hop_{index}")
             summed = insert_call(
@@ -109,7 +109,7 @@ def _quantise(step: StepGraph, plan: Plan, bucket: Bucket, reduce: fx.Node, enco
         step.reduced[index] = total
 
 
-def _behind(step: StepGraph, reduce: fx.Node, hop: fx.Node) -> fx.Node:
+def _after(step: StepGraph, reduce: fx.Node, hop: fx.Node) -> fx.Node:
     """Where the second hop begins: after the unit's run that ``hop`` ends, and what is released and started there."""
     anchor = max(end_of_unit(step, after(hop)), reduce)  # nodes compare by their place in the graph
     while anchor.next.target in (ops.release, ops.quantise, ops.reduce_scatter, ops.exchange):

@@ -1,1 +1,1 @@
-"""What a graph offers to decide on: saved values, rows, chains, pieces."""
+"""Analyses of a captured graph that decisions start from: saved activations, loss heads, rows, chains, pieces."""

@@ -1,4 +1,4 @@
-"""Find where a model's logits become its loss: the projection, its log-softmax and the loss, forward and backward.
+"""Find loss heads: the projection to logits, its log-softmax and the loss, forward and backward.
 
 They are found by operators and shapes, whatever the model calls them. Logits are often the largest values of a step,
 and each row of them only meets its own target: ``passes/tile.py`` makes, uses and drops them a few rows at a time.
@@ -57,7 +57,9 @@ class LossHead:
     def has_classes(self) -> bool:
         """Whether it can be tiled over its classes too: the softmax is in float32, and a bias has one for each."""
         bias = [tensor(arg) for arg in self.product.args[:-2] if isinstance(arg, fx.Node)]
-        return tensor(self.softmax).dtype == torch.float32 and all(one.shape == (self.num_classes,) for one in bias)
+        return tensor(self.softmax).dtype == torch.float32 and all(
+            vector.shape == (self.num_classes,) for vector in bias
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -91,8 +93,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def find_heads(step: StepGraph) -> list[LossHead]:
     """All heads of ``step`` that can be tiled."""
     order = step.positions()
-    found = (_head(step, node, order) for node in step.calls() if node.target is _aten.nll_loss_backward.default)
-    return [head for head in found if head is not None]
+    heads = (_head(step, node, order) for node in step.calls() if node.target is _aten.nll_loss_backward.default)
+    return [head for head in heads if head is not None]
 
 
 def _head(step: StepGraph, grad_loss: fx.Node, order: dict[fx.Node, int]) -> LossHead | None:
@@ -114,7 +116,7 @@ def _head(step: StepGraph, grad_loss: fx.Node, order: dict[fx.Node, int]) -> Los
         return None
     if set(consumers(product)) != {cast or softmax} or (cast is not None and set(consumers(cast)) != {softmax}):
         return None
-    if not _is_first_used_behind(losses[0], grad_loss, order):
+    if not _is_first_used_after(losses[0], grad_loss, order):
         return None
     readers, grad_cast = consumers(grads[0]), None
     if len(readers) == 1 and _is_cast(readers[0]):
@@ -129,9 +131,9 @@ def _head(step: StepGraph, grad_loss: fx.Node, order: dict[fx.Node, int]) -> Los
 
 def _made_from(softmax: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """The product that gives a softmax its logits, and the conversion between them."""
-    source, cast = _behind_reshapes(softmax.args[0]), None
+    source, cast = _through_reshapes(softmax.args[0]), None
     if _is_cast(source):
-        cast, source = source, _behind_reshapes(source.args[0])
+        cast, source = source, _through_reshapes(source.args[0])
     is_product = source.target in (_aten.mm.default, _aten.addmm.default) and not source.kwargs
     return (source if is_product else None), cast
 
@@ -160,7 +162,7 @@ def _behind_reshapes(node: object) -> fx.Node:
 
 def _same_rows(node: fx.Node) -> set[fx.Node]:
     """``node`` and its reshapes that are the same matrix."""
-    found, pending = set(), [node]
+    same, pending = set(), [node]
     while pending:
         source = pending.pop()
         if tensor(source).shape == tensor(node).shape:
@@ -178,7 +180,7 @@ def _sums_rows(node: fx.Node, sources: set[fx.Node]) -> bool:
     return node.target is _aten.sum.dim_IntList and node.args[0] in sources and node.args[1] == [0]
 
 
-def _is_first_used_behind(loss: fx.Node, place: fx.Node, order: dict[fx.Node, int]) -> bool:
+def _is_first_used_after(loss: fx.Node, place: fx.Node, order: dict[fx.Node, int]) -> bool:
     """Whether nothing before ``place`` reads the loss: its value may then be made there."""
     total = next((user for user in loss.users if user.args[1] == 1), None)
     if total is not None and set(total.users) != {place}:

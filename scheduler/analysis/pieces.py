@@ -1,4 +1,4 @@
-"""Pieces of what is outside repeated layers: each has a menu of its own, as a layer has.
+"""Divide the nodes outside repeated layers into pieces, which are decided on as layers are.
 
 Kept at the borders of pieces, and computed again one piece at a time, a run of operators holds the values at the
 borders and those of the largest piece: about the square root of what it makes, where its operators are alike
@@ -54,9 +54,11 @@ def forward_runs(step: StepGraph, crossing: Collection[Storage], *, ends_only: b
         crossing: ``crossing_storages(step)``.
         ends_only: only divide the runs that end in a loss. The others can then be computed again as a whole.
     """
-    found: list[ForwardRun] = []
+    all_runs: list[ForwardRun] = []
     for runs in _by_micro_batch(step):
-        made = sum(storage_size(storage) for _, nodes in runs for node in nodes for storage in _made(node, crossing))
+        crossing_bytes = sum(
+            storage_size(storage) for _, nodes in runs for node in nodes for storage in _made(node, crossing)
+        )
         layers = {unit for unit, nodes in runs if unit and _is_layer(nodes, crossing)}
         divided: list[tuple[list[tuple[str, list[fx.Node]]], list[list[fx.Node]]]] = []
         marked = [(unit in layers, (unit, nodes)) for unit, nodes in runs]
@@ -64,47 +66,47 @@ def forward_runs(step: StepGraph, crossing: Collection[Storage], *, ends_only: b
             stretch = [run for _, run in group]
             nodes = [node for _, run in stretch for node in run]
             whole = is_layer or (ends_only and stretch[-1] is not runs[-1])
-            divided.append((stretch, [] if whole else _divide(nodes, crossing, _PAYS * made)))
+            divided.append((stretch, [] if whole else _divide(nodes, crossing, _PAYS * crossing_bytes)))
         some = any(parts for _, parts in divided)
         for stretch, parts in divided:
             if parts:
-                found += [ForwardRun("", _name(part), tuple(part)) for part in parts]
+                all_runs += [ForwardRun("", _name(part), tuple(part)) for part in parts]
             else:
-                found += [ForwardRun(u, _name(run) if some and not u else "", tuple(run)) for u, run in stretch]
-        found[-1] = replace(found[-1], ends=not found[-1].unit)
-    return found
+                all_runs += [ForwardRun(u, _name(run) if some and not u else "", tuple(run)) for u, run in stretch]
+        all_runs[-1] = replace(all_runs[-1], ends=not all_runs[-1].unit)
+    return all_runs
 
 
 def pieces(step: StepGraph, runs: Sequence[ForwardRun]) -> tuple[PieceDecision, ...]:
     """The pieces among the ``forward_runs`` of a captured graph, as if all of their values stayed."""
     if not any(run.name for run in runs):
         return ()
-    behind = _backward_of(step, runs)
-    found = []
+    backward = _backward_of(step, runs)
+    decisions = []
     for run in runs:
-        back = behind.get(run.name)
+        back = backward.get(run.name)
         if run.name:
             first, last = (back[0].name, back[-1].name) if back else (None, None)
-            found.append(PieceDecision(run.name, run.nodes[0].name, run.nodes[-1].name, first, last))
-    return tuple(found)
+            decisions.append(PieceDecision(run.name, run.nodes[0].name, run.nodes[-1].name, first, last))
+    return tuple(decisions)
 
 
 def _by_micro_batch(step: StepGraph) -> list[list[tuple[str, list[fx.Node]]]]:
     """The runs of forward by unit, for each micro-batch."""
-    found: list[list[tuple[str, list[fx.Node]]]] = []
+    by_micro_batch: list[list[tuple[str, list[fx.Node]]]] = []
     ended = True
     for node in step.calls():
         if not is_forward_call(node):
             ended = True  # what follows is another micro-batch's forward
         elif not is_view(node):
             if ended:
-                found.append([])
-            unit, runs = step.unit_of(node), found[-1]
+                by_micro_batch.append([])
+            unit, runs = step.unit_of(node), by_micro_batch[-1]
             if not runs or runs[-1][0] != unit:
                 runs.append((unit, []))
             runs[-1][1].append(node)
             ended = False
-    return found
+    return by_micro_batch
 
 
 def _is_layer(nodes: Sequence[fx.Node], crossing: Collection[Storage]) -> bool:
@@ -162,7 +164,7 @@ def _divide(nodes: list[fx.Node], crossing: Collection[Storage], pays: float) ->
 class _Use:
     """A value of a run: made at position ``made``, read last by forward at ``last`` (past the end: outside the run)."""
 
-    made: int
+    computed_in: int
     last: int
     num_bytes: int
     crosses: bool
@@ -191,21 +193,21 @@ def _places(nodes: Sequence[fx.Node], uses: Sequence[_Use]) -> list[int]:
     """Positions after which a border may be, the run's last among them: of some in a row, the one that fewest bytes
     are handed on at, those that backward reads counting half."""
     handed_on, blocked = [0] * (len(nodes) + 1), [0] * (len(nodes) + 1)
-    made = [0] * len(nodes)
+    sizes_at = [0] * len(nodes)
     for use in uses:
-        made[use.made] += use.num_bytes if use.crosses else 0
+        sizes_at[use.computed_in] += use.num_bytes if use.crosses else 0
         weight = use.num_bytes if use.crosses else 2 * use.num_bytes
         for counts, amount, end in ((handed_on, weight, use.last), (blocked, 1, use.written)):
-            counts[use.made] += amount
+            counts[use.computed_in] += amount
             counts[min(end, len(nodes))] -= amount
     for counts in (handed_on, blocked):
         counts[:] = itertools.accumulate(counts)
     for position, (node, following) in enumerate(itertools.pairwise(nodes)):
         blocked[position] += tile_of(node) is not None and tile_of(following) is not None
     # A run of few operators has all of them; of a long one, each share of the bytes has one.
-    share = max(1, sum(made)) / _PLACES
+    share = max(1, sum(sizes_at)) / _PLACES
     best: dict[int, int] = {}
-    for position, before in enumerate(itertools.accumulate(made[:-1])):
+    for position, before in enumerate(itertools.accumulate(sizes_at[:-1])):
         slot = position if len(nodes) <= _PLACES else int(before / share)
         if not blocked[position] and (slot not in best or handed_on[position] < handed_on[best[slot]]):
             best[slot] = position
@@ -218,10 +220,10 @@ def _sizes(uses: Sequence[_Use], places: Sequence[int]) -> _Sizes:
     read_in, crossing = ([[0] * (count + 1) for _ in range(count)] for _ in range(2))
     largest = [0] * count
     for use in uses:
-        made, last = stretch[use.made], stretch[use.last] if use.last < len(stretch) else count
-        read_in[made][last] += use.num_bytes
-        crossing[made][last] += use.num_bytes if use.crosses else 0
-        largest[made] = max(largest[made], use.num_bytes)
+        computed_in, last = stretch[use.computed_in], stretch[use.last] if use.last < len(stretch) else count
+        read_in[computed_in][last] += use.num_bytes
+        crossing[computed_in][last] += use.num_bytes if use.crosses else 0
+        largest[computed_in] = max(largest[computed_in], use.num_bytes)
     return _Sizes(read_in, crossing, largest)
 
 
@@ -260,29 +262,29 @@ def _pieces_from(sizes: _Sizes, start: int) -> Iterator[tuple[int, int]]:
     count = len(sizes.largest)
     # Bytes of the piece so far that are read last in each stretch; of them, those that backward reads too.
     read_in, crossing = [0] * (count + 1), [0] * (count + 1)
-    handed_on = kept = inside = widest = 0
+    handed_on = still_held = inside = widest = 0
     for end in range(start, count):
         handed_on += sum(sizes.read_in[end][end + 1 :]) - read_in[end]
-        kept += sum(sizes.crossing[end][end + 1 :]) - crossing[end]
+        still_held += sum(sizes.crossing[end][end + 1 :]) - crossing[end]
         inside += sum(sizes.crossing[end])
         widest = max(widest, sizes.largest[end])
         for stretch in range(end + 1, count + 1):
             read_in[stretch] += sizes.read_in[end][stretch]
             crossing[stretch] += sizes.crossing[end][stretch]
-        yield handed_on, inside - kept + _GRADIENTS * widest
+        yield handed_on, inside - still_held + _GRADIENTS * widest
 
 
 def _backward_of(step: StepGraph, runs: Sequence[ForwardRun]) -> dict[str, list[fx.Node]]:
     """The operators of backward, outside layers, by piece; in order, backward goes from the last piece to the first."""
-    home = {node: number for number, run in enumerate(runs) for node in run.nodes}
+    run_of = {node: number for number, run in enumerate(runs) for node in run.nodes}
     inside = {
         storage: number
-        for node, number in home.items()
+        for node, number in run_of.items()
         for storage in outputs_of(node)
-        if all(home.get(reader) == number for reader in consumers(value_node(storage)) if is_forward_call(reader))
+        if all(run_of.get(reader) == number for reader in consumers(value_node(storage)) if is_forward_call(reader))
     }
     layers = {run.unit for run in runs if run.unit}
-    found: dict[str, list[fx.Node]] = {}
+    backward: dict[str, list[fx.Node]] = {}
     for stretch in _backward_stretches(step, layers):
         waiting: list[fx.Node] = []
         current: int | None = None
@@ -296,8 +298,8 @@ def _backward_of(step: StepGraph, runs: Sequence[ForwardRun]) -> dict[str, list[
             if current is not None:
                 here.setdefault(runs[current].name, []).extend(waiting)
                 waiting = []
-        found = {**here, **found}
-    return found
+        backward = {**here, **backward}
+    return backward
 
 
 def _backward_stretches(step: StepGraph, layers: Collection[str]) -> Iterator[list[fx.Node]]:

@@ -1,4 +1,4 @@
-"""What forward makes and backward reads: the values that live from the one to the other."""
+"""Saved activations: values that forward makes and backward reads."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from zerofx.ir.graph import StepGraph
 def crossing_storages(step: StepGraph) -> dict[Storage, None]:
     """Storages that forward makes and backward reads, in the order in which they are made."""
     order = step.positions()
-    found = {
+    read = {
         storage_source(source)
         for node in step.calls()
         if origin(node).phase is Phase.BACKWARD
         for source in node.all_input_nodes
         if is_forward_call(source)
     }
-    made = [s for s in found if is_forward_call(s[0])]
-    return dict.fromkeys(sorted(made, key=lambda s: (order[s[0]], s[1])))
+    computed = [s for s in read if is_forward_call(s[0])]
+    return dict.fromkeys(sorted(computed, key=lambda s: (order[s[0]], s[1])))
 
 
 def crossing_values(step: StepGraph) -> list[fx.Node]:

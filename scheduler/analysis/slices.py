@@ -1,4 +1,4 @@
-"""Which parameters can be worked with a slice at a time: what reads them, and what their gradients are made by.
+"""Find parameters that can be used a slice at a time, from their readers and the products that make their gradients.
 
 A slice is some rows of a parameter: a part of its first dimension. A product with some rows gives some columns (or
 rows) of its result, or one term of a sum; a lookup finds those of its indices that lie in it; a gradient's rows are
@@ -113,13 +113,13 @@ def is_transpose(node: fx.Node) -> bool:
 
 def _readers(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """What reads a parameter, and as what: itself, or a transpose of it."""
-    found = []
+    readers = []
     for user in node.users:
         if is_transpose(user) and not any(is_transpose(source) for source in user.all_input_nodes):
-            found += [(reader, user) for reader in user.users]
+            readers += [(reader, user) for reader in user.users]
         else:
-            found.append((user, node))
-    return found
+            readers.append((user, node))
+    return readers
 
 
 def _use(reader: fx.Node, read: fx.Node, *, turned: bool) -> Use | None:
@@ -150,18 +150,18 @@ def product_of(node: fx.Node) -> fx.Node | None:
     return source if is_own and isinstance(source, fx.Node) else None
 
 
-def _collect(step: StepGraph, node: fx.Node, found: list[fx.Node]) -> fx.Node | None:
-    """Add what makes a gradient to ``found``; returns what cannot give some rows of it, if anything."""
-    allowed = {step.output, *found}
-    if node in found or any(user not in allowed for user in node.users):
+def _collect(step: StepGraph, node: fx.Node, nodes: list[fx.Node]) -> fx.Node | None:
+    """Add what makes a gradient to ``nodes``; returns what cannot give some rows of it, if anything."""
+    allowed = {step.output, *nodes}
+    if node in nodes or any(user not in allowed for user in node.users):
         return node
-    found.append(node)
+    nodes.append(node)
     if node.target is _aten.embedding_dense_backward.default or product_of(node) is not None:
         return None
     if node.target is _aten.add.Tensor and not node.kwargs:
         parts = [source for source in node.args if isinstance(source, fx.Node)]
         if len(parts) == 2 and all(tensor(part).shape == tensor(node).shape for part in parts):
-            blockers = (_collect(step, part, found) for part in parts)
+            blockers = (_collect(step, part, nodes) for part in parts)
             return next((blocker for blocker in blockers if blocker is not None), None)
     return node
 
@@ -173,7 +173,7 @@ def named_slices(step: StepGraph, asked: Mapping[str, int]) -> Slices:
         UsageError: a parameter cannot be worked with in slices, or has not so many rows.
     """
     names = {alias: info for info in step.parameters for alias in info.aliases}
-    found: dict[str, SliceDecision] = {}
+    slices: dict[str, SliceDecision] = {}
     for name, num_slices in asked.items():
         if name not in names:
             continue
@@ -186,13 +186,13 @@ def named_slices(step: StepGraph, asked: Mapping[str, int]) -> Slices:
             )
         if num_slices > info.shape[0]:
             raise UsageError(f"expected up to {info.shape[0]} slices of {name}, one for each row, found {num_slices}")
-        if info.name in found and found[info.name].num_slices != num_slices:
+        if info.name in slices and slices[info.name].num_slices != num_slices:
             raise UsageError(
                 f"expected one number of slices of {info.name}, which is the same parameter as {name}, found "
-                f"{found[info.name].num_slices} and {num_slices}"
+                f"{slices[info.name].num_slices} and {num_slices}"
             )
-        found[info.name] = SliceDecision(info.name, num_slices, what.num_bytes, f"as asked for {name}")
-    return tuple(found[info.name] for info in step.parameters if info.name in found)
+        slices[info.name] = SliceDecision(info.name, num_slices, what.num_bytes, f"as asked for {name}")
+    return tuple(slices[info.name] for info in step.parameters if info.name in slices)
 
 
 def slice_rungs(step: StepGraph, missing_bytes: int) -> list[Slices]:
@@ -209,19 +209,19 @@ def slice_rungs(step: StepGraph, missing_bytes: int) -> list[Slices]:
     """
     values = {head.product: head.num_bytes for head in find_heads(step)}
     values |= {node: chain.num_bytes for chain in find_chains(step) for node in chain.members}
-    found, layers = [], Counter[str]()
+    whole_parameters, layers = [], Counter[str]()
     for info in step.parameters:
         what = sliceable(step, info.name)
         if isinstance(what, Sliceable) and all(values.get(use.node, 0) <= what.num_bytes for use in what.uses):
-            found.append(what)
+            whole_parameters.append(what)
             layers[unit_of(info.name, step.units)] += what.num_bytes
-    largest = max((what.num_bytes for what in found), default=0)
+    largest = max((what.num_bytes for what in whole_parameters), default=0)
     most = _HELD * max(layers.values(), default=0)
     rungs: dict[Slices, bool] = {}  # whether it may free what is missing
     for number in _NUM_SLICES:
         whole, each = format_bytes(largest), format_bytes(largest // number)
         reason = f"no plan with whole parameters (up to {whole}) fits; a slice takes up to {each}"
-        counts = {what: min(-(-what.num_bytes * number // largest), what.info.shape[0]) for what in found}
+        counts = {what: min(-(-what.num_bytes * number // largest), what.info.shape[0]) for what in whole_parameters}
         rung = tuple(SliceDecision(w.info.name, n, w.num_bytes, reason) for w, n in counts.items() if n > 1)
         if rung and sum(decision.num_slices for decision in rung) <= _MOST_SLICES:
             rungs[rung] = missing_bytes <= most * (1 - 1 / number)

@@ -74,7 +74,7 @@ class Chain:
     forward: Part
     backward: Part
     given: Mapping[fx.Node, Given] = field(repr=False)
-    found: Mapping[fx.Node, Found] = field(repr=False)
+    rows: Mapping[fx.Node, Found] = field(repr=False)
 
     @property
     def members(self) -> frozenset[fx.Node]:
@@ -93,16 +93,16 @@ class Chain:
 
     def most_tiles(self) -> int:
         """How many tiles still leave enough rows to matrix products."""
-        found, shape = self.found[self.product], tensor(self.product).shape
-        assert isinstance(found, Rows)
-        each = found.each * (int(shape[1]) if len(shape) > 2 else 1)
+        rows, shape = self.rows[self.product], tensor(self.product).shape
+        assert isinstance(rows, Rows)
+        each = rows.each * (int(shape[1]) if len(shape) > 2 else 1)
         return min(self.num_rows, max(1, self.num_rows * each // MIN_ROWS))
 
 
 def find_chains(step: StepGraph) -> list[Chain]:
     """All chains of ``step``, in order; no two have a node in common."""
     finder = _Finder(step)
-    found: list[Chain] = []
+    chains: list[Chain] = []
     taken: set[fx.Node] = set()
     for product in [n for n in step.calls() if _is_product(n) and origin(n).phase is Phase.FORWARD]:
         if product in taken or not finder.towers(product):
@@ -110,10 +110,10 @@ def find_chains(step: StepGraph) -> list[Chain]:
         for num_rows in _row_counts(product):
             chain = finder.chain(product, num_rows)
             if chain is not None and not taken & chain.members:
-                found.append(chain)
+                chains.append(chain)
                 taken |= chain.members
                 break
-    return found
+    return chains
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -167,23 +167,23 @@ class _Finder:
         again = _needed(backward, set(forward.nodes))
         chain = Chain(
             product, num_rows, _bytes(product), forward,
-            Part(tuple(backward), tuple(n for n in forward.nodes if n in again)), labels.given, labels.found,
+            Part(tuple(backward), tuple(n for n in forward.nodes if n in again)), labels.given, labels.rows,
         )  # fmt: skip
         return chain if self._can_stand_together(chain) and _is_worth_it(chain) else None
 
     def _can_stand_together(self, chain: Chain) -> bool:
         """Whether each part can run in one place: nothing it needs depends on what it gives."""
         for part in chain.parts:
-            behind: set[fx.Node] = set()
+            dependent: set[fx.Node] = set()
             node, last, members = part.nodes[0], part.nodes[-1], set(part.nodes)
             if self._step.unit_of(node) != self._step.unit_of(last):
                 return False
             while node is not last.next:
-                reads_behind = any(source in behind for source in node.all_input_nodes)
-                if node in members and reads_behind:
+                reads_dependent = any(source in dependent for source in node.all_input_nodes)
+                if node in members and reads_dependent:
                     return False
-                if node not in members and (reads_behind or any(s in members for s in node.all_input_nodes)):
-                    behind.add(node)
+                if node not in members and (reads_dependent or any(s in members for s in node.all_input_nodes)):
+                    dependent.add(node)
                 node = node.next
         return True
 
@@ -194,16 +194,16 @@ class _Labels:
     def __init__(self, nodes: list[fx.Node], weights: set[fx.Node], num_rows: int) -> None:
         self._weights, self._num_rows = weights, num_rows
         self.given: dict[fx.Node, Given] = {}
-        self.found: dict[fx.Node, Found] = {}
+        self.rows: dict[fx.Node, Found] = {}
         for node in nodes:
             if node not in weights:
                 self._label(node)
 
     def kind(self, node: fx.Node) -> Kind:
         """Of a value that a rule has found, or that enters the layer."""
-        if node in self.found:
-            found = self.found[node]
-            return None if isinstance(found, tuple) else found
+        if node in self.rows:
+            rows = self.rows[node]
+            return None if isinstance(rows, tuple) else rows
         fake = value(node)
         if node in self._weights or not isinstance(fake, torch.Tensor):
             return None
@@ -215,9 +215,9 @@ class _Labels:
         if node.target is operator.getitem:
             source, index = node.args
             assert isinstance(source, fx.Node)
-            found = self.found.get(source)
-            if isinstance(found, tuple) and isinstance(index, int):
-                kind = self.found[node] = found[index]
+            rows = self.rows.get(source)
+            if isinstance(rows, tuple) and isinstance(index, int):
+                kind = self.rows[node] = rows[index]
                 self.given[node] = {source: kind if isinstance(kind, Rows) else None}
             return
         sources = node.all_input_nodes
@@ -228,7 +228,7 @@ class _Labels:
         options: list[tuple[Rows | None, ...]] = [(kind, None) if isinstance(kind, Rows) else (None,) for kind in kinds]
         if sum(len(option) for option in options) > len(options) + _MAX_ASKED:
             options = [option[:1] for option in options]
-        for kinds_given in sorted(itertools.product(*options), key=lambda one: sum(kind is None for kind in one)):
+        for kinds_given in sorted(itertools.product(*options), key=lambda choice: sum(kind is None for kind in choice)):
             given = dict(zip(sources, kinds_given, strict=True))
             found = rows_of_result(node, given)
             if found is not None:
@@ -239,7 +239,7 @@ class _Labels:
 def _grow(product: fx.Node, labels: _Labels) -> set[fx.Node] | None:
     """All that reads or makes a value about as large as the product's, or None where one of these needs all rows."""
     least = _bytes(product) / 2
-    unit_nodes = labels.found
+    unit_nodes = labels.rows
     members: set[fx.Node] = set()
     pending = [product]
     while pending:
@@ -263,13 +263,13 @@ def _grow(product: fx.Node, labels: _Labels) -> set[fx.Node] | None:
             else:
                 pending += [u for u in output.users if _makes_large(u, labels, least)]
         for source, rows in labels.given[node].items():
-            if rows is None and source in members and OWN not in (labels.found[node], labels.found[source]):
+            if rows is None and source in members and OWN not in (labels.rows[node], labels.rows[source]):
                 return None
             if isinstance(value(source), torch.Tensor) and rows is not None and _bytes(source) >= least:
                 pending.append(source)
     # What one member reads whole, no other may give in tiles.
     if any(
-        rows is None and s in members and labels.found[s] is not OWN
+        rows is None and s in members and labels.rows[s] is not OWN
         for n in members
         for s, rows in labels.given[n].items()
         if _is_tensor(s)
@@ -279,7 +279,7 @@ def _grow(product: fx.Node, labels: _Labels) -> set[fx.Node] | None:
 
 
 def _makes_large(node: fx.Node, labels: _Labels, least: float) -> bool:
-    return isinstance(labels.found.get(node), Rows) and isinstance(value(node), torch.Tensor) and _bytes(node) >= least
+    return isinstance(labels.rows.get(node), Rows) and isinstance(value(node), torch.Tensor) and _bytes(node) >= least
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -288,14 +288,14 @@ def _is_tensor(node: fx.Node) -> bool:
 
 def _needed(nodes: list[fx.Node], available: set[fx.Node]) -> set[fx.Node]:
     """What of ``available`` has to be computed for ``nodes``."""
-    found: set[fx.Node] = set()
+    needed: set[fx.Node] = set()
     pending = [source for node in nodes for source in node.all_input_nodes]
     while pending:
         node = pending.pop()
-        if node in available and node not in found:
-            found.add(node)
+        if node in available and node not in needed:
+            needed.add(node)
             pending += node.all_input_nodes
-    return found
+    return needed
 
 
 def _is_worth_it(chain: Chain) -> bool:
@@ -310,9 +310,9 @@ def _is_worth_it(chain: Chain) -> bool:
         }
         if any(not is_mergeable(tensor(source), rows) for source, rows in entering):
             return False
-        if any(chain.found[output] is OWN for output in part.outputs(chain)):
+        if any(chain.rows[output] is OWN for output in part.outputs(chain)):
             return False  # there is one for each tile, and outside one is wanted for all
-        joined = {output: rows for output in part.outputs(chain) if isinstance(rows := chain.found[output], Rows)}
+        joined = {output: rows for output in part.outputs(chain) if isinstance(rows := chain.rows[output], Rows)}
         if not all(is_restorable(tensor(output), rows) for output, rows in joined.items()):
             return False
         if sum(_bytes(output) for output in joined) > chain.num_bytes / 2:
@@ -343,8 +343,8 @@ def by_stride(fake: torch.Tensor) -> list[int]:
 def _bytes(node: fx.Node) -> int:
     """Bytes of the storage that a value lives in."""
     owner, index = storage_source(node)
-    found = tensors_of(owner)
+    tensors = tensors_of(owner)
     if isinstance(value(owner), torch.Tensor):
-        return storage_bytes(found[0])
+        return storage_bytes(tensors[0])
     outputs = value(owner)
     return storage_bytes(outputs[index])

@@ -13,7 +13,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_bytes, tensors_of
 from zerofx.ir.facts import DEVICE, Phase, Role, origin, placeholder, tier_of
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.streams import slice_behind
+from zerofx.ir.streams import slice_gathered
 from zerofx.scheduler.cost.liveness import Liveness
 
 
@@ -131,7 +131,7 @@ def category_of(owner: fx.Node) -> Category:
     phase = origin(owner).phase
     if owner.target is ops.reload and phase is Phase.UPDATE:
         return Category.OPTIMIZER
-    if owner.target in _OF_PARAMETERS and slice_behind(owner) is not None:
+    if owner.target in _OF_PARAMETERS and slice_gathered(owner) is not None:
         return Category.GATHERED
     if owner.target is ops.reload:
         return Category.GRADIENTS if _holds_gradients(owner) else Category.ACTIVATIONS

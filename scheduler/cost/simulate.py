@@ -20,7 +20,7 @@ from zerofx.ir.aliasing import storage_bytes, storage_source
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Role, delayed_bucket, tensor
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.streams import HOST, LINKS, hops_of, num_gathers_behind, runs_on_host, stream_of
+from zerofx.ir.streams import HOST, LINKS, hops_of, num_gathers_after, runs_on_host, stream_of
 from zerofx.scheduler.cost.categories import peak_memory
 from zerofx.scheduler.cost.liveness import Liveness, liveness
 from zerofx.scheduler.cost.machine import Machine, collective_latency, collective_seconds, copy_seconds, wire_bytes
@@ -171,7 +171,7 @@ def _timings(
     for node in step.calls():
         if node.target in ops.COLLECTIVES:
             together.append(node)
-            if num_gathers_behind(node):
+            if num_gathers_after(node):
                 continue
             start = max(collective_free, compute_free)
             for one, timing in zip(together, _collectives(together, start, num_ranks, machine), strict=True):

@@ -1,1 +1,1 @@
-"""One kind of decision a file."""
+"""The decisions of a plan, one kind a file."""

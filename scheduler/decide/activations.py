@@ -1,4 +1,4 @@
-"""What lives from forward to backward, and the ways to have less of it: a menu for each layer and each piece.
+"""Recomputation: for each layer and piece a menu of levels, from all saved activations kept to as few as possible.
 
 A menu entry is a set of forward values to keep; the rest of what backward reads is computed again. The best set for a
 price mu (bytes that a second of computation is worth) is a minimum cut: cutting the edge from an operator to a value
@@ -38,7 +38,7 @@ class Level:
     device, ``seconds`` are computed again (or spent waiting for copies).
     """
 
-    kept: frozenset[int]
+    saved: frozenset[int]
     num_bytes: int
     seconds: float
     offloaded: frozenset[int] = frozenset()
@@ -79,10 +79,10 @@ class Segment:
         """Its structure, which menus are made from many times."""
         position = {storage: i for i, storage in enumerate(self.values)}
         number = {node: n for n, node in enumerate(self.operators)}
-        found = [[position.get(storage_source(source)) for source in node.all_input_nodes] for node in self.operators]
+        read = [[position.get(storage_source(source)) for source in node.all_input_nodes] for node in self.operators]
         return Links(
             tuple(number.get(storage[0], -1) for storage in self.values),
-            tuple(tuple(i for i in reads if i is not None) for reads in found),
+            tuple(tuple(i for i in reads if i is not None) for reads in read),
             tuple(map(is_random, self.operators)),
         )
 
@@ -103,21 +103,21 @@ def segments(step: StepGraph, runs: Sequence[ForwardRun] | None = None) -> list[
     crossing = crossing_storages(step)
     if runs is None:
         runs = forward_runs(step, crossing)
-    home = {node: number for number, run in enumerate(runs) for node in run.nodes}
-    leaving = _read_elsewhere(step, home)
+    run_of = {node: number for number, run in enumerate(runs) for node in run.nodes}
+    leaving = _read_elsewhere(step, run_of)
     return [_segment(run, crossing, leaving) for run in runs if run.unit or not run.ends]
 
 
-def _read_elsewhere(step: StepGraph, home: Mapping[fx.Node, int]) -> set[Storage]:
+def _read_elsewhere(step: StepGraph, run_of: Mapping[fx.Node, int]) -> set[Storage]:
     """Storages that a forward operator outside their own run reads."""
-    found = set()
+    read = set()
     for node in step.calls():
         if is_forward_call(node) and not is_view(node):
             for source in node.all_input_nodes:
                 storage = storage_source(source)
-                if home.get(storage[0]) != home[node]:
-                    found.add(storage)
-    return found
+                if run_of.get(storage[0]) != run_of[node]:
+                    read.add(storage)
+    return read
 
 
 def _segment(run: ForwardRun, crossing: Mapping[Storage, None], leaving: set[Storage]) -> Segment:
@@ -152,16 +152,16 @@ def menu(segment: Segment, machine: Machine) -> tuple[Level, ...]:
     seconds = {node: node_cost(node, machine).seconds for node in segment.operators}
     sizes = [storage_size(storage) for storage in segment.values]
     rates = [sizes[i] / seconds[s[0]] for i, s in enumerate(segment.values) if seconds.get(s[0]) and sizes[i]]
-    found = [keep_all(segment)]
+    levels = [keep_all(segment)]
     if not rates:
-        return tuple(found)
+        return tuple(levels)
     high, low = 2 * max(rates), min(rates) / len(segment.operators)
     prices = [high * (low / high) ** (step / (_PRICES - 1)) for step in range(_PRICES)]
     for level in at_prices(prices, lambda price: cheapest(segment, sizes, seconds, price)):
-        if level.num_bytes < found[-1].num_bytes:
-            grain = found[0].num_bytes // _STEPS
-            found += [*_between(segment, sizes, seconds, found[-1], level, grain), level]
-    return tuple(found)
+        if level.num_bytes < levels[-1].num_bytes:
+            grain = levels[0].num_bytes // _STEPS
+            levels += [*_between(segment, sizes, seconds, levels[-1], level, grain), level]
+    return tuple(levels)
 
 
 def at_prices(prices: Sequence[float], cut: Callable[[float], Level]) -> list[Level]:
@@ -169,23 +169,23 @@ def at_prices(prices: Sequence[float], cut: Callable[[float], Level]) -> list[Le
 
     At a lower price of a second, no value is kept that a higher price computes again: minimum cuts are nested.
     """
-    found = {0: cut(prices[0]), len(prices) - 1: cut(prices[-1])}
+    levels = {0: cut(prices[0]), len(prices) - 1: cut(prices[-1])}
     pending = [(0, len(prices) - 1)]
     while pending:
         first, last = pending.pop()
         middle = (first + last) // 2
-        if (found[first].kept, found[first].seconds) == (found[last].kept, found[last].seconds):
-            found |= dict.fromkeys(range(first + 1, last), found[first])
+        if (levels[first].saved, levels[first].seconds) == (levels[last].saved, levels[last].seconds):
+            levels |= dict.fromkeys(range(first + 1, last), levels[first])
         elif middle > first:
-            found[middle] = cut(prices[middle])
+            levels[middle] = cut(prices[middle])
             pending += [(first, middle), (middle, last)]
-    return [found[number] for number in range(len(prices))]
+    return [levels[number] for number in range(len(prices))]
 
 
 def keep_all(segment: Segment) -> Level:
     """The level at which nothing is computed again."""
-    kept = segment.needed | segment.fixed
-    return Level(kept, sum(storage_size(segment.values[i]) for i in kept), 0.0)
+    saved = segment.needed | segment.fixed
+    return Level(saved, sum(storage_size(segment.values[i]) for i in saved), 0.0)
 
 
 def _between(
@@ -198,7 +198,7 @@ def _between(
     """
     current = before
     while current.num_bytes - after.num_bytes > grain:
-        tried = [_keeping(segment, sizes, seconds, current.kept - {i}) for i in current.kept - after.kept]
+        tried = [_keeping(segment, sizes, seconds, current.saved - {i}) for i in current.saved - after.saved]
         steps = [
             level
             for level in tried
@@ -209,18 +209,18 @@ def _between(
         if not steps:
             return
         rates = {level: (current.num_bytes - level.num_bytes) / (level.seconds - current.seconds) for level in steps}
-        current = max(steps, key=lambda level: (rates[level], sorted(level.kept)))
+        current = max(steps, key=lambda level: (rates[level], sorted(level.saved)))
         yield current
 
 
 def _keeping(
-    segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], kept: frozenset[int]
+    segment: Segment, sizes: Sequence[int], seconds: Mapping[fx.Node, float], saved: frozenset[int]
 ) -> Level | None:
-    """The level that computes again what ``kept`` lacks; None where that would run a random operator again."""
-    links, free = segment.links, kept | segment.fixed
+    """The level that computes again what ``saved`` lacks; None where that would run a random operator again."""
+    links, free = segment.links, saved | segment.fixed
     again = set[int]()
-    read = {*segment.fixed, *(segment.needed & kept)}
-    pending = [links.makers[i] for i in segment.needed - kept]
+    read = {*segment.fixed, *(segment.needed & saved)}
+    pending = [links.makers[i] for i in segment.needed - saved]
     while pending:
         number = pending.pop()
         if links.random[number]:
@@ -258,9 +258,9 @@ def cheapest(segment: Segment, sizes: Sequence[float], seconds: Mapping[fx.Node,
         return Level(segment.fixed, int(sum(sizes[i] for i in segment.fixed)), 0.0)
     _, (_, sink_side) = nx.minimum_cut(graph, "source", "sink")
     again = {number for number in range(len(segment.operators)) if ("operator", number) in sink_side}
-    kept = {i for i, maker in enumerate(links.makers) if ("value", i) in sink_side and maker not in again}
-    kept |= segment.fixed
-    return Level(frozenset(kept), int(sum(sizes[i] for i in kept)), _sum(segment, seconds, again))
+    saved = {i for i, maker in enumerate(links.makers) if ("value", i) in sink_side and maker not in again}
+    saved |= segment.fixed
+    return Level(frozenset(saved), int(sum(sizes[i] for i in saved)), _sum(segment, seconds, again))
 
 
 def _sum(segment: Segment, seconds: Mapping[fx.Node, float], numbers: set[int]) -> float:

@@ -1,4 +1,4 @@
-"""Which gathers start as one collective: those for which latency takes longer than bytes do.
+"""Coalescing: which gathers start as one collective, because latency takes longer than their bytes.
 
 A collective takes ``latency + bytes / bandwidth`` (Hockney's model; ``scheduler.cost.machine.collective_seconds``).
 Below ``latency * bandwidth`` bytes the first term is the longer one, and gathers that start together pay it once. The

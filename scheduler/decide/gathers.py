@@ -1,10 +1,10 @@
-"""What memory buys for collectives: buckets kept between forward and backward, gathers issued early, reductions awaited
-late.
+"""Memory for collectives: which buckets stay gathered between forward and backward, and how far ahead gathers are
+issued.
 
 A bucket that is kept saves its second gather, as far as that was not hidden: in backward, the gather and the reduction
-of a layer hide behind the computation of one layer. A gather issued a layer ahead hides behind that layer, and has its
-bucket on the device for as long. A reduction that is awaited a layer later hides behind that layer, and has its buffer
-and the reduced slice on the device for as long.
+of a layer overlap with the computation of one layer. A gather issued a layer ahead overlaps with that layer, and has
+its bucket on the device for as long. A reduction that is awaited a layer later overlaps with that layer, and has its
+buffer and the reduced slice on the device for as long.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def keep_menus(
     for bucket in sorted(times, key=lambda bucket: bucket.index):
         if times[bucket] < 2 or asked.keeps(bucket):
             continue
-        beside = _seconds_beside(bucket, Phase.BACKWARD, seconds) if asked.prefetch else 0.0
+        overlapping = _overlapping_seconds(bucket, Phase.BACKWARD, seconds) if asked.prefetch else 0.0
         gather = collective_seconds("all_gather", bucket.full_bytes, bucket.num_ranks, machine)
         reduction = collective_seconds("reduce_scatter", bucket.full_bytes, bucket.num_ranks, machine)
         if not bucket.trainable:
             reduction = 0.0
-        exposed = max(0.0, gather + reduction - beside) - max(0.0, reduction - beside)
+        exposed = max(0.0, gather + reduction - overlapping) - max(0.0, reduction - overlapping)
         if exposed > 0:
             again = (times[bucket] - 1) * exposed
             menus[bucket] = (Gathering(bucket.full_bytes, 0.0), Gathering(0, again))
@@ -64,7 +64,7 @@ def prefetch_menu(
 ) -> tuple[Gathering, ...]:
     """The levels from gathers issued ``prefetch`` units ahead to gathers issued where they are needed.
 
-    All but the last hide what fits beside the computation of a unit; one more unit ahead holds one more unit.
+    All but the last hide what fits into the computation of a unit; one more unit ahead holds one more unit.
     """
     units: Counter[str] = Counter()
     for bucket in layout.buckets:
@@ -72,7 +72,7 @@ def prefetch_menu(
     hidden = 0.0
     for residency in residencies:
         gather = collective_seconds("all_gather", residency.bucket.full_bytes, layout.num_ranks, machine)
-        hidden += min(gather, _seconds_beside(residency.bucket, Phase.FORWARD, seconds))
+        hidden += min(gather, _overlapping_seconds(residency.bucket, Phase.FORWARD, seconds))
     largest = max(units.values(), default=0)
     return tuple(Gathering(ahead * largest, 0.0 if ahead else hidden) for ahead in range(prefetch, -1, -1))
 
@@ -85,10 +85,10 @@ def reduction_menu(
     for bucket in filter(lambda bucket: bucket.trainable, layout.buckets):
         held = max(held, bucket.full_bytes + bucket.shard_bytes)
         reduction = collective_seconds("reduce_scatter", bucket.full_bytes, bucket.num_ranks, machine)
-        hidden += min(reduction, _seconds_beside(bucket, Phase.BACKWARD, seconds))
+        hidden += min(reduction, _overlapping_seconds(bucket, Phase.BACKWARD, seconds))
     return Gathering(held, 0.0), Gathering(0, hidden)
 
 
-def _seconds_beside(bucket: Bucket, phase: Phase, seconds: Mapping[Place, float]) -> float:
-    """Computation that a collective of the bucket runs beside: that of a unit, or of what is outside all units."""
+def _overlapping_seconds(bucket: Bucket, phase: Phase, seconds: Mapping[Place, float]) -> float:
+    """Computation that a collective of the bucket overlaps with: that of a unit, or of what is outside all units."""
     return seconds.get((bucket.unit, phase), seconds.get(("", phase), 0.0))

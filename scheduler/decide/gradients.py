@@ -1,8 +1,8 @@
-"""Gradients between micro-batches off the device: what it frees, what it costs, and when they are copied.
+"""Offload of gradients between micro-batches: the bytes that it frees, what it costs, and when they are copied.
 
 With several micro-batches a rank holds the gradient buffers of all buckets from the first backward on, in whole. A
 buffer that waits in a slower tier is on the device only while its unit's backward runs; for each pair of micro-batches
-it goes down once and comes up once, beside the backward of the units after it and before it.
+it goes down once and comes up once, during the backward of the units after it and before it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def gradient_menus(
     num_micro_batches: int,
     seconds: Mapping[Place, float],
     machine: Machine,
-    room: Mapping[Tier, int],
+    capacity: Mapping[Tier, int],
 ) -> dict[Bucket, tuple[Waiting, Waiting]]:
     """For each trained bucket: its gradients on the device between micro-batches, and off it.
 
@@ -66,18 +66,18 @@ def gradient_menus(
         num_micro_batches: with one, there is nothing to decide.
         seconds: computation by unit and phase in one micro-batch.
         machine: its links.
-        room: bytes that each slower tier has for a rank's gradients; the first is filled first.
+        capacity: bytes that each slower tier has for a rank's gradients; the first is filled first.
     """
-    left, menus = dict(room), {}
+    left, menus = dict(capacity), {}
     for bucket in layout.buckets:
         size = bucket.full_bytes
         tier = first_with_room(left, size)
         if num_micro_batches == 1 or not bucket.trainable or not size or tier is None:
             continue
         left[tier] -= size
-        beside = seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
+        overlapping = seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
         exposed = sum(
-            max(0.0, copy_seconds(size, *ends, machine) - beside) for ends in (("device", tier), (tier, "device"))
+            max(0.0, copy_seconds(size, *ends, machine) - overlapping) for ends in (("device", tier), (tier, "device"))
         )
         menus[bucket] = (Waiting(size, 0.0), Waiting(0, (num_micro_batches - 1) * exposed, tier))
     return menus
@@ -105,14 +105,14 @@ def place_gradients(
     def run_of(node: fx.Node) -> int:
         return max(0, bisect_right(starts, order[node]) - 1)
 
-    found = []
+    placed = []
     for decision in decisions:
         tier: Tier = "host" if decision.tier == "host" else "nvme"
         slots = layout.buckets[decision.bucket].slots
         used = [[run_of(shares[slot.name]) for slot in slots] for shares in step.gradients_by_micro_batch]
         frees, reloads = [], []
-        for before, behind in itertools.pairwise(used):
-            last, first = max(before), min(behind)
+        for before, after in itertools.pairwise(used):
+            last, first = max(before), min(after)
             middle = (last + first) // 2
             out = copy_seconds(decision.num_bytes, "device", tier, machine)
             back = copy_seconds(decision.num_bytes, tier, "device", machine)
@@ -122,8 +122,8 @@ def place_gradients(
             )
             frees.append(spans[max(last, free)].last.name)
             reloads.append(spans[min(first, reload)].first.name)
-        found.append(replace(decision, free_after=tuple(frees), reload_before=tuple(reloads)))
-    return tuple(found)
+        placed.append(replace(decision, free_after=tuple(frees), reload_before=tuple(reloads)))
+    return tuple(placed)
 
 
 def _between(spans: Sequence[Run], first: int, last: int) -> float:

@@ -1,6 +1,6 @@
-"""Activations on a slower tier: what it costs to have a value there, and when it is copied out and back.
+"""Offload of activations: what it costs to have a value in a slower tier, and when it is copied out and back.
 
-A copy hides behind computation as long as the link is free; what does not fit beside it is exposed. So a layer's menu
+A copy overlaps with computation as long as the link is free; the rest of its time is exposed. So a layer's menu
 (``entries``) prices the link: at price 0 a copy is free, at price 1 every second of it is exposed. For each price of
 the link and of a byte a minimum cut says what to compute again; of the rest, as much is offloaded as some share of the
 layer's own computation hides. Those on the lower convex hull of bytes against seconds are the menu. (The rule for
@@ -63,13 +63,13 @@ def entries(segment: Segment, machine: Machine, tier: Tier, num_layers: int, *, 
     return [links.offload(level, share) for level in levels for share in _LINK_SHARES]
 
 
-def joint_menu(found: Sequence[Entry], away_seconds: float) -> tuple[Level, ...]:
+def joint_menu(candidates: Sequence[Entry], away_seconds: float) -> tuple[Level, ...]:
     """A menu of the entries whose values can be gone and back in ``away_seconds``.
 
     It goes from keeping all to keeping least, each level with fewer bytes than the one before, for more and more
     seconds a byte.
     """
-    return _hull([entry.level for entry in found if entry.copy_seconds <= away_seconds])
+    return _hull([entry.level for entry in candidates if entry.copy_seconds <= away_seconds])
 
 
 def away_seconds(segment: Segment, spans: Sequence[Run]) -> float:
@@ -87,28 +87,28 @@ class _Links:
     """What copying a segment's values takes; ``forward`` are the seconds of its own run in forward."""
 
     def __init__(self, segment: Segment, machine: Machine, tier: Tier, forward: float, num_layers: int) -> None:
-        made = set(segment.operators)
+        computed = set(segment.operators)
         self.forward, self.num_layers = forward, num_layers
         self.sizes = [storage_size(storage) for storage in segment.values]
         self.down = [copy_seconds(size, "device", tier, machine) for size in self.sizes]
         self.up = [copy_seconds(size, tier, "device", machine) for size in self.sizes]
         # What takes longer to order than to move stays.
         shortest = copy_seconds(0, "device", tier, machine) + machine.device.launch_latency
-        self.movable = [i for i, (node, _) in enumerate(segment.values) if node in made and self.down[i] > shortest]
+        self.movable = [i for i, (node, _) in enumerate(segment.values) if node in computed and self.down[i] > shortest]
 
     def offload(self, level: Level, share: float) -> Entry:
         """``level`` with its largest values offloaded, as long as copying them out takes ``share`` of the forward."""
         left, out = share * self.forward, []
-        for i in sorted(level.kept.intersection(self.movable), key=lambda i: (-self.sizes[i], i)):
+        for i in sorted(level.saved.intersection(self.movable), key=lambda i: (-self.sizes[i], i)):
             if self.down[i] <= left:
                 left -= self.down[i]
                 out.append(i)
         down, up = sum(self.down[i] for i in out), sum(self.up[i] for i in out)
         exposed = max(0.0, down - self.forward) + max(0.0, up - _BACKWARD * self.forward - level.seconds)
         stays = (
-            sum(self.sizes[i] for i in level.kept.difference(out)) + sum(self.sizes[i] for i in out) // self.num_layers
+            sum(self.sizes[i] for i in level.saved.difference(out)) + sum(self.sizes[i] for i in out) // self.num_layers
         )
-        return Entry(Level(level.kept, stays, level.seconds + exposed, frozenset(out)), down + up)
+        return Entry(Level(level.saved, stays, level.seconds + exposed, frozenset(out)), down + up)
 
 
 def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> Iterator[Level]:
@@ -132,14 +132,14 @@ def _cuts(segment: Segment, links: _Links, seconds: Mapping[fx.Node, float]) -> 
 
 def _hull(levels: Sequence[Level]) -> tuple[Level, ...]:
     """The lower convex hull of bytes against seconds after the first level, from the most bytes to the least."""
-    found = [levels[0]]
+    hull = [levels[0]]
     for level in sorted(levels[1:], key=lambda level: (level.seconds, level.num_bytes)):
-        if level.num_bytes >= found[-1].num_bytes:
+        if level.num_bytes >= hull[-1].num_bytes:
             continue
-        while len(found) > 1 and _rate(found[-2], found[-1]) <= _rate(found[-1], level):
-            found.pop()
-        found.append(level)
-    return tuple(found)
+        while len(hull) > 1 and _rate(hull[-2], hull[-1]) <= _rate(hull[-1], level):
+            hull.pop()
+        hull.append(level)
+    return tuple(hull)
 
 
 def _rate(before: Level, after: Level) -> float:
@@ -148,7 +148,7 @@ def _rate(before: Level, after: Level) -> float:
 
 
 @dataclass(frozen=True)
-class Wish:
+class OffloadRequest:
     """A forward value that shall be offloaded, by the name of its node in the captured graph, and why."""
 
     value: str
@@ -156,7 +156,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """Bytes of each tier that activations may take, the first being filled first, and what the host has left to them:
     for those that stay there, and for copies that pass through it."""
 
@@ -166,41 +166,45 @@ class Room:
 
 @dataclass(frozen=True)
 class _Copy:
-    wish: Wish
+    request: OffloadRequest
     node: fx.Node
     num_bytes: int
     tier: Tier
-    made: int  # index of the run after which it is copied out
+    computed_in: int  # index of the run after which it is copied out
     needed: int  # index of the run that reads it again
 
 
 def place(
-    step: StepGraph, wishes: Sequence[Wish], seconds: Mapping[Place, float], machine: Machine, room: Room
+    step: StepGraph,
+    requests: Sequence[OffloadRequest],
+    seconds: Mapping[Place, float],
+    machine: Machine,
+    capacity: Capacity,
 ) -> tuple[OffloadDecision, ...]:
     """When each value goes out and comes back, on links that carry one copy at a time.
 
     Args:
         step: the captured graph with recomputation carried out.
-        wishes: what to offload. What would be needed again as soon as it is gone is left out.
+        requests: what to offload. What would be needed again as soon as it is gone is left out.
         seconds: computation by unit and phase (``scheduler.cost.timeline.seconds_by_place``).
         machine: its links.
-        room: what they may take.
+        capacity: what they may take.
     """
     spans = runs(step, seconds)
-    copies = _copies(step, spans, wishes, room)
+    copies = _copies(step, spans, requests, capacity)
     gone = _ways_out(copies, spans, machine)
     back = _ways_back(copies, spans, machine)
     decisions = []
-    passing = [room.host - sum(copy.num_bytes for copy in copies if copy.tier == "host")] * len(spans)
+    passing = [capacity.host - sum(copy.num_bytes for copy in copies if copy.tier == "host")] * len(spans)
     for copy in copies:
-        freed, reload = gone[copy.wish], back[copy.wish]
+        freed, reload = gone[copy.request], back[copy.request]
         if freed + 1 >= reload:
-            # Beside the one run in between it would not be gone at all: backward waits for it.
+            # With only one run in between it would not be gone at all: backward waits for it.
             reload = copy.needed
         if freed + 1 >= reload:
             continue
         if copy.tier == "nvme":
-            under_way = [*range(copy.made, freed + 1), *range(reload, copy.needed + 1)]
+            under_way = [*range(copy.computed_in, freed + 1), *range(reload, copy.needed + 1)]
             if any(passing[run] < copy.num_bytes for run in under_way):
                 continue
             for run in under_way:
@@ -209,29 +213,31 @@ def place(
         up = copy_seconds(copy.num_bytes, copy.tier, "device", machine)
         decisions.append(
             OffloadDecision(
-                value=copy.wish.value,
+                value=copy.request.value,
                 tier=copy.tier,
                 num_bytes=copy.num_bytes,
                 free_after=spans[freed].last.name,
                 reload_before=spans[reload].first.name,
-                reason=f"{copy.wish.reason}; {format_seconds(down)} out, {format_seconds(up)} back",
+                reason=f"{copy.request.reason}; {format_seconds(down)} out, {format_seconds(up)} back",
                 layer=origin(copy.node).layer,
             )
         )
     return tuple(decisions)
 
 
-def _copies(step: StepGraph, spans: Sequence[Run], wishes: Sequence[Wish], room: Room) -> list[_Copy]:
+def _copies(
+    step: StepGraph, spans: Sequence[Run], requests: Sequence[OffloadRequest], capacity: Capacity
+) -> list[_Copy]:
     order = step.positions()
     starts = [order[run.first] for run in spans]
     by_name = {node.name: node for node in step.graph.nodes}
-    left = dict(room.tiers)
-    sizes = [storage_bytes(tensors_of(by_name[wish.value])[0]) for wish in wishes]
+    left = dict(capacity.tiers)
+    sizes = [storage_bytes(tensors_of(by_name[request.value])[0]) for request in requests]
     if "host" in left and "nvme" in left and sum(sizes) > left["host"]:
         left["host"] -= min(2 * max(sizes), left["host"] // 2)  # for those on their way to nvme, and back
-    found = []
-    for wish in sorted(wishes, key=lambda wish: order[by_name[wish.value]]):
-        node = by_name[wish.value]
+    copies = []
+    for request in sorted(requests, key=lambda request: order[by_name[request.value]]):
+        node = by_name[request.value]
         num_bytes = storage_bytes(tensors_of(node)[0])
         readers = [order[reader] for reader in consumers(node) if origin(reader).phase is Phase.FORWARD]
         again = [order[reader] for reader in consumers(node) if origin(reader).phase is not Phase.FORWARD]
@@ -241,32 +247,32 @@ def _copies(step: StepGraph, spans: Sequence[Run], wishes: Sequence[Wish], room:
         if tier is None or not again or needed_twice or refusal(node) is not None:
             continue
         left[tier] -= num_bytes
-        made = bisect_right(starts, max([order[node], *readers])) - 1
-        found.append(_Copy(wish, node, num_bytes, tier, made, bisect_right(starts, min(again)) - 1))
-    return found
+        made_in = bisect_right(starts, max([order[node], *readers])) - 1
+        copies.append(_Copy(request, node, num_bytes, tier, made_in, bisect_right(starts, min(again)) - 1))
+    return copies
 
 
-def _ways_out(copies: Sequence[_Copy], spans: Sequence[Run], machine: Machine) -> dict[Wish, int]:
+def _ways_out(copies: Sequence[_Copy], spans: Sequence[Run], machine: Machine) -> dict[OffloadRequest, int]:
     """The run after which each value has been copied out, or else the last one of forward."""
     ends = [run.end_seconds for run in spans]
     free: dict[Tier, float] = {}
-    found = {}
-    for copy in sorted(copies, key=lambda copy: copy.made):
-        begin = max(free.get(copy.tier, 0.0), ends[copy.made])
+    ways = {}
+    for copy in sorted(copies, key=lambda copy: copy.computed_in):
+        begin = max(free.get(copy.tier, 0.0), ends[copy.computed_in])
         free[copy.tier] = begin + copy_seconds(copy.num_bytes, "device", copy.tier, machine)
         last_forward = next(i for i in range(copy.needed - 1, -1, -1) if spans[i].phase is Phase.FORWARD)
-        found[copy.wish] = min(bisect_left(ends, free[copy.tier], lo=copy.made), last_forward)
-    return found
+        ways[copy.request] = min(bisect_left(ends, free[copy.tier], lo=copy.computed_in), last_forward)
+    return ways
 
 
-def _ways_back(copies: Sequence[_Copy], spans: Sequence[Run], machine: Machine) -> dict[Wish, int]:
+def _ways_back(copies: Sequence[_Copy], spans: Sequence[Run], machine: Machine) -> dict[OffloadRequest, int]:
     """The run before which each copy back starts to be there in time, or else the first one of backward."""
     starts = [run.start_seconds for run in spans]
     free: dict[Tier, float] = {}
-    found = {}
-    for copy in sorted(copies, key=lambda copy: (-copy.needed, -copy.made)):
+    ways = {}
+    for copy in sorted(copies, key=lambda copy: (-copy.needed, -copy.computed_in)):
         finish = min(free.get(copy.tier, float("inf")), starts[copy.needed])
         free[copy.tier] = finish - copy_seconds(copy.num_bytes, copy.tier, "device", machine)
-        first_backward = next(i for i in range(copy.made, len(spans)) if spans[i].phase is not Phase.FORWARD)
-        found[copy.wish] = min(max(bisect_right(starts, free[copy.tier]) - 1, first_backward), copy.needed)
-    return found
+        first_backward = next(i for i in range(copy.computed_in, len(spans)) if spans[i].phase is not Phase.FORWARD)
+        ways[copy.request] = min(max(bisect_right(starts, free[copy.tier]) - 1, first_backward), copy.needed)
+    return ways

@@ -1,7 +1,7 @@
-"""What memory buys for collectives: time beside computation.
+"""Overlap of collectives with computation, as far as memory allows.
 
 Gathers and reductions that are awaited where they are issued hold no buffer longer than is needed, and computation
-waits for them. A gather that is issued a unit ahead, or a reduction that is awaited a unit later, runs beside that
+waits for them. A gather that is issued a unit ahead, or a reduction that is awaited a unit later, overlaps with that
 unit's computation, with its buffers on the device. A plan that gives this up as a whole, because the step is too large
 at a few positions, gets it back here wherever else there is room: one collective after the other, in order, if the
 limit holds at every position that it spans.
@@ -36,75 +36,75 @@ def issued_ahead(gathers: Sequence[GatherDecision], layout: BucketLayout, distan
     """
     runs = itertools.groupby(gathers, key=lambda gather: layout.buckets[gather.bucket].unit)
     together = [list(run) for _, run in runs]
-    found = []
+    issued = []
     for number, gather in ((n, gather) for n, run in enumerate(together) for gather in run):
         # On one rank there is nothing to issue ahead: a bucket that comes from a slower tier is copied, not gathered.
         units = min(number, distance) if layout.num_ranks > 1 else 0
         earlier = together[number - units][0]
         hidden = f", issued {units} ahead to hide behind {layout.buckets[earlier.bucket].name}" if units else ""
-        found.append(replace(gather, issue=earlier.first, reason=gather.reason + hidden))
-    return tuple(found)
+        issued.append(replace(gather, issue=earlier.first, reason=gather.reason + hidden))
+    return tuple(issued)
 
 
-def awaited_behind(reduces: Sequence[ReduceDecision], layout: BucketLayout) -> tuple[ReduceDecision, ...]:
+def awaited_later(reduces: Sequence[ReduceDecision], layout: BucketLayout) -> tuple[ReduceDecision, ...]:
     """``reduces``, each awaited where its bucket's gradients are complete, awaited a unit later instead."""
-    found = []
+    awaited = []
     for number, reduce in enumerate(reduces):
         unit = layout.buckets[reduce.bucket].unit
-        # A bucket of the same unit is complete at about the same time: there is nothing to hide behind.
+        # A bucket of the same unit is complete at about the same time: there is nothing to overlap with.
         following = next((late for late in reduces[number + 1 :] if layout.buckets[late.bucket].unit != unit), None)
         if following is None:
-            found.append(ReduceDecision(reduce.bucket, None, LAST_REDUCTION))
+            awaited.append(ReduceDecision(reduce.bucket, None, LAST_REDUCTION))
         else:
             name = layout.buckets[following.bucket].name
             reason = f"awaited when the gradients of {name} are complete, to hide behind their computation"
-            found.append(ReduceDecision(reduce.bucket, following.wait_after, reason))
-    return tuple(found)
+            awaited.append(ReduceDecision(reduce.bucket, following.wait_after, reason))
+    return tuple(awaited)
 
 
-def gathered_behind(reduces: Sequence[ReduceDecision]) -> tuple[ReduceDecision, ...]:
+def gathered_later(reduces: Sequence[ReduceDecision]) -> tuple[ReduceDecision, ...]:
     """``reduces`` of stage 0, in order, the sum of each gathered while the next one is awaited."""
-    found = list(reduces)
+    gathered = list(reduces)
     for number, (reduce, following) in enumerate(itertools.pairwise(reduces)):
         reason = f"{reduce.reason}; the sum is gathered until the next reduction is awaited"
-        found[number] = replace(reduce, reason=reason, gathered_after=following.wait_after)
-    return tuple(found)
+        gathered[number] = replace(reduce, reason=reason, gathered_after=following.wait_after)
+    return tuple(gathered)
 
 
 def hide_collectives(
     plan: Plan, step: StepGraph, layout: BucketLayout, simulation: Simulation, prefetch: int, limit_bytes: int
 ) -> Plan:
-    """``plan`` with collectives beside computation as far as the limit allows.
+    """``plan`` with collectives that overlap with computation as far as the limit allows.
 
     Args:
-        plan: all decisions. What it has beside computation already stays so.
+        plan: all decisions. Collectives that overlap already stay so.
         step: the graph after all passes that carry ``plan`` out.
         layout: the buckets.
         simulation: that of ``step``.
         prefetch: units that gathers may be issued ahead.
         limit_bytes: what no position of the step may take more of, on the device.
     """
-    room = _Room(step, simulation, limit_bytes)
+    slack = _Room(step, simulation, limit_bytes)
     away = {decision.bucket for decision in plan.parameters}  # copies from slower tiers set the pace
     gathers = list(plan.gathers)
     if plan.gathers_parameters and all(gather.issue == gather.first for gather in gathers):
         for number, early in enumerate(issued_ahead(gathers, layout, prefetch)):
             bucket = layout.buckets[early.bucket]
-            if early.bucket not in away and room.takes_gather(number, early, bucket.full_bytes):
+            if early.bucket not in away and slack.takes_gather(number, early, bucket.full_bytes):
                 gathers[number] = early
     reduces = list(plan.reduces)
     if plan.num_ranks > 1 and all(reduce.wait_after is not None for reduce in reduces):
         # Where each reduction is issued, by where its gradients are complete.
         issued = {reduce.wait_after: reduce.bucket for reduce in reduces}
-        for number, late in enumerate(awaited_behind(reduces, layout)):
+        for number, late in enumerate(awaited_later(reduces, layout)):
             bucket = layout.buckets[late.bucket]
             result_bytes = bucket.full_bytes if plan.stage == 0 else bucket.shard_bytes
-            if room.takes_reduction(late.bucket, issued.get(late.wait_after), result_bytes):
+            if slack.takes_reduction(late.bucket, issued.get(late.wait_after), result_bytes):
                 reduces[number] = late
         if plan.stage == 0 and plan.num_ranks > 1:
-            for number, late in enumerate(gathered_behind(reduces)[:-1]):
+            for number, late in enumerate(gathered_later(reduces)[:-1]):
                 first, last = issued.get(late.wait_after), issued.get(late.gathered_after)
-                if room.takes_sum(first, last, layout.buckets[late.bucket].full_bytes):
+                if slack.takes_sum(first, last, layout.buckets[late.bucket].full_bytes):
                     reduces[number] = late
     return replace(plan, gathers=tuple(gathers), reduces=tuple(reduces))
 
@@ -128,12 +128,10 @@ class _Room:
 
         None: to the end of the step.
         """
-        awaited, behind = self._tasks[Task(Job.GRADIENT, bucket)], self._place(until) + 1
+        awaited, stop = self._tasks[Task(Job.GRADIENT, bucket)], self._place(until) + 1
         given_back = self._live.after[awaited.prev] - self._live.after[awaited]
         updated = self._live.last_use.get(storage_source(awaited), awaited)
-        return self._take(
-            (self._order[awaited] + 1, behind, given_back), (self._order[updated] + 1, behind, result_bytes)
-        )
+        return self._take((self._order[awaited] + 1, stop, given_back), (self._order[updated] + 1, stop, result_bytes))
 
     def takes_sum(self, first: int | None, until: int | None, num_bytes: int) -> bool:
         """Hold gradients from the update after the reduction of the bucket ``first`` to that after that of ``until``,
@@ -147,8 +145,8 @@ class _Room:
     def _take(self, *spans: tuple[int, int, int]) -> bool:
         """Take bytes from each first position to what is after the last, if all of it fits."""
         needed: Counter[int] = Counter()
-        for first, behind, num_bytes in spans:
-            needed.update(dict.fromkeys(range(first, behind), num_bytes))
+        for first, stop, num_bytes in spans:
+            needed.update(dict.fromkeys(range(first, stop), num_bytes))
         if any(self._left[position] < num_bytes for position, num_bytes in needed.items()):
             return False
         for position, num_bytes in needed.items():

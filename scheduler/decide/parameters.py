@@ -1,7 +1,7 @@
-"""Parameters off the device: what it frees, and what it costs to bring them up for each use.
+"""Offload of parameters: the bytes that it frees, and what it costs to bring them up for each use.
 
-A bucket's slice is copied to the device for each of its residencies, beside the computation of its layer in that
-phase, and once more for its update, from which it goes down again beside the layer's backward. There the copies of the
+A bucket's slice is copied to the device for each of its residencies, during the computation of its layer in that
+phase, and once more for its update, from which it goes down again during the layer's backward. There the copies of the
 bucket's states have the links already: what a slice costs is how much longer both are exposed than the states alone.
 """
 
@@ -22,7 +22,7 @@ from zerofx.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
-class Home:
+class ParameterLevel:
     """One level of a menu about a bucket's parameters: bytes on the device, exposed seconds, tier."""
 
     num_bytes: int
@@ -41,8 +41,8 @@ def parameter_menus(
     state_bytes: Mapping[int, int],
     seconds: Mapping[Place, float],
     machine: Machine,
-    room: Mapping[Tier, int],
-) -> dict[Bucket, tuple[Home, Home]]:
+    capacity: Mapping[Tier, int],
+) -> dict[Bucket, tuple[ParameterLevel, ParameterLevel]]:
     """For each bucket: its parameters on the device, and off it.
 
     Args:
@@ -51,9 +51,9 @@ def parameter_menus(
         state_bytes: bytes of one rank's states and masters, by bucket index.
         seconds: computation by unit and phase.
         machine: its links.
-        room: bytes that each slower tier has for a rank's parameters; the first is filled first.
+        capacity: bytes that each slower tier has for a rank's parameters; the first is filled first.
     """
-    left, menus = dict(room), {}
+    left, menus = dict(capacity), {}
     for bucket in layout.buckets:
         size = bucket.shard_bytes
         tier = first_with_room(left, size)
@@ -66,13 +66,13 @@ def parameter_menus(
             if residency.bucket is bucket:
                 exposed += max(0.0, up - seconds.get((bucket.unit, origin(residency.first).phase), 0.0))
         if bucket.trainable:
-            beside, states = seconds.get((bucket.unit, Phase.BACKWARD), 0.0), state_bytes.get(bucket.index, 0)
+            overlapping, states = seconds.get((bucket.unit, Phase.BACKWARD), 0.0), state_bytes.get(bucket.index, 0)
             for extra, states_alone in (
                 (up, copy_seconds(states, tier, "device", machine)),
                 (down, copy_seconds(states, "device", tier, machine)),
             ):
-                exposed += max(0.0, states_alone + extra - beside) - max(0.0, states_alone - beside)
-        menus[bucket] = (Home(size, 0.0), Home(0, exposed, tier))
+                exposed += max(0.0, states_alone + extra - overlapping) - max(0.0, states_alone - overlapping)
+        menus[bucket] = (ParameterLevel(size, 0.0), ParameterLevel(0, exposed, tier))
     return menus
 
 

@@ -1,4 +1,4 @@
-"""When what lives in slower tiers comes to its use: each copy as late as it can be without keeping computation waiting.
+"""Prefetch from slower tiers: each copy starts as late as it can without keeping computation waiting.
 
 Parameters are wanted where a residency begins (or its gather is issued), states where their bucket is updated. Copies
 are made in the order in which they are wanted, one at a time on each link. First the links set the pace: every copy is
@@ -9,7 +9,7 @@ From nvme there are two copies, into the host's memory and from there to the dev
 with a gather after them that is the three-deep prefetch of ZeRO-Infinity (2104.07857), as deep as the timeline says.
 
 Where gradients are clipped, states are wanted after the last reduction, one bucket after the other, and nothing but
-their updates runs beside their copies: each bucket's start where the bucket before it is updated.
+their updates overlaps with their copies: each bucket's start where the bucket before it is updated.
 
 States from nvme pass through the host in the buffers of three buckets, whatever the number of buckets: one is read
 while the one before it is updated and the one before that is written back. A read waits for its buffers to be free.
@@ -59,7 +59,7 @@ def starts_of(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine
     """Where each copy starts, given the seconds of each run of the step."""
     reached = _reached(arrivals, run_seconds, machine)
     free: dict[tuple[Tier, Tier], float] = {}
-    found: dict[int, Start] = {}
+    starts: dict[int, Start] = {}
     for number in sorted(range(len(arrivals)), key=lambda n: (arrivals[n].needed, n), reverse=True):
         arrival = arrivals[number]
         place, places, wanted = arrival.latest, [], reached[arrival.needed]
@@ -69,15 +69,15 @@ def starts_of(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine
             place = max(0, min(place, bisect_right(reached, wanted + _ROUNDING * reached[-1]) - 1))
             places.append(place)
             wanted = reached[place]
-        found[number] = Start(places[0], places[-1])
-    return [found[number] for number in range(len(arrivals))]
+        starts[number] = Start(places[0], places[-1])
+    return [starts[number] for number in range(len(arrivals))]
 
 
 def _reached(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine: Machine) -> list[float]:
     """When computation reaches each run, and the step's end, if every copy is made as soon as its link is free."""
     free: dict[tuple[Tier, Tier], float] = {}
     there = [0.0] * (len(run_seconds) + 1)
-    for arrival in sorted(arrivals, key=lambda one: one.needed):
+    for arrival in sorted(arrivals, key=lambda arrival: arrival.needed):
         now = 0.0
         for leg in _legs(arrival):
             now = free[leg] = max(now, free.get(leg, 0.0)) + copy_seconds(arrival.num_bytes, *leg, machine)
@@ -114,7 +114,7 @@ def place_arrivals(
         state_bytes: bytes of one rank's states and masters, by bucket index.
         seconds: computation by unit and phase (``scheduler.cost.timeline.seconds_by_place``).
         machine: its links.
-        ahead: whether copies run beside computation, for memory that is held meanwhile, or are awaited at once.
+        ahead: whether copies overlap with computation, for memory that is held meanwhile, or are awaited at once.
     """
     if not plan.parameters and not plan.states:
         return plan
@@ -139,14 +139,14 @@ def place_arrivals(
             last = updated[decision.bucket]
             states.append((number, Arrival(size, source, side, last + 1, last)))
     wanted = [arrival for _, arrival in (*gathers, *states)]
-    found = [Start(arrival.latest, arrival.latest) for arrival in wanted]
+    starts = [Start(arrival.latest, arrival.latest) for arrival in wanted]
     new_gathers, new_states = list(plan.gathers), list(plan.states)
     if ahead:
-        found = starts_of(wanted, [run.end_seconds - run.start_seconds for run in spans], machine)
+        starts = starts_of(wanted, [run.end_seconds - run.start_seconds for run in spans], machine)
     names = [run.first.name for run in spans]
-    for (number, arrival), start in zip(gathers, found, strict=False):
+    for (number, arrival), start in zip(gathers, starts, strict=False):
         new_gathers[number] = _gather(plan.gathers[number], arrival, start, names)
-    for (number, _), start in zip(states, found[len(gathers) :], strict=True):
+    for (number, _), start in zip(states, starts[len(gathers) :], strict=True):
         new_states[number] = _state(plan.states[number], start, names)
     new_states = _in_turn(new_states, updated) if ahead else [_at_once(decision) for decision in plan.states]
     return replace(plan, gathers=tuple(new_gathers), states=tuple(new_states))
@@ -197,13 +197,13 @@ class _Positions:
 def _updates(plan: Plan, step: StepGraph, layout: BucketLayout, at: _Positions) -> dict[int, int]:
     """The run after which each trained bucket is updated."""
     readers = {bucket.index: nodes[-1] for bucket, nodes in parameter_uses(step, layout)}
-    found = {}
+    updates = {}
     for decision in plan.reduces:
         last = _reduced(decision, plan, step, layout, at)
         if decision.bucket in readers:
             last = max(last, at.run_of(readers[decision.bucket]))
-        found[decision.bucket] = last
-    return found
+        updates[decision.bucket] = last
+    return updates
 
 
 def _reduced(decision: ReduceDecision, plan: Plan, step: StepGraph, layout: BucketLayout, at: _Positions) -> int:

@@ -1,9 +1,9 @@
-"""Which buckets go over the wire in few bits, where the user allows it: only those with which the step takes less time.
+"""Quantised communication: which buckets are sent in few bits, where the user allows it and the step becomes shorter.
 
 Gathers in 8 bits, a second shard on each node and reductions in few bits (ZeRO++, 2306.10209) shorten what collectives
 take, and add computation before and after them. The exact plan is simulated, and its collectives and waits are
 replayed with each bucket's in one form or the other. From all buckets compressed, each part of that is taken back
-where the step is not longer without it: what hides behind computation stays exact.
+where the step is not longer without it: what computation hides anyway stays exact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.quantise import ENCODINGS, packed_bytes
-from zerofx.ir.streams import COLLECTIVE, slice_behind
+from zerofx.ir.streams import COLLECTIVE, slice_gathered
 from zerofx.passes.wire.reductions import is_two_hops
 from zerofx.scheduler.cost.machine import Machine, collective_seconds
 from zerofx.scheduler.cost.replay import Event, Start, Wait, end_seconds, events_of
@@ -98,22 +98,22 @@ def with_wire(
     moments = _moments(step, exact)
     most = {b.index: sends.most(b, moments) for b in layout.buckets}
     chosen = _least(most, lambda choices: _replay(moments, choices, sends))
-    found = _plan(allowed, layout, chosen, most, moments, sends)
+    candidate = _plan(allowed, layout, chosen, most, moments, sends)
     budget = memory_budget if memory_budget is not None else float("inf")
     shards = [index for index, choice in chosen.items() if choice.second_shard]
-    while found.wires and not all(one.is_exact for one in found.wires):
-        simulation = carried_out(found)[1]
+    while candidate.wires and not all(wire_decision.is_exact for wire_decision in candidate.wires):
+        simulation = carried_out(candidate)[1]
         if simulation.live.peak_bytes <= budget:
             if simulation.step_seconds < exact.step_seconds:
-                return replace(found, prediction=None)
+                return replace(candidate, prediction=None)
             return _all_exact(allowed, layout, "the step would not be faster with it")
         if not shards:
             break
         for index in shards[len(shards) // 2 :]:
             chosen[index] = replace(chosen[index].without("second_shard"), gather=True)
         shards = shards[: len(shards) // 2]
-        found = _plan(allowed, layout, chosen, most, moments, sends)
-    hidden = all(one.is_exact for one in found.wires)
+        candidate = _plan(allowed, layout, chosen, most, moments, sends)
+    hidden = all(wire_decision.is_exact for wire_decision in candidate.wires)
     return _all_exact(allowed, layout, "it hides behind computation" if hidden else "the budget has no room for more")
 
 
@@ -173,16 +173,18 @@ class _Sends:
 
 def _moments(step: StepGraph, simulation: Simulation) -> _Exact:
     turns: Counter[int] = Counter()
-    found: dict[str, _Collective] = {}
+    collectives: dict[str, _Collective] = {}
     for node in step.calls():
         if node.target in ops.COLLECTIVES and node.target is not ops.broadcast:
             index = node.args[2] if node.target is ops.all_gather_into else node.args[1]
             assert isinstance(index, int)
-            gathers = node.target is ops.all_gather and slice_behind(node) is not None
+            gathers = node.target is ops.all_gather and slice_gathered(node) is not None
             about = None if index == ops.NO_BUCKET else index
-            found[node.name] = _Collective(about, turns[index] if gathers else None, node.target in ops.REDUCTIONS)
+            collectives[node.name] = _Collective(
+                about, turns[index] if gathers else None, node.target in ops.REDUCTIONS
+            )
             turns[index] += gathers
-    return _Exact(events_of(step, simulation), found)
+    return _Exact(events_of(step, simulation), collectives)
 
 
 def _replay(moments: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> float:
@@ -208,10 +210,10 @@ def _chosen(exact: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> Iter
                 continue
             yield Wait(event.name, hops[0][1])
             earlier, late = late, []
-            for seconds, behind in hops[1:]:
+            for seconds, after in hops[1:]:
                 across = f"{event.name} across nodes"
                 yield _start(across, seconds)
-                late = [Wait(across, behind)]
+                late = [Wait(across, after)]
             yield from earlier
         elif bucket is not None and about.turn is not None and (choice.gather or choice.second_shard):
             yield from _gather(event, bucket, choice, about.turn, sends)
@@ -226,9 +228,9 @@ def _chosen(exact: _Exact, choices: Mapping[int, Choice], sends: _Sends) -> Iter
 def _gather(event: Start | Wait, bucket: Bucket, choice: Choice, turn: int, sends: _Sends) -> Iterator[Event]:
     """A gather of parameters, or the wait for it, in few bits or from second shards."""
     on_node = choice.second_shard and turn > 0
-    before, during, behind = sends.gather(bucket) if choice.gather and not on_node else (0.0, None, 0.0)
+    before, during, after = sends.gather(bucket) if choice.gather and not on_node else (0.0, None, 0.0)
     if isinstance(event, Wait):
-        yield Wait(event.name, behind)
+        yield Wait(event.name, after)
         if choice.second_shard and turn == 0:
             yield sends.second_shard(bucket)
         return

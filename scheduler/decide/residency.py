@@ -3,7 +3,7 @@
 A bucket is resident while its unit runs: a residency ends where another unit's parameters are used before this
 bucket's next use. Outside of layers it ends where a layer runs: what is between two layers is one region, such as that
 around the loss, and stays one though a tied head is of another bucket. Gathers are issued a fixed number of units
-ahead, and a reduction is awaited where the next unit's gradients are complete, so that each hides behind the
+ahead, and a reduction is awaited where the next unit's gradients are complete, so that each overlaps with the
 computation of one unit.
 """
 
@@ -24,7 +24,7 @@ from zerofx.ir.text import target_name, type_name
 from zerofx.passes.divide import divide
 from zerofx.passes.recompute import put_off, recompute
 from zerofx.passes.tile import tile
-from zerofx.scheduler.decide.overlap import awaited_behind, gathered_behind, issued_ahead
+from zerofx.scheduler.decide.overlap import awaited_later, gathered_later, issued_ahead
 from zerofx.scheduler.plan.decisions import (
     GatherDecision,
     GradientDecision,
@@ -166,9 +166,10 @@ def _decide_gathers(
     step: StepGraph, layout: BucketLayout, options: PolicyOptions, resident: Collection[int]
 ) -> tuple[GatherDecision, ...]:
     """``resident`` are the buckets that are on the device, whole, all the time."""
-    found = [one for one in residencies(step, layout, options) if one.bucket.index not in resident]
+    stays = [stay for stay in residencies(step, layout, options) if stay.bucket.index not in resident]
     needed = [
-        GatherDecision(one.bucket.index, one.first.name, one.last.name, one.first.name, one.reason) for one in found
+        GatherDecision(stay.bucket.index, stay.first.name, stay.last.name, stay.first.name, stay.reason)
+        for stay in stays
     ]
     return issued_ahead(needed, layout, options.prefetch)
 
@@ -178,7 +179,7 @@ def residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -
     order = step.positions()
     uses = parameter_uses(step, layout)
     timeline = sorted((order[node], bucket.unit, _home(step, bucket)) for bucket, nodes in uses for node in nodes)
-    found = []
+    stays = []
     for bucket, nodes in uses:
         start = 0
         for i in range(1, len(nodes) + 1):
@@ -196,21 +197,21 @@ def residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -
                 why = f"kept from {span}{between}"
             else:
                 why = f"resident while {bucket.name} runs in {min(phases)}"
-            found.append(Residency(bucket, run[0], run[-1], why))
+            stays.append(Residency(bucket, run[0], run[-1], why))
             start = i
-    return sorted(found, key=lambda residency: (order[residency.first], residency.bucket.index))
+    return sorted(stays, key=lambda residency: (order[residency.first], residency.bucket.index))
 
 
 def parameter_uses(step: StepGraph, layout: BucketLayout) -> list[tuple[Bucket, list[fx.Node]]]:
     """For each bucket that is used, the nodes that read its parameters, in order."""
     order = step.positions()
     by_name = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
-    found = []
+    uses = []
     for bucket in layout.buckets:
         nodes = {user for slot in bucket.slots for user in consumers(by_name[slot.name])}
         if nodes:
-            found.append((bucket, sorted(nodes, key=order.__getitem__)))
-    return found
+            uses.append((bucket, sorted(nodes, key=order.__getitem__)))
+    return uses
 
 
 def _home(step: StepGraph, bucket: Bucket) -> str:
@@ -230,10 +231,12 @@ def _other_unit_between(
     ``layers`` a layer's, or slices. A layer stays while slices of its own weights pass."""
     lower = bisect_right(timeline, (order[before], "\U0010ffff", ""))
     upper = bisect_left(timeline, (order[after], "", ""))
-    others = [(unit, home) for _, unit, home in timeline[lower:upper] if bucket.unit not in (unit, home)]
+    others = [
+        (unit, computed_in) for _, unit, computed_in in timeline[lower:upper] if bucket.unit not in (unit, computed_in)
+    ]
     if bucket.unit in layers or bucket.is_slice:
         return bool(others)
-    return any(unit in layers or unit != home for unit, home in others)
+    return any(unit in layers or unit != computed_in for unit, computed_in in others)
 
 
 def _decide_reduces(
@@ -249,12 +252,12 @@ def _decide_reduces(
     at_once = [ReduceDecision(index, nodes[last].name, _why_at_once(layout.buckets[index])) for last, index in complete]
     if not options.hide_reductions:
         return tuple(at_once)
-    # Slices of weights are held for communication that runs beside computation, or else not.
+    # Slices of weights are held for communication that overlaps with computation, or else not.
     hidden = tuple(
         early if layout.buckets[early.bucket].is_slice and not options.prefetch else late
-        for early, late in zip(at_once, awaited_behind(at_once, layout), strict=True)
+        for early, late in zip(at_once, awaited_later(at_once, layout), strict=True)
     )
-    return gathered_behind(hidden) if stage == 0 and layout.num_ranks > 1 else hidden
+    return gathered_later(hidden) if stage == 0 and layout.num_ranks > 1 else hidden
 
 
 def _why_at_once(bucket: Bucket) -> str:

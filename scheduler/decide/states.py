@@ -1,9 +1,9 @@
-"""Optimizer states off the device: what it frees, what it costs, and on which side the update is cheaper.
+"""Offload of optimizer states: the bytes that it frees, what it costs, and on which side the update is cheaper.
 
-A bucket's states and fp32 masters come up for its update and go down again (``update="device"``): copies that run
-beside the backward computation of the bucket's layer, of which the longer is exposed as far as it takes longer. Or the
+A bucket's states and fp32 masters come up for its update and go down again (``update="device"``): copies that overlap
+with the backward computation of the bucket's layer, of which the longer is exposed as far as it takes longer. Or the
 update runs on the host (``update="host"``; ZeRO-Offload, 2101.06840): the gradient goes down, the host computes, and
-computation on the device waits for both; the updated parameters come up beside what follows.
+computation on the device waits for both; the updated parameters come up during what follows.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def state_menus(
         seconds: computation by unit and phase.
         machine: its links, its host, and how much its tiers hold for a rank.
         tiers: where states may go; the first is filled first.
-        clipped: whether updates are after all reductions: no backward is beside them, and gradients of buckets that
+        clipped: whether updates are after all reductions: no backward overlaps with them, and gradients of buckets that
             are updated on the host wait there.
     """
     ways = {}
@@ -75,43 +75,43 @@ def state_menus(
         num_bytes = state_bytes.get(bucket.index, 0)
         if num_bytes:
             local = bucket.shard_numel if stage >= 1 else bucket.numel
-            beside = 0.0 if clipped else seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
+            overlapping = 0.0 if clipped else seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
             ways[bucket] = [
-                _off_the_device(bucket, num_bytes, local, beside, tier, machine, clipped=clipped) for tier in tiers
+                _off_the_device(bucket, num_bytes, local, overlapping, tier, machine, clipped=clipped) for tier in tiers
             ]
-    found = _filled(ways, machine)
-    if len(found) < len(ways) and tiers[:2] == ("host", "nvme"):
+    placements = _filled(ways, machine)
+    if len(placements) < len(ways) and tiers[:2] == ("host", "nvme"):
         # Not all go to the host: some of it is left to what passes through on its way to nvme and back.
-        found = _filled(ways, machine, reserve=4 * max(state_bytes.values()))
-    return {bucket: (Placement(state_bytes[bucket.index], 0.0), off) for bucket, off in found.items()}
+        placements = _filled(ways, machine, reserve=4 * max(state_bytes.values()))
+    return {bucket: (Placement(state_bytes[bucket.index], 0.0), off) for bucket, off in placements.items()}
 
 
 def _filled(ways: Mapping[Bucket, Sequence[Placement]], machine: Machine, reserve: int = 0) -> dict[Bucket, Placement]:
     """The first of each bucket's placements that there is room for, with ``reserve`` bytes of the host kept free of
     states; buckets without one are left out."""
-    room = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
-    found = {}
+    capacity = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
+    placed = {}
     for bucket, placements in ways.items():
         for off in placements:
             on_host = NUM_BUFFERS * off.passing_bytes + off.waiting_bytes
             on_host += off.stored_bytes + reserve if off.tier == "host" else 0
-            if room[off.tier] >= off.stored_bytes and room["host"] >= on_host:
-                room[off.tier] -= off.stored_bytes
-                room["host"] -= off.waiting_bytes
-                found[bucket] = off
+            if capacity[off.tier] >= off.stored_bytes and capacity["host"] >= on_host:
+                capacity[off.tier] -= off.stored_bytes
+                capacity["host"] -= off.waiting_bytes
+                placed[bucket] = off
                 break
-    return found
+    return placed
 
 
 def _off_the_device(
-    bucket: Bucket, num_bytes: int, numel: int, beside: float, tier: Tier, machine: Machine, *, clipped: bool
+    bucket: Bucket, num_bytes: int, numel: int, overlapping: float, tier: Tier, machine: Machine, *, clipped: bool
 ) -> Placement:
     """The states of ``numel`` elements in ``tier``, updated where that exposes less.
 
-    ``beside``: seconds of computation that copies run beside. ``clipped``: as for ``state_menus``.
+    ``overlapping``: seconds of computation that copies overlap with. ``clipped``: as for ``state_menus``.
     """
     gradient_bytes = numel * bucket.compute_dtype.itemsize
-    through = max(0.0, _through_device(num_bytes, tier, machine) - beside)
+    through = max(0.0, _through_device(num_bytes, tier, machine) - overlapping)
     on_host = _on_host(num_bytes, gradient_bytes, numel, tier, machine)
     if through <= on_host:
         return Placement(0, through, tier, "device", num_bytes, num_bytes if tier == "nvme" else 0)
@@ -143,7 +143,7 @@ def delayed_placements(layout: BucketLayout, state_bytes: Mapping[int, int], sta
         state_bytes: bytes of one rank's states and masters, by bucket index.
         stage: the ZeRO stage.
     """
-    found = {}
+    placements = {}
     for bucket in layout.buckets:
         if not bucket.trainable:
             continue
@@ -151,8 +151,10 @@ def delayed_placements(layout: BucketLayout, state_bytes: Mapping[int, int], sta
         num_bytes = state_bytes.get(bucket.index, 0)
         master = 0 if bucket.has_master else local * bucket.dtype.itemsize
         handed_over = (2 if bucket.has_master else 1) * local * bucket.compute_dtype.itemsize
-        found[bucket] = Placement(0, 0.0, "host", "host", num_bytes + master + handed_over, 0, delayed_bytes=num_bytes)
-    return found
+        placements[bucket] = Placement(
+            0, 0.0, "host", "host", num_bytes + master + handed_over, 0, delayed_bytes=num_bytes
+        )
+    return placements
 
 
 def decisions_of(delayed: Mapping[Bucket, Placement]) -> tuple[StateDecision, ...]:

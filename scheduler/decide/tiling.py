@@ -49,34 +49,36 @@ def named_tiles(step: StepGraph, asked: Mapping[str, int]) -> Tiles:
     Raises:
         UsageError: there is nothing to tile in one of them, or not so many rows; lists what there is.
     """
-    found: list[LossHead | Chain] = [*find_heads(step), *find_chains(step)]
-    layers = {one.product.name: origin(one.product).layer for one in found}
+    targets: list[LossHead | Chain] = [*find_heads(step), *find_chains(step)]
+    layers = {target.product.name: origin(target.product).layer for target in targets}
     decisions: dict[str, TileDecision] = {}
     parameters = {alias for info in step.parameters for alias in (info.source, *info.aliases)}
     for name, num_tiles in asked.items():
         if name in parameters:
             continue
-        here = [one for one in found if _is_within(layers[one.product.name], name)]
-        if not here or any(num_tiles > one.num_rows for one in here):
-            listed = ", ".join(sorted({f"{layers[one.product.name]} (up to {one.num_rows})" for one in found}))
+        here = [target for target in targets if _is_within(layers[target.product.name], name)]
+        if not here or any(num_tiles > target.num_rows for target in here):
+            listed = ", ".join(
+                sorted({f"{layers[target.product.name]} (up to {target.num_rows})" for target in targets})
+            )
             raise UsageError(
                 f"expected tile to name parameters, or modules with something to tile, found {name!r} into "
                 f"{num_tiles}: there is {listed or 'nothing in this model'}"
             )
-        for one in here:
-            decisions[one.product.name] = _decision(one, num_tiles, f"as asked for {name or 'the model'}")
-    return tuple(decisions[one.product.name] for one in found if one.product.name in decisions)
+        for target in here:
+            decisions[target.product.name] = _decision(target, num_tiles, f"as asked for {name or 'the model'}")
+    return tuple(decisions[target.product.name] for target in targets if target.product.name in decisions)
 
 
 def _is_within(layer: str, name: str) -> bool:
     return not name or layer == name or layer.startswith(f"{name}.")
 
 
-def _as_needed(found: LossHead | Chain, num_tiles: int) -> TileDecision:
-    what = "logits" if isinstance(found, LossHead) else "values"
-    whole, each = format_bytes(found.num_bytes), format_bytes(found.num_bytes // num_tiles)
+def _as_needed(target: LossHead | Chain, num_tiles: int) -> TileDecision:
+    what = "logits" if isinstance(target, LossHead) else "values"
+    whole, each = format_bytes(target.num_bytes), format_bytes(target.num_bytes // num_tiles)
     return _decision(
-        found, num_tiles, f"no plan with whole {what} ({whole}) fits; each of {num_tiles} tiles has {each}"
+        target, num_tiles, f"no plan with whole {what} ({whole}) fits; each of {num_tiles} tiles has {each}"
     )
 
 
@@ -84,5 +86,5 @@ def _of_classes(head: LossHead, num_tiles: int) -> TileDecision:
     return replace(_as_needed(head, num_tiles), over="classes")
 
 
-def _decision(found: LossHead | Chain, num_tiles: int, reason: str) -> TileDecision:
-    return TileDecision(found.product.name, num_tiles, found.num_bytes, reason, origin(found.product).layer)
+def _decision(target: LossHead | Chain, num_tiles: int, reason: str) -> TileDecision:
+    return TileDecision(target.product.name, num_tiles, target.num_bytes, reason, origin(target.product).layer)

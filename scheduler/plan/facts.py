@@ -1,4 +1,4 @@
-"""What a plan holds beside its decisions: what it is made for, and what it leads to. Plain data."""
+"""The facts of a plan besides its decisions: what it is made for, and what it leads to. Plain data."""
 
 from __future__ import annotations
 

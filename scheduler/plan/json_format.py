@@ -55,8 +55,10 @@ def read_plan(kind: type[P], text: str) -> P:
         data = json.loads(text)
         if data.pop("format") != _FORMAT:
             raise PlanError(f"expected a plan of format {_FORMAT}; make the plan anew with this version of zerofx")
-        data = {name: list(one) if isinstance(one, tuple) else one for name, one in _LEFT_OUT.items()} | data
-        return typed(kind, {one.name: data[one.name] for one in fields(kind)})  # a saved report has more
+        data = {
+            name: list(default) if isinstance(default, tuple) else default for name, default in _LEFT_OUT.items()
+        } | data
+        return typed(kind, {entry.name: data[entry.name] for entry in fields(kind)})  # a saved report has more
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, PlanError):
             raise
@@ -74,7 +76,7 @@ def typed(kind: type[P], data: Any) -> P:
         raise TypeError(f"expected the fields of a {kind.__name__}, found a {type(data).__name__}")
     if data.keys() - hints.keys():
         raise TypeError(f"{', '.join(sorted(data.keys() - hints.keys()))}: no field of a {kind.__name__}")
-    return kind(**{name: _typed(hints[name], one) for name, one in data.items()})
+    return kind(**{name: _typed(hints[name], value) for name, value in data.items()})
 
 
 @functools.cache
@@ -82,25 +84,25 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _typed(expected: Any, found: Any) -> Any:
+def _typed(expected: Any, value: Any) -> Any:
     """What JSON has for a value of type ``expected``: lists for tuples, dicts for dataclasses."""
     origin, inner = get_origin(expected), get_args(expected)
     if origin in (Union, UnionType):
-        if found is None and NoneType in inner:
+        if value is None and NoneType in inner:
             return None
-        (expected,) = (one for one in inner if one is not NoneType)
-        return _typed(expected, found)
-    if origin is tuple and isinstance(found, list):
-        each = inner[:1] * len(found) if inner[-1] is Ellipsis else inner
-        return tuple(_typed(kind, one) for kind, one in zip(each, found, strict=True))
-    if origin is dict and isinstance(found, dict):
-        return {name: _typed(inner[1], one) for name, one in found.items()}
-    if origin is Literal and found in inner:
-        return found
+        (expected,) = (option for option in inner if option is not NoneType)
+        return _typed(expected, value)
+    if origin is tuple and isinstance(value, list):
+        each = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        return tuple(_typed(kind, item) for kind, item in zip(each, value, strict=True))
+    if origin is dict and isinstance(value, dict):
+        return {name: _typed(inner[1], item) for name, item in value.items()}
+    if origin is Literal and value in inner:
+        return value
     if isinstance(expected, type) and is_dataclass(expected):
-        return typed(expected, found)
-    if found != found:  # no plan has it, and nothing can be drawn of it
+        return typed(expected, value)
+    if value != value:  # no plan has it, and nothing can be drawn of it
         raise ValueError("expected a number, found NaN")
-    if type(found) is expected or (expected is float and type(found) is int):
-        return found
-    raise TypeError(f"expected {expected}, found {found!r:.80}")
+    if type(value) is expected or (expected is float and type(value) is int):
+        return value
+    raise TypeError(f"expected {expected}, found {value!r:.80}")

@@ -70,13 +70,13 @@ class Plan:
     @property
     def launches(self) -> list[list[int]]:
         """The gathers that start together, as positions in ``gathers``: a list for each collective, in order."""
-        found: list[list[int]] = []
+        launches: list[list[int]] = []
         for number, gather in enumerate(self.gathers):
-            if gather.merged and found:
-                found[-1].append(number)
+            if gather.merged and launches:
+                launches[-1].append(number)
             else:
-                found.append([number])
-        return found
+                launches.append([number])
+        return launches
 
     @property
     def gathers_parameters(self) -> bool:

@@ -241,12 +241,12 @@ class _Facts:
 
     def stay_in_run(self) -> set[fx.Node]:
         """Operators that no plan puts off to a later run: something needs them in their own, or another layer does."""
-        home = {node: number for number, run in enumerate(self.runs) for node in run}
+        run_of = {node: number for number, run in enumerate(self.runs) for node in run}
         staying = set(self.stays)
-        for node in reversed(list(home)):
+        for node in reversed(list(run_of)):
             storages = _outputs_of(node, self.sizes)
             readers = [reader for storage in storages for reader in self.readers(storage, Phase.BACKWARD)]
-            needed = any(home[reader] == home[node] and reader in staying for reader in readers)
+            needed = any(run_of[reader] == run_of[node] and reader in staying for reader in readers)
             elsewhere = all(self.home_of(reader) != self.home_of(node) for reader in readers)
             if needed or (readers and elsewhere):
                 staying.add(node)

@@ -93,7 +93,7 @@ def _live_when_compiled(
     regions, estimates = regions_of(instructions), target.estimates
     if UPDATE in target.kernels:
         unknown = [region for region in regions if region.key not in estimates]
-        estimates |= dict.fromkeys(update_kernels(unknown).made, ())
+        estimates |= dict.fromkeys(update_kernels(unknown).kernels, ())
     compiled = [region for region in regions if not region.is_update or region.key in estimates]
     for region in compiled:
         if region.key not in estimates:

@@ -17,8 +17,8 @@ from zerofx.scheduler.cost.timeline import Place, runs
 from zerofx.scheduler.decide.activations import Level, Segment, menu
 from zerofx.scheduler.decide.gathers import Gathering, keep_menus, prefetch_menu, reduction_menu, why_kept
 from zerofx.scheduler.decide.gradients import Waiting, gradient_menus, place_gradients
-from zerofx.scheduler.decide.offload import Room, Wish, away_seconds, entries, joint_menu, place
-from zerofx.scheduler.decide.parameters import Home, copies_menu, parameter_menus
+from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, away_seconds, entries, joint_menu, place
+from zerofx.scheduler.decide.parameters import ParameterLevel, copies_menu, parameter_menus
 from zerofx.scheduler.decide.prefetch import NUM_BUFFERS, place_arrivals
 from zerofx.scheduler.decide.residency import PolicyOptions, decide, residencies
 from zerofx.scheduler.decide.states import Placement, decisions_of, state_menus
@@ -79,7 +79,7 @@ class Parameters:
     """Where a bucket's parameters live between uses."""
 
     bucket: Bucket
-    levels: tuple[Home, Home]
+    levels: tuple[ParameterLevel, ParameterLevel]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _accumulated(question: Question, others: Sequence[Item]) -> list[Item]:
     parameters = [item.levels[1].decision(item.bucket, 0) for item in others if isinstance(item, Parameters)]
     menus = gradient_menus(
         question.layout, question.step.num_micro_batches, question.captured.seconds_of_one, question.machine,
-        _room(question, states, parameters).tiers,
+        _capacity(question, states, parameters).tiers,
     )  # fmt: skip
     return [Accumulated(bucket, levels) for bucket, levels in menus.items()]
 
@@ -151,7 +151,7 @@ def _parameters(question: Question, states: Sequence[Placement]) -> list[Paramet
         question.state_bytes,
         question.captured.seconds_of_one,
         question.machine,
-        _room(question, states).tiers,
+        _capacity(question, states).tiers,
     )
     return [Parameters(bucket, levels) for bucket, levels in menus.items()]
 
@@ -191,7 +191,7 @@ class _Choice:
     hide_reductions: bool = True
     recomputes: list[RecomputeDecision] = field(default_factory=list)
     extra_keeps: dict[str, None] = field(default_factory=dict)
-    wishes: dict[str, Wish] = field(default_factory=dict)
+    requests: dict[str, OffloadRequest] = field(default_factory=dict)
     states: list[StateDecision] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)  # of the same buckets
     parameters: list[ParameterDecision] = field(default_factory=list)
@@ -204,8 +204,8 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     recomputed, extra = frozenset(decision.value for decision in chosen.recomputes), frozenset(chosen.extra_keeps)
     carried_out = question.captured.tiled.clone()
     recompute(carried_out, recomputed, extra)
-    room = _room(question, chosen.placements, chosen.parameters, chosen.gradients)
-    offloads = place(carried_out, list(chosen.wishes.values()), chosen.seconds, question.machine, room)
+    capacity = _capacity(question, chosen.placements, chosen.parameters, chosen.gradients)
+    offloads = place(carried_out, list(chosen.requests.values()), chosen.seconds, question.machine, capacity)
     if not offloads:
         put_off(carried_out)
     divided = question.captured.pieces_without(recomputed.union(decision.value for decision in offloads))
@@ -282,21 +282,21 @@ def _choose_activations(question: Question, item: Activations, move: Move, chose
     )
     for i, storage in enumerate(segment.values):
         node = value_node(storage)
-        if i in segment.needed and i not in level.kept:
+        if i in segment.needed and i not in level.saved:
             size = storage_bytes(tensors_of(node)[0])
             chosen.recomputes.append(RecomputeDecision(node.name, size, reason, origin(node).layer))
-        elif i in level.kept and storage not in question.captured.crossing:
+        elif i in level.saved and storage not in question.captured.crossing:
             chosen.extra_keeps[node.name] = None
         if i in level.offloaded:
-            chosen.wishes[node.name] = Wish(node.name, reached_level)
+            chosen.requests[node.name] = OffloadRequest(node.name, reached_level)
 
 
-def _room(
+def _capacity(
     question: Question,
     states: Sequence[Placement],
     parameters: Sequence[ParameterDecision] = (),
     gradients: Sequence[GradientDecision] = (),
-) -> Room:
+) -> Capacity:
     """What one rank has left for activations besides its states and parameters."""
     machine = question.machine
     left: dict[Tier, int] = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
@@ -307,7 +307,7 @@ def _room(
         left[tier] -= sum(decision.num_bytes for decision in gradients if decision.tier == tier)
     left["host"] -= sum(placement.waiting_bytes for placement in states)
     left["host"] -= NUM_BUFFERS * max((placement.passing_bytes for placement in states), default=0)
-    return Room({tier: left[tier] for tier in question.tiers}, left["host"])
+    return Capacity({tier: left[tier] for tier in question.tiers}, left["host"])
 
 
 def _named(asked: PolicyOptions) -> tuple[str, ...]:

@@ -45,5 +45,5 @@ def make_plan(work: Work, target: Target, options: CompileOptions, memory_budget
         BudgetMissedError: no plan fits ``memory_budget``, or none does within the host budget.
         UsageError: ``options.tile`` names what cannot be tiled, or ranks do not fill nodes and ``options.wire`` asks.
     """
-    with trail(verbose=target.verbose, debug=target.settings.debug) as told:
-        return Search(STAGES, told).plan(Problem.of(work, target, options, memory_budget))
+    with trail(verbose=target.verbose, debug=target.settings.debug) as log:
+        return Search(STAGES, log).plan(Problem.of(work, target, options, memory_budget))

@@ -63,12 +63,12 @@ class PlannedStep:
     @property
     def fits(self) -> bool:
         """Whether the predicted peaks are within the device's memory and one rank's share of the host's and NVMe."""
-        room = {
+        capacity = {
             "device": self.machine.device.memory_bytes,
             "host": self.machine.host_bytes_per_rank,
             "nvme": self.machine.nvme_bytes_per_rank,
         }
-        return all(size <= room[tier] for tier, size in self.plan.peak_bytes.items())
+        return all(size <= capacity[tier] for tier, size in self.plan.peak_bytes.items())
 
     @property
     def flops_utilisation(self) -> float:

@@ -52,12 +52,12 @@ def hops_of(node: fx.Node) -> tuple[Hop, ...]:
     """The legs of a copy between tiers, in order: nvme is reached through the host. Empty for any other node."""
     here, end = ends_of(node)
     way = _OUT if here == DEVICE or end == "nvme" else _BACK
-    found = []
+    hops = []
     while here != end:
         stream, there = way[here]
-        found.append(Hop(stream, here, there))
+        hops.append(Hop(stream, here, there))
         here = there
-    return tuple(found)
+    return tuple(hops)
 
 
 def passes_through_host(node: fx.Node) -> bool:
@@ -70,7 +70,7 @@ def runs_on_host(node: fx.Node) -> bool:
     return tier_of(node) == "host" and node.op == "call_function" and node.target not in ops.EVENTS
 
 
-def slice_behind(node: fx.Node) -> fx.Node | None:
+def slice_gathered(node: fx.Node) -> fx.Node | None:
     """The placeholder of the parameters' slice whose values a copy, a gather or their wait has; None for others."""
     while node.target in _HANDS_ON:
         source = node.args[0]
@@ -79,7 +79,7 @@ def slice_behind(node: fx.Node) -> fx.Node | None:
     return node if node.op == "placeholder" and placeholder(node).role is Role.SHARD else None
 
 
-def num_gathers_behind(node: fx.Node) -> int:
+def num_gathers_after(node: fx.Node) -> int:
     """How many gathers directly after a node start with it as one collective; 0 for the last of them, and others."""
     if node.target is not ops.all_gather or len(node.args) < 4:
         return 0

@@ -202,7 +202,7 @@ def load_step(
     if UPDATE in kernels:
         known = {key: namespace[name] for key, name in functions.items()}
         updates = kernels_of_facts(regions, known, all_is_read=edited)
-    for key, kernel in updates.made.items():
+    for key, kernel in updates.kernels.items():
         namespace[functions[key]] = kernel
     compiled: dict[str, CompiledRegion] = {}
     if target.compiles_regions:
@@ -240,7 +240,7 @@ def load_step(
                 control.attempt("compile their regions", partial(compile_all, keys))
         for key, done in compiled.items():
             namespace[functions[key]] = done.call
-    memory = {key: done.memory for key, done in compiled.items()} | dict.fromkeys(updates.made, ())
+    memory = {key: done.memory for key, done in compiled.items()} | dict.fromkeys(updates.kernels, ())
     return LoadedStep(namespace["step"], memory, updates)
 
 

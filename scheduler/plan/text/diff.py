@@ -1,4 +1,4 @@
-"""What is different between two plans, in words: ``plan.diff(other)``."""
+"""The differences between two plans in words: ``plan.diff(other)``."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ class _Change:
     text: str
 
 
-def diff_plans(one: Plan, other: Plan) -> str:
-    """What changed from ``one`` to ``other``, a line each, as ``before -> after``; layers in a row that changed alike
+def diff_plans(first: Plan, other: Plan) -> str:
+    """What changed from ``first`` to ``other``, a line each, as ``before -> after``; layers in a row that changed alike
     are one line. Plans with equal decisions and predictions are the same.
     """
     sections = {
-        "made for": list(_settings(one, other)),
-        "buckets": list(_buckets(one, other)),
-        "gathers": _folded(_gathers(one, other)),
-        "reductions": _folded(_reductions(one, other)),
-        "wire": _folded(_wires(one, other)),
-        "tiled": list(_tiles(one, other)),
-        "parameters": _folded(_parameters(one, other)),
-        "optimizer states": _folded(_states(one, other)),
-        "gradients": _folded(_gradients(one, other)),
-        "recomputed": [*_folded(_recomputes(one, other)), *_extra_keeps(one, other)],
-        **{f"offloaded to {tier}": _folded(_offloads(one, other, tier)) for tier in TIERS if tier != "device"},
-        "predicted, per rank": list(_predictions(one, other)),
+        "made for": list(_settings(first, other)),
+        "buckets": list(_buckets(first, other)),
+        "gathers": _folded(_gathers(first, other)),
+        "reductions": _folded(_reductions(first, other)),
+        "wire": _folded(_wires(first, other)),
+        "tiled": list(_tiles(first, other)),
+        "parameters": _folded(_parameters(first, other)),
+        "optimizer states": _folded(_states(first, other)),
+        "gradients": _folded(_gradients(first, other)),
+        "recomputed": [*_folded(_recomputes(first, other)), *_extra_keeps(first, other)],
+        **{f"offloaded to {tier}": _folded(_offloads(first, other, tier)) for tier in TIERS if tier != "device"},
+        "predicted, per rank": list(_predictions(first, other)),
     }
-    lines = [line for title, found in sections.items() if found for line in (title, *(f"  {text}" for text in found))]
-    if not lines and one != other:
+    lines = [line for title, lines in sections.items() if lines for line in (title, *(f"  {text}" for text in lines))]
+    if not lines and first != other:
         lines = ["the reasons that are given for decisions"]  # all that is left: the same is done, and predicted
     return "\n".join(lines) if lines else SAME
 
 
-def _settings(one: Plan, other: Plan) -> Iterator[str]:
+def _settings(first: Plan, other: Plan) -> Iterator[str]:
     fields: dict[str, Callable[[Plan], str]] = {
         "stage": lambda plan: str(plan.stage),
         "ranks": lambda plan: str(plan.num_ranks),
@@ -63,37 +63,37 @@ def _settings(one: Plan, other: Plan) -> Iterator[str]:
         "graph": lambda plan: plan.graph[:12],
     }
     for name, read in fields.items():
-        if read(one) != read(other):
-            yield f"{name}: {read(one)} -> {read(other)}"
-    if one.memory_budget != other.memory_budget and fields["memory budget"](one) == fields["memory budget"](other):
-        yield f"memory budget: {one.memory_budget} -> {other.memory_budget} bytes"
+        if read(first) != read(other):
+            yield f"{name}: {read(first)} -> {read(other)}"
+    if first.memory_budget != other.memory_budget and fields["memory budget"](first) == fields["memory budget"](other):
+        yield f"memory budget: {first.memory_budget} -> {other.memory_budget} bytes"
 
 
-def _buckets(one: Plan, other: Plan) -> Iterator[str]:
+def _buckets(first: Plan, other: Plan) -> Iterator[str]:
     """Slices change with the number of ranks alone: that is no change of a bucket."""
 
     def known(plan: Plan) -> list[tuple[Any, ...]]:
         return [(b.name, b.group, b.num_parameters, b.dtype, b.compute_dtype) for b in plan.buckets]
 
-    before, after = known(one), known(other)
+    before, after = known(first), known(other)
     names, others = [bucket[0] for bucket in before], [bucket[0] for bucket in after]
     if names == others:
         changed = [b[0] for a, b in zip(before, after, strict=True) if a != b]
         if changed:
             yield f"{span(changed)}: another dtype, param group or size ({len(changed)} of {len(after)} buckets)"
         return
-    for what, found in (
+    for what, changes in (
         ("gone", [n for n in names if n not in others]),
         ("new", [n for n in others if n not in names]),
     ):
-        if found:
-            yield f"{what}: {', '.join(found)}"
+        if changes:
+            yield f"{what}: {', '.join(changes)}"
     if sorted(names) == sorted(others):
         yield "in another order"
 
 
-def _gathers(one: Plan, other: Plan) -> list[_Change]:
-    before, after = _gathers_of(one), _gathers_of(other)
+def _gathers(first: Plan, other: Plan) -> list[_Change]:
+    before, after = _gathers_of(first), _gathers_of(other)
     changes = []
     for name in dict.fromkeys([*before, *after]):
         old, new = before.get(name, []), after.get(name, [])
@@ -115,13 +115,13 @@ def _gathers(one: Plan, other: Plan) -> list[_Change]:
 
 def _gathers_of(plan: Plan) -> dict[str, list[tuple[GatherDecision, int]]]:
     """The gathers of each bucket, and how many gathers ahead of its own place each is issued."""
-    found: dict[str, list[tuple[GatherDecision, int]]] = {}
+    gathers: dict[str, list[tuple[GatherDecision, int]]] = {}
     place: dict[str, int] = {}  # of the latest gather that is awaited before a node
     for number, gather in enumerate(plan.gathers):
         place[gather.first] = number
         ahead = number - place.get(gather.issue, number)
-        found.setdefault(plan.buckets[gather.bucket].name, []).append((gather, ahead))
-    return found
+        gathers.setdefault(plan.buckets[gather.bucket].name, []).append((gather, ahead))
+    return gathers
 
 
 def _when(timed: tuple[GatherDecision, int]) -> tuple[str | bool | None, ...]:
@@ -155,13 +155,13 @@ def _awaited(reduce: ReduceDecision) -> str:
     return f"{where}, the sum after {reduce.gathered_after or 'the end of the step'}"
 
 
-def _reductions(one: Plan, other: Plan) -> list[_Change]:
+def _reductions(first: Plan, other: Plan) -> list[_Change]:
     def known(plan: Plan) -> dict[str, str]:
         # On one rank nothing is reduced, whatever the plan says of when.
         decided = plan.reduces if plan.num_ranks > 1 else ()
         return {plan.buckets[d.bucket].name: _awaited(d) for d in decided}
 
-    before, after = known(one), known(other)
+    before, after = known(first), known(other)
     changes = []
     for name in dict.fromkeys([*before, *after]):
         if name not in before or name not in after:
@@ -172,44 +172,44 @@ def _reductions(one: Plan, other: Plan) -> list[_Change]:
     return changes
 
 
-def _wires(one: Plan, other: Plan) -> list[_Change]:
+def _wires(first: Plan, other: Plan) -> list[_Change]:
     def known(plan: Plan) -> dict[str, str]:
         return {plan.buckets[d.bucket].name: wire_words(d) for d in plan.wires}
 
-    return _placed(known(one), known(other), "sent exactly")
+    return _placed(known(first), known(other), "sent exactly")
 
 
-def _tiles(one: Plan, other: Plan) -> Iterator[str]:
+def _tiles(first: Plan, other: Plan) -> Iterator[str]:
     def known(plan: Plan) -> dict[str, str]:
         slices = {sliced.parameter: f"{sliced.num_slices} slices" for sliced in plan.slices}
         return slices | {tiled.value: tiles_words(tiled) for tiled in plan.tiles}
 
-    before, after = known(one), known(other)
+    before, after = known(first), known(other)
     for name in dict.fromkeys([*before, *after]):
         old, new = before.get(name, "whole"), after.get(name, "whole")
         if old != new:
             yield f"{name}: {old} -> {new}"
 
 
-def _parameters(one: Plan, other: Plan) -> list[_Change]:
+def _parameters(first: Plan, other: Plan) -> list[_Change]:
     def known(plan: Plan) -> dict[str, str]:
         return {plan.buckets[d.bucket].name: f"on {d.tier}" for d in plan.parameters}
 
-    return _placed(known(one), known(other))
+    return _placed(known(first), known(other))
 
 
-def _states(one: Plan, other: Plan) -> list[_Change]:
+def _states(first: Plan, other: Plan) -> list[_Change]:
     def known(plan: Plan) -> dict[str, str]:
         return {plan.buckets[d.bucket].name: d.place for d in plan.states}
 
-    return _placed(known(one), known(other))
+    return _placed(known(first), known(other))
 
 
-def _gradients(one: Plan, other: Plan) -> list[_Change]:
+def _gradients(first: Plan, other: Plan) -> list[_Change]:
     def known(plan: Plan) -> dict[str, str]:
         return {plan.buckets[d.bucket].name: f"on {d.tier} between micro-batches" for d in plan.gradients}
 
-    return _placed(known(one), known(other))
+    return _placed(known(first), known(other))
 
 
 def _placed(before: dict[str, str], after: dict[str, str], otherwise: str = "on the device") -> list[_Change]:
@@ -218,37 +218,37 @@ def _placed(before: dict[str, str], after: dict[str, str], otherwise: str = "on 
     return [_Change(name, f"{old} -> {new}") for name, (old, new) in sides.items() if old != new]
 
 
-def _recomputes(one: Plan, other: Plan) -> list[_Change]:
-    return _values(one, by_unit(one, one.recomputes), by_unit(other, other.recomputes))
+def _recomputes(first: Plan, other: Plan) -> list[_Change]:
+    return _values(first, by_unit(first, first.recomputes), by_unit(other, other.recomputes))
 
 
-def _offloads(one: Plan, other: Plan, tier: str) -> list[_Change]:
+def _offloads(first: Plan, other: Plan, tier: str) -> list[_Change]:
     before, after = (
-        by_unit(plan, (decision for decision in plan.offloads if decision.tier == tier)) for plan in (one, other)
+        by_unit(plan, (decision for decision in plan.offloads if decision.tier == tier)) for plan in (first, other)
     )
-    found = _values(one, before, after)
-    changed = {change.name for change in found}
+    changes = _values(first, before, after)
+    changed = {change.name for change in changes}
     for unit in after:
         if (unit or "(model)") not in changed and _copied(before[unit]) != _copied(after[unit]):
-            found.append(_Change(unit or "(model)", "the same values, copied at other nodes"))
-    return found
+            changes.append(_Change(unit or "(model)", "the same values, copied at other nodes"))
+    return changes
 
 
-def _copied(found: Sequence[OffloadDecision]) -> list[tuple[str, str]]:
-    return [(decision.free_after, decision.reload_before) for decision in found]
+def _copied(decisions: Sequence[OffloadDecision]) -> list[tuple[str, str]]:
+    return [(decision.free_after, decision.reload_before) for decision in decisions]
 
 
-def _values(one: Plan, before: Mapping[str, list[D]], after: Mapping[str, list[D]]) -> list[_Change]:
+def _values(first: Plan, before: Mapping[str, list[D]], after: Mapping[str, list[D]]) -> list[_Change]:
     """What happens to values of each repeated layer before and after."""
-    order = [bucket.name for bucket in one.buckets]
+    order = [bucket.name for bucket in first.buckets]
     units = sorted({*before, *after}, key=lambda unit: order.index(unit) if unit in order else len(order))
     changes = []
     for unit in units:
         old, new = before.get(unit, []), after.get(unit, [])
         sides = []
-        for found in (old, new):
-            size = format_bytes(sum(decision.num_bytes for decision in found))
-            sides.append(f"{count_values(len(found))}, {size} freed" if found else "nothing")
+        for decisions in (old, new):
+            size = format_bytes(sum(decision.num_bytes for decision in decisions))
+            sides.append(f"{count_values(len(decisions))}, {size} freed" if decisions else "nothing")
         if sides[0] != sides[1]:
             changes.append(_Change(unit or "(model)", f"{sides[0]} -> {sides[1]}"))
         elif {decision.value for decision in old} != {decision.value for decision in new}:
@@ -256,16 +256,16 @@ def _values(one: Plan, before: Mapping[str, list[D]], after: Mapping[str, list[D
     return changes
 
 
-def _extra_keeps(one: Plan, other: Plan) -> Iterator[str]:
-    if one.extra_keeps != other.extra_keeps:
-        before, after = count_values(len(one.extra_keeps)), count_values(len(other.extra_keeps))
+def _extra_keeps(first: Plan, other: Plan) -> Iterator[str]:
+    if first.extra_keeps != other.extra_keeps:
+        before, after = count_values(len(first.extra_keeps)), count_values(len(other.extra_keeps))
         yield f"kept for it, though backward does not read it: {before} -> {after}" + (
             ", others" if before == after else ""
         )
 
 
-def _predictions(one: Plan, other: Plan) -> Iterator[str]:
-    before, after = one.prediction, other.prediction
+def _predictions(first: Plan, other: Plan) -> Iterator[str]:
+    before, after = first.prediction, other.prediction
     if before is None or after is None:
         if before is not after:
             yield f"{'not simulated' if before is None else 'simulated'} -> " + (

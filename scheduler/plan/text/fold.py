@@ -1,4 +1,4 @@
-"""Fold what repeats: a model of a hundred equal layers is read as one of them, times a hundred."""
+"""Fold repetitions in lists, so that a hundred equal layers are shown as one, times a hundred."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def fold(shapes: Sequence[Hashable], anchors: Sequence[bool], least: int = 2) ->
 
 
 def _repetitions(items: Sequence[int], start: int, length: int) -> int:
-    one, count = items[start : start + length], 1
-    while items[start + count * length : start + (count + 1) * length] == one:
+    period, count = items[start : start + length], 1
+    while items[start + count * length : start + (count + 1) * length] == period:
         count += 1
     return count
 

@@ -41,9 +41,9 @@ def describe_plan(plan: Plan) -> str:
     if plan.num_micro_batches > 1:
         lines.append(f"{plan.num_micro_batches} micro-batches before each update: {plan.micro_batches_reason}")
     lines += ["", bucket_table(plan)]
-    for kind, found in reasons(plan).items():
+    for kind, of_kind in reasons(plan).items():
         if kind not in ("recomputed", "offloaded"):
-            lines += ["", kind, *(f"  {reason}" for reason in found)]
+            lines += ["", kind, *(f"  {reason}" for reason in of_kind)]
     if plan.slices:
         lines += [
             "",
@@ -111,11 +111,11 @@ def by_unit(plan: Plan, decisions: Iterable[D]) -> dict[str, list[D]]:
     """
     units = {bucket.name for bucket in plan.buckets}
     pieces = {value: piece.name for piece in plan.pieces for value in piece.values}
-    found: dict[str, list[D]] = {}
+    decisions_of: dict[str, list[D]] = {}
     for decision in decisions:
         place = pieces.get(decision.value) or unit_of(decision.layer, units)
-        found.setdefault(place, []).append(decision)
-    return found
+        decisions_of.setdefault(place, []).append(decision)
+    return decisions_of
 
 
 def count_values(number: int) -> str:
@@ -147,29 +147,30 @@ def _layers(units: Mapping[str, Sequence[AboutValue]]) -> Iterator[str]:
     """A line for all layers in a row with equal decisions and reasons."""
     listed = list(units.items())
     shapes = [
-        (unit != "", tuple(decision.num_bytes for decision in found), _why(unit, found)) for unit, found in listed
+        (unit != "", tuple(decision.num_bytes for decision in decisions), _why(unit, decisions))
+        for unit, decisions in listed
     ]
     for block in fold(shapes, [True] * len(shapes)):
         members = [listed[i] for n in range(block.count) for i in block.repetition(n)]
         # A repetition of several layers that differ: a line each.
         for rows in [members[i :: block.length] for i in range(block.length)]:
-            names, (_, found) = [unit for unit, _ in rows], rows[0]
-            size = sum(decision.num_bytes for decision in found)
-            what = f"{count_values(len(found))}, {format_bytes(size)} freed"
+            names, (_, decisions) = [unit for unit, _ in rows], rows[0]
+            size = sum(decision.num_bytes for decision in decisions)
+            what = f"{count_values(len(decisions))}, {format_bytes(size)} freed"
             if len(rows) > 1:
                 what = f"{what} in each, {format_bytes(size * len(rows))} in all"
-            why = _why(names[0], found) if len(rows) > 1 else "; ".join(_distinct(found))
+            why = _why(names[0], decisions) if len(rows) > 1 else "; ".join(_distinct(decisions))
             count = f"  x{len(rows)}" if len(rows) > 1 else ""
             yield f"  {span([unit or '(model)' for unit in names])}{count}: {what}; {why}"
 
 
-def _distinct(found: Sequence[AboutValue]) -> list[str]:
-    return list(dict.fromkeys(decision.reason for decision in found))
+def _distinct(decisions: Sequence[AboutValue]) -> list[str]:
+    return list(dict.fromkeys(decision.reason for decision in decisions))
 
 
-def _why(unit: str, found: Sequence[AboutValue]) -> str:
+def _why(unit: str, decisions: Sequence[AboutValue]) -> str:
     """The reasons as they read for any one of several layers."""
-    text = "; ".join(_distinct(found))
+    text = "; ".join(_distinct(decisions))
     return re.sub(rf"(?<![\w.]){re.escape(unit)}(?![\w.]*\w)", "each", text) if unit else text
 
 

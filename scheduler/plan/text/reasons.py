@@ -1,4 +1,4 @@
-"""A plan's reasons, put so that many decisions of one kind are read as one."""
+"""A plan's reasons by kind of decision, with equal ones of many layers folded into one line."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def reasons(plan: Plan) -> dict[str, list[Reason]]:
     gathers = [(names[decision.bucket], decision.reason) for decision in plan.gathers]
     reductions = [(names[decision.bucket], decision.reason) for decision in plan.reduces if plan.num_ranks > 1]
     pieces = {value: piece.name for piece in plan.pieces for value in piece.values}
-    again, out = (list(_of_values(found, names, pieces)) for found in (plan.recomputes, plan.offloads))
+    again, out = (list(_of_values(decisions, names, pieces)) for decisions in (plan.recomputes, plan.offloads))
     wires = [(names[decision.bucket], decision.reason) for decision in plan.wires]
     parameters = [(names[d.bucket], f"on {d.tier}; {d.reason}") for d in plan.parameters]
     states = [(names[d.bucket], f"{d.place}; {d.reason}") for d in plan.states]
     gradients = [(names[d.bucket], f"on {d.tier} between micro-batches; {d.reason}") for d in plan.gradients]
-    found = [gathers, reductions, wires, parameters, states, gradients, again, out]
-    return {kind: _folded(entries, names) for kind, entries in zip(KINDS, found, strict=True) if entries}
+    lists = [gathers, reductions, wires, parameters, states, gradients, again, out]
+    return {kind: _folded(entries, names) for kind, entries in zip(KINDS, lists, strict=True) if entries}
 
 
-def one_line(found: Sequence[Reason]) -> str:
+def one_line(reasons_given: Sequence[Reason]) -> str:
     """The reason that most decisions have, and how many have it."""
     counts: Counter[str] = Counter()
-    for reason in found:
+    for reason in reasons_given:
         counts[reason.text] += len(reason.names)
     text, most = counts.most_common(1)[0]
     return f"{most} of {counts.total()} {text}"
@@ -86,9 +86,9 @@ def _folded(entries: Sequence[tuple[str, str]], names: Sequence[str]) -> list[Re
     return [Reason(tuple(run), alike if len(run) > 1 else reason) for alike, run, reason in runs]
 
 
-def _part(name: str, found: re.Match[str]) -> str:
+def _part(name: str, match: re.Match[str]) -> str:
     """What a name in the reason is to the decision about ``name``."""
-    return "each" if found[0] == name else "its neighbour"
+    return "each" if match[0] == name else "its neighbour"
 
 
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:

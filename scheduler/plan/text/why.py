@@ -70,7 +70,7 @@ def _of_node(plan: Plan, name: str) -> Iterator[str]:
             yield _recompute(recompute)
     for offload in plan.offloads:
         at = [
-            *(["freed on the device behind it"] if offload.free_after == name else []),
+            *(["freed on the device after it"] if offload.free_after == name else []),
             *(["its copy back is issued before it"] if offload.reload_before == name else []),
         ]
         if offload.value == name:
@@ -103,7 +103,7 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
         )
         yield from (_gather(gather) for gather in plan.gathers if gather.bucket == index)
         where = [decision for decision in plan.parameters if decision.bucket == index]
-        yield from (f"parameters on {one.tier} between uses: {one.reason}" for one in where)
+        yield from (f"parameters on {decision.tier} between uses: {decision.reason}" for decision in where)
         if not plan.gathers_parameters and not where:
             yield f"never gathered: stage {plan.stage} on {plan.num_ranks} rank(s) keeps parameters whole on the device"
         if bucket.group is None:
@@ -113,7 +113,7 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
         else:
             yield from (_reduce(reduce) for reduce in plan.reduces if reduce.bucket == index)
         waiting = [decision for decision in plan.gradients if decision.bucket == index]
-        yield from (f"gradients on {one.tier} between micro-batches: {one.reason}" for one in waiting)
+        yield from (f"gradients on {decision.tier} between micro-batches: {decision.reason}" for decision in waiting)
         yield from (f"wire: {wire.reason}" for wire in plan.wires if wire.bucket == index)
         for state in plan.states:
             if state.bucket == index:
@@ -122,11 +122,11 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
         if _within(sliced.parameter, name) or name.startswith(f"{sliced.parameter}["):
             yield f"{sliced.parameter} is worked with in {sliced.num_slices} slices: {sliced.reason}"
     yield from (_tile(tiled) for tiled in plan.tiles if _within(tiled.layer, name))
-    found = [decision for decision in plan.recomputes if _within(decision.layer, name)]
-    if found:
-        total = sum(decision.num_bytes for decision in found)
-        yield f"computed again in backward: {count_values(len(found))}, {format_bytes(total)} freed"
-        yield from (f"  {_recompute(decision)}" for decision in found)
+    again = [decision for decision in plan.recomputes if _within(decision.layer, name)]
+    if again:
+        total = sum(decision.num_bytes for decision in again)
+        yield f"computed again in backward: {count_values(len(again))}, {format_bytes(total)} freed"
+        yield from (f"  {_recompute(decision)}" for decision in again)
     elif any(_related(bucket.name, name) for bucket in plan.buckets):
         yield "nothing is computed again in backward"
     out = [decision for decision in plan.offloads if _within(decision.layer, name)]
@@ -146,7 +146,7 @@ def _gather(gather: GatherDecision) -> str:
 
 
 def _reduce(reduce: ReduceDecision) -> str:
-    places = [one for one in dict.fromkeys((reduce.wait_after, reduce.updated_after)) if one is not None]
+    places = [place for place in dict.fromkeys((reduce.wait_after, reduce.updated_after)) if place is not None]
     where = f" (after {' and '.join(places)})" if places else ""
     return f"gradients reduced: {reduce.reason}{where}"
 
@@ -208,7 +208,7 @@ def _nearest(plan: Plan, name: str) -> str:
         *(node for r in plan.reduces for node in (r.wait_after, r.gathered_after) if node is not None),
         *(wire.hop_after for wire in plan.wires if wire.hop_after is not None),
     ]
-    known = [one for one in dict.fromkeys(known) if one]
+    known = [name_known for name_known in dict.fromkeys(known) if name_known]
     near = difflib.get_close_matches(name, known, _NEAREST, cutoff=0.4)
     if near:
         return f"the nearest are {', '.join(near)}"

@@ -34,18 +34,18 @@ class HostBudget:
         budget = host_budget_bytes(problem.options.host_budget, machine)
         if budget is None or not tiers_for(problem.options.offload, machine):
             return rest.plan(problem)
-        room = budget
+        host_bytes = budget
         for number in range(_ROUNDS + 1):
-            narrowed = replace(problem, machine=with_host_bytes(machine, room))
+            narrowed = replace(problem, machine=with_host_bytes(machine, host_bytes))
             try:
-                plan = rest.attempt(f"{format_bytes(room)} by estimate", narrowed)
+                plan = rest.attempt(f"{format_bytes(host_bytes)} by estimate", narrowed)
             except BudgetMissedError as refusal:
                 raise self._explained(problem, budget, refusal, rest) from refusal
             taken = problem.rehearsal.host_block_bytes(plan)
             if taken <= budget:
                 return plan
             rest.say(f"takes {format_bytes(taken)} of {format_bytes(budget)} in blocks")
-            room = max(room - (taken - budget), 0) if number < _ROUNDS - 1 else 0
+            host_bytes = max(host_bytes - (taken - budget), 0) if number < _ROUNDS - 1 else 0
         raise AssertionError("a plan without room on the host takes none of it")
 
     def _explained(self, problem: Problem, budget: int, refusal: BudgetMissedError, rest: Search) -> BudgetMissedError:

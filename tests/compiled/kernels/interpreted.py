@@ -119,7 +119,7 @@ def updated(stage: int, precision: str | None, num_micro_batches: int) -> list[t
             )
         copies = [one.clone() if isinstance(one, torch.Tensor) else one for one in given]
         namespace["update"](list(given))
-        kernels.made[region.key](list(copies))
+        kernels.kernels[region.key](list(copies))
         for node, one, other in zip(region.inputs, given, copies, strict=True):
             if node.op == "placeholder" and isinstance(one, torch.Tensor):
                 named.append((node.name, one, other))
@@ -141,4 +141,4 @@ def compiled_losses(names: str) -> tuple[list[float], Mapping[str, str], int, bo
     step = zerofx.compile(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=3, max_grad_norm=0.5)
     losses = [float(step(torch.ones(2, 4))) for _ in range(3)]
     updates, source = step.compiled.updates, step.compiled.source_path.read_text()
-    return losses, updates.reasons, len(updates.made), "launch_square_sum" in source
+    return losses, updates.reasons, len(updates.kernels), "launch_square_sum" in source

@@ -32,16 +32,16 @@ def test_equal_updates_share_a_kernel_and_leave_their_gradient_unwritten() -> No
     regions = regions_of(cut(prepare().run().step))
     found = update_kernels(regions)
     updates = [region for region in regions if region.is_update]
-    assert set(found.made) == {region.key for region in updates} and len(found.made) < len(updates)
+    assert set(found.kernels) == {region.key for region in updates} and len(found.kernels) < len(updates)
     for region in updates:
         names = [node.name.split("_")[0] for node in region.inputs]
-        source = found.made[region.key].source
+        source = found.kernels[region.key].source
         assert f"tl.store(x{names.index('shard')} + at" in source
         assert f"tl.store(x{names.index('grad')} + at" not in source
     everything = update_kernels(regions, all_is_read=True)
-    assert all("tl.store(x" in kernel.source for kernel in everything.made.values())
-    assert sum(kernel.source.count("tl.store") for kernel in everything.made.values()) > sum(
-        kernel.source.count("tl.store") for kernel in found.made.values()
+    assert all("tl.store(x" in kernel.source for kernel in everything.kernels.values())
+    assert sum(kernel.source.count("tl.store") for kernel in everything.kernels.values()) > sum(
+        kernel.source.count("tl.store") for kernel in found.kernels.values()
     )
 
 

@@ -81,5 +81,5 @@ def test_delayed_updates_are_refused() -> None:
     prepared = clipping(placed("host", "host"))
     states = tuple(replace(decision, delayed=True) for decision in prepared.plan.states)
     prepared.plan = replace(prepared.plan, states=states)
-    with pytest.raises(PlanError, match="expected no delayed updates beside max_grad_norm"):
+    with pytest.raises(PlanError, match="expected no delayed updates together with max_grad_norm"):
         prepared.run()

@@ -12,7 +12,7 @@ from tests.lib.offloads import parameters_away
 from tests.lib.plans import merged, merging
 from zerofx.errors import InvalidGraphError, PlanError
 from zerofx.ir import ops
-from zerofx.ir.streams import num_gathers_behind
+from zerofx.ir.streams import num_gathers_after
 from zerofx.passes.verify import verify
 from zerofx.scheduler.cost.liveness import liveness
 
@@ -32,7 +32,7 @@ def test_merged_gathers_stand_in_a_row_and_each_is_awaited_and_released_once(
     for launch in prepared.plan.launches:
         names = [f"gather_{number}" for number in launch]
         assert [order[name] - order[names[0]] for name in names] == list(range(len(names)))
-        assert [num_gathers_behind(prepared.node(name)) for name in names] == list(reversed(range(len(names))))
+        assert [num_gathers_after(prepared.node(name)) for name in names] == list(reversed(range(len(names))))
     plain = prepare(Deep(3), num_ranks=2, prefetch=prefetch).run()
     assert len(calls(prepared.step, ops.release)) == len(prepared.plan.gathers) == len(calls(plain.step, ops.release))
     assert [node.name for node in calls(prepared.step, ops.all_gather)] == [
@@ -43,7 +43,7 @@ def test_merged_gathers_stand_in_a_row_and_each_is_awaited_and_released_once(
 def test_the_pass_does_without_prefetch() -> None:
     prepared = merged(1, 2)
     prepared.run_pipeline(disable=frozenset({"prefetch"}))
-    assert [num_gathers_behind(node) for node in calls(prepared.step, ops.all_gather)][:3] == [2, 1, 0]
+    assert [num_gathers_after(node) for node in calls(prepared.step, ops.all_gather)][:3] == [2, 1, 0]
 
 
 def test_a_later_bucket_is_on_the_device_from_where_the_earlier_one_is_gathered() -> None:

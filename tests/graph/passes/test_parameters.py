@@ -15,7 +15,7 @@ from zerofx.errors import InvalidGraphError, PlanError
 from zerofx.ir import ops
 from zerofx.ir.facts import Role, origin, tier_of
 from zerofx.ir.graph import insert_call
-from zerofx.ir.streams import slice_behind
+from zerofx.ir.streams import slice_gathered
 from zerofx.passes.verify import verify
 from zerofx.scheduler.cost.categories import Category, category_of
 from zerofx.scheduler.cost.liveness import liveness
@@ -97,7 +97,7 @@ def test_frozen_parameters_come_up_and_are_never_written() -> None:
 def test_what_comes_up_counts_as_gathered() -> None:
     step = away("nvme").run().step
     brought = [node for node in calls(step, ops.reload) if origin(node).phase != "update"]
-    assert brought and all(slice_behind(node) is not None for node in brought)
+    assert brought and all(slice_gathered(node) is not None for node in brought)
     assert {category_of(node) for node in (*brought, *calls(step, ops.all_gather))} == {Category.GATHERED}
 
 

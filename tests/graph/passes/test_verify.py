@@ -196,8 +196,8 @@ def _reload_awaited_twice(prepared: Prepared) -> None:
 
 
 _BROKEN_OFFLOADS: dict[str, Callable[[Prepared], None]] = {
-    r"offload: neg_default reads (\w+) behind stored_\1, which frees it": _read_behind_its_offload,
-    r"offload: \w+ reads (\w+) behind stored_\1, which frees it": _never_reloaded,
+    r"offload: neg_default reads (\w+) after stored_\1, which frees it": _read_behind_its_offload,
+    r"offload: \w+ reads (\w+) after stored_\1, which frees it": _never_reloaded,
     r"offload: stored_\w+ has 1 reloads and is read by \['neg_default'\]": _read_where_it_is_stored,
     r"offload: stored_(\w+) awaits offload_\1 and does not hold \1 until then": _copied_out_of_what_may_be_gone,
     r"offload: (\w+)_again does not hold stored_\1 until its reload is done": _copied_back_from_what_may_be_gone,

@@ -1,4 +1,4 @@
-"""Collectives run beside computation wherever a budget has room for them."""
+"""Collectives overlap with computation wherever a budget has room for them."""
 
 from __future__ import annotations
 

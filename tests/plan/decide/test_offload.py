@@ -21,7 +21,7 @@ from zerofx.scheduler.analysis.saved_values import crossing_values, storage_size
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme, copy_seconds
 from zerofx.scheduler.cost.timeline import runs, seconds_by_place
 from zerofx.scheduler.decide.activations import Level, Segment, menu, segments
-from zerofx.scheduler.decide.offload import Room, Wish, away_seconds, entries, joint_menu, place
+from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, away_seconds, entries, joint_menu, place
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.graph_facts import Captured
 from zerofx.scheduler.search.items import Activations, items_of, plan_of
@@ -88,8 +88,8 @@ def test_a_buffer_that_the_next_micro_batch_reads_stays() -> None:
         backward = [order[n] for n in consumers(node) if origin(n).phase is Phase.BACKWARD]
         (stays if max(forward, default=0) > min(backward) else goes).append(node.name)
     assert stays and goes
-    wishes = [Wish(name, "by hand") for name in (*stays, *goes)]
-    placed = {decision.value for decision in place(step, wishes, seconds, H100, Room({"host": 1 << 30}, 1 << 30))}
+    requests = [OffloadRequest(name, "by hand") for name in (*stays, *goes)]
+    placed = {decision.value for decision in place(step, requests, seconds, H100, Capacity({"host": 1 << 30}, 1 << 30))}
     assert placed and not placed.intersection(stays)
 
 
@@ -122,7 +122,7 @@ def test_each_level_holds_less_and_takes_longer_on_a_convex_line() -> None:
     priced = [pair for pair in itertools.pairwise(levels) if pair[1].seconds > pair[0].seconds]
     rates = [(one.num_bytes - other.num_bytes) / (other.seconds - one.seconds) for one, other in priced]
     assert rates == sorted(rates, reverse=True)
-    assert all(level.offloaded <= level.kept for level in levels)
+    assert all(level.offloaded <= level.saved for level in levels)
 
 
 def test_with_a_slow_link_values_are_computed_again_and_with_a_fast_one_they_are_offloaded() -> None:

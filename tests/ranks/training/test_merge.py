@@ -79,7 +79,7 @@ def test_what_is_planned_for_a_slow_link_is_merged_alike_on_all_ranks(ranks: lis
     )
     lines = [line.strip() for line in source.splitlines() if "runtime." in line]
     first = next(n for n, line in enumerate(lines) if line.startswith("gather_0 = runtime.all_gather("))
-    num_behind = len(plan.launches[0]) - 1
-    assert lines[first].startswith(f"gather_0 = runtime.all_gather(shard_0, 0, 2, {num_behind}, in_place=True)")
-    for behind in range(1, num_behind + 1):
+    num_after = len(plan.launches[0]) - 1
+    assert lines[first].startswith(f"gather_0 = runtime.all_gather(shard_0, 0, 2, {num_after}, in_place=True)")
+    for behind in range(1, num_after + 1):
         assert lines[first + behind].startswith(f"gather_{behind} = runtime.all_gather(")

@@ -109,7 +109,7 @@ def test_a_menu_keeps_less_and_computes_more_at_every_level() -> None:
     for before, after in itertools.pairwise(levels):
         assert after.num_bytes < before.num_bytes and after.seconds > before.seconds
     crossing = crossing_storages(step)
-    assert all(parts[0].values[i] in crossing for i in levels[0].kept)
+    assert all(parts[0].values[i] in crossing for i in levels[0].saved)
 
 
 def test_moves_of_a_layer_stay_in_order_and_the_best_come_first() -> None:

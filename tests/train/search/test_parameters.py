@@ -16,7 +16,7 @@ from zerofx.ir.buckets import layout_of
 from zerofx.options import Offload
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme
 from zerofx.scheduler.cost.timeline import seconds_by_place
-from zerofx.scheduler.decide.parameters import Home, copies_menu, parameter_menus
+from zerofx.scheduler.decide.parameters import ParameterLevel, copies_menu, parameter_menus
 from zerofx.scheduler.decide.residency import PolicyOptions, residencies
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import Tier
@@ -25,15 +25,15 @@ H100 = Machine.named("h100-sxm")
 
 
 def menus(
-    machine: Machine, num_ranks: int = 1, state_bytes: int = 12, room: int = 2**40
-) -> dict[str, tuple[Home, Home]]:
+    machine: Machine, num_ranks: int = 1, state_bytes: int = 12, capacity: int = 2**40
+) -> dict[str, tuple[ParameterLevel, ParameterLevel]]:
     with torch.device("meta"):
         model = GPT(512, 512, 2, 8, 128)
         ids = torch.zeros(1, 128, dtype=torch.long)
     step = capture(model, Batch.of((ids, ids), {}), compute_dtype=torch.bfloat16)
     layout = layout_of(step, {p.name: 0 for p in step.parameters}, num_ranks)
     held = {bucket.index: state_bytes * bucket.shard_numel for bucket in layout.buckets}
-    space: dict[Tier, int] = {"host": room}
+    space: dict[Tier, int] = {"host": capacity}
     found = parameter_menus(
         residencies(step, layout, PolicyOptions()), layout, held, seconds_by_place(step, machine), machine, space
     )
@@ -44,7 +44,7 @@ def test_parameters_on_the_device_cost_nothing_and_off_it_they_hold_nothing() ->
     found = menus(H100)
     assert set(found) >= {"layers.0", "layers.1"}
     for stay, leave in found.values():
-        assert stay == Home(stay.num_bytes, 0.0) and stay.num_bytes > 0
+        assert stay == ParameterLevel(stay.num_bytes, 0.0) and stay.num_bytes > 0
         assert leave.tier == "host" and leave.num_bytes == 0 and leave.seconds > 0
 
 
@@ -66,9 +66,9 @@ def test_with_more_ranks_each_has_less_to_move() -> None:
 
 
 def test_what_a_tier_has_no_room_for_stays() -> None:
-    assert not menus(H100, room=8)
+    assert not menus(H100, capacity=8)
     one = menus(H100)["layers.0"][0].num_bytes
-    assert len(menus(H100, room=one)) < len(menus(H100))
+    assert len(menus(H100, capacity=one)) < len(menus(H100))
 
 
 def test_copies_ahead_hold_a_bucket_and_copies_at_once_are_waited_for() -> None:
