@@ -1,4 +1,4 @@
-"""Time to compile against depth: zerofx's whole step beside ``torch.compile`` of the whole model.
+"""Time to compile against depth: zerofx's whole step compared with ``torch.compile`` of the whole model.
 
     python -m benchmarks.compile_depth                                  # 6 and 24 layers: some five minutes
     python -m benchmarks.compile_depth --depths 6 24 96 --rounds 1      # 96 layers of torch.compile take minutes alone
@@ -7,7 +7,7 @@ Each measurement is a process of its own, from model and batch to the end of the
 warm with those that a cold start of the same program has left. Depths and contenders are interleaved. CPU seconds are
 those of the process and of the compilers that it starts; they hold on a busy machine too.
 
-Writes ``benchmarks/results/compile_depth.json``, as each measurement ends, and a Markdown table beside it.
+Writes ``benchmarks/results/compile_depth.json``, as each measurement ends, and a Markdown table next to it.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ def measure(contender: str, depth: int, width: int, cache: Path) -> Found:
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(f"{contender} at {depth} layers failed:\n{result.stderr[-2000:]}")
-    found: Found = json.loads(result.stdout.splitlines()[-1])
-    return found
+    measured: Found = json.loads(result.stdout.splitlines()[-1])
+    return measured
 
 
-def table(found: dict[str, dict[str, list[Found]]]) -> str:
-    """``found``, by depth and by ``"zerofx cold"`` and so on, as Markdown; ratios are of medians."""
-    first = next(iter(found.values()))
+def table(results: dict[str, dict[str, list[Found]]]) -> str:
+    """``results``, by depth and by ``"zerofx cold"`` and so on, as Markdown; ratios are of medians."""
+    first = next(iter(results.values()))
     rows = []
-    for depth, runs in found.items():
+    for depth, runs in results.items():
         cold = _medians(runs["zerofx cold"])
         warm, peer = _medians(runs.get("zerofx warm", [])), _medians(runs.get("torch.compile cold", []))
         base = _medians(first["zerofx cold"])
@@ -93,12 +93,12 @@ def table(found: dict[str, dict[str, list[Found]]]) -> str:
             [
                 depth,
                 f"{cold['regions']:.0f} / {cold['distinct_regions']:.0f}",
-                *(_pair(one) for one in (cold, warm, peer)),
+                *(_pair(runs) for runs in (cold, warm, peer)),
                 *(_ratio(cold, base), _ratio(cold, peer), _ratio(warm, cold)),
             ]
         )
     headers = ["layers", "regions / distinct", "cold s", "warm s", "torch.compile s"]
-    headers += [f"cold / {next(iter(found))} layers", "cold / torch.compile", "warm / cold"]
+    headers += [f"cold / {next(iter(results))} layers", "cold / torch.compile", "warm / cold"]
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
@@ -106,14 +106,14 @@ def _medians(runs: Sequence[Found]) -> Found:
     return {key: statistics.median(run[key] for run in runs) for key in (runs[0] if runs else ())}
 
 
-def _pair(one: Found) -> str:
-    return f"{one['seconds']:.1f} (CPU {one['cpu_seconds']:.1f})" if one else ""
+def _pair(runs: Found) -> str:
+    return f"{runs['seconds']:.1f} (CPU {runs['cpu_seconds']:.1f})" if runs else ""
 
 
-def _ratio(one: Found, other: Found) -> str:
-    if not one or not other:
+def _ratio(runs: Found, other: Found) -> str:
+    if not runs or not other:
         return ""
-    return f"{one['seconds'] / other['seconds']:.2f} (CPU {one['cpu_seconds'] / other['cpu_seconds']:.2f})"
+    return f"{runs['seconds'] / other['seconds']:.2f} (CPU {runs['cpu_seconds'] / other['cpu_seconds']:.2f})"
 
 
 def main() -> None:
@@ -128,12 +128,12 @@ def main() -> None:
     if options.here is not None:
         print(json.dumps(measure_here(options.here, options.depths[0], options.width)))
         return
-    found: dict[str, dict[str, list[Found]]] = {str(depth): {} for depth in options.depths}
+    results: dict[str, dict[str, list[Found]]] = {str(depth): {} for depth in options.depths}
     options.out.mkdir(parents=True, exist_ok=True)
 
     def record(depth: int, what: str, run: Found) -> None:
-        found[str(depth)].setdefault(what, []).append(run)
-        (options.out / "compile_depth.json").write_text(json.dumps(found, indent=1))
+        results[str(depth)].setdefault(what, []).append(run)
+        (options.out / "compile_depth.json").write_text(json.dumps(results, indent=1))
         sys.stderr.write(f"{depth} layers, {what}: {_pair(run)}\n")
 
     for _ in range(options.rounds):
@@ -145,7 +145,7 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as cache:
                     run = measure("torch.compile", depth, options.width, Path(cache))
                     record(depth, "torch.compile cold", run)
-    text = table(found)
+    text = table(results)
     (options.out / "compile_depth.md").write_text(text + "\n")
     print(text)
 

@@ -1,4 +1,4 @@
-"""The contenders of ``benchmarks/peers.py``: training steps of one model, each as its own library has them made.
+"""The contenders of ``benchmarks/peers.py``: training steps of one model, each as its library's users write it.
 
 All train with AdamW on torch's fused kernels. A request is what a worker is told: a family and its options.
 """
@@ -118,8 +118,8 @@ def _deepspeed(request: dict[str, Any], work: Workload, device: torch.device) ->
 
     blocks = work.blocks
     if request.get("checkpoint"):
-        for index, one in enumerate(blocks):
-            blocks[index] = Checkpointed(one)
+        for index, layer in enumerate(blocks):
+            blocks[index] = Checkpointed(layer)
     block = sum(p.numel() for p in blocks[0].parameters())
     largest = max(block, *(p.numel() for p in work.model.parameters()))
     host = {"device": "cpu", "pin_memory": device.type == "cuda"}

@@ -1,4 +1,4 @@
-"""Bytes per second of an update on the host, beside a copy of memory as STREAM has it, in one run.
+"""Bytes per second of an update on the host, compared with a copy of memory as in STREAM, in one run.
 
     python -m benchmarks.host_update
 
@@ -89,11 +89,11 @@ def row(rounds: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def table(found: dict[str, float]) -> str:
+def table(medians: dict[str, float]) -> str:
     """The row as Markdown."""
     headers = ["copy, GB/s", "update, GB/s", "ratio of medians", "ratio of the best"]
-    cells = [f"{found['copy'] / 1e9:.2f}", f"{found['update'] / 1e9:.2f}"]
-    cells += [f"{found['ratio']:.2f}", f"{found['best_ratio']:.2f}"]
+    cells = [f"{medians['copy'] / 1e9:.2f}", f"{medians['update'] / 1e9:.2f}"]
+    cells += [f"{medians['ratio']:.2f}", f"{medians['best_ratio']:.2f}"]
     return tabulate([cells], headers=headers, tablefmt="github", disable_numparse=True)
 
 
@@ -106,11 +106,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rounds = measure(options.megabytes << 20, options.rounds)
-    found = row(rounds)
-    shown = table(found)
+    medians = row(rounds)
+    shown = table(medians)
     print(shown)
     options.out.mkdir(parents=True, exist_ok=True)
-    data = {"threads": options.threads, "num_bytes": options.megabytes << 20, "row": found, "rounds": rounds}
+    data = {"threads": options.threads, "num_bytes": options.megabytes << 20, "row": medians, "rounds": rounds}
     (options.out / "host_update.json").write_text(json.dumps(data, indent=1))
     (options.out / "host_update.md").write_text(shown + "\n")
 

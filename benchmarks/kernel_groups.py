@@ -1,4 +1,4 @@
-"""What one kernel is compared with: contenders that do the same work."""
+"""Groups of contenders that do the same work as one kernel."""
 
 from __future__ import annotations
 

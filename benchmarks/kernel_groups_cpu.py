@@ -1,4 +1,4 @@
-"""Kernels for CPUs, in float32, beside ATen's operators: attention, and the products that are not left to its BLAS."""
+"""Kernels for CPUs in float32, compared with ATen's: attention, and the products that are not left to its BLAS."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def attention_group(samples: int, heads: int, tokens: int, dim: int, *, seen: st
     ``seen``: "all", "causal", or "mask" for a causal mask that is given as a tensor, one for each sample.
     """
     packed = torch.randn(samples, tokens, 3 * heads * dim)
-    query, key, value = (one.unflatten(-1, (heads, dim)).transpose(1, 2) for one in packed.split(heads * dim, -1))
+    query, key, value = (
+        projected.unflatten(-1, (heads, dim)).transpose(1, 2) for projected in packed.split(heads * dim, -1)
+    )
     is_causal = seen == "causal"
     mask = torch.full((samples, 1, tokens, tokens), -math.inf).triu(1) if seen == "mask" else None
     forward = partial(_aten._scaled_dot_product_flash_attention_for_cpu, attn_mask=mask)

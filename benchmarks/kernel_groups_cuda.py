@@ -1,4 +1,4 @@
-"""Kernels for CUDA beside ATen's operators and the same arithmetic under ``torch.compile``."""
+"""Kernels for CUDA, compared with ATen's operators and the same arithmetic under ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -141,13 +141,13 @@ def loss_by_classes(x: Tensor, weight: Tensor, target: Tensor, num_tiles: int) -
     x, weight = x.detach(), weight.detach()
     bounds = [weight.shape[0] * n // num_tiles for n in range(num_tiles + 1)]
     runs = [(start, weight[start:end]) for start, end in itertools.pairwise(bounds)]
-    kept, stats = target != IGNORED, None
+    is_counted, stats = target != IGNORED, None
     for start, part in runs:
         stats = ops.softmax_chunk(x @ part.t(), target, start, stats)
     assert stats is not None
     log_sums = stats[1].log() + stats[0]
-    count = kept.sum(dtype=torch.float32)
-    loss = torch.where(kept, log_sums - stats[2], 0.0).sum() / count
+    count = is_counted.sum(dtype=torch.float32)
+    loss = torch.where(is_counted, log_sums - stats[2], 0.0).sum() / count
     grad_x = torch.zeros(x.shape, device=x.device)
     parts = []
     for start, part in runs:

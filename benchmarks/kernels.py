@@ -1,4 +1,4 @@
-"""zerofx's kernels beside what torch and Inductor have for the same work, in one run.
+"""zerofx's kernels compared with those of torch and Inductor for the same work, in one run.
 
     python -m benchmarks.kernels                    # those for CUDA
     python -m benchmarks.kernels --device cpu       # those for CPUs, with this process's threads
@@ -57,15 +57,15 @@ class Measured:
 
 def measure(group: Group, num_rounds: int, device: torch.device) -> dict[str, Measured]:
     """All contenders of a group, round by round in turn."""
-    found = {name: Measured() for name in group.contenders}
+    measured = {name: Measured() for name in group.contenders}
     for name, run in group.contenders.items():
         for _ in range(3):  # the first compiles
             run()
-        found[name].peak_bytes = peak_bytes(run, device)
+        measured[name].peak_bytes = peak_bytes(run, device)
     for _ in range(num_rounds):
         for name, run in group.contenders.items():
-            found[name].seconds.append(seconds(run, device))
-    return found
+            measured[name].seconds.append(seconds(run, device))
+    return measured
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
@@ -99,32 +99,32 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 def copy_bandwidth(numel: int, device: torch.device, num_rounds: int) -> float:
     """Bytes a second that a copy of ``numel`` float32 reads and writes."""
     source, destination = torch.empty(2, numel, device=device).unbind()
-    found = measure(Group("copy", {"copy": lambda: destination.copy_(source)}), num_rounds, device)
-    return 8 * numel / statistics.median(found["copy"].seconds)
+    measured = measure(Group("copy", {"copy": lambda: destination.copy_(source)}), num_rounds, device)
+    return 8 * numel / statistics.median(measured["copy"].seconds)
 
 
-def rows(group: Group, found: Mapping[str, Measured], copy_bandwidth: float) -> list[dict[str, Any]]:
+def rows(group: Group, measured: Mapping[str, Measured], copy_bandwidth: float) -> list[dict[str, Any]]:
     """A row for each contender; ``copy_bandwidth`` in bytes a second."""
-    first = next(iter(found.values()))
-    made = []
-    for name, one in found.items():
-        median = statistics.median(one.seconds)
-        made.append(
+    first = next(iter(measured.values()))
+    listed = []
+    for name, contender in measured.items():
+        median = statistics.median(contender.seconds)
+        listed.append(
             {
                 "group": group.name,
                 "contender": name,
                 "median_seconds": median,
-                "min_seconds": min(one.seconds),
+                "min_seconds": min(contender.seconds),
                 "ratio": median / statistics.median(first.seconds),
-                "min_ratio": min(one.seconds) / min(first.seconds),
+                "min_ratio": min(contender.seconds) / min(first.seconds),
                 "of_copy": group.num_bytes / median / copy_bandwidth if group.num_bytes else None,
-                "peak_bytes": one.peak_bytes,
+                "peak_bytes": contender.peak_bytes,
             }
         )
-    return made
+    return listed
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> str:
+def table(listed: Sequence[Mapping[str, Any]]) -> str:
     """Rows as Markdown."""
     headers = ["", "contender", "median, ms", "min, ms", "ratio", "of minima", "of copy", "peak, MiB"]
     lines = [
@@ -133,7 +133,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
             f"{row['ratio']:.2f}", f"{row['min_ratio']:.2f}",
             "" if row["of_copy"] is None else f"{row['of_copy']:.0%}", f"{row['peak_bytes'] / 2**20:.1f}",
         ]
-        for row in found
+        for row in listed
     ]  # fmt: skip
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 
@@ -159,17 +159,17 @@ def main() -> None:
         makers = kernel_groups_cpu.groups()
         keep_freed_memory()  # as steps do
     bandwidth = copy_bandwidth(numel, device, options.rounds)
-    found: list[dict[str, Any]] = []
+    listed: list[dict[str, Any]] = []
     for make in makers:
         group = make()
-        found += rows(group, measure(group, options.rounds, device), bandwidth)
-        print(table(found[-len(group.contenders) :]), flush=True)
+        listed += rows(group, measure(group, options.rounds, device), bandwidth)
+        print(table(listed[-len(group.contenders) :]), flush=True)
         del group
         torch.cuda.empty_cache()
-    data = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": bandwidth, "rows": found}
+    data = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": bandwidth, "rows": listed}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"kernels_{device.type}.json").write_text(json.dumps(data, indent=1))
-    (options.out / f"kernels_{device.type}.md").write_text(f"{name}, torch {torch.__version__}\n\n{table(found)}\n")
+    (options.out / f"kernels_{device.type}.md").write_text(f"{name}, torch {torch.__version__}\n\n{table(listed)}\n")
 
 
 if __name__ == "__main__":

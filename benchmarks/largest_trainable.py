@@ -160,11 +160,11 @@ def attempt(contender: str, axis: Axis, cap_bytes: int, folder: Path, most_secon
             finally:  # whoever interrupts the search ends the trial
                 process.kill()
                 process.wait()
-        found = [json.loads(line) for line in out.read_text().splitlines()]
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
         if process.returncode and not reason:
             reason = _last_line(log.read_text(errors="replace"))
-    facts: dict[str, Any] = {key: value for one in found for key, value in one.items()}
-    losses = [one["loss"] for one in found if "loss" in one]
+    facts: dict[str, Any] = {key: value for line in lines for key, value in line.items()}
+    losses = [line["loss"] for line in lines if "loss" in line]
     peak = max(peak, facts.get("peak_bytes", 0))
     if not reason and peak > cap_bytes:
         reason = "over the cap"
@@ -310,7 +310,7 @@ def main() -> None:
     parser.add_argument("--at-least", type=float, default=10.0, help="times plain AdamW's, where zerofx begins")
     parser.add_argument("--minutes", type=float, default=2.0, help="for each search, after which no trial begins")
     parser.add_argument("--patience", type=float, default=15.0, help="minutes that a trial may take")
-    parser.add_argument("--only", nargs="+", help="of the contenders, beside plain AdamW")
+    parser.add_argument("--only", nargs="+", help="of the contenders, besides plain AdamW")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     contenders = ["plain AdamW", "AdamW in backward", "zerofx"]

@@ -1,4 +1,4 @@
-"""What it costs to launch a step's work: the part of a step in which neither a region computes nor computation waits.
+"""The cost of launches: the part of a step in which neither a region computes nor computation waits.
 
     python -m benchmarks.launch_cost                                        # a GPT of 27M on the CPU
     python -m benchmarks.launch_cost --device cuda --shape llama-1b --dtype bfloat16
@@ -44,12 +44,12 @@ def build(options: argparse.Namespace, *, graphs: bool) -> tuple[zerofx.Step, Wo
 def measure_between(step: zerofx.Step, work: Workload, num_steps: int) -> dict[str, Any]:
     """Median seconds of a step, and of what is between its regions."""
     step(**work.batch)
-    found = step.measure(num_steps=num_steps + 1, **work.batch)
-    whole = found.step_seconds
+    measured = step.measure(num_steps=num_steps + 1, **work.batch)
+    whole = measured.step_seconds
     return {
         "step_seconds": whole,
-        "between_seconds": found.between_seconds,
-        "share": found.between_seconds / whole,
+        "between_seconds": measured.between_seconds,
+        "share": measured.between_seconds / whole,
         "num_regions": step.num_regions,
     }
 
@@ -57,7 +57,7 @@ def measure_between(step: zerofx.Step, work: Workload, num_steps: int) -> dict[s
 def time_in_turn(options: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of steps whose kernels are launched one by one, and as graphs, in turn."""
     steps = {"one by one": build(options, graphs=False), "CUDA graphs": build(options, graphs=True)}
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(options.rounds + 1):
         for name, (step, work) in steps.items():
             for _ in range(options.steps):
@@ -66,8 +66,8 @@ def time_in_turn(options: argparse.Namespace) -> dict[str, list[float]]:
                 step(**work.batch)
                 torch.cuda.synchronize()
                 if number:  # the first round warms up, and records
-                    found[name].append(time.perf_counter() - began)
-    return found
+                    seconds[name].append(time.perf_counter() - began)
+    return seconds
 
 
 def table(row: dict[str, Any]) -> str:

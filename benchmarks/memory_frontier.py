@@ -1,4 +1,4 @@
-"""Memory against time of one process: zerofx under memory budgets, and what PyTorch has for the same.
+"""Memory against time of one process: zerofx under memory budgets, and PyTorch's own means to that end.
 
     python -m benchmarks.memory_frontier --rounds 5
     python -m benchmarks.memory_frontier --peers greedy:0.4 ilp:0.4 dp:0.4 --budgets 220 --rounds 2 --steps 2  # short
@@ -70,18 +70,18 @@ class Result:
 
 def contenders(options: argparse.Namespace) -> list[Contender]:
     """All that was asked for but the baseline."""
-    found = []
+    listed = []
     for peer in options.peers:
         solver, _, budget = peer.partition(":")
         request = {"family": "torch", "budget": float(budget), "solver": solver}
-        found.append(Contender(f"activation_memory_budget {budget} ({solver})", f"{solver} budget", request))
-    found.append(Contender("checkpoint per block", "checkpoint per block", {"family": "torch", "checkpoint": True}))
-    found.append(Contender("zerofx", "zerofx", {"family": "zerofx"}))
+        listed.append(Contender(f"activation_memory_budget {budget} ({solver})", f"{solver} budget", request))
+    listed.append(Contender("checkpoint per block", "checkpoint per block", {"family": "torch", "checkpoint": True}))
+    listed.append(Contender("zerofx", "zerofx", {"family": "zerofx"}))
     for megabytes in options.budgets:
         request = {"family": "zerofx", "budget": float(megabytes)}
-        found += [Contender(f"zerofx, {megabytes} MB", "zerofx", request)]
-    found.append(Contender("zerofx, least", "zerofx", {"family": "zerofx", "budget": "least"}))
-    return found
+        listed += [Contender(f"zerofx, {megabytes} MB", "zerofx", request)]
+    listed.append(Contender("zerofx, least", "zerofx", {"family": "zerofx", "budget": "least"}))
+    return listed
 
 
 def measure(options: argparse.Namespace) -> list[Result]:
@@ -100,8 +100,8 @@ def measure_group(options: argparse.Namespace, group: list[Contender], number: i
     results: dict[str, Result] = {}
     try:
         for contender in group:
-            told = {"shape": SHAPES[options.shape], "device": options.device, "contender": contender.request}
-            worker = Ranks(contender.name, "benchmarks.frontier_worker", told, 1, options.threads)
+            request = {"shape": SHAPES[options.shape], "device": options.device, "contender": contender.request}
+            worker = Ranks(contender.name, "benchmarks.frontier_worker", request, 1, options.threads)
             workers.append(worker)
             results[contender.name] = Result(contender, worker.read()[0], number)
             print(contender.name, results[contender.name].facts, flush=True)
@@ -119,12 +119,12 @@ def measure_group(options: argparse.Namespace, group: list[Contender], number: i
 def rows(results: list[Result]) -> list[dict[str, Any]]:
     """A row for each contender that ran, for the table and the plot."""
     bases = {result.group: result for result in results if result.contender.name == BASELINE}
-    found = []
+    listed = []
     for result in results:
         if not result.rounds:
             continue
         base = bases[result.group]
-        found.append(
+        listed.append(
             {
                 "contender": result.contender.name,
                 "family": result.contender.family,
@@ -138,10 +138,10 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
                 "compile_seconds": result.facts["compile_seconds"],
             }
         )
-    return found
+    return listed
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     listed = [
         [
@@ -154,13 +154,13 @@ def table(found: list[dict[str, Any]]) -> str:
             f"{row['min_cpu_seconds']:.3f}",
             f"{row['cpu_ratio']:.2f}",
         ]
-        for row in found
+        for row in results
     ]
     headers = ["", "peak MB", "predicted MB", "min s", "median s", "ratio", "min CPU s", "CPU ratio"]
     return tabulate(listed, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def plot(found: list[dict[str, Any]], path: Path, *, on_cpu: bool = True) -> None:
+def plot(listed: list[dict[str, Any]], path: Path, *, on_cpu: bool = True) -> None:
     """Peak against time, a line for each family.
 
     ``on_cpu``: CPU seconds, which other processes change less; they say nothing of a GPU's time.
@@ -172,8 +172,8 @@ def plot(found: list[dict[str, Any]], path: Path, *, on_cpu: bool = True) -> Non
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5))
-    for family in dict.fromkeys(row["family"] for row in found):
-        points = [(row["peak_mb"], row[ratio]) for row in found if row["family"] == family]
+    for family in dict.fromkeys(row["family"] for row in listed):
+        points = [(row["peak_mb"], row[ratio]) for row in listed if row["family"] == family]
         axes.plot(*zip(*points, strict=True), marker="o", label=family, linewidth=2 if family == "zerofx" else 1)
     axes.set_xlabel("peak above parameters and optimizer states, MB")
     axes.set_ylabel(f"{seconds} of a step, ratio to {BASELINE}")
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each contender in a round")
-    parser.add_argument("--together", type=int, default=8, help="contenders in memory at a time, beside the baseline")
+    parser.add_argument("--together", type=int, default=8, help="contenders in memory at a time, besides the baseline")
     parser.add_argument(
         "--budgets", type=int, nargs="*", default=[420, 340, 270, 220, 186, 150, 90], help="MB, for zerofx"
     )
@@ -200,22 +200,22 @@ def main() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("expected matplotlib for the plot, found none: pip install 'zerofx[benchmarks]'")
     results = measure(options)
-    found = rows(results)
+    listed = rows(results)
     options.out.mkdir(parents=True, exist_ok=True)
-    shown = table(found)
+    shown = table(listed)
     print(shown)
     refused = {r.contender.name: r.facts["refused"] for r in results if "refused" in r.facts}
     data = {
         "shape": SHAPES[options.shape],
         "threads": options.threads,
-        "rows": found,
+        "rows": listed,
         "refused": refused,
         "raw": [asdict(result) for result in results],
     }
     path = options.out / f"memory_frontier{'' if options.device == 'cpu' else '_cuda'}.json"
     path.write_text(json.dumps(data, indent=1))
     path.with_suffix(".md").write_text(shown + "\n")
-    plot(found, path.with_suffix(".png"), on_cpu=options.device == "cpu")
+    plot(listed, path.with_suffix(".png"), on_cpu=options.device == "cpu")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ class Shape:
     """A model and the batch of one rank: ``sequences`` of ``tokens`` each.
 
     ``inner`` is the width inside the MLP (a GPT's is four times ``dim``), ``num_kv_heads`` as in a Llama; ``memory_gb``
-    is what one rank of a contender is taken to need, for how many fit beside each other.
+    is what one rank of a contender is taken to need, for how many fit next to each other.
     """
 
     family: str
@@ -59,9 +59,9 @@ class Workload:
     def loss(self, called: Callable[..., Any]) -> torch.Tensor:
         """The loss of the batch under ``called``, which is the model or a wrapper of it."""
         outputs: Any = called(**self.batch)
-        found = outputs if isinstance(outputs, torch.Tensor) else outputs.loss
-        assert isinstance(found, torch.Tensor)
-        return found
+        value = outputs if isinstance(outputs, torch.Tensor) else outputs.loss
+        assert isinstance(value, torch.Tensor)
+        return value
 
 
 def make_workload(shape: Shape, device: torch.device, dtype: torch.dtype, rank: int = 0) -> Workload:

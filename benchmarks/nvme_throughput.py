@@ -1,4 +1,4 @@
-"""Throughput of the nvme tier's files beside what the drive gives, in one run on the same folder.
+"""Throughput of the nvme tier's files compared with the drive's, in one run on the same folder.
 
     python -m benchmarks.nvme_throughput --folder /mnt/nvme
 
@@ -126,7 +126,7 @@ def fio(folder: Path, num_bytes: int) -> Iterator[Callable[[], Round]]:
     try:
         tries = {engine: [_fio_round(own, engine, num_bytes) for _ in range(NUM_TRIES)] for engine in _fio_engines()}
         fastest = {
-            direction: max(tries, key=lambda engine: max(one[direction].rate for one in tries[engine]))
+            direction: max(tries, key=lambda engine: max(attempt[direction].rate for attempt in tries[engine]))
             for direction in DIRECTIONS
         }
         print(f"fio's engines: {', '.join(f'{engine} to {direction}' for direction, engine in fastest.items())}")
@@ -173,12 +173,17 @@ def measure(folder: Path, num_bytes: int, num_rounds: int) -> tuple[str, dict[st
 
 def rows(reference: str, rounds: dict[str, list[Round]]) -> list[dict[str, float | str]]:
     """A row for each direction: medians in bytes per second, and the ratios of zerofx's to the reference's."""
-    found: list[dict[str, float | str]] = []
+    listed: list[dict[str, float | str]] = []
     for direction in DIRECTIONS:
-        median = {name: statistics.median(one[direction].rate for one in taken) for name, taken in rounds.items()}
-        best = {name: max(one[direction].rate for one in taken) for name, taken in rounds.items()}
-        cpu = {name: statistics.median(one[direction].cpu_seconds for one in taken) for name, taken in rounds.items()}
-        found.append(
+        median = {
+            name: statistics.median(attempt[direction].rate for attempt in taken) for name, taken in rounds.items()
+        }
+        best = {name: max(attempt[direction].rate for attempt in taken) for name, taken in rounds.items()}
+        cpu = {
+            name: statistics.median(attempt[direction].cpu_seconds for attempt in taken)
+            for name, taken in rounds.items()
+        }
+        listed.append(
             {
                 "direction": direction,
                 "reference": median[reference],
@@ -189,13 +194,13 @@ def rows(reference: str, rounds: dict[str, list[Round]]) -> list[dict[str, float
                 "zerofx_cpu_seconds_per_gb": 1e9 * cpu["zerofx"],
             }
         )
-    return found
+    return listed
 
 
-def table(reference: str, found: list[dict[str, float | str]]) -> str:
+def table(reference: str, results: list[dict[str, float | str]]) -> str:
     """The rows as Markdown."""
     listed = []
-    for row in found:
+    for row in results:
         speeds = [f"{float(row[name]) / 1e6:.0f}" for name in ("reference", "zerofx")]
         cpu = [f"{float(row[f'{name}_cpu_seconds_per_gb']):.2f}" for name in ("reference", "zerofx")]
         listed.append([row["direction"], *speeds, f"{row['ratio']:.2f}", f"{row['best_ratio']:.2f}", *cpu])
@@ -216,8 +221,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     reference, rounds = measure(options.folder or Path(tempfile.gettempdir()), options.megabytes << 20, options.rounds)
-    found = rows(reference, rounds)
-    shown = table(reference, found)
+    listed = rows(reference, rounds)
+    shown = table(reference, listed)
     print(shown)
     options.out.mkdir(parents=True, exist_ok=True)
     data = {
@@ -225,7 +230,7 @@ def main() -> None:
         "num_bytes": options.megabytes << 20,
         "block_bytes": BLOCK_BYTES,
         "num_threads": NUM_THREADS,
-        "rows": found,
+        "rows": listed,
         "rounds": rounds,
     }
     (options.out / "nvme_throughput.json").write_text(json.dumps(data, indent=1))

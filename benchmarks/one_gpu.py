@@ -1,4 +1,4 @@
-"""One device: zerofx beside torch.compile, and within a cap of memory beside what else trains with states on the host.
+"""One device: zerofx compared with torch.compile, and under a memory cap with other libraries that offload states.
 
     python -m benchmarks.one_gpu                                    # a Llama of 1.1B in bf16 on a GPU
     python -m benchmarks.one_gpu --shape llama-8b --cap 60GB
@@ -89,24 +89,24 @@ def verdicts(listed: dict[str, list[Row]], *, on_cpu: bool) -> list[Verdict]:
 
     ``on_cpu``: what is on the host is measured with the device's own, whose memory it is.
     """
-    found = []
+    judged = []
     fits = {row.name: row for row in listed.get("whole", [])}
     tight = {row.name: row for row in listed.get("capped", [])}
     for name, row in fits.items():
         if name.startswith("zerofx") and COMPILED in fits:
-            found.append(Verdict(f"time: {name} / {COMPILED}", row.ratio / fits[COMPILED].ratio, FASTER))
+            judged.append(Verdict(f"time: {name} / {COMPILED}", row.ratio / fits[COMPILED].ratio, FASTER))
     peers = {name: row.ratio for name, row in tight.items() if not name.startswith("zerofx")}
     if peers and "zerofx, capped" in tight:
         better = min(peers, key=lambda name: peers[name])
-        found.append(
+        judged.append(
             Verdict(f"time: zerofx, capped / {better}", tight["zerofx, capped"].ratio / peers[better], OFFLOADED)
         )
     for name, row in (*fits.items(), *(() if on_cpu else tight.items())):
         # What runs in CUDA graphs allocates nothing that could be seen.
         if row.predicted_peak_bytes and "graphs" not in name:
             off = abs(row.peak_bytes / row.predicted_peak_bytes - 1)
-            found.append(Verdict(f"peak: {name}, measured beside predicted", off, PREDICTED))
-    return found
+            judged.append(Verdict(f"peak: {name}, measured / predicted", off, PREDICTED))
+    return judged
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -117,10 +117,15 @@ def markdown(data: dict[str, Any]) -> str:
     for name, group in data["groups"].items():
         cap = f", within {group['cap_bytes'] / 1e9:.3g} GB" if group.get("cap_bytes") else ""
         parts.append(f"## {name}{cap}\n\n{table(listed[name])}\n")
-        missing = [f"- {one['name']}: {reason(one)}" for one in group["contenders"] if reason(one)]
+        missing = [
+            f"- {contender['name']}: {reason(contender)}" for contender in group["contenders"] if reason(contender)
+        ]
         parts += ["\n".join(missing) + "\n"] if missing else []
     held = verdicts(listed, on_cpu=data["device"] == "cpu")
-    cells = [[one.what, f"{one.measured:.3f}", f"{one.at_most:.2f}", "yes" if one.met else "no"] for one in held]
+    cells = [
+        [verdict.what, f"{verdict.measured:.3f}", f"{verdict.at_most:.2f}", "yes" if verdict.met else "no"]
+        for verdict in held
+    ]
     parts.append(tabulate(cells, ["held to", "measured", "at most", "met"], tablefmt="github", disable_numparse=True))
     return "\n".join(parts) + "\n"
 
@@ -128,15 +133,15 @@ def markdown(data: dict[str, Any]) -> str:
 def run(options: argparse.Namespace, cache: Path) -> dict[str, Any]:
     """Measure both groups, one after the other."""
     fits = whole(options.device)
-    found = measure_group(options, fits, wanted(fits, options.only), cache)
+    results = measure_group(options, fits, wanted(fits, options.only), cache)
     data: dict[str, Any] = {
         "machine": describe_machine(options),
         "shape": options.shape,
         "dtype": options.dtype,
         "device": options.device,
-        "groups": {"whole": {"num_ranks": 1, "contenders": found}},
+        "groups": {"whole": {"num_ranks": 1, "contenders": results}},
     }
-    peak = next((one["facts"].get("peak_bytes") for one in found if one["name"] == COMPILED), None)
+    peak = next((result["facts"].get("peak_bytes") for result in results if result["name"] == COMPILED), None)
     if options.cap:
         cap = parse_bytes(options.cap)
     elif peak is not None:
@@ -146,8 +151,8 @@ def run(options: argparse.Namespace, cache: Path) -> dict[str, Any]:
         return data
     tight = capped(cap, mixed=options.dtype == "bfloat16")
     masters = argparse.Namespace(**{**vars(options), "dtype": "float32"})
-    found = measure_group(masters, tight, wanted(tight, options.only), cache)
-    data["groups"]["capped"] = {"num_ranks": 1, "cap_bytes": cap, "contenders": found}
+    results = measure_group(masters, tight, wanted(tight, options.only), cache)
+    data["groups"]["capped"] = {"num_ranks": 1, "cap_bytes": cap, "contenders": results}
     return data
 
 

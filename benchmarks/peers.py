@@ -1,4 +1,4 @@
-"""zerofx beside its peers, all run here and now: DDP, FSDP2 and DeepSpeed, eager, compiled and checkpointed.
+"""zerofx compared with its peers in one run: DDP, FSDP2 and DeepSpeed, eager, compiled and checkpointed.
 
     python -m benchmarks.peers                        # a GPT of 27M on two gloo ranks of one thread: about ten minutes
     python -m benchmarks.peers --shape 110m           # the same of 110M; or llama, a Llama of transformers
@@ -11,7 +11,7 @@ Contenders of a group are processes that live side by side, each with its step c
 in turn (A B C A B C), so that what else the machine does meets them alike. Where memory has room for a few at a time,
 the group's baseline is among each few, and ratios go through it.
 
-Every group is written as soon as it is measured, to ``benchmarks/results/peers_<device>.json`` beside what is there of
+Every group is written as soon as it is measured, to ``benchmarks/results/peers_<device>.json`` next to what is there of
 other shapes and groups; a Markdown table and a plot are made of all of it. What cannot be run (DeepSpeed, where it is
 not installed: ``pip install deepspeed``) is left out, and the report says so.
 """
@@ -112,14 +112,16 @@ def wanted(group: Group, only: Sequence[str]) -> list[Contender]:
     """The contenders whose name has one of these words, all if there are none, without DeepSpeed's where it is not
     installed; the baseline always."""
     there = importlib.util.find_spec("deepspeed") is not None
-    baseline, *others = (one for one in group.contenders if there or one.request["family"] != "deepspeed")
-    return [baseline, *(one for one in others if not only or any(word in one.name for word in only))]
+    baseline, *others = (
+        contender for contender in group.contenders if there or contender.request["family"] != "deepspeed"
+    )
+    return [baseline, *(contender for contender in others if not only or any(word in contender.name for word in only))]
 
 
-def chunks(contenders: list[Contender], room: int) -> Iterator[list[Contender]]:
+def chunks(contenders: list[Contender], limit: int) -> Iterator[list[Contender]]:
     """``contenders`` so many at a time, the first of them in each; the matrix products are too small to count."""
     baseline, *others = contenders
-    size = max(1, room - 1)
+    size = max(1, limit - 1)
     for start in range(0, max(1, len(others)), size):
         yield [baseline, *others[start : start + size]]
 
@@ -129,14 +131,14 @@ def measure_group(
 ) -> list[dict[str, Any]]:
     """What was found of each contender: its name, chunk, facts, and the seconds and CPU seconds of each step."""
     num_ranks, num_threads = (1, options.ranks * options.threads) if group.alone else (options.ranks, options.threads)
-    room = options.together or _room(options, num_ranks)
-    found: list[dict[str, Any]] = []
+    limit = options.together or _room(options, num_ranks)
+    results: list[dict[str, Any]] = []
     peaks: dict[str, int] = {}
-    for number, few in enumerate(chunks(contenders, room)):
-        say(f"{options.shape}, {group.name}: {', '.join(one.name for one in few)}")
-        found += _measure_few(options, [Contender(MATMUL, {"family": MATMUL}), *few], num_ranks, num_threads, cache,
+    for number, few in enumerate(chunks(contenders, limit)):
+        say(f"{options.shape}, {group.name}: {', '.join(contender.name for contender in few)}")
+        results += _measure_few(options, [Contender(MATMUL, {"family": MATMUL}), *few], num_ranks, num_threads, cache,
                               number, peaks)  # fmt: skip
-    return found
+    return results
 
 
 def _measure_few(
@@ -149,7 +151,7 @@ def _measure_few(
     peaks: dict[str, int],
 ) -> list[dict[str, Any]]:
     ready: list[Ranks] = []
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     try:
         for contender in few:
             request = dict(contender.request)
@@ -159,9 +161,9 @@ def _measure_few(
                     say(f"  {contender.name}: left out, the peaks that are its budget were not measured")
                     continue
                 request["budget"] = int(min(known) * contender.budget_share)
-            told = {"shape": options.shape, "device": options.device, "dtype": options.dtype, "contender": request}
+            message = {"shape": options.shape, "device": options.device, "dtype": options.dtype, "contender": request}
             began = time.monotonic()
-            ranks = Ranks(contender.name, "benchmarks.peers_worker", told, num_ranks, num_threads, cache)
+            ranks = Ranks(contender.name, "benchmarks.peers_worker", message, num_ranks, num_threads, cache)
             ready.append(ranks)
             row: dict[str, Any] = {
                 "name": contender.name,
@@ -170,7 +172,7 @@ def _measure_few(
                 "request": request,
                 "facts": {},
             }
-            found[contender.name] = row
+            results[contender.name] = row
             try:
                 row["facts"] = ranks.read()[0]
             except ContenderFailedError as error:
@@ -185,19 +187,19 @@ def _measure_few(
         for number in range(options.rounds):
             for ranks in ready:
                 # The first step of a turn finds cold caches.
-                found[ranks.name]["rounds"].append(ranks.run(options.steps + 1)[1:])
-            say(f"  round {number + 1} of {options.rounds}: " + _latest(found))
+                results[ranks.name]["rounds"].append(ranks.run(options.steps + 1)[1:])
+            say(f"  round {number + 1} of {options.rounds}: " + _latest(results))
     finally:
         for ranks in ready:
             ranks.close()
-    return list(found.values())
+    return list(results.values())
 
 
-def _latest(found: dict[str, dict[str, Any]]) -> str:
+def _latest(results: dict[str, dict[str, Any]]) -> str:
     """The least seconds of the latest round of all but the matrix products."""
     return ", ".join(
         f"{name} {min(wall for wall, _ in row['rounds'][-1]):.3f} s"
-        for name, row in found.items()
+        for name, row in results.items()
         if row["rounds"] and name != MATMUL
     )
 
@@ -280,13 +282,13 @@ def measure(options: argparse.Namespace, path: Path, cache: Path) -> None:
             say(f"{options.shape}, {group.name}: measured before")
             continue
         began = time.monotonic()
-        found = measure_group(options, group, contenders, cache)
+        results = measure_group(options, group, contenders, cache)
         num_ranks = 1 if group.alone else options.ranks
 
-        def add(data: dict[str, Any], name: str = group.name, found: Any = found, ranks: int = num_ranks) -> None:
+        def add(data: dict[str, Any], name: str = group.name, results: Any = results, ranks: int = num_ranks) -> None:
             run = data["runs"].setdefault(key, {"groups": {}})
             run |= {"machine": describe_machine(options), "shape": options.shape, "dtype": options.dtype}
-            run["groups"][name] = {"num_ranks": ranks, "num_threads": options.threads, "contenders": found}
+            run["groups"][name] = {"num_ranks": ranks, "num_threads": options.threads, "contenders": results}
 
         record(path, add)
         say(f"{options.shape}, {group.name}: measured in {time.monotonic() - began:.0f} s")

@@ -1,4 +1,4 @@
-"""What ``benchmarks/peers.py`` measured, as ratios held against their targets, as Markdown and as a plot."""
+"""The measurements of ``benchmarks/peers.py`` as ratios, compared with their targets, as Markdown and as a plot."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One contender of one group. Ratios are to the group's baseline as it ran beside; sizes and FLOPs are one rank's.
+    """One contender of one group. Ratios are to the group's baseline in the same run; sizes and FLOPs are one rank's.
 
-    ``peak_share`` is the part of the FLOP/s that matrix products reached beside it.
+    ``peak_share`` is the part of the FLOP/s that matrix products reached in the same run.
     """
 
     name: str
@@ -62,28 +62,28 @@ class Row:
 
 def rows(group: dict[str, Any]) -> list[Row]:
     """A row for each contender that ran, the baseline's once."""
-    found: dict[str, Row] = {}
+    by_name: dict[str, Row] = {}
     for few in _chunks(group["contenders"]):
-        ran = {one["name"]: one for one in few if one["rounds"]}
-        baseline = next((one for name, one in ran.items() if name != MATMUL), None)
-        for name, one in ran.items():
-            if name != MATMUL and name not in found and baseline is not None:
-                found[name] = _row(one, baseline, ran.get(MATMUL), group["num_ranks"])
-    return list(found.values())
+        ran = {contender["name"]: contender for contender in few if contender["rounds"]}
+        baseline = next((contender for name, contender in ran.items() if name != MATMUL), None)
+        for name, contender in ran.items():
+            if name != MATMUL and name not in by_name and baseline is not None:
+                by_name[name] = _row(contender, baseline, ran.get(MATMUL), group["num_ranks"])
+    return list(by_name.values())
 
 
 def _chunks(contenders: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    for number in sorted({one["chunk"] for one in contenders}):
-        yield [one for one in contenders if one["chunk"] == number]
+    for number in sorted({contender["chunk"] for contender in contenders}):
+        yield [contender for contender in contenders if contender["chunk"] == number]
 
 
-def _row(one: dict[str, Any], baseline: dict[str, Any], matmul: dict[str, Any] | None, num_ranks: int) -> Row:
-    facts, shape = one["facts"], one["facts"]["shape"]
-    median, least, least_cpu = _seconds(one)
+def _row(contender: dict[str, Any], baseline: dict[str, Any], matmul: dict[str, Any] | None, num_ranks: int) -> Row:
+    facts, shape = contender["facts"], contender["facts"]["shape"]
+    median, least, least_cpu = _seconds(contender)
     base_median, base_least, base_cpu = _seconds(baseline)
     peak_rate = matmul["facts"]["flops"] / _seconds(matmul)[1] if matmul is not None else float("nan")
     return Row(
-        name=one["name"],
+        name=contender["name"],
         median_seconds=median,
         min_seconds=least,
         ratio=median / base_median,
@@ -99,9 +99,9 @@ def _row(one: dict[str, Any], baseline: dict[str, Any], matmul: dict[str, Any] |
     )
 
 
-def _seconds(one: dict[str, Any]) -> tuple[float, float, float]:
+def _seconds(contender: dict[str, Any]) -> tuple[float, float, float]:
     """Median and least seconds of a step, and its least CPU seconds."""
-    steps = [step for steps in one["rounds"] for step in steps]
+    steps = [step for steps in contender["rounds"] for step in steps]
     walls = [wall for wall, _ in steps]
     return statistics.median(walls), min(walls), min(cpu for _, cpu in steps)
 
@@ -122,16 +122,16 @@ class Verdict:
 def verdicts(listed: list[Row]) -> list[Verdict]:
     """The targets whose two sides were measured."""
     by_name = {row.name: row for row in listed}
-    found = []
+    judged = []
     for target in TARGETS:
         ours, peer = by_name.get(target.ours), by_name.get(target.peer)
         if ours is None or peer is None:
             continue
         if target.measure == "peak":
-            found.append(Verdict(target, ours.peak_bytes / peer.peak_bytes, None))
+            judged.append(Verdict(target, ours.peak_bytes / peer.peak_bytes, None))
         else:
-            found.append(Verdict(target, ours.ratio / peer.ratio, ours.min_ratio / peer.min_ratio))
-    return found
+            judged.append(Verdict(target, ours.ratio / peer.ratio, ours.min_ratio / peer.min_ratio))
+    return judged
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -145,16 +145,20 @@ def markdown(data: dict[str, Any]) -> str:
             if not listed:
                 continue
             parts.append(f"### {name}, {group['num_ranks']} rank(s)\n\n{table(listed)}\n")
-            found = verdicts(listed)
-            if found:
-                parts.append(_verdict_table(found) + "\n")
-            parts += [f"- {one['name']}: {reason(one)}\n" for one in group["contenders"] if reason(one)]
+            judged = verdicts(listed)
+            if judged:
+                parts.append(_verdict_table(judged) + "\n")
+            parts += [
+                f"- {contender['name']}: {reason(contender)}\n"
+                for contender in group["contenders"]
+                if reason(contender)
+            ]
     return "\n".join(parts)
 
 
-def reason(one: dict[str, Any]) -> str:
+def reason(contender: dict[str, Any]) -> str:
     """Why a contender has no row, on one line."""
-    text = one["facts"].get("refused") or one["facts"].get("failed") or ""
+    text = contender["facts"].get("refused") or contender["facts"].get("failed") or ""
     return text.strip().splitlines()[-1] if text else ""
 
 
@@ -187,17 +191,17 @@ def _megabytes(size: int | None) -> str:
     return "" if size is None else f"{size / 1e6:.1f}"
 
 
-def _verdict_table(found: list[Verdict]) -> str:
+def _verdict_table(judged: list[Verdict]) -> str:
     cells = [
         [
-            f"{one.target.ours} / {one.target.peer}",
-            one.target.measure,
-            f"{one.ratio:.3f}",
-            "" if one.min_ratio is None else f"{one.min_ratio:.3f}",
-            f"{one.target.at_most:.2f}",
-            "yes" if one.met else "no",
+            f"{verdict.target.ours} / {verdict.target.peer}",
+            verdict.target.measure,
+            f"{verdict.ratio:.3f}",
+            "" if verdict.min_ratio is None else f"{verdict.min_ratio:.3f}",
+            f"{verdict.target.at_most:.2f}",
+            "yes" if verdict.met else "no",
         ]
-        for one in found
+        for verdict in judged
     ]
     headers = ["ratio", "of", "measured", "of minima", "at most", "met"]
     return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True)
@@ -230,12 +234,12 @@ def plot(data: dict[str, Any], path: Path) -> None:
             color = "tab:red" if row.name.startswith("zerofx") else "tab:gray"
             at = row.median_seconds, row.peak_bytes / 1e6
             # Names stand in a column, none over another, each with a line to its point.
-            beside = 1.1 * slowest, max(at[1], lowest_free)
-            lowest_free = beside[1] + 0.06 * highest
+            label_at = 1.1 * slowest, max(at[1], lowest_free)
+            lowest_free = label_at[1] + 0.06 * highest
             axes.scatter(*at, color=color, zorder=3)
-            axes.plot(*zip(at, beside, strict=True), color=color, linewidth=0.5, alpha=0.6)
+            axes.plot(*zip(at, label_at, strict=True), color=color, linewidth=0.5, alpha=0.6)
             axes.annotate(
-                row.name, beside, (3, 0), textcoords="offset points", fontsize=7, color=color, va="center",
+                row.name, label_at, (3, 0), textcoords="offset points", fontsize=7, color=color, va="center",
                 annotation_clip=False,
             )  # fmt: skip
         axes.set_title(title, fontsize=9)

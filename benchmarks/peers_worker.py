@@ -120,13 +120,13 @@ def _measure(step: TrainStep, device: torch.device) -> dict[str, int | None]:
         _forget_resident_peak()
         step.run()
         torch.cuda.synchronize(device)
-        found = {
+        bytes_of = {
             "peak_bytes": torch.cuda.max_memory_allocated(device),
             "reserved_bytes": torch.cuda.max_memory_reserved(device),
             "held_bytes": held,
             "resident_bytes": high_water_bytes(),
         }
-        return {**found, "wire_bytes": _sent_bytes(step)}
+        return {**bytes_of, "wire_bytes": _sent_bytes(step)}
     _forget_resident_peak()
     sent = _written_bytes()
     step.run()
@@ -164,12 +164,12 @@ def _forget_resident_peak() -> None:
 def _held_bytes() -> int:
     """Bytes of the distinct CPU storages that Python's tensors name."""
     plain = (torch.Tensor, nn.Parameter)
-    found = {}
-    for one in gc.get_objects():
-        if type(one) in plain and one.device.type == "cpu":
-            storage = one.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+    storages = {}
+    for held in gc.get_objects():
+        if type(held) in plain and held.device.type == "cpu":
+            storage = held.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def _written_bytes() -> int:

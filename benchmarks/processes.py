@@ -1,4 +1,4 @@
-"""Contenders as processes: one for each rank, that live side by side and run steps when told to."""
+"""Contenders as processes, one for each rank, which run steps in turn on command."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ class Ranks:
         Raises:
             ContenderFailedError: a rank ended, or closed its output.
         """
-        found = []
+        lines = []
         for rank, process in enumerate(self._processes):
             line = _stream(process.stdout).readline()
             if not line:
                 text = self._logs[rank].read_text(errors="replace")[-_TAIL_CHARACTERS:]
                 raise ContenderFailedError(f"{self.name}, rank {rank}, ended early:\n{text}")
-            found.append(json.loads(line))
-        return found
+            lines.append(json.loads(line))
+        return lines
 
     def run(self, num_steps: int) -> list[tuple[float, float]]:
         """The seconds of each of ``num_steps`` steps, those of the slowest rank, and the CPU seconds of all ranks."""
@@ -127,6 +127,6 @@ def device_name(device_type: str) -> str:
     return name
 
 
-def _stream(found: IO[str] | None) -> IO[str]:
-    assert found is not None
-    return found
+def _stream(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None
+    return pipe

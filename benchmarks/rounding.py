@@ -1,4 +1,4 @@
-"""What 8 bits on the wire round off, as whole numbers and as floating point, by how values are distributed in a block.
+"""The rounding errors of 8 bits on the wire, integer and floating point, by distribution of the values in a block.
 
     python -m benchmarks.rounding
 
@@ -35,14 +35,14 @@ def made_up() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_BLOCKS, BLOCK)
     normal = torch.randn(shape, generator=generator)
-    beside = normal.clone()
-    beside[:, 0] = 100.0
+    with_outlier = normal.clone()
+    with_outlier[:, 0] = 100.0
     chi_square = torch.randn((2, *shape), generator=generator).square().sum(0)
     return {
         "uniform from -1 to 1": 2 * torch.rand(shape, generator=generator) - 1,
         "normal": normal,
         "Student's t, 2 degrees of freedom": torch.randn(shape, generator=generator) / (chi_square / 2).sqrt(),
-        "normal, and one value of 100 in a block": beside,
+        "normal, and one value of 100 in a block": with_outlier,
         "log-normal, sigma 3": (3 * torch.randn(shape, generator=generator)).exp(),
     }
 
@@ -60,23 +60,23 @@ def of_training(num_steps: int) -> dict[str, Tensor]:
         model(tokens, targets).backward()
         optimizer.step()
     parameters = list(model.parameters())
-    gradients = [one.grad for one in parameters if one.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return {f"gradients of a GPT, step {num_steps}": _flat(gradients), "its parameters": _flat(parameters)}
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    flat = torch.cat([one.detach().flatten() for one in tensors])
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
     return flat[: flat.numel() // BLOCK * BLOCK]
 
 
 def rounded_off(values: Tensor, encoding: str) -> dict[str, float]:
     """What ``values``, whole blocks, lose: see the module's docstring."""
     back = dequantise(quantise(values.flatten(), 1, encoding), 1, encoding, values.dtype).view_as(values)
-    off, kept = (back - values).abs(), values != 0
+    off, is_nonzero = (back - values).abs(), values != 0
     return {
         "error": float(off.norm() / values.norm()),
-        "typical": float((off[kept] / values[kept].abs()).median()),
-        "lost": float((back[kept] == 0).double().mean()),
+        "typical": float((off[is_nonzero] / values[is_nonzero].abs()).median()),
+        "lost": float((back[is_nonzero] == 0).double().mean()),
     }
 
 
@@ -85,8 +85,8 @@ def table(given: Mapping[str, Tensor]) -> str:
     columns = [(measure, encoding) for measure in ("error", "typical", "lost") for encoding in COMPARED]
     rows = []
     for name, values in given.items():
-        found = {encoding: rounded_off(values, encoding) for encoding in COMPARED}
-        rows.append([name, *(f"{found[encoding][measure]:.2%}" for measure, encoding in columns)])
+        errors = {encoding: rounded_off(values, encoding) for encoding in COMPARED}
+        rows.append([name, *(f"{errors[encoding][measure]:.2%}" for measure, encoding in columns)])
     headers = ["values", *(f"{measure}, {encoding}" for measure, encoding in columns)]
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 

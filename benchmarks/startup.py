@@ -1,4 +1,4 @@
-"""How long zerofx takes to be there: imports and commands that need no device, next to torch's own import.
+"""Start-up times: imports of zerofx and commands that need no device, compared with the import of torch.
 
     python -m benchmarks.startup            # a minute on an idle machine
     python -m benchmarks.startup --rounds 9
@@ -41,8 +41,8 @@ def table(taken: dict[str, list[float]]) -> str:
     """Medians, what they are more than an empty Python, and their ratios to ``import torch``."""
     medians = {name: statistics.median(runs) for name, runs in taken.items()}
     rows = [
-        [name, f"{found:.2f}", f"{found - medians[NOTHING]:.2f}", f"{found / medians[TORCH]:.2f}"]
-        for name, found in medians.items()
+        [name, f"{median:.2f}", f"{median - medians[NOTHING]:.2f}", f"{median / medians[TORCH]:.2f}"]
+        for name, median in medians.items()
     ]
     headers = ["program", "s", "more than Python alone, s", "/ import torch"]
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)

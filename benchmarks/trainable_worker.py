@@ -67,7 +67,7 @@ def in_backward(request: dict[str, Any], batch: Batch) -> Train:
     """Each parameter is updated as soon as its gradient is there, which is freed at once: an optimizer for each."""
     model = gpt(request["dim"], request["depth"])
     optimizers: dict[Tensor, torch.optim.Optimizer] = {
-        one: torch.optim.AdamW([one], lr=1e-6, fused=True) for one in model.parameters()
+        parameter: torch.optim.AdamW([parameter], lr=1e-6, fused=True) for parameter in model.parameters()
     }
 
     def update(parameter: Tensor) -> None:

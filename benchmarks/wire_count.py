@@ -1,4 +1,4 @@
-"""What a rank sends in collectives of torch.distributed, counted from their operators: NCCL's go past the kernel."""
+"""Count the bytes that a rank sends in torch.distributed's collectives by their operators: NCCL bypasses the kernel."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class WireCount(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _size(found: Any) -> int:
-    return sum(one.nbytes for one in tensors_in(found))
+def _size(value: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(value))
 
 
 # Of each operator's arguments, the bytes that pass on to the next rank of a ring.

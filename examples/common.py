@@ -1,4 +1,4 @@
-"""What every example needs to run on one process or on many: who am I, where do I compute, what did all of us find."""
+"""Helpers for examples on one process or many: ranks, devices, and means over ranks."""
 
 from __future__ import annotations
 

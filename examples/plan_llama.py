@@ -1,4 +1,4 @@
-"""Plan models of billions of parameters on a laptop: shapes are all a plan needs, so nothing here takes memory.
+"""Plan models of billions of parameters on a laptop. A plan needs shapes only, so that nothing here takes memory.
 
 zerofx plan examples/plan_llama.py:llama_8b --world-size 8 --machine h100-sxm --precision bf16 --html plan.html
 zerofx plan examples/plan_llama.py:llama_70b --world-size 1024 --machine h100-sxm --precision bf16 --memory-budget 80GB

@@ -1,4 +1,4 @@
-"""Text to learn from that every Python has: the bytes of its own standard library."""
+"""Training text that every Python has: the bytes of its standard library."""
 
 from __future__ import annotations
 

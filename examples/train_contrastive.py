@@ -1,4 +1,4 @@
-"""Train two views of an image to agree, told from the views of all processes, with a collective in the forward.
+"""Contrastive training: two views of an image agree, next to views of all ranks that a collective in forward gathers.
 
 python examples/train_contrastive.py
 torchrun --nproc-per-node 2 examples/train_contrastive.py

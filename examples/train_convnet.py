@@ -71,8 +71,8 @@ def main(args: argparse.Namespace, world: World) -> None:
 
     with step.full_parameters():  # all processes gather the parameters together
         model.eval()
-        found = accuracy(model, world)
-    world.print(f"accuracy on new images   {found:.1%} (guessing: {1 / NUM_CLASSES:.1%})")
+        share_correct = accuracy(model, world)
+    world.print(f"accuracy on new images   {share_correct:.1%} (guessing: {1 / NUM_CLASSES:.1%})")
 
 
 def parse_args() -> argparse.Namespace:

@@ -178,13 +178,13 @@ def _status_bytes(name: str) -> int:
 
 def digest(trained: zerofx.Step | GPT) -> str:
     """SHA-256 of all parameters: whole, so this needs memory for them."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     whole = trained.full_parameters() if isinstance(trained, zerofx.Step) else contextlib.nullcontext(trained)
     with whole as model:
         for name, parameter in model.named_parameters():
-            found.update(name.encode())
-            found.update(parameter.detach().numpy().tobytes())
-    return found.hexdigest()
+            sha.update(name.encode())
+            sha.update(parameter.detach().numpy().tobytes())
+    return sha.hexdigest()
 
 
 def parse_args() -> argparse.Namespace:

@@ -154,8 +154,8 @@ def test_offloads_are_held_to_the_better_peer_and_peaks_to_their_predictions() -
     assert found["time: zerofx, capped / DeepSpeed ZeRO-Offload"].measured == pytest.approx(2 / 3)
     peaks = {what: one.met for what, one in found.items() if what.startswith("peak")}
     assert peaks == {
-        "peak: zerofx, measured beside predicted": True,
-        "peak: zerofx, capped, measured beside predicted": False,
+        "peak: zerofx, measured / predicted": True,
+        "peak: zerofx, capped, measured / predicted": False,
     }
     assert len(one_gpu.verdicts(listed, on_cpu=True)) == len(found) - 1
     text = one_gpu.markdown(data)
