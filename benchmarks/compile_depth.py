@@ -131,10 +131,10 @@ def main() -> None:
     results: dict[str, dict[str, list[Found]]] = {str(depth): {} for depth in options.depths}
     options.out.mkdir(parents=True, exist_ok=True)
 
-    def record(depth: int, what: str, run: Found) -> None:
-        results[str(depth)].setdefault(what, []).append(run)
+    def record(depth: int, kind: str, run: Found) -> None:
+        results[str(depth)].setdefault(kind, []).append(run)
         (options.out / "compile_depth.json").write_text(json.dumps(results, indent=1))
-        sys.stderr.write(f"{depth} layers, {what}: {_pair(run)}\n")
+        sys.stderr.write(f"{depth} layers, {kind}: {_pair(run)}\n")
 
     for _ in range(options.rounds):
         for depth in options.depths:

@@ -121,14 +121,14 @@ def main() -> None:
     facts["compile_seconds"] = time.perf_counter() - began
     print(json.dumps(facts), flush=True)
     for line in sys.stdin:
-        taken = []
+        seconds = []
         for _ in range(int(line)):
             began, began_cpu = time.perf_counter(), time.process_time()
             step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            taken.append((time.perf_counter() - began, time.process_time() - began_cpu))
-        print(json.dumps(taken), flush=True)
+            seconds.append((time.perf_counter() - began, time.process_time() - began_cpu))
+        print(json.dumps(seconds), flush=True)
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ def make_update(tiers: Tiers, num_bytes: int) -> Callable[[], None]:
         )  # fmt: skip
 
     def run() -> None:
-        given: list[Stored] = list(held)
-        tiers.on_host(update, given)
+        states: list[Stored] = list(held)
+        tiers.on_host(update, states)
 
     return run
 
@@ -79,8 +79,8 @@ def measure(num_bytes: int, num_rounds: int) -> dict[str, list[float]]:
 
 def row(rounds: dict[str, list[float]]) -> dict[str, float]:
     """Medians and best in bytes per second, and the ratios of the update's to the copy's."""
-    median = {name: statistics.median(taken) for name, taken in rounds.items()}
-    best = {name: max(taken) for name, taken in rounds.items()}
+    median = {name: statistics.median(rates) for name, rates in rounds.items()}
+    best = {name: max(rates) for name, rates in rounds.items()}
     return {
         "copy": median["copy"],
         "update": median["update"],

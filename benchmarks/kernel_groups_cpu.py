@@ -50,7 +50,7 @@ def attention_group(samples: int, heads: int, tokens: int, dim: int, *, seen: st
     mask = torch.full((samples, 1, tokens, tokens), -math.inf).triu(1) if seen == "mask" else None
     forward = partial(_aten._scaled_dot_product_flash_attention_for_cpu, attn_mask=mask)
     results = forward(query, key, value, 0.0, is_causal)
-    grad, given = torch.randn_like(results[0]), (query, key, value, *results)
+    grad, saved = torch.randn_like(results[0]), (query, key, value, *results)
     contenders: dict[str, Callable[[], object]] = {
         "torch": partial(forward, query, key, value, 0.0, is_causal),
         "kernel": partial(ops.attention, query, key, value, mask, is_causal, None),
@@ -58,8 +58,8 @@ def attention_group(samples: int, heads: int, tokens: int, dim: int, *, seen: st
     if backward:
         theirs = partial(_aten._scaled_dot_product_flash_attention_for_cpu_backward, attn_mask=mask)
         contenders = {
-            "torch": partial(theirs, grad, *given, 0.0, is_causal),
-            "kernel": partial(ops.attention_backward, grad, *given, mask, is_causal, None),
+            "torch": partial(theirs, grad, *saved, 0.0, is_causal),
+            "kernel": partial(ops.attention_backward, grad, *saved, mask, is_causal, None),
         }
     name = f"attention {samples}x{heads}x{tokens}x{dim}"
     return Group(f"{name}{'' if seen == 'all' else f', {seen}'}{', backward' if backward else ''}", contenders)
@@ -71,7 +71,7 @@ def products_group(rows: int, num_inputs: int, num_outputs: int, *, kind: str) -
     Where it is left to ATen, the second is what it is not taken for.
     """
     each = 4 * (rows * num_inputs + rows * num_outputs + num_inputs * num_outputs)
-    given = itertools.cycle(
+    inputs = itertools.cycle(
         [
             (torch.randn(rows, num_inputs), torch.randn(num_outputs, num_inputs), torch.randn(rows, num_outputs))
             for _ in range(max(2, CACHED_BYTES // each))
@@ -79,7 +79,7 @@ def products_group(rows: int, num_inputs: int, num_outputs: int, *, kind: str) -
     )
 
     def operands() -> tuple[Tensor, Tensor]:
-        x, weight, grad = next(given)
+        x, weight, grad = next(inputs)
         return {"layer": (x, weight.t()), "input": (grad, weight), "weight": (grad.t(), x)}[kind]
 
     into = torch.empty(num_outputs, num_inputs)

@@ -167,11 +167,11 @@ def loss_inputs(num_rows: int, dim: int, num_classes: int, device: torch.device)
 
 def loss_group(num_rows: int, dim: int, num_classes: int, device: torch.device) -> Group:
     """A loss with whole logits under Inductor, by torch's chunks, and by tiles of classes."""
-    given = loss_inputs(num_rows, dim, num_classes, device)
+    inputs = loss_inputs(num_rows, dim, num_classes, device)
     compiled = torch.compile(loss_whole)
-    contenders: dict[str, Callable[[], object]] = {"torch.compile": lambda: compiled(*given)}
+    contenders: dict[str, Callable[[], object]] = {"torch.compile": lambda: compiled(*inputs)}
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        contenders["torch, chunked"] = lambda: loss_chunked(*given)
+        contenders["torch, chunked"] = lambda: loss_chunked(*inputs)
     for num_tiles in (8, 32):
-        contenders[f"{num_tiles} tiles of classes"] = partial(loss_by_classes, *given, num_tiles)
+        contenders[f"{num_tiles} tiles of classes"] = partial(loss_by_classes, *inputs, num_tiles)
     return Group("loss", contenders)

@@ -86,10 +86,10 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
 
 def measure(options: argparse.Namespace) -> list[Result]:
     """The results of all contenders, group by group, and in each group those of the baseline."""
-    asked, results = contenders(options), []
+    listed, results = contenders(options), []
     # Neighbours on the frontier go into one group.
-    for group, start in enumerate(range(0, len(asked), options.together)):
-        together = [Contender(BASELINE, BASELINE, {"family": "torch"}), *asked[start : start + options.together]]
+    for group, start in enumerate(range(0, len(listed), options.together)):
+        together = [Contender(BASELINE, BASELINE, {"family": "torch"}), *listed[start : start + options.together]]
         results += measure_group(options, together, group)
     return results
 

@@ -67,20 +67,20 @@ def ours(folder: Path, num_bytes: int) -> Iterator[Callable[[], Round]]:
     """The nvme tier's files: tensors of 64 MiB, hashed as they are written and checked as they are read."""
     each = min(num_bytes, 1 << 26)
     files, memory = NvmeFiles([folder]), HostMemory(pinned=False)
-    taken = [(files.take(each), memory.take(each)) for _ in range(num_bytes // each)]
-    for number, (_, block) in enumerate(taken):
+    blocks = [(files.take(each), memory.take(each)) for _ in range(num_bytes // each)]
+    for number, (_, block) in enumerate(blocks):
         block.random_(0, 256, generator=torch.Generator().manual_seed(number))
 
     def move(direction: str) -> None:
         if direction == "write":
-            transfers = [files.write(file, block, _nothing) for file, block in taken]
+            transfers = [files.write(file, block, _nothing) for file, block in blocks]
         else:
-            transfers = [files.read(file, block) for file, block in taken]
+            transfers = [files.read(file, block) for file, block in blocks]
         for transfer in transfers:
             transfer.result()
 
     def run() -> Round:
-        return {direction: timed(each * len(taken), partial(move, direction)) for direction in DIRECTIONS}
+        return {direction: timed(each * len(blocks), partial(move, direction)) for direction in DIRECTIONS}
 
     try:
         yield run
@@ -176,12 +176,13 @@ def rows(reference: str, rounds: dict[str, list[Round]]) -> list[dict[str, float
     listed: list[dict[str, float | str]] = []
     for direction in DIRECTIONS:
         median = {
-            name: statistics.median(attempt[direction].rate for attempt in taken) for name, taken in rounds.items()
+            name: statistics.median(attempt[direction].rate for attempt in attempts)
+            for name, attempts in rounds.items()
         }
-        best = {name: max(attempt[direction].rate for attempt in taken) for name, taken in rounds.items()}
+        best = {name: max(attempt[direction].rate for attempt in attempts) for name, attempts in rounds.items()}
         cpu = {
-            name: statistics.median(attempt[direction].cpu_seconds for attempt in taken)
-            for name, taken in rounds.items()
+            name: statistics.median(attempt[direction].cpu_seconds for attempt in attempts)
+            for name, attempts in rounds.items()
         }
         listed.append(
             {

@@ -57,8 +57,8 @@ def main() -> None:
     answers.write(json.dumps(facts) + "\n")
     for line in sys.stdin:
         _meet()
-        taken = [_timed(step, device) for _ in range(int(line))]
-        answers.write(json.dumps(taken) + "\n")
+        seconds = [_timed(step, device) for _ in range(int(line))]
+        answers.write(json.dumps(seconds) + "\n")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -44,13 +44,13 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         store = Path(self._folder.name)
         self._logs = [store / f"{rank}.log" for rank in range(num_ranks)]
-        given = os.environ.get("PYTHONPATH")
+        inherited = os.environ.get("PYTHONPATH")
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(num_threads),
             # Threads sleep while they wait: what else is in memory must not compute.
             "OMP_WAIT_POLICY": "passive",
-            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples"), *([given] if given else []))),
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples"), *([inherited] if inherited else []))),
             **({"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache is not None else {}),
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),

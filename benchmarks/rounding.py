@@ -80,11 +80,11 @@ def rounded_off(values: Tensor, encoding: str) -> dict[str, float]:
     }
 
 
-def table(given: Mapping[str, Tensor]) -> str:
-    """A row for each of ``given`` as Markdown, a column for each measure and encoding."""
+def table(examples: Mapping[str, Tensor]) -> str:
+    """A row for each of ``examples`` as Markdown, a column for each measure and encoding."""
     columns = [(measure, encoding) for measure in ("error", "typical", "lost") for encoding in COMPARED]
     rows = []
-    for name, values in given.items():
+    for name, values in examples.items():
         errors = {encoding: rounded_off(values, encoding) for encoding in COMPARED}
         rows.append([name, *(f"{errors[encoding][measure]:.2%}" for measure, encoding in columns)])
     headers = ["values", *(f"{measure}, {encoding}" for measure, encoding in columns)]

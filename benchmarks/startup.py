@@ -37,9 +37,9 @@ def seconds(arguments: list[str]) -> float:
     return time.perf_counter() - began
 
 
-def table(taken: dict[str, list[float]]) -> str:
+def table(seconds_of: dict[str, list[float]]) -> str:
     """Medians, what they are more than an empty Python, and their ratios to ``import torch``."""
-    medians = {name: statistics.median(runs) for name, runs in taken.items()}
+    medians = {name: statistics.median(runs) for name, runs in seconds_of.items()}
     rows = [
         [name, f"{median:.2f}", f"{median - medians[NOTHING]:.2f}", f"{median / medians[TORCH]:.2f}"]
         for name, median in medians.items()
@@ -53,12 +53,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How long zerofx takes to be there.")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    taken: dict[str, list[float]] = {name: [] for name in PROGRAMS}
+    seconds_of: dict[str, list[float]] = {name: [] for name in PROGRAMS}
     for arguments in PROGRAMS.values():
         seconds(arguments)  # files are read from the drive once
     for name in tqdm([name for _ in range(options.rounds) for name in PROGRAMS], unit="run"):
-        taken[name].append(seconds(PROGRAMS[name]))
-    print(table(taken))
+        seconds_of[name].append(seconds(PROGRAMS[name]))
+    print(table(seconds_of))
 
 
 if __name__ == "__main__":

@@ -87,16 +87,16 @@ def _name_regions(instructions: Sequence[Instruction]) -> tuple[dict[str, str], 
     """A readable name for each distinct region, made from its layer and phase, and the first region of each."""
     names: dict[str, str] = {}
     first: dict[str, Region] = {}
-    taken = set(RESERVED)
+    used = set(RESERVED)
     for region in instructions:
         if not isinstance(region, Region) or region.key in names:
             continue
         words = [word for word in re.split(r"\W+", region.unit or region.origin.layer) if word.isidentifier()]
         stem = "_".join([*words[:2], str(region.origin.phase)])
         number, name = 1, stem
-        while name in taken:
+        while name in used:
             number, name = number + 1, f"{stem}_{number + 1}"
-        taken.add(name)
+        used.add(name)
         names[region.key], first[region.key] = name, region
     return names, first
 
@@ -268,13 +268,13 @@ def _function(node: fx.Node, launches: Mapping[Any, Any]) -> str:
 def _arguments(node: fx.Node, local: Mapping[fx.Node, str]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
     """The arguments of a node, with names in the place of nodes."""
 
-    def named(given: Any) -> Any:
-        if isinstance(given, fx.Node):
-            return Name(local[given])
-        if isinstance(given, list | tuple):
-            items = [named(item) for item in given]
-            return items if isinstance(given, list) else tuple(items)
-        return given
+    def named(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return Name(local[argument])
+        if isinstance(argument, list | tuple):
+            items = [named(item) for item in argument]
+            return items if isinstance(argument, list) else tuple(items)
+        return argument
 
     return tuple(map(named, node.args)), tuple((key, named(argument)) for key, argument in node.kwargs.items())
 

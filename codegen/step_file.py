@@ -170,7 +170,7 @@ def _call_text(call: Call) -> str:
     if call.function == ITEM:
         text = f"{args[0]}[{args[1]}]"
     elif call.function:
-        args += [f"{key}={literal(given)}" for key, given in call.keywords]
+        args += [f"{key}={literal(argument)}" for key, argument in call.keywords]
         owned = call.function.startswith(("aten.", RUNTIME))
         text = f"{'' if owned else 'torch.ops.'}{call.function}({', '.join(args)})"
     else:
@@ -184,8 +184,8 @@ def _call_text(call: Call) -> str:
 
 def _region_call(call: RegionCall) -> Iterator[str]:
     # The list is made first so that a name can go before the call that reads its value last.
-    given = f"x = [{', '.join(call.inputs)}]" + (f"; del {', '.join(call.dead)}" if call.dead else "")
-    yield from wrapped(f"    {given}")
+    inputs = f"x = [{', '.join(call.inputs)}]" + (f"; del {', '.join(call.dead)}" if call.dead else "")
+    yield from wrapped(f"    {inputs}")
     left = f"{_tuple(call.outputs)} = " if call.outputs else ""
     if call.host:
         more = "" if call.bucket is None else f", {call.bucket}"
@@ -195,22 +195,22 @@ def _region_call(call: RegionCall) -> Iterator[str]:
     yield from wrapped(f"    {left}{text}  # {_line(call.note)}")
 
 
-def literal(given: Any) -> str:
-    """Source text that evaluates to ``given``."""
-    match given:
+def literal(argument: Any) -> str:
+    """Source text that evaluates to ``argument``."""
+    match argument:
         case Name():
-            return given.text
+            return argument.text
         case list() | tuple():
-            items = ", ".join(map(literal, given))
-            if isinstance(given, list):
+            items = ", ".join(map(literal, argument))
+            if isinstance(argument, list):
                 return f"[{items}]"
-            return f"({items},)" if len(given) == 1 else f"({items})"
-        case float() if math.isinf(given) or math.isnan(given):
-            return f'float("{given}")'
+            return f"({items},)" if len(argument) == 1 else f"({items})"
+        case float() if math.isinf(argument) or math.isnan(argument):
+            return f'float("{argument}")'
         case torch.device():
-            return f'torch.device("{given.type}")'
+            return f'torch.device("{argument.type}")'
         case _:
-            return repr(given)
+            return repr(argument)
 
 
 def _tuple(names: Sequence[str]) -> str:
@@ -263,8 +263,8 @@ def _call_of(data: list[Any]) -> Call:
     function, args, keywords, targets, unpacks, dead, note = data
     if function and function != ITEM and function not in _EVENTS:
         named_operator(function, _NAMESPACES)
-    given = tuple((Name(key).text, decoded(argument)) for key, argument in keywords)
-    return Call(function, tuple(map(decoded, args)), given, _names(targets), bool(unpacks), _names(dead), str(note))
+    arguments = tuple((Name(key).text, decoded(argument)) for key, argument in keywords)
+    return Call(function, tuple(map(decoded, args)), arguments, _names(targets), bool(unpacks), _names(dead), str(note))
 
 
 def _taken(data: list[list[str]]) -> tuple[tuple[str, str, str], ...]:
@@ -275,8 +275,8 @@ def _names(data: Iterable[Any]) -> tuple[str, ...]:
     return tuple(map(_name, data))
 
 
-def _name(given: Any) -> str:
-    text = Name(given).text
+def _name(data: Any) -> str:
+    text = Name(data).text
     if text in RESERVED and text != _NOTHING:
         raise ValueError(f"expected a name of the step's own, found {text!r}")
     return text

@@ -30,8 +30,8 @@ def main(args: argparse.Namespace, world: World) -> None:
     # Whatever a step computes before it goes backward. The teacher's values are those that it has at each step.
     def forward(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         logits = model(images + NOISE * torch.randn_like(images))
-        wanted = (teacher(images) / TEMPERATURE).softmax(-1)
-        agreement = F.kl_div((logits / TEMPERATURE).log_softmax(-1), wanted, reduction="batchmean")
+        target = (teacher(images) / TEMPERATURE).softmax(-1)
+        agreement = F.kl_div((logits / TEMPERATURE).log_softmax(-1), target, reduction="batchmean")
         return F.cross_entropy(logits, labels) + agreement, {"logits": logits, "agreement": agreement}
 
     step = zerofx.compile(model, optimizer, stage=3, forward=forward, backend=args.backend)

@@ -93,8 +93,8 @@ def add_shard(step: StepGraph, bucket: Bucket, alias_of: str | None = None) -> f
 
 def add_master(step: StepGraph, bucket: Bucket, local: int) -> fx.Node:
     """The placeholder of the values that the optimizer updates, shape ``[local]``, in the stored dtype."""
-    what = Placeholder(Role.MASTER, bucket.name, bucket.index)
-    return step.add_placeholder(f"master_{bucket.index}", what, (local,), bucket.dtype)
+    facts = Placeholder(Role.MASTER, bucket.name, bucket.index)
+    return step.add_placeholder(f"master_{bucket.index}", facts, (local,), bucket.dtype)
 
 
 def _gather_at_start(step: StepGraph, bucket: Bucket, shard: fx.Node) -> fx.Node:

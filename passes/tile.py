@@ -138,10 +138,10 @@ class _Tiler:
             logits = self._call(head.cast.target, logits, **head.cast.kwargs)
         softmax = self._call(head.softmax.target, logits, *head.softmax.args[1:])
         _, target, weights, reduction, ignored = head.loss.args
-        given = (softmax, self._rows(target, start, end), weights)
-        summed = self._call(head.loss.target, *given, SUM, ignored)
+        inputs = (softmax, self._rows(target, start, end), weights)
+        summed = self._call(head.loss.target, *inputs, SUM, ignored)
         loss = self._call(operator.getitem, summed, 0)
-        grad = self._call(head.grad_loss.target, head.grad_loss.args[0], *given, reduction, ignored, total)
+        grad = self._call(head.grad_loss.target, head.grad_loss.args[0], *inputs, reduction, ignored, total)
         grad = self._call(head.grad_softmax.target, grad, softmax, *head.grad_softmax.args[2:])
         if head.grad_cast is not None:
             grad = self._call(head.grad_cast.target, grad, **head.grad_cast.kwargs)

@@ -319,11 +319,11 @@ def _of_wire(step: StepGraph) -> list[str]:
 
 
 def _check_names(step: StepGraph, after: str) -> None:
-    taken: set[str] = set()
+    seen: set[str] = set()
     for node in step.graph.nodes:
-        if node.name in taken:
+        if node.name in seen:
             _fail(step, after, node, f"names: {node.name} is the name of another node too")
-        taken.add(node.name)
+        seen.add(node.name)
 
 
 def _check_random(step: StepGraph, after: str) -> None:

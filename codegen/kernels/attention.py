@@ -57,8 +57,8 @@ def attention(
         The result, like ``query``, and the logarithm of each row's sum of exponentials, ``[samples, heads, queries]``.
     """
     result, log_sums = empty_results(query)
-    given = (query, key, value, result, log_sums)
-    _launch(given, mask, forward_scratch_numel(query.shape[3]), is_causal, scale)
+    tensors = (query, key, value, result, log_sums)
+    _launch(tensors, mask, forward_scratch_numel(query.shape[3]), is_causal, scale)
     return result, log_sums
 
 
@@ -68,15 +68,15 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of ``query``, ``key`` and ``value`` where ``grad`` is that of ``result``; see ``attention``."""
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    given = (query, key, value, result, log_sums, grad, *grads)
-    _launch(given, mask, backward_scratch_numel(query.shape[3]), is_causal, scale)
+    tensors = (query, key, value, result, log_sums, grad, *grads)
+    _launch(tensors, mask, backward_scratch_numel(query.shape[3]), is_causal, scale)
     return grads
 
 
 def _launch(
-    given: tuple[Tensor, ...], mask: Tensor | None, scratch_numel: int, is_causal: bool, scale: float | None
+    tensors: tuple[Tensor, ...], mask: Tensor | None, scratch_numel: int, is_causal: bool, scale: float | None
 ) -> None:
-    rows = [tensor if tensor.dim() == 3 or tensor.stride(3) == 1 else tensor.contiguous() for tensor in given]
+    rows = [tensor if tensor.dim() == 3 or tensor.stride(3) == 1 else tensor.contiguous() for tensor in tensors]
     samples, heads, num_queries, dim = rows[0].shape
     num_keys, num_threads = rows[1].shape[2], torch.get_num_threads()
     added = rows[0].new_empty(0) if mask is None else mask_rows(mask, num_keys)

@@ -22,8 +22,8 @@ def row_sums_kernel(values, sums, numel, ROW: tl.constexpr):
     """One row, of which the last may be shorter."""
     row = tl.program_id(0).to(tl.int64)
     at = row * ROW + tl.arange(0, ROW)
-    given = tl.load(values + at, mask=at < numel, other=0.0)
-    wide = given if values.dtype.element_ty == tl.float64 else given.to(tl.float32)
+    loaded = tl.load(values + at, mask=at < numel, other=0.0)
+    wide = loaded if values.dtype.element_ty == tl.float64 else loaded.to(tl.float32)
     tl.store(sums + row, tl.sum(wide * wide, 0).to(tl.float64))
 
 

@@ -95,13 +95,13 @@ _LAUNCHES: Mapping[str, tuple[str, ...]] = {
 _NAMES = frozenset(kernel.name for kernel in KERNELS)
 
 
-def check_kernels(asked: frozenset[str] | None) -> None:
+def check_kernels(chosen: frozenset[str] | None) -> None:
     """Check the names in ``ZEROFX_KERNELS``.
 
     Raises:
         UsageError: one of them is no kernel's.
     """
-    unknown = (asked or frozenset()) - _NAMES
+    unknown = (chosen or frozenset()) - _NAMES
     if unknown:
         raise UsageError(
             f"expected ZEROFX_KERNELS to be auto, none, or names of kernels ({', '.join(sorted(_NAMES))}), found "
@@ -109,7 +109,7 @@ def check_kernels(asked: frozenset[str] | None) -> None:
         )
 
 
-def kernels_in_use(asked: frozenset[str] | None, device: torch.device) -> frozenset[str]:
+def kernels_in_use(chosen: frozenset[str] | None, device: torch.device) -> frozenset[str]:
     """The kernels that a compiled step on ``device`` uses.
 
     Args:
@@ -117,10 +117,10 @@ def kernels_in_use(asked: frozenset[str] | None, device: torch.device) -> frozen
         device: where the step runs. Those for CUDA are Triton's, which runs them on a CPU too, slowly, where
             ``TRITON_INTERPRET`` is set, and only those that are asked for by name.
     """
-    if asked is None:
-        asked = frozenset(kernel.name for kernel in KERNELS if kernel.is_default and kernel.device_type == device.type)
-        asked -= frozenset() if products.is_worth_it() else {PRODUCTS}
-    return frozenset(kernel.name for kernel in KERNELS if kernel.name in asked and _runs(kernel, device))
+    if chosen is None:
+        chosen = frozenset(kernel.name for kernel in KERNELS if kernel.is_default and kernel.device_type == device.type)
+        chosen -= frozenset() if products.is_worth_it() else {PRODUCTS}
+    return frozenset(kernel.name for kernel in KERNELS if kernel.name in chosen and _runs(kernel, device))
 
 
 def _runs(kernel: Kernel, device: torch.device) -> bool:

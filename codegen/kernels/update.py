@@ -119,16 +119,16 @@ def _traced(function: Callable[[list[Any]], object], num_inputs: int) -> tuple[f
 def _add_inputs(writer: Writer, graph: fx.Graph, inputs: Sequence[Any]) -> int:
     """Enter the tensors among the inputs as buffers; returns the number of elements of each."""
     sizes: set[int] = set()
-    for node, given in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
-        if not isinstance(given, torch.Tensor):
+    for node, example in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if not isinstance(example, torch.Tensor):
             continue
-        if given.dtype not in COMPUTED:
-            raise NoKernelError(f"a tensor is {given.dtype}, and kernels compute in float32")
-        if given.dim() > 1 or (given.dim() == 1 and given.stride(0) != 1):
+        if example.dtype not in COMPUTED:
+            raise NoKernelError(f"a tensor is {example.dtype}, and kernels compute in float32")
+        if example.dim() > 1 or (example.dim() == 1 and example.stride(0) != 1):
             raise NoKernelError("a tensor is not flat")
-        writer.buffers[node] = Buffer(given.dtype, node.meta["number"], is_single=given.dim() == 0)
-        if given.dim() == 1:
-            sizes.add(given.numel())
+        writer.buffers[node] = Buffer(example.dtype, node.meta["number"], is_single=example.dim() == 0)
+        if example.dim() == 1:
+            sizes.add(example.numel())
     if len(sizes) != 1 or 0 in sizes:
         raise NoKernelError(f"tensors have {sorted(sizes)} elements, where one number of them was expected")
     return sizes.pop()

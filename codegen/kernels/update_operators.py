@@ -50,11 +50,11 @@ def _dtype_of(name: str, node: fx.Node, buffers: Mapping[fx.Node, Buffer]) -> to
     """What ATen would store an operator's value in."""
     if name in _COMPARISONS:
         return torch.bool
-    asked = node.kwargs.get("dtype")
-    if isinstance(asked, torch.dtype):
-        if asked not in COMPUTED:
-            raise NoKernelError(f"{node.name} is {asked}")
-        return asked
+    dtype = node.kwargs.get("dtype")
+    if isinstance(dtype, torch.dtype):
+        if dtype not in COMPUTED:
+            raise NoKernelError(f"{node.name} is {dtype}")
+        return dtype
     read = [buffers[source] for source in node.all_input_nodes if source in buffers]
     sized = [buffer.dtype for buffer in read if not buffer.is_single and buffer.dtype != torch.bool]
     if not sized:
@@ -165,11 +165,11 @@ _EXPRESSIONS: Mapping[str, Expression] = {
 }  # fmt: skip
 
 
-def _only(given: Any) -> fx.Node:
+def _only(argument: Any) -> fx.Node:
     """The one tensor of a list: a bucket is one."""
-    if not isinstance(given, Sequence) or len(given) != 1 or not isinstance(given[0], fx.Node):
+    if not isinstance(argument, Sequence) or len(argument) != 1 or not isinstance(argument[0], fx.Node):
         raise NoKernelError("a fused optimizer is given other than one tensor of each kind")
-    return given[0]
+    return argument[0]
 
 
 def _expm1(w: Writer, x: str) -> str:

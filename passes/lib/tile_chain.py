@@ -140,10 +140,10 @@ class _PartTiler:
         return part if total is None else set_tile(self._call(node, _aten.add.Tensor, total, part), tile.name)
 
     def _arguments(self, node: fx.Node, tile: _Tile) -> tuple[Any, Any]:
-        given = self._chain.given[node]
+        rows_given = self._chain.given[node]
 
         def of(source: fx.Node) -> fx.Node:
-            rows = given[source]
+            rows = rows_given[source]
             if source in tile.copies:
                 return tile.copies[source]
             return source if rows is None else tile.slices[source, rows]

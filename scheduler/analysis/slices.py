@@ -166,23 +166,23 @@ def _collect(step: StepGraph, node: fx.Node, nodes: list[fx.Node]) -> fx.Node | 
     return node
 
 
-def named_slices(step: StepGraph, asked: Mapping[str, int]) -> Slices:
-    """The parameters among what ``asked`` names, in so many slices; other names are those of modules.
+def named_slices(step: StepGraph, counts_by_name: Mapping[str, int]) -> Slices:
+    """The parameters among what ``counts_by_name`` names, in so many slices; other names are those of modules.
 
     Raises:
         UsageError: a parameter cannot be worked with in slices, or has not so many rows.
     """
     names = {alias: info for info in step.parameters for alias in info.aliases}
     slices: dict[str, SliceDecision] = {}
-    for name, num_slices in asked.items():
+    for name, num_slices in counts_by_name.items():
         if name not in names:
             continue
         info = names[name]
-        what = sliceable(step, info.name)
-        if isinstance(what, str):
+        candidate = sliceable(step, info.name)
+        if isinstance(candidate, str):
             raise UsageError(
-                f"expected tile to name a parameter that can be worked with in slices, found that {name} {what}: leave "
-                f"it out"
+                f"expected tile to name a parameter that can be worked with in slices, found that {name} {candidate}: "
+                f"leave it out"
             )
         if num_slices > info.shape[0]:
             raise UsageError(f"expected up to {info.shape[0]} slices of {name}, one for each row, found {num_slices}")
@@ -191,7 +191,7 @@ def named_slices(step: StepGraph, asked: Mapping[str, int]) -> Slices:
                 f"expected one number of slices of {info.name}, which is the same parameter as {name}, found "
                 f"{slices[info.name].num_slices} and {num_slices}"
             )
-        slices[info.name] = SliceDecision(info.name, num_slices, what.num_bytes, f"as asked for {name}")
+        slices[info.name] = SliceDecision(info.name, num_slices, candidate.num_bytes, f"as asked for {name}")
     return tuple(slices[info.name] for info in step.parameters if info.name in slices)
 
 
@@ -211,17 +211,22 @@ def slice_rungs(step: StepGraph, missing_bytes: int) -> list[Slices]:
     values |= {node: chain.num_bytes for chain in find_chains(step) for node in chain.members}
     whole_parameters, layers = [], Counter[str]()
     for info in step.parameters:
-        what = sliceable(step, info.name)
-        if isinstance(what, Sliceable) and all(values.get(use.node, 0) <= what.num_bytes for use in what.uses):
-            whole_parameters.append(what)
-            layers[unit_of(info.name, step.units)] += what.num_bytes
-    largest = max((what.num_bytes for what in whole_parameters), default=0)
+        candidate = sliceable(step, info.name)
+        if isinstance(candidate, Sliceable) and all(
+            values.get(use.node, 0) <= candidate.num_bytes for use in candidate.uses
+        ):
+            whole_parameters.append(candidate)
+            layers[unit_of(info.name, step.units)] += candidate.num_bytes
+    largest = max((candidate.num_bytes for candidate in whole_parameters), default=0)
     most = _HELD * max(layers.values(), default=0)
     rungs: dict[Slices, bool] = {}  # whether it may free what is missing
     for number in _NUM_SLICES:
         whole, each = format_bytes(largest), format_bytes(largest // number)
         reason = f"no plan with whole parameters (up to {whole}) fits; a slice takes up to {each}"
-        counts = {what: min(-(-what.num_bytes * number // largest), what.info.shape[0]) for what in whole_parameters}
+        counts = {
+            candidate: min(-(-candidate.num_bytes * number // largest), candidate.info.shape[0])
+            for candidate in whole_parameters
+        }
         rung = tuple(SliceDecision(w.info.name, n, w.num_bytes, reason) for w, n in counts.items() if n > 1)
         if rung and sum(decision.num_slices for decision in rung) <= _MOST_SLICES:
             rungs[rung] = missing_bytes <= most * (1 - 1 / number)
@@ -235,12 +240,12 @@ def find_sliceable(step: StepGraph, decision: SliceDecision) -> Sliceable:
         PlanError: the graph has no such parameter, or not so many rows of it, or needs it whole.
     """
     known = any(info.name == decision.parameter for info in step.parameters)
-    what = sliceable(step, decision.parameter) if known else "is no parameter of this model"
-    if isinstance(what, Sliceable) and not 2 <= decision.num_slices <= what.info.shape[0]:
-        what = f"has {what.info.shape[0]} rows for {decision.num_slices} slices"
-    if isinstance(what, str):
+    candidate = sliceable(step, decision.parameter) if known else "is no parameter of this model"
+    if isinstance(candidate, Sliceable) and not 2 <= decision.num_slices <= candidate.info.shape[0]:
+        candidate = f"has {candidate.info.shape[0]} rows for {decision.num_slices} slices"
+    if isinstance(candidate, str):
         raise PlanError(
-            f"expected a plan whose slices are of parameters of this graph, found that {decision.parameter} {what}: "
-            f"make the plan anew for this model"
+            f"expected a plan whose slices are of parameters of this graph, found that {decision.parameter} "
+            f"{candidate}: make the plan anew for this model"
         )
-    return what
+    return candidate

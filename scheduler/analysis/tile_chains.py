@@ -109,9 +109,9 @@ def find_chains(step: StepGraph) -> list[Chain]:
             continue
         for num_rows in _row_counts(product):
             chain = finder.chain(product, num_rows)
-            if chain is not None and not taken & chain.members:
+            if chain is not None and not used & chain.members:
                 chains.append(chain)
-                taken |= chain.members
+                used |= chain.members
                 break
     return chains
 

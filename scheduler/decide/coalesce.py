@@ -68,12 +68,12 @@ def merge_gathers(
         tried = merged.with_one_more(gather, first, gather.seconds - latency)
         span = range(first.position, gather.position)
         alone = gather.position - first.position == len(group)  # nothing runs in between
-        taken = seconds
+        tried_seconds = seconds
         if _could_join(gather, group, latency) and all(held[at] + gather.num_bytes <= limit_bytes for at in span):
-            taken = tried.seconds(events)
+            tried_seconds = tried.seconds(events)
             margin = _ROUNDING * seconds
-            if taken < seconds - margin or (alone and taken <= seconds + margin):
-                merged, seconds = tried, taken
+            if tried_seconds < seconds - margin or (alone and tried_seconds <= seconds + margin):
+                merged, seconds = tried, tried_seconds
                 group.append(gather)
                 decisions[gather.number] = _joined(decisions[gather.number], first, decisions[first.number], latency)
                 if not alone:

@@ -30,15 +30,15 @@ class Gathering:
 
 
 def keep_menus(
-    residencies: Sequence[Residency], asked: PolicyOptions, seconds: Mapping[Place, float], machine: Machine
+    residencies: Sequence[Residency], options: PolicyOptions, seconds: Mapping[Place, float], machine: Machine
 ) -> dict[Bucket, tuple[Gathering, Gathering]]:
     """For each bucket whose second gather would be exposed: kept, and gathered again; in order of first use."""
     times = Counter(residency.bucket for residency in residencies)
     menus = {}
     for bucket in sorted(times, key=lambda bucket: bucket.index):
-        if times[bucket] < 2 or asked.keeps(bucket):
+        if times[bucket] < 2 or options.keeps(bucket):
             continue
-        overlapping = _overlapping_seconds(bucket, Phase.BACKWARD, seconds) if asked.prefetch else 0.0
+        overlapping = _overlapping_seconds(bucket, Phase.BACKWARD, seconds) if options.prefetch else 0.0
         gather = collective_seconds("all_gather", bucket.full_bytes, bucket.num_ranks, machine)
         reduction = collective_seconds("reduce_scatter", bucket.full_bytes, bucket.num_ranks, machine)
         if not bucket.trainable:

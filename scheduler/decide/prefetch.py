@@ -62,13 +62,13 @@ def starts_of(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine
     starts: dict[int, Start] = {}
     for number in sorted(range(len(arrivals)), key=lambda n: (arrivals[n].needed, n), reverse=True):
         arrival = arrivals[number]
-        place, places, wanted = arrival.latest, [], reached[arrival.needed]
+        place, places, deadline = arrival.latest, [], reached[arrival.needed]
         for leg in reversed(_legs(arrival)):
-            wanted = min(free.get(leg, wanted), wanted) - copy_seconds(arrival.num_bytes, *leg, machine)
-            free[leg] = wanted
-            place = max(0, min(place, bisect_right(reached, wanted + _ROUNDING * reached[-1]) - 1))
+            deadline = min(free.get(leg, deadline), deadline) - copy_seconds(arrival.num_bytes, *leg, machine)
+            free[leg] = deadline
+            place = max(0, min(place, bisect_right(reached, deadline + _ROUNDING * reached[-1]) - 1))
             places.append(place)
-            wanted = reached[place]
+            deadline = reached[place]
         starts[number] = Start(places[0], places[-1])
     return [starts[number] for number in range(len(arrivals))]
 
@@ -138,11 +138,11 @@ def place_arrivals(
             side: Tier = "host" if decision.update == "host" else "device"
             last = updated[decision.bucket]
             states.append((number, Arrival(size, source, side, last + 1, last)))
-    wanted = [arrival for _, arrival in (*gathers, *states)]
-    starts = [Start(arrival.latest, arrival.latest) for arrival in wanted]
+    arrivals = [arrival for _, arrival in (*gathers, *states)]
+    starts = [Start(arrival.latest, arrival.latest) for arrival in arrivals]
     new_gathers, new_states = list(plan.gathers), list(plan.states)
     if ahead:
-        starts = starts_of(wanted, [run.end_seconds - run.start_seconds for run in spans], machine)
+        starts = starts_of(arrivals, [run.end_seconds - run.start_seconds for run in spans], machine)
     names = [run.first.name for run in spans]
     for (number, arrival), start in zip(gathers, starts, strict=False):
         new_gathers[number] = _gather(plan.gathers[number], arrival, start, names)

@@ -41,8 +41,8 @@ def rungs(step: StepGraph, allowed: bool, *, classes: bool = False) -> list[list
     return [[()], *([of_heads] if of_heads else []), *([tiles] for tiles in of_chains)]
 
 
-def named_tiles(step: StepGraph, asked: Mapping[str, int]) -> Tiles:
-    """All that can be tiled in the modules that ``asked`` names (``""``: the whole model), into as many tiles.
+def named_tiles(step: StepGraph, counts_by_name: Mapping[str, int]) -> Tiles:
+    """All that can be tiled in the modules that ``counts_by_name`` names (``""``: the whole model), into as many tiles.
 
     Names of parameters are about slices (``scheduler.analysis.slices.named_slices``).
 
@@ -53,7 +53,7 @@ def named_tiles(step: StepGraph, asked: Mapping[str, int]) -> Tiles:
     layers = {target.product.name: origin(target.product).layer for target in targets}
     decisions: dict[str, TileDecision] = {}
     parameters = {alias for info in step.parameters for alias in (info.source, *info.aliases)}
-    for name, num_tiles in asked.items():
+    for name, num_tiles in counts_by_name.items():
         if name in parameters:
             continue
         here = [target for target in targets if _is_within(layers[target.product.name], name)]

@@ -45,8 +45,8 @@ class AbsentGradient(torch.Tensor):
             if func in _HARMLESS:
                 return first
             if func is _aten._to_copy.default:  # model.to(...)
-                wanted = kwargs or {}
-                dtype, device = wanted.get("dtype") or first.dtype, wanted.get("device") or first.device
+                options = kwargs or {}
+                dtype, device = options.get("dtype") or first.dtype, options.get("device") or first.device
                 return AbsentGradient.of(first.shape, dtype, torch.device(device))
             if func is _aten.add_.Tensor and not isinstance(args[1], AbsentGradient):
                 first.value = args[1].clone()  # a backward pass of the user's own

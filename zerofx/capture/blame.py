@@ -106,9 +106,9 @@ def explain(error: Exception, batch: Batch) -> CaptureError:
             f"Correct the call, or what is called{by_name}; eager mode raises it too, unless that line asks whether a "
             f"model is being compiled."
         )
-    what = "torch refuses an operation" if places and kind in _REFUSALS else "the model could not be traced"
+    failure = "torch refuses an operation" if places and kind in _REFUSALS else "the model could not be traced"
     return CaptureError(
-        f"{what}; {kind}: {error}{place}\n"
+        f"{failure}; {kind}: {error}{place}\n"
         f"If the same call fails in eager mode, correct the call{by_name}; if it does not, {advice}"
     )
 

@@ -70,15 +70,15 @@ def divided_call(
             )
         own |= set(kwargs) - names_of_loss
     num = _num_required(of_model, args, own)
-    given = tuple(args[:num]), {name: value for name, value in kwargs.items() if name in own}
+    forward_args = tuple(args[:num]), {name: value for name, value in kwargs.items() if name in own}
     takes_all = of_loss is not None and _takes_any_name(of_loss)
     named = {n: value for n, value in kwargs.items() if takes_all or n in names_of_loss or n not in own}
     rest = tuple(args[num:])
     outputs = object()
     if not _misfit(of_loss, (outputs, *rest), named):
-        return given, (rest, named)
+        return forward_args, (rest, named)
     if num and not _misfit(of_loss, (outputs, *args), named):
-        return given, (tuple(args), named)
+        return forward_args, (tuple(args), named)
     called = f"loss_fn(outputs{listed(rest, named)})"
     raise UsageError(
         f"expected a loss_fn that can be called with the model's outputs and what {type(model).__name__}.forward does "

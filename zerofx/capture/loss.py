@@ -65,9 +65,9 @@ class Objective:
         return hash((self.loss_fn, self.forward))
 
     @staticmethod
-    def of(given: Loss) -> Objective:
+    def of(loss: Loss) -> Objective:
         """An objective, or that of a loss function, or of a model with a loss of its own."""
-        return given if isinstance(given, Objective) else Objective(given)
+        return loss if isinstance(loss, Objective) else Objective(loss)
 
     @property
     def is_plain(self) -> bool:
@@ -98,15 +98,16 @@ class Objective:
         if self.forward is not None:
             check_forward_call(self.forward, args, kwargs)
             with scope():
-                given = self.forward(model, *args, **kwargs)
-                if isinstance(given, torch.Tensor):
-                    return find_loss(given, source="forward"), NOTHING_ELSE, ()
-                if not (type(given) is tuple and len(given) == 2 and isinstance(given[0], torch.Tensor)):
+                returned = self.forward(model, *args, **kwargs)
+                if isinstance(returned, torch.Tensor):
+                    return find_loss(returned, source="forward"), NOTHING_ELSE, ()
+                if not (type(returned) is tuple and len(returned) == 2 and isinstance(returned[0], torch.Tensor)):
                     raise CaptureError(
                         f"expected forward to return its loss, a scalar tensor, or a pair (loss, extras), found "
-                        f"{_describe(given)}: pick the loss, and put all that step() is to give besides into one dict"
+                        f"{_describe(returned)}: pick the loss, and put all that step() is to give besides into "
+                        f"one dict"
                     )
-                return find_loss(given[0], source="forward"), *Returned.of_extras(given[1])
+                return find_loss(returned[0], source="forward"), *Returned.of_extras(returned[1])
         if self.loss_fn is None:
             outputs = call_model(model, args, kwargs)
             loss = find_loss(outputs)
@@ -115,12 +116,12 @@ class Objective:
         outputs = call_model(model, own, named)
         with scope():
             try:
-                given = self.loss_fn(outputs, *rest, **others)
+                returned = self.loss_fn(outputs, *rest, **others)
             except Exception as error:
                 error.add_note(f"in loss_fn(outputs{listed(rest, others)})")
                 raise
-            loss = find_loss(given, source="loss_fn")
-            return loss, Returned(left_out=_left_out(given, loss)), ()
+            loss = find_loss(returned, source="loss_fn")
+            return loss, Returned(left_out=_left_out(returned, loss)), ()
 
 
 Loss = LossFunction | Objective | None
@@ -183,9 +184,9 @@ class LossModule(nn.Module):
         (objective,) = self._objective
         held, numbers = _buffers(self.model), _numbers(self.model)
         stand_ins = StandIns(self._places, objective.outside, self._fake)
-        for name, given, real in zip(self._batch.names, tensors, self._batch.tensors, strict=True):
+        for name, fake, real in zip(self._batch.names, tensors, self._batch.tensors, strict=True):
             if name in self._batch.hashes:
-                self._known.learn(given, real)
+                self._known.learn(fake, real)
         with _tensors_kept(self.model), Checks() as checks, self._known.asking(checks.answer), ExitStack() as inner:
             if not objective.is_plain:
                 inner.enter_context(stand_ins)
@@ -250,12 +251,12 @@ def _rebound(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tenso
     for name, tensor in changed.items():
         buffer = before[name]
         if tensor is None or tensor.shape != buffer.shape or tensor.dtype != buffer.dtype or tensor.requires_grad:
-            what = "nothing" if tensor is None else _describe(tensor)
+            description = "nothing" if tensor is None else _describe(tensor)
             raise CaptureError(
                 f"expected a forward that leaves each buffer its shape and dtype, and no gradient, found that it puts "
-                f"{what}{' with a gradient' if tensor is not None and tensor.requires_grad else ''} in the place of "
-                f"{name}, {_describe(buffer)}: detach() what a buffer is to hold, and give it its full size at first, "
-                f"as a call of the model before zerofx.compile may do"
+                f"{description}{' with a gradient' if tensor is not None and tensor.requires_grad else ''} in the "
+                f"place of {name}, {_describe(buffer)}: detach() what a buffer is to hold, and give it its full size "
+                f"at first, as a call of the model before zerofx.compile may do"
             )
         others = [other for other in before if other != name and before[other] is buffer]
         if others:

@@ -291,26 +291,26 @@ class StandIns(TorchFunctionMode):
     ) -> Any:
         return func(*[self._replaced(arg) for arg in args], **{k: self._replaced(v) for k, v in (kwargs or {}).items()})
 
-    def _replaced(self, given: Any) -> Any:
-        if isinstance(given, torch.Tensor):
-            return self._stand_in(given)
-        if type(given) in (list, tuple):
-            return type(given)([self._replaced(item) for item in given])
-        if type(given) is dict:
-            return {key: self._replaced(item) for key, item in given.items()}
-        return given
+    def _replaced(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return self._stand_in(argument)
+        if type(argument) in (list, tuple):
+            return type(argument)([self._replaced(item) for item in argument])
+        if type(argument) is dict:
+            return {key: self._replaced(item) for key, item in argument.items()}
+        return argument
 
-    def _stand_in(self, given: torch.Tensor) -> torch.Tensor:
-        key = id(given)
+    def _stand_in(self, touched: torch.Tensor) -> torch.Tensor:
+        key = id(touched)
         if key in self._known:
             table, name = self._known[key]
             stand_in: torch.Tensor = table[name]
             return stand_in
-        if type(given) not in (torch.Tensor, nn.Parameter) or key in self._others:
-            return given
+        if type(touched) not in (torch.Tensor, nn.Parameter) or key in self._others:
+            return touched
         if key not in self._made:
-            if not self._outside.learn(given):
-                self._others[key] = given
-                return given
-            self._made[key] = self._fake(given)
+            if not self._outside.learn(touched):
+                self._others[key] = touched
+                return touched
+            self._made[key] = self._fake(touched)
         return self._made[key]

@@ -52,8 +52,8 @@ def _versions() -> Iterator[str]:
 
 
 def _compiler() -> Iterator[str]:
-    asked = os.environ.get("CXX")
-    for name in (asked,) if asked else _COMPILERS:
+    chosen = os.environ.get("CXX")
+    for name in (chosen,) if chosen else _COMPILERS:
         path = shutil.which(name)
         if path is None:
             yield f"{name}: not found"

@@ -25,16 +25,16 @@ _NAME = re.compile(r"[0-9a-f]{12}")
 _MOST_SECONDS, _MOST_BYTES = 7 * 86_400, 64 << 20
 
 
-def write_source(asked: Path | None, name: str, source: str) -> Path:
+def write_source(dump_dir: Path | None, name: str, source: str) -> Path:
     """Write a step's source to the folder ``name`` (12 hex digits), and say where it is.
 
-    The folder is in ``asked``, or else in the user's cache folder; where somebody else could write to that, a warning
-    says so, and files are written to a folder that only this process knows, and that goes with it.
+    The folder is in ``dump_dir``, or else in the user's cache folder; where somebody else could write to that, a
+    warning says so, and files are written to a folder that only this process knows, and that goes with it.
 
     Raises:
-        UsageError: ``asked`` is no folder that can be written to.
+        UsageError: ``dump_dir`` is no folder that can be written to.
     """
-    base = asked or _default()
+    base = dump_dir or _default()
     try:
         _write(base / name, {SOURCE: source}, clear=True)
     except UnsafeError as error:
@@ -45,7 +45,7 @@ def write_source(asked: Path | None, name: str, source: str) -> Path:
         base = private_folder()
         _write(base / name, {SOURCE: source})
     except OSError as error:
-        if asked is not None:
+        if dump_dir is not None:
             raise UsageError(
                 f"expected a folder to write the generated step to, found that {base / name} is none ({error}): set "
                 f"ZEROFX_DUMP_DIR to one"

@@ -175,15 +175,15 @@ def _aliased_output(node: fx.Node, index: int) -> fx.Node | None:
     return None
 
 
-def _matches(given: Any, returned: Any) -> bool:
+def _matches(argument: Any, returned: Any) -> bool:
     """Whether an argument's annotation names the same memory as a return's.
 
     A list of views, ``split(Tensor(a -> *) self) -> Tensor(a)[]``, keeps its names on the items, where Python cannot
     see them; the argument is then the one whose memory goes into a list (``*``).
     """
     if returned.before_set:
-        return bool(set(given.before_set) & set(returned.before_set))
-    return "*" in given.after_set
+        return bool(set(argument.before_set) & set(returned.before_set))
+    return "*" in argument.after_set
 
 
 def _is_shared(view: View | None, base: fx.Node, node: fx.Node) -> bool:

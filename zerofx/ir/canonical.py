@@ -17,14 +17,14 @@ def canonical(graph: fx.Graph) -> str:
     for node in graph.nodes:
         arguments = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
         numbers[node] = Number.of(len(numbers))
-        what = placeholder(node) if node.op == "placeholder" else origin(node)
-        lines.append(canonical_line(node.op, node.target, arguments, what, described(node)))
+        facts = placeholder(node) if node.op == "placeholder" else origin(node)
+        lines.append(canonical_line(node.op, node.target, arguments, facts, described(node)))
     return "\n".join(lines)
 
 
-def canonical_line(op: str, target: Any, arguments: Any, what: Placeholder | Origin, value: str) -> str:
+def canonical_line(op: str, target: Any, arguments: Any, facts: Placeholder | Origin, value: str) -> str:
     """A node's line of ``canonical``; ``arguments`` has other nodes as ``Number``."""
-    return f"{op} {what} : {value}" if op == "placeholder" else f"{op} {target} {arguments} {what} : {value}"
+    return f"{op} {facts} : {value}" if op == "placeholder" else f"{op} {target} {arguments} {facts} : {value}"
 
 
 class Number(str):

@@ -278,6 +278,6 @@ def is_random(node: fx.Node) -> bool:
         return False
     for position, argument in enumerate(schema_of(target).arguments):
         if argument.name == "dropout_p":
-            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-            return bool(given != 0.0)
+            dropout = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+            return bool(dropout != 0.0)
     return True

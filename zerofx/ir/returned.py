@@ -32,12 +32,12 @@ class Returned:
         Raises:
             UsageError: one of them is neither a tensor nor a plain value.
         """
-        taken = Batch.of_extras(extras)
-        tensors = tuple(tensor.detach() for tensor in taken.tensors)
+        flattened = Batch.of_extras(extras)
+        tensors = tuple(tensor.detach() for tensor in flattened.tensors)
         like = tuple(
             torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta") for tensor in tensors
         )
-        return Returned(taken.holding(like), tuple(int(tensor.storage_offset()) for tensor in tensors)), tensors
+        return Returned(flattened.holding(like), tuple(int(tensor.storage_offset()) for tensor in tensors)), tensors
 
     @property
     def num_tensors(self) -> int:
@@ -48,9 +48,9 @@ class Returned:
         """The extras of one micro-batch."""
         assert self.extras is not None
         shown = []
-        for given, like, offset in zip(tensors, self.extras.tensors, self.offsets, strict=True):
-            is_whole = given.shape == like.shape and given.stride() == like.stride()
-            shown.append(given if is_whole else given.as_strided(like.shape, like.stride(), offset))
+        for tensor, like, offset in zip(tensors, self.extras.tensors, self.offsets, strict=True):
+            is_whole = tensor.shape == like.shape and tensor.stride() == like.stride()
+            shown.append(tensor if is_whole else tensor.as_strided(like.shape, like.stride(), offset))
         (rebuilt,), _ = self.extras.rebuild(tuple(shown))
         return rebuilt
 

@@ -82,7 +82,7 @@ def to_json(step: StepGraph, namespaces: frozenset[str] = TORCH_NAMESPACES) -> s
                 node.name,
                 _target_text(node, namespaces),
                 encoded(tuple(node.args), places),
-                {name: encoded(given, places) for name, given in node.kwargs.items()},
+                {name: encoded(argument, places) for name, argument in node.kwargs.items()},
                 values.setdefault(fake, len(values)),
                 [where.layer, where.phase] if where is not None else None,
                 lines.setdefault(source_line(node), len(lines)),
@@ -129,10 +129,10 @@ def from_json(
         if op != "output":
             set_value(node, values[fake])
         if op == "placeholder":
-            what = Placeholder(Role(target[0]), target[1])
-            if what.role is Role.PARAMETER and what.name not in known:
-                raise ValueError(f"expected a parameter of the model, found {what.name!r}")
-            set_placeholder(node, what)
+            facts = Placeholder(Role(target[0]), target[1])
+            if facts.role is Role.PARAMETER and facts.name not in known:
+                raise ValueError(f"expected a parameter of the model, found {facts.name!r}")
+            set_placeholder(node, facts)
         if where is not None:
             set_origin(node, Origin(where[0], Phase(where[1])))
         set_source_line(node, data["lines"][line])
@@ -235,41 +235,41 @@ def named_operator(text: str, namespaces: frozenset[str]) -> OpOverload:
     return overload
 
 
-def encoded(given: Any, places: Mapping[fx.Node, int] = MappingProxyType({})) -> Any:
+def encoded(argument: Any, places: Mapping[fx.Node, int] = MappingProxyType({})) -> Any:
     """An argument, or a fake value, as JSON has it; ``places`` are those of nodes.
 
     Raises:
         NotStorableError: it has no text.
     """
-    if type(given) in _PLAIN:
-        return given
-    if isinstance(given, fx.Node):
-        return {"node": places[given]}
-    if isinstance(given, Name):
-        return {"name": given.text}
-    if isinstance(given, torch.Tensor):
-        return {"tensor": _layout(given)}
-    if isinstance(given, torch.device):
-        return {"device": str(given)}
-    if isinstance(given, slice):
-        return {"slice": [encoded(bound, places) for bound in (given.start, given.stop, given.step)]}
-    if isinstance(given, list | tuple):
-        items = [encoded(item, places) for item in given]
-        kind = "size" if isinstance(given, torch.Size) else "tuple"
-        return items if isinstance(given, list) else {kind: items}
+    if type(argument) in _PLAIN:
+        return argument
+    if isinstance(argument, fx.Node):
+        return {"node": places[argument]}
+    if isinstance(argument, Name):
+        return {"name": argument.text}
+    if isinstance(argument, torch.Tensor):
+        return {"tensor": _layout(argument)}
+    if isinstance(argument, torch.device):
+        return {"device": str(argument)}
+    if isinstance(argument, slice):
+        return {"slice": [encoded(bound, places) for bound in (argument.start, argument.stop, argument.step)]}
+    if isinstance(argument, list | tuple):
+        items = [encoded(item, places) for item in argument]
+        kind = "size" if isinstance(argument, torch.Size) else "tuple"
+        return items if isinstance(argument, list) else {kind: items}
     for name, kind_of in _NAMED.items():
-        if isinstance(given, kind_of):
-            return {name: str(given).removeprefix("torch.")}
-    raise NotStorableError(f"an argument of type {type(given).__name__}")
+        if isinstance(argument, kind_of):
+            return {name: str(argument).removeprefix("torch.")}
+    raise NotStorableError(f"an argument of type {type(argument).__name__}")
 
 
-def decoded(given: Any, nodes: Sequence[fx.Node] = ()) -> Any:
+def decoded(data: Any, nodes: Sequence[fx.Node] = ()) -> Any:
     """What ``encoded`` was given; ``nodes`` are the graph's."""
-    if isinstance(given, list):
-        return [decoded(item, nodes) for item in given]
-    if not isinstance(given, dict):
-        return given
-    ((kind, content),) = given.items()
+    if isinstance(data, list):
+        return [decoded(item, nodes) for item in data]
+    if not isinstance(data, dict):
+        return data
+    ((kind, content),) = data.items()
     if kind == "node":
         return nodes[content]
     if kind == "name":

@@ -95,10 +95,10 @@ def shadow_of(optimizer: torch.optim.Optimizer, state: Outside, params: Iterable
     return shadow
 
 
-def entries_after(group: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a shadow's group after a step that began with ``given``, but for what the shadow chose itself."""
+def entries_after(group: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a shadow's group after a step that began with ``before``, but for what the shadow chose itself."""
     entries = {key: value for key, value in group.items() if key not in ("params", *IMPLEMENTATION_FLAGS)}
-    return entries | {key: given[key] for key in IMPLEMENTATION_FLAGS if key in given}
+    return entries | {key: before[key] for key in IMPLEMENTATION_FLAGS if key in before}
 
 
 def changes(owner: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:

@@ -91,8 +91,8 @@ def _tensors(step: StepGraph, live: Liveness, plan: Plan, moment: Moment | None)
     runs = "a compiled region, with" if moment.nodes in live.fused else ""
     for category, size in left.items():
         if size > 0:
-            what = f"inside {runs} {_described(main)}"
-            yield PeakTensor(what, _layer(step, main), source_line(main), "while it runs", category, size)
+            description = f"inside {runs} {_described(main)}"
+            yield PeakTensor(description, _layer(step, main), source_line(main), "while it runs", category, size)
 
 
 def _stored(node: fx.Node, plan: Plan, category: Category, size: int) -> PeakTensor:
@@ -101,9 +101,9 @@ def _stored(node: fx.Node, plan: Plan, category: Category, size: int) -> PeakTen
     layer = facts.name.rpartition(".")[0] if facts.role in (Role.PARAMETER, Role.BUFFER) else ""
     if facts.bucket is not None:
         layer = plan.buckets[facts.bucket].name
-    what = f"{facts.role.replace('_', ' ')} {facts.name} {type_text(node.meta.get('val'))}"
+    description = f"{facts.role.replace('_', ' ')} {facts.name} {type_text(node.meta.get('val'))}"
     fate = "given with each step" if facts.role is Role.INPUT else "stays between steps"
-    return PeakTensor(what, layer or "(model)", "", fate, category, size)
+    return PeakTensor(description, layer or "(model)", "", fate, category, size)
 
 
 def _made(step: StepGraph, live: Liveness, moment: Moment) -> Iterator[tuple[fx.Node, int]]:
@@ -153,8 +153,10 @@ def _largest(tensors: list[PeakTensor]) -> tuple[PeakTensor, ...]:
     """The largest, equal ones of several layers together."""
     alike: dict[tuple[str, ...], list[PeakTensor]] = {}
     for tensor in tensors:
-        what = tensor.what.replace(tensor.layer, "…") if tensor.layer != "(model)" else tensor.what
-        alike.setdefault((what, tensor.line, tensor.fate, tensor.category, str(tensor.num_bytes)), []).append(tensor)
+        description = tensor.what.replace(tensor.layer, "…") if tensor.layer != "(model)" else tensor.what
+        alike.setdefault((description, tensor.line, tensor.fate, tensor.category, str(tensor.num_bytes)), []).append(
+            tensor
+        )
     folded = [
         replace(
             group[0], what=what if len(group) > 1 else group[0].what, count=len(group),

@@ -228,8 +228,8 @@ def _merged(slices: Sequence[_Slice], pixel: float) -> list[_Slice]:
 def _title(drawn: _Slice) -> str:
     if drawn.count == 1:
         return drawn.title
-    taken = format_seconds(drawn.end - drawn.start)
-    return f"{drawn.count} short ones, mostly {drawn.kind}, in {taken}; the first:\n{drawn.title}"
+    duration = format_seconds(drawn.end - drawn.start)
+    return f"{drawn.count} short ones, mostly {drawn.kind}, in {duration}; the first:\n{drawn.title}"
 
 
 def _sum(held: Mapping[str, int]) -> int:

@@ -246,11 +246,11 @@ def _check_limit(limit: int) -> None:
         raise UsageError(f"expected a limit of at least 1, found {limit!r}")
 
 
-def _options(stage: int, given: RankOptions) -> CompileOptions:
+def _options(stage: int, rank_options: RankOptions) -> CompileOptions:
     """The options of ``zerofx.plan`` with its defaults, but for the budget: without one it is the whole device."""
-    budget = given.get("memory_budget")
-    asked: RankOptions = {"machine": "h100-sxm", **given, "memory_budget": 1.0 if budget is None else budget}
-    return check_options(stage=stage, **asked)
+    budget = rank_options.get("memory_budget")
+    completed: RankOptions = {"machine": "h100-sxm", **rank_options, "memory_budget": 1.0 if budget is None else budget}
+    return check_options(stage=stage, **completed)
 
 
 def _limit_bytes(options: CompileOptions) -> int:

@@ -44,11 +44,11 @@ def _offloading(options: CompileOptions) -> Iterator[Variation]:
 
 
 def _gathering(options: CompileOptions) -> Iterator[Variation]:
-    asked = options.policy
+    policy = options.policy
     for ahead in _PREFETCHES:
-        if ahead != asked.prefetch:
-            yield Variation(f"prefetch {ahead}", replace(options, policy=replace(asked, prefetch=ahead)))
-    if asked.keep != "all":
-        yield Variation("keep all gathered", replace(options, policy=replace(asked, keep="all")))
-    if asked.keep:
-        yield Variation("keep none gathered", replace(options, policy=replace(asked, keep=())))
+        if ahead != policy.prefetch:
+            yield Variation(f"prefetch {ahead}", replace(options, policy=replace(policy, prefetch=ahead)))
+    if policy.keep != "all":
+        yield Variation("keep all gathered", replace(options, policy=replace(policy, keep="all")))
+    if policy.keep:
+        yield Variation("keep none gathered", replace(options, policy=replace(policy, keep=())))

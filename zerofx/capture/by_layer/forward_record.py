@@ -88,11 +88,11 @@ def record_forward(
 
     def once() -> ForwardRecord:
         with traceable(model, batch, objective, compute_dtype, num_micro_batches, strides) as (lossy, fakes, _, mode):
-            recorder, asked = _Recorder(lossy, fakes), _Asked()
-            with mode, recorder, asked:
+            recorder, questions = _Recorder(lossy, fakes), _Asked()
+            with mode, recorder, questions:
                 results = lossy(*fakes)
             lines = recorder.finished(results if isinstance(results, tuple) else (results,))
-            notes = "\n".join((*asked.names, *lossy.rebound, *lossy.checked))
+            notes = "\n".join((*questions.names, *lossy.rebound, *lossy.checked))
             return ForwardRecord(lines, notes, recorder.foreign, lossy.returned)
 
     return objective.outside.traced(once)
@@ -168,13 +168,13 @@ class _Recorder(TorchDispatchMode):
     def _part(self, number: Number, index: int) -> Number:
         return self._add(Line("call_method", "part", (number, index), {}, _origin(running_layer())))
 
-    def _is_literal(self, given: torch.Tensor) -> bool:
-        return id(given) not in self._values and given.numel() <= LARGEST_LITERAL
+    def _is_literal(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) not in self._values and tensor.numel() <= LARGEST_LITERAL
 
-    def _argument(self, given: Any) -> Any:
-        if not isinstance(given, torch.Tensor):
-            return given
-        number = self._values.get(id(given))
+    def _argument(self, argument: Any) -> Any:
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        number = self._values.get(id(argument))
         if number is None:
             raise NotRepeatedError("the model has tensors that are neither parameters nor buffers")
         return number

@@ -165,10 +165,10 @@ class _Pair:
             unify = _unifier(
                 ordinals, f"{of_second.name} and {other.name} (node {ordinal} of {units[1]} and {units[2]})"
             )
-            given = (of_second.args, of_second.kwargs), (other.args, other.kwargs)
-            templates.append(_zip(*given, unify))
-            ends[0].append(_zip(*given, partial(_near_end, unify)))
-            ends[1].append(_zip(*given, partial(_far_end, unify)))
+            arguments = (of_second.args, of_second.kwargs), (other.args, other.kwargs)
+            templates.append(_zip(*arguments, unify))
+            ends[0].append(_zip(*arguments, partial(_near_end, unify)))
+            ends[1].append(_zip(*arguments, partial(_far_end, unify)))
         _check_users(ordinals, units)
         return _Pair(second, third, templates, ends, list(_stretches(graph, ordinals[1], ordinals[2])))
 
@@ -291,8 +291,8 @@ def _nodes_of(graph: fx.Graph, unit: str) -> Iterator[fx.Node]:
 def _label(node: fx.Node) -> str:
     if node.op != "placeholder":
         return origin(node).layer
-    what = placeholder(node)
-    return what.name if what.role in (Role.PARAMETER, Role.BUFFER) else ""
+    facts = placeholder(node)
+    return facts.name if facts.role in (Role.PARAMETER, Role.BUFFER) else ""
 
 
 def _copy(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any, repeat: Repeat, key: str) -> fx.Node:

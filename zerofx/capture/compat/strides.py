@@ -121,10 +121,10 @@ def _image(operator: Any, strides_of: Callable[..., Sequence[int]]) -> Callable[
 
 
 def _ordered_strides(operands: Sequence[int], *args: Any) -> list[int]:
-    given = torch.broadcast_tensors(*[_without_values(args[place]) for place in operands if place < len(args)])
-    strides, extent = [0] * given[0].dim(), 1
-    for dim in reversed(elementwise_order(*given)):
-        strides[dim], extent = extent, extent * given[0].shape[dim]
+    broadcast = torch.broadcast_tensors(*[_without_values(args[place]) for place in operands if place < len(args)])
+    strides, extent = [0] * broadcast[0].dim(), 1
+    for dim in reversed(elementwise_order(*broadcast)):
+        strides[dim], extent = extent, extent * broadcast[0].shape[dim]
     return strides
 
 

@@ -53,16 +53,16 @@ class Checks(TorchFunctionMode):
 
     def noted(self) -> list[tuple[torch.Tensor, str]]:
         """What has to hold, as booleans of one element, and what to say where it does not."""
-        conditions = [(asked.detach().reshape(()), answer, text) for asked, answer, text in self._noted]
+        conditions = [(condition.detach().reshape(()), answer, text) for condition, answer, text in self._noted]
         return [
-            (asked if answer and asked.dtype == torch.bool else (asked != 0) == answer, text)
-            for asked, answer, text in conditions
+            (condition if answer and condition.dtype == torch.bool else (condition != 0) == answer, text)
+            for condition, answer, text in conditions
         ]
 
-    def _note(self, asked: torch.Tensor, answer: bool, *messages: object) -> None:
-        said = f"{messages[0]}\n" if messages else ""
+    def _note(self, condition: torch.Tensor, answer: bool, *messages: object) -> None:
+        message = f"{messages[0]}\n" if messages else ""
         lines = "\n  ".join(user_lines(traceback.extract_stack())[:2])
-        self._noted.append((asked, answer, f"{said}expected to hold for the values of this step:\n  {lines}"))
+        self._noted.append((condition, answer, f"{message}expected to hold for the values of this step:\n  {lines}"))
 
 
 class CallWatcher(TorchFunctionMode):

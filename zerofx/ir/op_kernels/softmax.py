@@ -30,8 +30,8 @@ def softmax_chunk(
         largest = torch.maximum(stats[0], largest)
     # Where all is -inf so far, the difference to it would be no number.
     shift = largest.masked_fill(largest == -torch.inf, 0.0)
-    wanted, here = _place(target, first_class, logits.shape[1])
-    picked = values.gather(1, wanted).squeeze(1).masked_fill(~here, 0.0)
+    column, here = _place(target, first_class, logits.shape[1])
+    picked = values.gather(1, column).squeeze(1).masked_fill(~here, 0.0)
     total = values.sub_(shift.unsqueeze(1)).exp_().sum(1)
     if stats is not None:
         total = stats[1] * (stats[0] - shift).exp() + total
@@ -57,13 +57,13 @@ def softmax_gradient(
     """
     values = logits.to(torch.float32, copy=True)
     values.sub_(log_sums.unsqueeze(1)).exp_()
-    wanted, here = _place(target, first_class, logits.shape[1])
-    values.scatter_add_(1, wanted, -here.to(torch.float32).unsqueeze(1)).mul_(scale)
+    column, here = _place(target, first_class, logits.shape[1])
+    values.scatter_add_(1, column, -here.to(torch.float32).unsqueeze(1)).mul_(scale)
     logits.copy_(values.masked_fill_((target == ignore_index).unsqueeze(1), 0.0))
 
 
 def _place(target: torch.Tensor, first_class: int, num_classes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The column of each row's target, some column where it is elsewhere, and whether it is here."""
-    wanted = target - first_class
-    here = (wanted >= 0) & (wanted < num_classes)
-    return wanted.clamp(0, num_classes - 1).unsqueeze(1), here
+    column = target - first_class
+    here = (column >= 0) & (column < num_classes)
+    return column.clamp(0, num_classes - 1).unsqueeze(1), here

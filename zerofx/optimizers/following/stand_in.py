@@ -162,13 +162,13 @@ class _Listener(Recorder):
 @functools.cache
 def _numbers_of(op: OpOverload[..., Any]) -> tuple[frozenset[int], frozenset[str]]:
     """The positions and names of arguments that may be numbers to compute with; exponents are none."""
-    taken = [
+    scalars = [
         (index, argument.name)
         for index, argument in enumerate(schema_of(op).arguments)
         if str(argument.type).removeprefix("Optional[").rstrip("]") in ("number", "float", "Tensor")
         and not base_name(op).startswith("pow")
     ]
-    return frozenset(index for index, _ in taken), frozenset(name for _, name in taken)
+    return frozenset(index for index, _ in scalars), frozenset(name for _, name in scalars)
 
 
 class _Functions(TorchFunctionMode):

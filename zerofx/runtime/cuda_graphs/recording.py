@@ -163,12 +163,12 @@ def record(
         for name, num_outputs in functions.items()
     }
     inputs = {name: _copied(tensor) for name, tensor in batch.items()}
-    given = {name: _Given(name) for name in state}
+    places = {name: _Given(name) for name in state}
     with capturer.session(fresh=fresh):
         try:
             outcome = with_functions(function, regions)(
                 recorder,  # type: ignore[arg-type]  # has a runtime's methods
-                given,  # type: ignore[arg-type]  # names in the place of tensors
+                places,  # type: ignore[arg-type]  # names in the place of tensors
                 {name: view for name, (view, _) in inputs.items()},
             )
             recorder.close()
@@ -280,8 +280,8 @@ class _Recorder:
         return self.call(lambda values, args: values.runtime.reduce_scatter(*args), [gradients, bucket, num_ranks])
 
     def reduce_scatter_into(self, gradients: Any, bucket: int, num_ranks: int) -> _Late:
-        given = [gradients, bucket, num_ranks]
-        return self.call(lambda values, args: values.runtime.reduce_scatter_into(*args), given)
+        arguments = [gradients, bucket, num_ranks]
+        return self.call(lambda values, args: values.runtime.reduce_scatter_into(*args), arguments)
 
     def check_finite(self, loss: Any) -> None:
         self.call(lambda values, args: values.runtime.check_finite(*args), [loss])
@@ -324,10 +324,10 @@ class _Region:
     def __call__(self, inputs: list[Any]) -> Any:
         if not self.is_update and self.recorder.can_capture(inputs):
             return self.recorder.capture(self.function, inputs)
-        given = list(inputs)
+        arguments = list(inputs)
         inputs.clear()
         function = self.function
-        late = self.recorder.call(lambda _values, args: function(args), given)
+        late = self.recorder.call(lambda _values, args: function(args), arguments)
         return tuple(_Late(late.number, index) for index in range(self.num_outputs))
 
 

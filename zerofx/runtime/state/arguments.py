@@ -36,15 +36,15 @@ def state_tensors(step: StepArguments, model: nn.Module, state: TrainingState, o
     between steps."""
     buffers = dict(model.named_buffers())
     tensors: dict[str, Any] = {}
-    for name, what in step.placeholders.items():
-        if what.role is Role.BUFFER:
-            tensors[name] = buffers[what.name]
-        elif what.role is Role.CONSTANT:
-            tensors[name] = step.constants[what.name]
-        elif what.role is Role.OUTSIDE:
-            tensors[name] = outside.tensor(what.name)
-        elif what.bucket is not None:
-            tensors[name] = state.buckets[what.bucket].value(what.role, what.name)
+    for name, facts in step.placeholders.items():
+        if facts.role is Role.BUFFER:
+            tensors[name] = buffers[facts.name]
+        elif facts.role is Role.CONSTANT:
+            tensors[name] = step.constants[facts.name]
+        elif facts.role is Role.OUTSIDE:
+            tensors[name] = outside.tensor(facts.name)
+        elif facts.bucket is not None:
+            tensors[name] = state.buckets[facts.bucket].value(facts.role, facts.name)
     return tensors
 
 
@@ -53,12 +53,12 @@ def batch_tensors(step: StepArguments, batch: Batch, compute_dtype: torch.dtype 
     if there is one."""
     by_name = dict(zip(batch.names, batch.tensors, strict=True))
     tensors = {}
-    for name, what in step.placeholders.items():
-        if what.role is not Role.INPUT:
+    for name, facts in step.placeholders.items():
+        if facts.role is not Role.INPUT:
             continue
-        given = by_name[what.name].detach()
-        if what.part is not None:
-            given = micro_batch(given, what.part, step.num_micro_batches)
-        cast = compute_dtype is not None and given.is_floating_point()
-        tensors[name] = given.to(compute_dtype) if cast else given
+        tensor = by_name[facts.name].detach()
+        if facts.part is not None:
+            tensor = micro_batch(tensor, facts.part, step.num_micro_batches)
+        cast = compute_dtype is not None and tensor.is_floating_point()
+        tensors[name] = tensor.to(compute_dtype) if cast else tensor
     return tensors

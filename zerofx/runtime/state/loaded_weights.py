@@ -94,10 +94,8 @@ def _warn_of_rounding(files: WeightFiles, prefix: str, state: Mapping[str, torch
         dtype = files.tensors[prefix + key].dtype if prefix + key in files.tensors else None
         if dtype is not None and torch.promote_types(dtype, tensor.dtype) != tensor.dtype:
             rounded.setdefault((dtype, tensor.dtype), key)
-    for (stored, wanted), key in rounded.items():
-        warn(
-            f"the weights at {files.path} are rounded from {_kind(stored)} to the model's {_kind(wanted)}, as {key} is"
-        )
+    for (stored, own), key in rounded.items():
+        warn(f"the weights at {files.path} are rounded from {_kind(stored)} to the model's {_kind(own)}, as {key} is")
 
 
 def describe(files: WeightFiles, keys: Mapping[str, tuple[str, ...]]) -> str:

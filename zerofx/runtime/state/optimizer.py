@@ -293,12 +293,12 @@ class OptimizerBinding:
         return self._hosts[program.host_source]
 
     def _fused(self, bucket: Bucket) -> bool:
-        asked = self.group(bucket).get("fused")
-        if asked is None and not self._prefer_fused:
+        fused = self.group(bucket).get("fused")
+        if fused is None and not self._prefer_fused:
             return False
         # Of states that live on the host, the update may run there.
         places = {self._device.type, "cpu"}
-        return asked is not False and all(has_fused(self.optimizer, place, bucket.dtype) for place in places)
+        return fused is not False and all(has_fused(self.optimizer, place, bucket.dtype) for place in places)
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> str:

@@ -187,9 +187,9 @@ class Tiers:
 
         It runs on a thread of its own, so that what it allocates does not count as the device's on a CPU machine.
         """
-        given = [value.tensor if isinstance(value, Stored) else value for value in inputs]
+        tensors = [value.tensor if isinstance(value, Stored) else value for value in inputs]
         try:
-            return self._host_worker().submit(_without_gradients, function, given).result()
+            return self._host_worker().submit(_without_gradients, function, tensors).result()
         finally:
             inputs.clear()
 
@@ -198,12 +198,12 @@ class Tiers:
 
         It begins once the copies that read or write what it is given have landed. ``inputs`` is emptied.
         """
-        given = list(inputs)
+        held = list(inputs)
         inputs.clear()
-        for value in given:
+        for value in held:
             if isinstance(value, Stored):
                 value.count_copy()
-        self._later[bucket] = self._host_worker().submit(_when_landed, function, given)
+        self._later[bucket] = self._host_worker().submit(_when_landed, function, held)
 
     def settle_host(self, bucket: int) -> None:
         """Block until what the host was given to do later for ``bucket`` is done; raises what went wrong there."""
@@ -336,9 +336,9 @@ def _when_landed(function: Callable[[list[Any]], object], inputs: list[Any]) -> 
     for value in inputs:
         if isinstance(value, Stored):
             value.lease.landed()
-    given = [value.tensor if isinstance(value, Stored) else value for value in inputs]
+    tensors = [value.tensor if isinstance(value, Stored) else value for value in inputs]
     inputs.clear()
-    _without_gradients(function, given)
+    _without_gradients(function, tensors)
 
 
 def _nothing() -> None:
