@@ -114,7 +114,7 @@ class _PartTiler:
             if source in self._again and source not in tile.copies:
                 self._copy(source, tile)
         args, kwargs = self._arguments(node, tile)
-        found = self._chain.found[node]
+        found = self._chain.rows[node]
         if facts_of(node.target).takes_shape:
             assert isinstance(found, Rows)
             shape = tile_shape(tensor(node).shape, found, tile.end - tile.start)

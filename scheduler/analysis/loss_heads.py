@@ -151,7 +151,7 @@ def _is_reshape(node: fx.Node) -> bool:
     return facts_of(node.target).kind is OperatorKind.RESHAPE
 
 
-def _behind_reshapes(node: object) -> fx.Node:
+def _through_reshapes(node: object) -> fx.Node:
     assert isinstance(node, fx.Node)
     while _is_reshape(node):
         source = node.args[0]
@@ -162,13 +162,14 @@ def _behind_reshapes(node: object) -> fx.Node:
 
 def _same_rows(node: fx.Node) -> set[fx.Node]:
     """``node`` and its reshapes that are the same matrix."""
-    same, pending = set(), [node]
+    same: set[fx.Node] = set()
+    pending = [node]
     while pending:
         source = pending.pop()
         if tensor(source).shape == tensor(node).shape:
-            found.add(source)
+            same.add(source)
         pending.extend(user for user in source.users if _is_reshape(user))
-    return found
+    return same
 
 
 def _sums_rows(node: fx.Node, sources: set[fx.Node]) -> bool:

@@ -109,9 +109,9 @@ def find_chains(step: StepGraph) -> list[Chain]:
             continue
         for num_rows in _row_counts(product):
             chain = finder.chain(product, num_rows)
-            if chain is not None and not used & chain.members:
+            if chain is not None and not taken & chain.members:
                 chains.append(chain)
-                used |= chain.members
+                taken |= chain.members
                 break
     return chains
 
@@ -230,9 +230,9 @@ class _Labels:
             options = [option[:1] for option in options]
         for kinds_given in sorted(itertools.product(*options), key=lambda choice: sum(kind is None for kind in choice)):
             given = dict(zip(sources, kinds_given, strict=True))
-            found = rows_of_result(node, given)
-            if found is not None:
-                self.given[node], self.found[node] = given, found
+            rows = rows_of_result(node, given)
+            if rows is not None:
+                self.given[node], self.rows[node] = given, rows
                 return
 
 

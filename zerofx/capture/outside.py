@@ -169,17 +169,17 @@ def _children(name: str, owner: Any) -> Iterator[tuple[str, Any, Any, str]]:
     """What is reached from an object in a step: how, by which key, what it is, and its name."""
     if isinstance(owner, torch.Tensor | ModuleType):
         return
-    if isinstance(one, FunctionType):
-        yield from _of_function(one)
-    elif isinstance(one, MethodType):
-        yield "attribute", "__self__", one.__self__, name
-        yield "attribute", "__func__", one.__func__, name
-    elif isinstance(one, functools.partial):
-        yield "attribute", "func", one.func, name
-        yield "attribute", "args", one.args, name
-        yield "attribute", "keywords", one.keywords, name
-    elif isinstance(one, nn.Module):
-        for table in (parameter_table(one), buffer_table(one), child_table(one), vars(one)):
+    if isinstance(owner, FunctionType):
+        yield from _of_function(owner)
+    elif isinstance(owner, MethodType):
+        yield "attribute", "__self__", owner.__self__, name
+        yield "attribute", "__func__", owner.__func__, name
+    elif isinstance(owner, functools.partial):
+        yield "attribute", "func", owner.func, name
+        yield "attribute", "args", owner.args, name
+        yield "attribute", "keywords", owner.keywords, name
+    elif isinstance(owner, nn.Module):
+        for table in (parameter_table(owner), buffer_table(owner), child_table(owner), vars(owner)):
             for key, child in table.items():
                 if key not in TABLES and child is not None:
                     yield "attribute", key, child, f"{name}.{key}"

@@ -193,7 +193,7 @@ def _defer(model: nn.Module, undo: contextlib.ExitStack) -> None:
         for name, buffer in buffer_table(module).items():
             if buffer is not None and buffer.is_meta:
                 undo.callback(buffer_table(module).__setitem__, name, buffer)
-                buffer_table(module)[name] = made.setdefault(id(buffer), fresh(buffer))
+                buffer_table(module)[name] = buffers.setdefault(id(buffer), fresh(buffer))
 
 
 def _initialize(path: str, module: nn.Module) -> None:

@@ -39,7 +39,7 @@ class DeferredTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, value: Value) -> DeferredTensor:
         shadow = value.shadow
-        made: DeferredTensor = without_memory(
+        wrapper: DeferredTensor = without_memory(
             cls,
             shadow.shape,
             strides=shadow.stride(),
@@ -227,8 +227,8 @@ def _perform(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scrat
             return leaf
         value = by_shadow.get(id(leaf))
         if value is None:
-            cell = cells.setdefault(memory_of(one), Cell())
-            value = Value(one, cell, device)
+            cell = cells.setdefault(memory_of(leaf), Cell())
+            value = Value(leaf, cell, device)
             wrappers[value] = DeferredTensor(value)
         outputs.append(value)
         return wrappers[value]

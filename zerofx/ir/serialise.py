@@ -122,9 +122,9 @@ def from_json(
     for op, name, target, args, kwargs, fake, where, line in data["nodes"]:
         if op not in ("placeholder", "call_function", "output"):
             raise ValueError(f"expected a node of a captured graph, found {op!r}")
-        given = {key: decoded(one, made) for key, one in kwargs.items()}
+        given = {key: decoded(argument, nodes) for key, argument in kwargs.items()}
         called = operator_of(target, namespaces) if op == "call_function" else name
-        node = graph.create_node(op, called, decoded(args, made), given, name=Name(name).text)
+        node = graph.create_node(op, called, decoded(args, nodes), given, name=Name(name).text)
         node.name = name
         if op != "output":
             set_value(node, values[fake])
@@ -230,7 +230,7 @@ def named_operator(text: str, namespaces: frozenset[str]) -> OpOverload:
     overload = operator.attrgetter(text)(torch.ops) if re.fullmatch(r"\w+\.\w+\.\w+", text) else None
     if not isinstance(overload, OpOverload) or str(overload) != text or overload.namespace not in namespaces:
         raise ValueError(f"expected an operator of {', '.join(sorted(namespaces))}, found {text!r}")
-    if any("filename" in argument.name for argument in schema_of(found).arguments):
+    if any("filename" in argument.name for argument in schema_of(overload).arguments):
         raise ValueError(f"expected an operator that touches no file, found {text!r}")
     return overload
 

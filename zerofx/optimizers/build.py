@@ -148,7 +148,7 @@ def _live(records: list[OpRecord]) -> list[OpRecord]:
     read: set[Ref] = set()
     for record in reversed(records):
         if schema_of(record.op).is_mutable or record.out in read:
-            kept.append(record)
+            live.append(record)
             read.update(
                 x for x in _leaves((record.args, tuple(value for _, value in record.kwargs))) if isinstance(x, Ref)
             )

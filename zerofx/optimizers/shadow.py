@@ -120,7 +120,7 @@ def _without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     bare = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if has_hooks(name, value):
-            vars(made)[name] = OrderedDict()
+            vars(bare)[name] = OrderedDict()
         elif name not in ("step", "grad_scale", "found_inf"):
             vars(bare)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
     return bare

@@ -189,7 +189,7 @@ def _stamped(whole: _Whole, repeats: Sequence[Repeat], expected: str) -> StepGra
         raise NotRepeatedError("the model has tensors that are neither parameters nor buffers")
     names = _Names(short)
     for one in repeats:
-        with shortened(model, [(other, other.fewer if other is one else other.kept) for other in repeats]):
+        with shortened(model, [(other, other.fewer if other is one else other.captured) for other in repeats]):
             names.learn(one, short, whole.capture())
     for one in repeats:
         Stamp(one, names).run(short)

@@ -70,7 +70,7 @@ def _lists(model: nn.Module) -> Iterator[Repeat]:
             path.startswith(prefix_of_list) for prefix_of_list in inside
         ):
             continue
-        one = Repeat(path, tuple(child_table(module)))
+        repeat = Repeat(path, tuple(child_table(module)))
         prefix = f"{path}." if path else ""
         own = all(places[id(part)] == 1 for part in module.modules())
         apart = all(not name.startswith(prefix) for aliases in tied for name in aliases)
@@ -87,7 +87,7 @@ def shortened(model: nn.Module, keys_of: Sequence[tuple[Repeat, Sequence[str]]])
         owner = model.get_submodule(repeat.path)
         tables.append((owner, child_table(owner)))
     try:
-        for (owner, whole), (_, keys) in zip(tables, kept, strict=True):
+        for (owner, whole), (_, keys) in zip(tables, keys_of, strict=True):
             set_child_table(owner, {key: whole[key] for key in keys})
         yield
     finally:

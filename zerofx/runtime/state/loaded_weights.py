@@ -158,9 +158,9 @@ class LoadedWeights:
                 for key, buffer in buffer_table(module).items():
                     name = f"{path}.{key}" if path else key
                     if buffer is not None and name in self._keys:
-                        if id(buffer) not in made:
-                            made[id(buffer)] = fill(name, buffer)
-                        buffer_table(module)[key] = made[id(buffer)]
+                        if id(buffer) not in filled:
+                            filled[id(buffer)] = fill(name, buffer)
+                        buffer_table(module)[key] = filled[id(buffer)]
             self._files.release()
 
         self._attempt("read the model's buffers", fill_all)
