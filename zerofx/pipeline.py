@@ -76,11 +76,11 @@ class Listed:
 
     def made(self, **given: object) -> Any:
         """The rewrite, with those of ``given`` that it has fields for."""
-        return self.kind(**{one.name: given[one.name] for one in fields(self.kind) if one.name in given})
+        return self.kind(**{entry.name: given[entry.name] for entry in fields(self.kind) if entry.name in given})
 
 
 # A traced joint graph, which they make a step's; then, where layers repeat, those that were not traced.
-CAPTURE = (*(Listed(type(one)) for one in NORMALISATIONS), Listed(Stamp, optional=True))
+CAPTURE = (*(Listed(type(normalisation)) for normalisation in NORMALISATIONS), Listed(Stamp, optional=True))
 
 # A captured graph, before there is a plan.
 PREPARE = (
@@ -129,7 +129,7 @@ PLAN = (
 )
 
 # A region of the planned graph, in front of Inductor.
-REGION = tuple(Listed(type(one)) for one in REGION_REWRITES)
+REGION = tuple(Listed(type(rewrite)) for rewrite in REGION_REWRITES)
 
 
 def phases() -> Mapping[str, tuple[Listed, ...]]:
@@ -137,7 +137,7 @@ def phases() -> Mapping[str, tuple[Listed, ...]]:
     # Inductor takes seconds to import: only who asks for the passes over its kernels pays.
     from zerofx.codegen.inductor.kernel_passes import KERNEL_PASSES
 
-    kernels = tuple(Listed(type(one)) for one in KERNEL_PASSES)
+    kernels = tuple(Listed(type(entry)) for entry in KERNEL_PASSES)
     return {"capture": CAPTURE, "prepare": PREPARE, "plan": PLAN, "region": (*REGION, *kernels)}
 
 
@@ -168,13 +168,13 @@ def passes(
     layout: BucketLayout, programs: Mapping[int, UpdateProgram], plan: Plan, *, guarded: bool = False
 ) -> tuple[Pass, ...]:
     """The passes that have something to do for ``plan``, in order; ``guarded`` as the step's graph is."""
-    return tuple(one.made(layout=layout, programs=programs) for one in PLAN if one.when(plan, guarded))
+    return tuple(entry.made(layout=layout, programs=programs) for entry in PLAN if entry.when(plan, guarded))
 
 
 def orders(plan: Plan, *, guarded: bool = False) -> tuple[PassText, ...]:
     """The preparations and passes that have something to do for ``plan``, each with what it decides for them."""
-    listed = [one for one in (*PREPARE, *PLAN) if one.when(plan, guarded)]
-    return tuple(PassText(one.name, options_of(plan, one.decisions)) for one in listed)
+    listed = [entry for entry in (*PREPARE, *PLAN) if entry.when(plan, guarded)]
+    return tuple(PassText(element.name, options_of(plan, element.decisions)) for element in listed)
 
 
 def with_orders(plan: Plan, given: Sequence[PassText]) -> Plan:
@@ -183,7 +183,7 @@ def with_orders(plan: Plan, given: Sequence[PassText]) -> Plan:
     Raises:
         UsageError: there is no such pass, or it has no such option, or not this value.
     """
-    return with_options(plan, [(one.name, find(one.name).decisions, one.options) for one in given])
+    return with_options(plan, [(entry.name, find(entry.name).decisions, entry.options) for entry in given])
 
 
 def find(name: str) -> Listed:
@@ -192,7 +192,7 @@ def find(name: str) -> Listed:
     Raises:
         UsageError: none is; lists those that there are.
     """
-    listed = {one.name: one for one in (*CAPTURE, *PREPARE, *PLAN, *REGION)}
+    listed = {entry.name: entry for entry in (*CAPTURE, *PREPARE, *PLAN, *REGION)}
     if name not in listed:
         raise UsageError(f"expected the name of a pass ({', '.join(listed)}), found {name!r}: see `zerofx opt --list`")
     return listed[name]
@@ -217,7 +217,7 @@ def check_disabled(settings: Settings) -> None:
         UsageError: one of them is no pass that can be left out, or no kernel.
     """
     check_kernels(settings.kernels)
-    allowed = {one.name for one in (*CAPTURE, *PREPARE, *PLAN) if one.optional}
+    allowed = {entry.name for entry in (*CAPTURE, *PREPARE, *PLAN) if entry.optional}
     unknown = settings.disable - allowed
     if unknown:
         raise UsageError(
@@ -243,18 +243,18 @@ def run_passes(
     stages = [Stage("capture", step.text(), None)]
     peak, before = liveness(step, on_cpu).peak_bytes, op_counts(step)
     listed = [p for p in passes(layout, programs, plan, guarded=step.guarded) if p.name not in settings.disable]
-    for number, one in enumerate(listed):
+    for number, entry in enumerate(listed):
         began = time.perf_counter()
-        _run(one, step, plan)
+        _run(entry, step, plan)
         seconds = time.perf_counter() - began
         last = number == len(listed) - 1
         if settings.verify == 2 or (settings.verify == 1 and last):
-            verify(step, one.name, plan if last else None)
+            verify(step, entry.name, plan if last else None)
         counts, text = op_counts(step), step.text()
         # Most passes have nothing to do in most plans: what holds for a graph holds for its equal.
         after = peak if text == stages[-1].text else liveness(step, on_cpu).peak_bytes
-        report = PassReport(one.name, dict(counts - before), dict(before - counts), peak, after, seconds)
-        stages.append(Stage(one.name, text, report))
+        report = PassReport(entry.name, dict(counts - before), dict(before - counts), peak, after, seconds)
+        stages.append(Stage(entry.name, text, report))
         peak, before = after, counts
         if talk and settings.debug:
             _say(report, settings.debug)
@@ -272,9 +272,9 @@ def run_quietly(
     done: Collection[str] = (),
 ) -> None:
     """Run all passes but those ``done`` on ``step`` in place, and nothing else: for a plan that is only tried."""
-    for one in passes(layout, programs, plan, guarded=step.guarded):
-        if one.name not in settings.disable and one.name not in done:
-            _run(one, step, plan)
+    for entry in passes(layout, programs, plan, guarded=step.guarded):
+        if entry.name not in settings.disable and entry.name not in done:
+            _run(entry, step, plan)
 
 
 def _run(one: Pass, step: StepGraph, plan: Plan) -> None:

@@ -141,14 +141,14 @@ def _fits(term: fx.Node, total: fx.Node) -> bool:
 def _lie_side_by_side(pairs: Sequence[_Pair]) -> bool:
     """Whether weights and gradients lie one after the other, and nothing else goes to them there."""
     adjacent = all(
-        one.weight.buffer is other.weight.buffer
-        and one.weight.end == other.weight.offset
-        and one.weight.columns == other.weight.columns
-        and one.target.buffer is other.target.buffer
-        and one.target.end == other.target.offset
-        and one.target.columns == other.target.columns
-        and _is_same(one.input, other.input)
-        for one, other in pairwise(pairs)
+        entry.weight.buffer is other.weight.buffer
+        and entry.weight.end == other.weight.offset
+        and entry.weight.columns == other.weight.columns
+        and entry.target.buffer is other.target.buffer
+        and entry.target.end == other.target.offset
+        and entry.target.columns == other.target.columns
+        and _is_same(entry.input, other.input)
+        for entry, other in pairwise(pairs)
     )
     written = {pair.into.args[0] for pair in pairs}
     buffer, begin, end = pairs[0].target.buffer, pairs[0].target.offset, pairs[-1].target.end

@@ -77,7 +77,7 @@ def compile_region(
 
 
 def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernels: frozenset[str]) -> CompiledRegion:
-    devices = {one.device.type for one in inputs if isinstance(one, torch.Tensor)}
+    devices = {entry.device.type for entry in inputs if isinstance(entry, torch.Tensor)}
     for device_type in sorted(devices):
         preparation(device_type).wait()
     try:

@@ -168,8 +168,8 @@ class Preparation:
 
     def begin(self) -> None:
         """Begin, or go on where it was stopped."""
-        for one in (self._vectors, self._headers, self._keys):
-            one.resume()
+        for entry in (self._vectors, self._headers, self._keys):
+            entry.resume()
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[None]:
@@ -178,15 +178,15 @@ class Preparation:
         try:
             yield
         except BaseException:
-            for one in (self._vectors, self._headers, self._keys):
-                one.stop()
+            for entry in (self._vectors, self._headers, self._keys):
+                entry.stop()
             raise
 
     def wait(self) -> None:
         """Wait until a region can be lowered."""
         self.begin()
-        for one in (self._vectors, self._keys):
-            one.wait()
+        for entry in (self._vectors, self._keys):
+            entry.wait()
 
     def _begin_vectors(self) -> None:
         VectorInstructions(DiskCache(read_settings().cache_dir), self._vectors, self._headers).begin()
@@ -220,7 +220,7 @@ class VectorInstructions:
         self._kinds = kinds if asked else []
         compiler = get_cpp_compiler()
         settings = [
-            (name, one) for name, one in inductor_config.save_config_portable().items() if name.startswith("cpp")
+            (name, entry) for name, entry in inductor_config.save_config_portable().items() if name.startswith("cpp")
         ]
         told = [compiler, get_compiler_version_info(compiler), *map(str, kinds), repr(sorted(settings))]
         self._key = key_of("vectors", told)

@@ -31,8 +31,8 @@ class KeepCopies:
 
     def run(self, region: TracedRegion) -> None:
         graph = region.graph
-        written = {storage_source(one) for node in graph.nodes for one in mutated_inputs(node)}
-        for node in [one for one in graph.nodes if one.target in _COPIES]:
+        written = {storage_source(entry) for node in graph.nodes for entry in mutated_inputs(node)}
+        for node in [element for element in graph.nodes if element.target in _COPIES]:
             source = node.args[_COPIES[node.target]]
             if storage_source(source) in written:
                 is_bool = value(source).dtype is torch.bool

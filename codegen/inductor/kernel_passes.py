@@ -31,7 +31,7 @@ class KeepOrder(CustomSchedulerPass):
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         drawn: BaseSchedulerNode | None = None
-        for node in [one for each in nodes for one in each.get_nodes()]:
+        for node in [entry for each in nodes for entry in each.get_nodes()]:
             read = {dep.name for dep in node.read_writes.reads}
             for name in sorted(read & set(node.mutation_renames.values())):
                 _keep_behind(node, name)
@@ -90,10 +90,10 @@ def _overwrite(kernel: FusedSchedulerNode) -> None:
         users = {user.node.get_name() for user in buffer.users}
         if value in made or not users or not users <= loops.keys() or not has_memory(buffer):
             continue
-        if all(_fits(loops[one], buffer) for one in users):
+        if all(_fits(loops[entry], buffer) for entry in users):
             readers[value] = users
-            for one in users:
-                ends[one].add(value)
+            for reader in users:
+                ends[reader].add(value)
     order = overwriting_order(list(loops), ends, {name: loop.ancestors for name, loop in loops.items()})
     kernel.snodes = [loops[name] for name in order]
     for name, values in overwritten(order, ends).items():

@@ -46,7 +46,9 @@ def _with_strides(found: Any, planned: Any) -> Any:
     if not isinstance(found, torch.Tensor) or not isinstance(planned, torch.Tensor):
         return found
     differ = any(
-        one != other for size, one, other in zip(found.shape, found.stride(), planned.stride(), strict=True) if size > 1
+        entry != other
+        for size, entry, other in zip(found.shape, found.stride(), planned.stride(), strict=True)
+        if size > 1
     )
     if not differ:
         return found

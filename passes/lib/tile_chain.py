@@ -114,10 +114,10 @@ class _PartTiler:
             if source in self._again and source not in tile.copies:
                 self._copy(source, tile)
         args, kwargs = self._arguments(node, tile)
-        found = self._chain.rows[node]
+        rows = self._chain.rows[node]
         if facts_of(node.target).takes_shape:
-            assert isinstance(found, Rows)
-            shape = tile_shape(tensor(node).shape, found, tile.end - tile.start)
+            assert isinstance(rows, Rows)
+            shape = tile_shape(tensor(node).shape, rows, tile.end - tile.start)
             if len(node.args) > 2 or node.target is _aten.expand.default:
                 args = (args[0], shape, *args[2:])
             else:

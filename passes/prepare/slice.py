@@ -93,7 +93,7 @@ class _Slicer:
             gradients.update(zip(self._names, parts[node], strict=True) if mine else {name: node}.items())
         step.set_outputs(step.loss, step.mutations, gradients)
         step.parameters = tuple(
-            one for info in step.parameters for one in (self._infos() if info is what.info else (info,))
+            entry for info in step.parameters for entry in (self._infos() if info is what.info else (info,))
         )
         step.graph.eliminate_dead_code()
         step.graph.erase_node(what.node)

@@ -160,11 +160,11 @@ def _together(
                         if rank[other] > rank[node] and behind[other].isdisjoint(group):
                             group[other] = None
                             pending.append(other)
-        for one in group:
-            for source in sorted(needs[one] - placed, key=rank.__getitem__):
+        for entry in group:
+            for source in sorted(needs[entry] - placed, key=rank.__getitem__):
                 place(source)
-        for one in sorted(group, key=rank.__getitem__):
-            place(one)
+        for element in sorted(group, key=rank.__getitem__):
+            place(element)
     return found
 
 

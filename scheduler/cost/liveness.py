@@ -109,7 +109,11 @@ def liveness(step: StepGraph, on_cpu: bool, *, fused: bool = False) -> Liveness:
     whose outputs keep nothing more.
     """
     taken = memories(node for node in step.calls() if not runs_on_host(node)) if on_cpu else {}
-    excess = {} if fused else {node: one.excess for node, one in taken.items() if one is not None and any(one.excess)}
+    excess = (
+        {}
+        if fused
+        else {node: entry.excess for node, entry in taken.items() if entry is not None and any(entry.excess)}
+    )
     last_use, owned = _last_uses(step, excess)
     here = {node: storages for node, storages in owned.items() if tier_of(node) == DEVICE}
     last_here = {storage: reader for storage, reader in last_use.items() if storage[0] in here}

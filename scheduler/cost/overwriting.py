@@ -24,8 +24,8 @@ def overwriting_order(
     """
     rest, found, claimed = list(loops), list[Loop](), set[Value]()
     while rest:
-        free = [one for one in rest if not any(one in needs[other] for other in rest)]
-        numbers = {one: len(ends[one] - claimed) for one in free}
+        free = [entry for entry in rest if not any(entry in needs[other] for other in rest)]
+        numbers = {element: len(ends[element] - claimed) for element in free}
         taken = min(reversed(free), key=lambda one: (not numbers[one], numbers[one]))
         rest.remove(taken)
         found.insert(0, taken)

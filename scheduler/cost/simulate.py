@@ -174,8 +174,8 @@ def _timings(
             if num_gathers_after(node):
                 continue
             start = max(collective_free, compute_free)
-            for one, timing in zip(together, _collectives(together, start, num_ranks, machine), strict=True):
-                timings[one] = timing
+            for entry, timing in zip(together, _collectives(together, start, num_ranks, machine), strict=True):
+                timings[entry] = timing
                 collective_free = timing.start_seconds + timing.seconds
             done.update(dict.fromkeys(together, collective_free))
             if node.target is ops.broadcast:

@@ -26,19 +26,19 @@ _SAID_BESIDES: dict[str, Any] = {"reason": "given in a pipeline", "num_bytes": 0
 
 def options_of(plan: Plan, decisions: Decisions) -> Options:
     """What ``plan`` decides for the pass that carries out ``decisions``."""
-    found: list[tuple[str, tuple[Value, ...]]] = []
+    options: list[tuple[str, tuple[Value, ...]]] = []
     for entry, columns in decisions.items():
         rows = getattr(plan, entry)
         if not columns:
             if rows != _defaults(Plan)[entry]:
-                found.append((entry, rows if isinstance(rows, tuple) else (rows,)))
+                options.append((entry, rows if isinstance(rows, tuple) else (rows,)))
             continue
         defaults = _defaults(_kind(entry))
         for column in columns:
             values = tuple(getattr(row, column) for row in rows)
             if any(column not in defaults or value != defaults[column] for value in values):
-                found.append((column, values))
-    return tuple(found)
+                options.append((column, values))
+    return tuple(options)
 
 
 def with_options(plan: Plan, given: Iterable[tuple[str, Decisions, Options]]) -> Plan:
@@ -60,17 +60,17 @@ def with_options(plan: Plan, given: Iterable[tuple[str, Decisions, Options]]) ->
             raise UsageError(
                 f"expected options of {name} ({', '.join(known) or 'it has none'}), found {', '.join(unknown)}"
             )
-        values = {key: _as_json(one) for key, one in options}
+        values = {key: _as_json(option) for key, option in options}
         for entry, columns in decisions.items():
             if columns:
                 own = {column: values[column] for column in columns if column in values}
                 changed.setdefault(entry, {}).update(_in_full(name, entry, columns, own))
             elif isinstance(_defaults(Plan)[entry], tuple):
                 data[entry] = values.get(entry, [])
-            elif len(one := values.get(entry, [_defaults(Plan)[entry]])) == 1:
-                data[entry] = one[0]
+            elif len(single := values.get(entry, [_defaults(Plan)[entry]])) == 1:
+                data[entry] = single[0]
             else:
-                raise UsageError(f"expected one value of {entry} of {name}, found {len(one)}")
+                raise UsageError(f"expected one value of {entry} of {name}, found {len(single)}")
     for entry, own in changed.items():
         data[entry] = _rows(entry, own, data.get(entry, []))
     try:
@@ -97,10 +97,14 @@ def _rows(entry: str, changed: Mapping[str, list[Any]], before: list[dict[str, A
         counts = ", ".join(f"{len(values)} of {column}" for column, values in changed.items())
         raise UsageError(f"expected a value of each option for each of the {entry}, found {counts}")
     (number,) = numbers
-    names = [one.name for one in fields(_kind(entry))]
-    known = {column: one for column, one in (_SAID_BESIDES | _defaults(_kind(entry))).items() if column in names}
+    names = [field.name for field in fields(_kind(entry))]
+    known = {
+        column: element for column, element in (_SAID_BESIDES | _defaults(_kind(entry))).items() if column in names
+    }
     rows = before if len(before) == number else [{}] * number
-    missing = [one for one in names if one not in known and one not in changed and not all(one in row for row in rows)]
+    missing = [
+        name for name in names if name not in known and name not in changed and not all(name in row for row in rows)
+    ]
     if missing:
         raise UsageError(
             f"expected {', '.join(missing)} for {number} {entry}, found a plan with {len(before)}: give the options of "
@@ -113,7 +117,7 @@ def _rows(entry: str, changed: Mapping[str, list[Any]], before: list[dict[str, A
 
 
 def _as_json(value: Any) -> Any:
-    return [_as_json(one) for one in value] if isinstance(value, tuple) else value
+    return [_as_json(entry) for entry in value] if isinstance(value, tuple) else value
 
 
 @functools.cache
@@ -123,4 +127,4 @@ def _kind(entry: str) -> Any:
 
 
 def _defaults(kind: type[Any]) -> dict[str, Any]:
-    return {one.name: one.default for one in fields(kind) if one.default is not MISSING}
+    return {field.name: field.default for field in fields(kind) if field.default is not MISSING}

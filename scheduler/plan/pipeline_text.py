@@ -94,12 +94,12 @@ class _Reader:
         return PassText(name, tuple(options.items()))
 
     def _values(self, end: str) -> tuple[Value, ...]:
-        found: list[Value] = []
-        while found or not re.compile(end).match(self._text, self._place):
-            found.append(self._value())
+        values: list[Value] = []
+        while values or not re.compile(end).match(self._text, self._place):
+            values.append(self._value())
             if self._take(",") is None:
                 break
-        return tuple(found)
+        return tuple(values)
 
     def _value(self) -> Value:
         if self._take(r"\[") is not None:
@@ -125,8 +125,8 @@ class _Reader:
         return match[0]
 
     def _expect(self, pattern: str | re.Pattern[str], what: str) -> str:
-        found = self._take(pattern)
-        return found if found is not None else self._refuse(what)
+        text = self._take(pattern)
+        return text if text is not None else self._refuse(what)
 
     def _refuse(self, what: str) -> NoReturn:
         rest = self._text[self._place :]

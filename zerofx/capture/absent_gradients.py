@@ -29,9 +29,9 @@ class AbsentGradient(torch.Tensor):
 
     @staticmethod
     def of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> AbsentGradient:
-        made = without_memory(AbsentGradient, shape, dtype=dtype, device=device)
-        made.value = None
-        return made
+        absent = without_memory(AbsentGradient, shape, dtype=dtype, device=device)
+        absent.value = None
+        return absent
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is not typed
         return "AbsentGradient()" if self.value is None else repr(self.value)

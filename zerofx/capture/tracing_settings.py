@@ -10,14 +10,14 @@ from zerofx.torch_private.capture import tracing_configuration
 
 
 def tracing_settings() -> tuple[str, ...]:
-    """What tracing may depend on beside the model, its batch and the versions of what is installed, as texts."""
+    """What tracing may depend on besides the model, its batch and the versions of what is installed, as texts."""
     kinds = ("cpu", "cuda")
     return (
         platform.machine(),
         torch.backends.cpu.get_cpu_capability(),
         tracing_configuration(),
         f"{torch.get_default_dtype()} {torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}",
-        f"autocast {[(torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in kinds]}",
+        f"autocast {[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]}",
         f"deterministic {torch.are_deterministic_algorithms_enabled()} {torch.backends.cudnn.deterministic}",
         f"libraries {torch.backends.mkldnn.enabled} {torch.backends.cudnn.enabled} {torch.backends.cudnn.benchmark}",
         torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",

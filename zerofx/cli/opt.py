@@ -28,7 +28,7 @@ def listed() -> Iterator[str]:
     """Every rewrite, a line each, by phase and in order; a star marks those that ``ZEROFX_DISABLE`` may name."""
     for phase, rewrites in phases().items():
         yield f"{phase}: {_ABOUT[phase]}"
-        yield from (f"  {one.name + ('*' if one.optional else ''):20} {one.about}" for one in rewrites)
+        yield from (f"  {entry.name + ('*' if entry.optional else ''):20} {entry.about}" for entry in rewrites)
 
 
 def pipeline_of(passes: str | None, phase: str | None, plan: Plan | None, *, guarded: bool) -> list[PassText]:

@@ -164,7 +164,7 @@ class Recording(TorchDispatchMode):
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func is _aten.lift_fresh.default and type(args[0]) is torch.Tensor and not args[0].is_meta:
             return hold(func(*args))
-        makes = not tensors and any(isinstance(one.type, torch.TensorType) for one in schema_of(func).returns)
+        makes = not tensors and any(isinstance(entry.type, torch.TensorType) for entry in schema_of(func).returns)
         on_meta = torch.device(kwargs.get("device") or "cpu").type == "meta"
         if any(isinstance(tensor, DeferredTensor) for tensor in tensors) or (makes and not on_meta):
             return _perform(func, args, kwargs, self._scratch)
@@ -195,11 +195,11 @@ def _perform(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scrat
             )
     wrappers: dict[Value, DeferredTensor] = {}
 
-    def unwrap(one: Any) -> Any:
-        if isinstance(one, DeferredTensor):
-            wrappers[one._value] = one
-            return one._value
-        return Constant(one, version_of(one)) if isinstance(one, torch.Tensor) else one
+    def unwrap(leaf: Any) -> Any:
+        if isinstance(leaf, DeferredTensor):
+            wrappers[leaf._value] = leaf
+            return leaf._value
+        return Constant(leaf, version_of(leaf)) if isinstance(leaf, torch.Tensor) else leaf
 
     noted_args, noted_kwargs = pytree.tree_map(unwrap, (args, kwargs))
     device = _device_of(function, noted_args, noted_kwargs)
@@ -242,8 +242,8 @@ def _perform(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scrat
 def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operation changes in place."""
     schema = schema_of(function).arguments
-    given = dict(zip((one.name for one in schema), args, strict=False)) | kwargs
-    changed = [given.get(one.name) for one in schema if one.alias_info is not None and one.alias_info.is_write]
+    given = dict(zip((element.name for element in schema), args, strict=False)) | kwargs
+    changed = [given.get(entry.name) for entry in schema if entry.alias_info is not None and entry.alias_info.is_write]
     return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, torch.Tensor)]
 
 

@@ -56,10 +56,10 @@ def phase_passes(phase: str | None, plan: Plan | None, *, guarded: bool, disable
     if phase == "plan" and plan is None:
         raise _no_plan("the phase plan")
     if phase == "region":
-        return [PassText(one.name) for one in REGION]
+        return [PassText(entry.name) for entry in REGION]
     asked = {"prepare": PREPARE, "plan": PLAN}.get(phase or "", (*PREPARE, *(PLAN if plan is not None else ())))
-    names = {one.name for one in asked} - set(disabled)
-    return [one for one in orders(plan or _NO_PLAN, guarded=guarded) if one.name in names]
+    names = {element.name for element in asked} - set(disabled)
+    return [order for order in orders(plan or _NO_PLAN, guarded=guarded) if order.name in names]
 
 
 def rewrite(saved: SavedGraph, passes: Sequence[PassText], plan: Plan | None, say: Say) -> SavedGraph:
@@ -72,29 +72,29 @@ def rewrite(saved: SavedGraph, passes: Sequence[PassText], plan: Plan | None, sa
         PlanError: the plan is for another graph.
         InvalidGraphError: a pass has left a graph that breaks a rule.
     """
-    listed = [find(one.name) for one in passes]
+    listed = [find(element.name) for element in passes]
     _check(passes, listed, plan)
-    told = with_orders(plan or _NO_PLAN, passes)
+    ordered = with_orders(plan or _NO_PLAN, passes)
     step, layout = saved.step, saved.layout
-    for one in listed:
-        if one in REGION:
+    for entry in listed:
+        if entry in REGION:
             break
-        if one in PLAN and layout is None:
-            layout = _layout(step, saved, told)
+        if entry in PLAN and layout is None:
+            layout = _layout(step, saved, ordered)
             step = step.clone()  # as the driver carries plans out: what passes put in is numbered alike
-        with _on_this_graph(one.name):
-            _run(one, step, saved, layout, told)
-        verify(step, one.name)
-        say(one.name, step.text(), "")
-    if of_regions := [one for one in listed if one in REGION]:
+        with _on_this_graph(entry.name):
+            _run(entry, step, saved, layout, ordered)
+        verify(step, entry.name)
+        say(entry.name, step.text(), "")
+    if of_regions := [item for item in listed if item in REGION]:
         _rewrite_regions(step, of_regions, say)
     return replace(saved, step=step, layout=layout)
 
 
 def _run(listed: Listed, step: StepGraph, saved: SavedGraph, layout: BucketLayout | None, plan: Plan) -> None:
     if listed in PREPARE:
-        made = listed.made(slices=plan.slices, num_micro_batches=plan.num_micro_batches, divided=saved.divided)
-        made.run(step)
+        preparation = listed.made(slices=plan.slices, num_micro_batches=plan.num_micro_batches, divided=saved.divided)
+        preparation.run(step)
         return
     assert layout is not None, "passes of a plan have one"
     updated = (bucket for bucket in layout.buckets if bucket.trainable)
@@ -122,17 +122,17 @@ def _on_this_graph(name: str) -> Iterator[None]:
 
 def _check(passes: Sequence[PassText], listed: Sequence[Listed], plan: Plan | None) -> None:
     begun = False
-    told = Counter(given.name for given in passes if given.options)
-    if twice := [name for name, times in told.items() if times > 1]:
+    times_of = Counter(given.name for given in passes if given.options)
+    if twice := [name for name, times in times_of.items() if times > 1]:
         raise UsageError(f"expected the options of a pass once in a pipeline, found {', '.join(twice)} with several")
-    for given, one in zip(passes, listed, strict=True):
-        if one in CAPTURE:
-            raise _refused_capture(one.name)
-        if plan is None and (one in PLAN or (one.decisions and not given.options)):
-            raise _no_plan(one.name, "" if one in PLAN else f", or {one.name} its options")
-        if begun and one not in REGION:
-            raise UsageError(f"expected passes of regions after all others, found {one.name} after one of those")
-        begun = one in REGION
+    for given, entry in zip(passes, listed, strict=True):
+        if entry in CAPTURE:
+            raise _refused_capture(entry.name)
+        if plan is None and (entry in PLAN or (entry.decisions and not given.options)):
+            raise _no_plan(entry.name, "" if entry in PLAN else f", or {entry.name} its options")
+        if begun and entry not in REGION:
+            raise UsageError(f"expected passes of regions after all others, found {entry.name} after one of those")
+        begun = entry in REGION
 
 
 def _no_plan(name: str, otherwise: str = "") -> UsageError:
@@ -157,9 +157,10 @@ def _layout(step: StepGraph, saved: SavedGraph, plan: Plan) -> BucketLayout:
     layout = layout_of(step, saved.groups, plan.num_ranks, 1 if plan.wire == "exact" else BLOCK)
     if tuple(map(summarise, layout.buckets)) != plan.buckets:
         raise PlanError(
-            f"expected a graph with the buckets that the plan is for ({', '.join(one.name for one in plan.buckets)}), "
-            f"found {', '.join(bucket.name for bucket in layout.buckets)}, or others of these names: save graph and "
-            f"plan together, with `zerofx plan --save PLAN.json --save-graph GRAPH.json`"
+            f"expected a graph with the buckets that the plan is for "
+            f"({', '.join(bucket.name for bucket in plan.buckets)}), found "
+            f"{', '.join(bucket.name for bucket in layout.buckets)}, or others of these names: save graph and plan "
+            f"together, with `zerofx plan --save PLAN.json --save-graph GRAPH.json`"
         )
     return layout
 
@@ -195,7 +196,7 @@ def _rewrite_regions(step: StepGraph, listed: Sequence[Listed], say: Say) -> Non
     for key, name in emitted.functions.items():
         region = first[key]
         if region.inputs and not region.is_update:
-            watched = [_WatchedRegion(one.made(), name, say) for one in listed]
+            watched = [_WatchedRegion(entry.made(), name, say) for entry in listed]
             rewritten(namespace[name], [value(node) for node in region.inputs], kernels, watched)
 
 
@@ -221,5 +222,5 @@ def rewrite_traced(model: nn.Module, batch: Batch, options: CompileOptions, say:
     Raises:
         CaptureError: the model cannot be captured.
     """
-    watched = [_Watched(one, say) for one in NORMALISATIONS]
+    watched = [_Watched(normalisation, say) for normalisation in NORMALISATIONS]
     capture(model, batch, loss_fn=options.objective, compute_dtype=options.compute_dtype, rewrites=watched)

@@ -84,7 +84,7 @@ class SavedGraph:
         groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
         layout = layout_of(step, groups, 1)
         programs = OptimizerBinding(optimizer, layout, step.device, prefer_fused=prefer_fused).programs(None)
-        update_of = {slot.name: one for index, one in programs.items() for slot in layout.buckets[index].slots}
+        update_of = {slot.name: program for index, program in programs.items() for slot in layout.buckets[index].slots}
         try:
             divided = captures.divided(2)  # whatever ``num`` is: how many there are to be may still be asked
         except UsageError:
@@ -123,25 +123,25 @@ class SavedGraph:
 
     def _text(self) -> str:
         step, layout = self.step, self.layout
-        programs = list({id(one): one for one in self.programs.values()}.values())
-        place = {id(one): number for number, one in enumerate(programs)}
+        programs = list({id(other_program): other_program for other_program in self.programs.values()}.values())
+        place = {id(program): number for number, program in enumerate(programs)}
         return json.dumps({
             "format": _FORMAT,
             "graph": json.loads(to_json(step, _NAMESPACES)),
             "facts": {node.name: data for node in step.graph.nodes if (data := _facts(node))},
-            "parameters": [_fields(one) for one in step.parameters],
+            "parameters": [_fields(parameter) for parameter in step.parameters],
             "units": sorted(step.units),
             "num_micro_batches": step.num_micro_batches,
-            "slices": [asdict(one) for one in step.slices],
+            "slices": [asdict(entry) for entry in step.slices],
             "cut_pieces": sorted(step.cut_pieces),
             "reduced": {str(bucket): node.name for bucket, node in step.reduced.items()},
             "clipping": None if step.clipping is None else _clipping(step.clipping),
             "guarded": step.guarded,
             "groups": dict(self.groups),
-            "programs": [_program_data(one) for one in programs],
-            "program_of": {name: place[id(one)] for name, one in self.programs.items()},
+            "programs": [_program_data(element) for element in programs],
+            "program_of": {name: place[id(item)] for name, item in self.programs.items()},
             "divided": sorted(self.divided),
-            "layout": None if layout is None else [layout.num_ranks, [bucket_data(one) for one in layout.buckets]],
+            "layout": None if layout is None else [layout.num_ranks, list(map(bucket_data, layout.buckets))],
         })  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def _read(text: str) -> SavedGraph:
         raise ValueError("it was written by another version of zerofx, or is no graph")
     if not isinstance(data["graph"], dict):
         raise ValueError("it is a plan, not a graph")
-    parameters = tuple(ParameterInfo(**_decoded_fields(one)) for one in data["parameters"])
+    parameters = tuple(ParameterInfo(**_decoded_fields(element)) for element in data["parameters"])
     blank = StepGraph(fx.Graph(), torch.device("cpu"), parameters, frozenset(data["units"]))
     step = from_json(json.dumps(data["graph"]), blank, fake_mode(), _NAMESPACES)
     by_name = step.by_name()
@@ -160,13 +160,13 @@ def _read(text: str) -> SavedGraph:
     step = replace(
         step,
         num_micro_batches=int(data["num_micro_batches"]),
-        slices=tuple(SliceDecision(**one) for one in data["slices"]),
+        slices=tuple(SliceDecision(**item) for item in data["slices"]),
         cut_pieces=frozenset(data["cut_pieces"]),
         reduced={int(bucket): by_name[name] for bucket, name in data["reduced"].items()},
         clipping=None if data["clipping"] is None else Clipping(*(by_name[name] for name in data["clipping"])),
         guarded=bool(data["guarded"]),
     )
-    programs = [_program(one) for one in data["programs"]]
+    programs = [_program(entry) for entry in data["programs"]]
     layout = data["layout"]
     return SavedGraph(
         step,
@@ -183,14 +183,14 @@ def _clipping(clipping: Clipping) -> list[str]:
 
 def _facts(node: fx.Node) -> dict[str, Any]:
     """What the graph's own text leaves out."""
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     if plain := plain_facts(node):
-        found["plain"] = plain
+        facts["plain"] = plain
     if (task := task_of(node)) is not None:
-        found["task"] = [task.job, task.index]
+        facts["task"] = [task.job, task.index]
     if node.op == "placeholder":
-        found["placeholder"] = asdict(placeholder(node))
-    return found
+        facts["placeholder"] = asdict(placeholder(node))
+    return facts
 
 
 def _set_facts(node: fx.Node, facts: Mapping[str, Any]) -> None:
@@ -203,13 +203,13 @@ def _set_facts(node: fx.Node, facts: Mapping[str, Any]) -> None:
         set_placeholder(node, Placeholder(**{**given, "role": Role(given["role"])}))
 
 
-def _fields(one: Any) -> dict[str, Any]:
+def _fields(record: Any) -> dict[str, Any]:
     """The fields of a dataclass as JSON has them."""
-    return {each.name: encoded(getattr(one, each.name)) for each in fields(one)}
+    return {each.name: encoded(getattr(record, each.name)) for each in fields(record)}
 
 
 def _decoded_fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: decoded(one) for name, one in data.items()}
+    return {name: decoded(entry) for name, entry in data.items()}
 
 
 def _program_data(program: UpdateProgram) -> dict[str, Any]:
@@ -219,14 +219,14 @@ def _program_data(program: UpdateProgram) -> dict[str, Any]:
         target = operator_text(node.target, _NAMESPACES) if node.op == "call_function" else str(node.target)
         args, kwargs = (
             encoded(tuple(node.args), places),
-            {key: encoded(one, places) for key, one in node.kwargs.items()},
+            {key: encoded(argument, places) for key, argument in node.kwargs.items()},
         )
         nodes.append([node.op, node.name, target, args, kwargs])
         places[node] = place
     return {
         "nodes": nodes,
-        "states": [_fields(one) for one in program.states],
-        "scalar_states": [_fields(one) for one in program.scalar_states],
+        "states": [_fields(state) for state in program.states],
+        "scalar_states": [_fields(entry) for entry in program.scalar_states],
         "before": sorted(program.state_before),
         "after": sorted(program.state_after),
         **{name: encoded(getattr(program, name)) for name in _PLAIN_FIELDS},
@@ -237,16 +237,16 @@ _PLAIN_FIELDS = ("optimizer", "tensor_scalars", "num_scalars", "host_name", "dty
 
 
 def _program(data: Mapping[str, Any]) -> UpdateProgram:
-    graph, made = fx.Graph(), list[fx.Node]()
+    graph, nodes = fx.Graph(), list[fx.Node]()
     for op, name, target, args, kwargs in data["nodes"]:
         called = operator_of(target, _NAMESPACES) if op == "call_function" else target
-        given = {key: decoded(one, made) for key, one in kwargs.items()}
-        made.append(graph.create_node(op, called, decoded(args, made), given, name=name))
+        given = {key: decoded(argument, nodes) for key, argument in kwargs.items()}
+        nodes.append(graph.create_node(op, called, decoded(args, nodes), given, name=name))
     return UpdateProgram(
         graph=graph,
         host_source="",
-        states=tuple(StateSpec(**_decoded_fields(one)) for one in data["states"]),
-        scalar_states=tuple(ScalarStateSpec(**_decoded_fields(one)) for one in data["scalar_states"]),
+        states=tuple(StateSpec(**_decoded_fields(entry)) for entry in data["states"]),
+        scalar_states=tuple(ScalarStateSpec(**_decoded_fields(element)) for element in data["scalar_states"]),
         state_before=frozenset(data["before"]),
         state_after=frozenset(data["after"]),
         **{name: decoded(data[name]) for name in _PLAIN_FIELDS},

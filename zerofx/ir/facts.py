@@ -228,15 +228,15 @@ def plain_facts(node: fx.Node) -> dict[str, str | int]:
     return {name: node.meta[name] for name in _PLAIN if node.meta.get(name) is not None}
 
 
-def set_plain_facts(node: fx.Node, found: Mapping[str, str | int]) -> fx.Node:
+def set_plain_facts(node: fx.Node, facts: Mapping[str, str | int]) -> fx.Node:
     """Record what ``plain_facts`` gave; returns the node.
 
     Raises:
         ValueError: there is another fact.
     """
-    if not found.keys() <= set(_PLAIN):
-        raise ValueError(f"expected facts among {', '.join(_PLAIN)}, found {', '.join(found)}")
-    node.meta.update(found)
+    if not facts.keys() <= set(_PLAIN):
+        raise ValueError(f"expected facts among {', '.join(_PLAIN)}, found {', '.join(facts)}")
+    node.meta.update(facts)
     return node
 
 

@@ -62,7 +62,7 @@ class Name:
 
 
 def to_json(step: StepGraph, namespaces: frozenset[str] = TORCH_NAMESPACES) -> str:
-    """All that ``from_json`` needs beside the model's parameters and units, which are not kept.
+    """All that ``from_json`` needs besides the model's parameters and units, which are not kept.
 
     ``namespaces`` are those of operators that the graph may call.
 

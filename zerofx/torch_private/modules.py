@@ -55,4 +55,4 @@ def initializer(module: nn.Module) -> Callable[[nn.Module], object] | None:
 def refer_to_weights(layer: nn.RNNBase, *, refer: bool) -> None:
     """Make or drop a recurrent layer's weak references to its weights, as it does itself when it is moved."""
     weights = layer._flat_weights if refer else []
-    layer._flat_weight_refs = [None if one is None else weakref.ref(one) for one in weights]
+    layer._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]

@@ -48,7 +48,9 @@ def _events(profiler: torch.profiler.profile, name: str) -> list[Any]:
     inner = profiler.profiler
     assert inner is not None and inner.kineto_results is not None
     on_cpu = torch._C._autograd.DeviceType.CPU
-    events = [one for one in inner.kineto_results.events() if one.name() == name and one.device_type() == on_cpu]
+    events = [
+        entry for entry in inner.kineto_results.events() if entry.name() == name and entry.device_type() == on_cpu
+    ]
     return sorted(events, key=lambda event: event.start_ns())
 
 
@@ -65,6 +67,10 @@ def is_profiling() -> bool:
     # Of those that warm up torch keeps no list, but an object refers to its class.
     if gc.get_freeze_count():
         return True  # what is frozen is not found
-    profilers = (one for one in gc.get_referrers(torch.profiler.profile) if isinstance(one, torch.profiler.profile))
+    profilers = (
+        referrer
+        for referrer in gc.get_referrers(torch.profiler.profile)
+        if isinstance(referrer, torch.profiler.profile)
+    )
     warming_up = torch.profiler.ProfilerAction.WARMUP
-    return any(one.current_action is warming_up and one.step_rec_fn is not None for one in profilers)
+    return any(profiler.current_action is warming_up and profiler.step_rec_fn is not None for profiler in profilers)

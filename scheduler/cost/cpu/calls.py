@@ -164,7 +164,8 @@ class Call(NamedTuple):
         call = self._replace(args=tuple([_described(arg) for arg in args]), kwargs=tuple(pairs))
         on_meta, more = call.filled(lambda like: torch.empty_strided(*like[:2], dtype=like.dtype, device="meta"))
         made = tensors_in(self.target(*on_meta, **more))
-        return call._replace(made=tuple([Like(tuple(one.shape), one.stride(), one.dtype) for one in made]))
+        results = tuple([Like(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in made])
+        return Call(call.target, call.args, call.kwargs, results)
 
     def filled(self, values: Callable[[Like], Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments as they are given, with ``values`` in the place of tensors."""

@@ -90,10 +90,10 @@ def _learn(calls: Sequence[Call]) -> None:
     parts = {call: parts_of(call) for call in calls if not call.is_quick}
     pairs = {call: (call, call) if call.is_quick else two_smaller(call) for call in calls if not parts.get(call)}
     asked = [*[pair.calls for pair in parts.values() if pair is not None], *[pair for pair in pairs.values() if pair]]
-    known.update(_records(list(dict.fromkeys(one for pair in asked for one in pair if one not in known))))
+    known.update(_records(list(dict.fromkeys(entry for pair in asked for entry in pair if entry not in known))))
     for call, two in parts.items():
         if two is not None:
-            known[call] = two.told(*[known[one] for one in two.calls])
+            known[call] = two.told(*[known[element] for element in two.calls])
     for call, pair in pairs.items():
         first, second = (None, None) if pair is None else (known[pair[0]], known[pair[1]])
         if call.is_quick or (first is not None and first == second):
@@ -163,7 +163,7 @@ def _run(call: Call, arguments: Arguments, peak: CpuPeak | None) -> list[tuple[i
         MemoryError, RuntimeError: it fails for a reason that may pass.
     """
     args, kwargs = arguments
-    given = {memory_of(one) for one in tensors_in([*args, *kwargs.values()])}
+    given = {memory_of(entry) for entry in tensors_in([*args, *kwargs.values()])}
     with peak.part() if peak is not None else contextlib.nullcontext():
         try:
             with _refusing_values():
@@ -171,15 +171,15 @@ def _run(call: Call, arguments: Arguments, peak: CpuPeak | None) -> list[tuple[i
         except _ValuesError:
             return None
     outputs = list(tensors_in(made))
-    shapes = [tuple(one.shape) for one in outputs]
+    shapes = [tuple(element.shape) for element in outputs]
     if len(shapes) != len(call.made) or any(
         shape != like.shape and 0 not in shape for shape, like in zip(shapes, call.made, strict=True)
     ):
         return None
     sizes = []
-    for one in outputs:
-        sizes.append(0 if memory_of(one) in given else one.untyped_storage().nbytes())
-        given.add(memory_of(one))
+    for output in outputs:
+        sizes.append(0 if memory_of(output) in given else output.untyped_storage().nbytes())
+        given.add(memory_of(output))
     return list(zip(sizes, shapes, strict=True))
 
 

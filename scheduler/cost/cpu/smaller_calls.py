@@ -107,18 +107,18 @@ def _points(call: Call, size: int, *, is_quick: bool) -> dict[int, Call]:
                 gap = max(step, top // (_NUM_POINTS + 1) // step * step)
                 places = [top - number * gap for number in range(_NUM_POINTS)]
                 calls = {place: call.resized({size: place}) for place in places if place > 0}
-                found = {place: one for place, one in calls.items() if one is not None}
+                found = {place: entry for place, entry in calls.items() if entry is not None}
                 return found if len(found) == _NUM_POINTS else {}
             top -= max(step, top // 4 // step * step)
     return {}
 
 
 def _told(places: Sequence[int], found: Sequence[KernelMemory | None], at: int) -> KernelMemory | None:
-    known = [one for one in found if one is not None]
+    known = [entry for entry in found if entry is not None]
     if len(known) < len(places):
         return None
-    inside = _continued(places, [one.inside for one in known], at)
-    excess = [_continued(places, values, at) for values in zip(*(one.excess for one in known), strict=True)]
+    inside = _continued(places, [element.inside for element in known], at)
+    excess = [_continued(places, values, at) for values in zip(*(item.excess for item in known), strict=True)]
     if inside is None or None in excess:
         return None
     return KernelMemory(inside, tuple(value or 0 for value in excess))

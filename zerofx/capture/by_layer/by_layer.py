@@ -188,11 +188,11 @@ def _stamped(whole: _Whole, repeats: Sequence[Repeat], expected: str) -> StepGra
     if short.constants:
         raise NotRepeatedError("the model has tensors that are neither parameters nor buffers")
     names = _Names(short)
-    for one in repeats:
-        with shortened(model, [(other, other.fewer if other is one else other.captured) for other in repeats]):
-            names.learn(one, short, whole.capture())
-    for one in repeats:
-        Stamp(one, names).run(short)
+    for entry in repeats:
+        with shortened(model, [(other, other.fewer if other is entry else other.captured) for other in repeats]):
+            names.learn(entry, short, whole.capture())
+    for element in repeats:
+        Stamp(element, names).run(short)
     names.give(short)
     parameters = parameter_infos(model, whole.compute_dtype, whole.strides)
     captured = replace(short, parameters=parameters, units=frozenset(find_units(model)))

@@ -27,14 +27,14 @@ aten = torch.ops.aten
 
 def kernel_layouts(device: torch.device) -> dict[Any, Callable[..., Any]]:
     """Decompositions into the operator and, where a fake's strides are not the kernel's on ``device``, a copy."""
-    found = {
+    table = {
         operator: _decomposed(operator, facts.layout, facts.layout_arguments)
         for operator, facts in aten_entries()
         if facts.layout is not None and (facts.layout is not Layout.OF_FORMAT or device.type == "cpu")
     }
     if device.type == "cpu":
-        found |= {aten.roll.default: _laid_out(aten.roll.default, _rolled), aten._embedding_bag.default: _embedding_bag}
-    return found
+        table |= {aten.roll.default: _laid_out(aten.roll.default, _rolled), aten._embedding_bag.default: _embedding_bag}
+    return table
 
 
 def _decomposed(operator: Any, layout: Layout, arguments: Sequence[int]) -> Callable[..., Any]:

@@ -34,9 +34,9 @@ class BeginBackward:
         graph = joint.graph
         for node in list(graph.find_nodes(op="placeholder")):
             if isinstance(node.meta.get("desc"), TangentAOTInput):
-                one = _replace_tangent(graph, node)
-                if one is not None:
-                    _assert_values(graph, one, zip(_checks(joint), joint.lossy.checked, strict=True))
+                seed = _replace_tangent(graph, node)
+                if seed is not None:
+                    _assert_values(graph, seed, zip(_checks(joint), joint.lossy.checked, strict=True))
 
 
 def _replace_tangent(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -47,14 +47,14 @@ def _replace_tangent(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     first = min(node.users, key={n: i for i, n in enumerate(graph.nodes)}.__getitem__)
     fake = node.meta["val"]
     with graph.inserting_before(first):
-        one = graph.call_function(
+        seed = graph.call_function(
             torch.ops.aten.full.default, ([], 1.0), {"dtype": fake.dtype, "device": fake.device, "pin_memory": False}
         )
-    set_value(one, fake)
-    set_origin(one, Origin(origin(first).layer, Phase.BACKWARD))
-    node.replace_all_uses_with(one)
+    set_value(seed, fake)
+    set_origin(seed, Origin(origin(first).layer, Phase.BACKWARD))
+    node.replace_all_uses_with(seed)
     graph.erase_node(node)
-    return one
+    return seed
 
 
 def _checks(joint: Joint) -> list[fx.Node]:
@@ -62,7 +62,7 @@ def _checks(joint: Joint) -> list[fx.Node]:
     output, lossy = joint.graph.output_node(), joint.lossy
     outputs: Any = output.args[0]
     returned = [
-        one for one, desc in zip(outputs, descriptions(output), strict=True) if isinstance(desc, PlainAOTOutput)
+        entry for entry, desc in zip(outputs, descriptions(output), strict=True) if isinstance(desc, PlainAOTOutput)
     ]
     return returned[1 + len(lossy.rebound) :][: len(lossy.checked)]
 

@@ -41,17 +41,17 @@ class CheckResults:
                 graph.erase_node(following)
             graph.erase_node(node)
             if token.op == "placeholder" and set(token.users) == {output}:
-                output.args = ([None if one is token else one for one in output.args[0]],)  # type: ignore[union-attr]
+                output.args = ([None if argument is token else argument for argument in output.args[0]],)  # type: ignore[union-attr]
                 graph.erase_node(token)
 
 
 def _check_result(graph: fx.Graph, info: fx.Node, name: str, *, is_matrix: bool = True) -> bool:
     """Put a result of the operator that gave ``info`` after a check; False if none is read."""
-    made = info.args[0] if info.target is operator.getitem else None
-    results = [one for one in made.users if one is not info and one.users] if isinstance(made, fx.Node) else []
+    call = info.args[0] if info.target is operator.getitem else None
+    results = [entry for entry in call.users if entry is not info and entry.users] if isinstance(call, fx.Node) else []
     if not results:
         return False
-    result = min(results, key=lambda one: one.args[1])  # type: ignore[arg-type,return-value]  # its place
+    result = min(results, key=lambda output: output.args[1])  # type: ignore[arg-type,return-value]  # its place
     order = {node: i for i, node in enumerate(graph.nodes)}
     last = max(result, info, key=order.__getitem__)
     with graph.inserting_after(last):

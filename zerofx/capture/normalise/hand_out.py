@@ -32,7 +32,7 @@ class HandOut:
         returned = joint.step.returned = joint.lossy.returned
         extras = joint.outputs.extras
         joint.outputs.extras = [
-            _handed_out(joint.graph, one, partial(returned.shows, i)) for i, one in enumerate(extras)
+            _handed_out(joint.graph, extra, partial(returned.shows, i)) for i, extra in enumerate(extras)
         ]
 
 

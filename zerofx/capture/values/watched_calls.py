@@ -46,10 +46,10 @@ class Checks(TorchFunctionMode):
         """The truth of ``asked``, of one element, for which whoever asks for it does not raise, if there is one."""
         own = inspect.currentframe()
         frame = reader(own and own.f_back)
-        found = True if is_check else None if frame is None else answer_without_raising(frame)
-        if found is not None:
-            self._note(asked, found)
-        return found
+        truth = True if is_check else None if frame is None else answer_without_raising(frame)
+        if truth is not None:
+            self._note(asked, truth)
+        return truth
 
     def noted(self) -> list[tuple[torch.Tensor, str]]:
         """What has to hold, as booleans of one element, and what to say where it does not."""

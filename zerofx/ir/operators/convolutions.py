@@ -23,11 +23,11 @@ def _of_format(argument: int) -> Operator:
     return Operator(layout=Layout.OF_FORMAT, layout_arguments=(argument,))
 
 
-def _steps(given: Sequence[Any], made: Sequence[Any]) -> int:
-    return int(math.prod(made[0].shape) * math.prod(given[1].shape[1:])) // _PRODUCTS_A_STEP
+def _steps(given: Sequence[Any], results: Sequence[Any]) -> int:
+    return int(math.prod(results[0].shape) * math.prod(given[1].shape[1:])) // _PRODUCTS_A_STEP
 
 
-def _backward_steps(given: Sequence[Any], _made: Sequence[Any]) -> int:
+def _backward_steps(given: Sequence[Any], _results: Sequence[Any]) -> int:
     return int(math.prod(given[0].shape) * math.prod(given[2].shape[1:])) // _PRODUCTS_A_STEP
 
 

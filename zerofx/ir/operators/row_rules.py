@@ -18,37 +18,37 @@ from zerofx.ir.operators.rows import OWN, SUM, Found, Rows, grouped
 
 
 def _read(node: fx.Node, index: int) -> fx.Node:
-    found = node.args[index]
-    assert isinstance(found, fx.Node)
-    return found
+    source = node.args[index]
+    assert isinstance(source, fx.Node)
+    return source
 
 
 def _dim(node: fx.Node, index: int, rank: int, default: int = 0) -> int:
-    found = node.args[index] if len(node.args) > index else default
-    assert isinstance(found, int)
-    return found % rank
+    dim = node.args[index] if len(node.args) > index else default
+    assert isinstance(dim, int)
+    return dim % rank
 
 
 def elementwise(node: fx.Node, given: Given) -> Found:
     """Of operators whose result has, at each place, what follows from its inputs at that place."""
     shape = tuple(tensor(node).shape)
-    found: Rows | None = None
+    common: Rows | None = None
     for source, rows in given.items():
         if rows is None:
             continue
         read = tuple(tensor(source).shape)
         moved = rows.moved(len(shape) - len(read))
-        if found not in (None, moved) or [shape[d] for d in moved.dims] != [read[d] for d in rows.dims]:
+        if common not in (None, moved) or [shape[d] for d in moved.dims] != [read[d] for d in rows.dims]:
             return None
-        found = moved
-    assert found is not None
+        common = moved
+    assert common is not None
     for source, rows in given.items():
         if rows is None:
             read = tuple(tensor(source).shape)
-            behind = len(shape) - len(read)
-            if any(d >= behind and read[d - behind] != 1 for d in found.dims):
+            skipped = len(shape) - len(read)
+            if any(d >= skipped and read[d - skipped] != 1 for d in common.dims):
                 return None
-    return found
+    return common
 
 
 def reshaped(node: fx.Node, given: Given) -> Found:
@@ -87,8 +87,8 @@ def transposed(node: fx.Node, given: Given) -> Found:
     """Of two dimensions, given as arguments, that change places."""
     rows, rank = given[_read(node, 0)], tensor(node).dim()
     order = list(range(rank))
-    one, other = _dim(node, 1, rank), _dim(node, 2, rank)
-    order[one], order[other] = order[other], order[one]
+    first, second = _dim(node, 1, rank), _dim(node, 2, rank)
+    order[first], order[second] = order[second], order[first]
     return _permuted(rows, order) if rows is not None else None
 
 
@@ -116,8 +116,8 @@ def without_dim(node: fx.Node, given: Given) -> Found:
     rows, dim = given[_read(node, 0)], _dim(node, 1, tensor(_read(node, 0)).dim())
     if rows is None or dim in rows.dims:
         return None
-    found = rows.moved(-1) if dim < rows.first else rows
-    return tuple(found for _ in value(node)) if isinstance(value(node), list | tuple) else found
+    left = rows.moved(-1) if dim < rows.first else rows
+    return tuple(left for _ in value(node)) if isinstance(value(node), list | tuple) else left
 
 
 def squeezed(node: fx.Node, given: Given) -> Found:
@@ -173,7 +173,7 @@ def batched_product(node: fx.Node, given: Given) -> Found:
 
 
 def _product(left: Rows | None, right: Rows | None, at: int) -> Found:
-    """Of matrices that lie in dimensions ``at`` and the one behind."""
+    """Of matrices that lie in dimensions ``at`` and the one after."""
     match left, right:
         case Rows(first, 1, _), None if first == at:
             return left
@@ -189,8 +189,8 @@ def added_product(node: fx.Node, given: Given) -> Found:
     if given[_read(node, 0)] is not None or tensor(_read(node, 0)).dim() != 1:
         return None
     left, right = given[_read(node, 1)], given[_read(node, 2)]
-    found = _product(left, right, 0)
-    return found if found == left else None
+    rows = _product(left, right, 0)
+    return rows if rows == left else None
 
 
 def summed(node: fx.Node, given: Given) -> Found:
@@ -210,8 +210,8 @@ def summed(node: fx.Node, given: Given) -> Found:
 
 def reduced(node: fx.Node, given: Given) -> Found:
     """Of other reductions, whose parts do not add up."""
-    found = summed(node, given)
-    return None if found is SUM else found
+    rows = summed(node, given)
+    return None if rows is SUM else rows
 
 
 def normalised(num_outputs: int) -> RowRule:

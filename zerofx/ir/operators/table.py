@@ -50,7 +50,9 @@ def facts_of(target: object) -> Operator:
 def _facts(target: OpOverload[..., Any]) -> Operator:
     name = schema_of(target).name.removeprefix("aten::")
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
-    entry = TABLE.get(f"{name}.{target._overloadname}") or TABLE.get(name) or TABLE.get(f"{prefix}*", _UNNAMED)
+    entry = (
+        TABLE.get(f"{name}.{str(target).rpartition('.')[2]}") or TABLE.get(name) or TABLE.get(f"{prefix}*", _UNNAMED)
+    )
     is_pointwise = entry.is_pointwise or torch.Tag.pointwise in target.tags
     inductor = Inductor.LOOP if is_pointwise and not entry.is_loop else entry.inductor
     return replace(entry, is_pointwise=is_pointwise, inductor=inductor)

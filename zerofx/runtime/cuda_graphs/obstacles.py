@@ -72,7 +72,7 @@ def _node_obstacle(node: fx.Node, device_type: str) -> str:
 
 
 def _waits_for_values(node: fx.Node, tags: Any) -> bool:
-    """Whether the host has to know values to launch what is behind."""
+    """Whether the host has to know values to launch what is after."""
     if facts_of(node.target).kind is OperatorKind.INDEXED:
         # With numbers as indices shapes are known; a mask is counted first.
         return any(index.dtype in (torch.bool, torch.uint8) for index in _indices(node))
