@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerofx.capture.checks import device_of
 from zerofx.disk.cache import MALFORMED
 from zerofx.driver import step_cache
 from zerofx.driver.captures import Captures
+from zerofx.driver.garbage import collecting_recent_garbage_only
 from zerofx.driver.given_plan import check_budget, check_graph, check_host_budget
 from zerofx.driver.prepared import Earlier, Prepared, Request, agree_on_graph, prepare
 from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, ZeroFXError, working
@@ -56,6 +58,11 @@ def build_step(request: Request, earlier: Earlier | None, control: Control) -> B
         MemoryBudgetError: no plan fits the budget.
         ZeroFXError: as ``prepare``.
     """
+    with _preparing_the_compiler(request), collecting_recent_garbage_only():
+        return _built(request, earlier, control)
+
+
+def _built(request: Request, earlier: Earlier | None, control: Control) -> Built:
     captures, recalled = control.attempt("capture a step", lambda: _captured(request, earlier))
     if step_cache.is_everywhere(recalled, control):
         assert recalled is not None
@@ -68,6 +75,16 @@ def build_step(request: Request, earlier: Earlier | None, control: Control) -> B
         prepared, compiled, memory = _within_budget(prepared, control)
     step_cache.keep(request, captures, earlier, prepared, compiled, memory)
     return Built(compiled, prepared.layout, prepared.binding, prepared.programs)
+
+
+def _preparing_the_compiler(request: Request) -> contextlib.AbstractContextManager[None]:
+    """While open, what Inductor does once in a process is done next to the capture."""
+    if not request.options.compiles_regions:
+        return contextlib.nullcontext()
+    # Inductor takes seconds to import: only who needs it pays.
+    from zerofx.codegen.inductor.cpp import preparation
+
+    return preparation(device_of(request.model).type).begun()
 
 
 def _captured(request: Request, earlier: Earlier | None) -> tuple[Captures, step_cache.Recalled | None]:
