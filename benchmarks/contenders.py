@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerofx
 from benchmarks.models import Workload
-from zerofx.runtime.tiers.allocator import keep_freed_memory
+from zerofx.codegen.cpu.allocator import keep_freed_memory
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from tabulate import tabulate
 from benchmarks import kernel_groups_cpu, kernel_groups_cuda
 from benchmarks.kernel_groups import Group
 from benchmarks.processes import device_name
-from zerofx.runtime.tiers.allocator import keep_freed_memory
+from zerofx.codegen.cpu.allocator import keep_freed_memory
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -157,7 +157,7 @@ def main() -> None:
     else:
         name = f"{device_name('cpu')}, {torch.get_num_threads()} threads"
         makers = kernel_groups_cpu.groups()
-        keep_freed_memory()  # as steps do
+        keep_freed_memory()  # for all contenders alike: page faults are not what is compared
     bandwidth = copy_bandwidth(numel, device, options.rounds)
     listed: list[dict[str, Any]] = []
     for make in makers:

@@ -69,6 +69,7 @@ GROUPS = (
             Contender("zerofx stage 3", {"family": "zerofx", "stage": 3}),
             Contender("zerofx stage 3, 70 %", {"family": "zerofx", "stage": 3}, ("FSDP2 + compile",), 0.70),
             Contender("FSDP2 + compile, memory kept", {"family": "fsdp2", "compile": True, "keep_freed": True}),
+            Contender("zerofx stage 3, memory kept", {"family": "zerofx", "stage": 3, "keep_freed": True}),
             Contender("FSDP2", {"family": "fsdp2"}),
             Contender("DeepSpeed ZeRO-3", {"family": "deepspeed", "stage": 3}),
             Contender(_CHECKPOINTED[0], {"family": "fsdp2", "checkpoint": True}),

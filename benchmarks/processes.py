@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,6 +30,7 @@ class Ranks:
         module: what each process runs, with ``request`` as JSON for its argument; answers are lines of JSON.
         num_threads: threads of each process.
         cache: the folder of Inductor's cache, which contenders may share; the user's own if None.
+        variables: what else their environment has.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Ranks:
         num_ranks: int,
         num_threads: int,
         cache: Path | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -55,6 +58,7 @@ class Ranks:
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
             "STORE": str(store / "store"),
+            **(variables or {}),
         }
         if sys.platform == "linux":
             environment["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the name of this machine resolves to

@@ -10,6 +10,7 @@ from typing import Any
 
 from zerofx.capture.by_layer.by_layer import Stamp
 from zerofx.capture.normalise.phase import NORMALISATIONS
+from zerofx.codegen.cpu.extras import OPTIONAL
 from zerofx.codegen.inductor.phase import REGION_REWRITES
 from zerofx.codegen.kernels.table import check_kernels
 from zerofx.errors import UsageError, working
@@ -214,14 +215,14 @@ def check_disabled(settings: Settings) -> None:
     """Check the names in ``ZEROFX_DISABLE`` and ``ZEROFX_KERNELS``.
 
     Raises:
-        UsageError: one of them is no pass that can be left out, or no kernel.
+        UsageError: one of them is nothing that can be left out, or no kernel.
     """
     check_kernels(settings.kernels)
-    allowed = {entry.name for entry in (*CAPTURE, *PREPARE, *PLAN) if entry.optional}
+    allowed = {entry.name for entry in (*CAPTURE, *PREPARE, *PLAN) if entry.optional} | OPTIONAL
     unknown = settings.disable - allowed
     if unknown:
         raise UsageError(
-            f"expected ZEROFX_DISABLE to name passes that can be left out ({', '.join(sorted(allowed))}), found "
+            f"expected ZEROFX_DISABLE to name what can be left out ({', '.join(sorted(allowed))}), found "
             f"{', '.join(sorted(unknown))}"
         )
 

@@ -6,7 +6,8 @@
                        pass; written to stderr by rank 0
 ``ZEROFX_DUMP_DIR``    folder for generated files (default: ``zerofx/dumps`` in the user's cache folder)
 ``ZEROFX_DISABLE``     comma-separated names of what to leave out: ``prefetch``, ``in_place`` (ranks of a host then copy
-                       what they gather), ``simplify``, ``stamp`` (repeated layers are then captured one by one)
+                       what they gather), ``channels`` (they then send through gloo on CPUs), ``simplify``, ``stamp``
+                       (repeated layers are then captured one by one)
 ``ZEROFX_KERNELS``     ``auto`` (default), ``none``, or comma-separated names of zerofx's own kernels that a compiled
                        step is to use: ``update``, ``loss``, ``wire``, ``norms`` on CUDA, ``attention``,
                        ``products`` on a CPU (see ``docs/kernels.md``)
@@ -20,7 +21,7 @@
                        timeout alone
 ``ZEROFX_CACHE_DIR``   folder for what is kept for the next run, 0 or empty for none (default: ``zerofx`` in
                        ``TORCHINDUCTOR_CACHE_DIR``, or else in the user's cache folder)
-``ZEROFX_KEEP_FREED``  1 memory that a CPU step frees stays with the process for its next use (default), 0 it does not
+``ZEROFX_KEEP_FREED``  1 memory that a CPU step frees stays with the process for its next use, 0 it does not (default)
 =====================  =========================================================================================
 """
 
@@ -46,7 +47,7 @@ class Settings:
     verify: int
     timeout_seconds: float
     nvme_dirs: tuple[Path, ...] = ()
-    keep_freed: bool = True
+    keep_freed: bool = False
     kernels: frozenset[str] | None = None
     cache_dir: Path | None = None
 
@@ -64,7 +65,7 @@ def read_settings() -> Settings:
         verify=_integer("ZEROFX_VERIFY", 1, 2),
         timeout_seconds=float(_integer("ZEROFX_TIMEOUT", 600, 86_400)),
         nvme_dirs=tuple(Path(part) for part in os.environ.get("ZEROFX_NVME_DIR", "").split(os.pathsep) if part),
-        keep_freed=bool(_integer("ZEROFX_KEEP_FREED", 1, 1)),
+        keep_freed=bool(_integer("ZEROFX_KEEP_FREED", 0, 1)),
         kernels=_kernels(os.environ.get("ZEROFX_KERNELS", "auto")),
         cache_dir=_cache_dir(),
     )

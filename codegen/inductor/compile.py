@@ -14,14 +14,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from zerofx.codegen.cpu import attention, products
+from zerofx.codegen.cpu.extras import ATTENTION
 from zerofx.codegen.inductor.cpp import preparation, without_damaged_libraries
 from zerofx.codegen.inductor.decompositions import with_own
 from zerofx.codegen.inductor.kernel_passes import KERNEL_PASSES
 from zerofx.codegen.inductor.memory_record import memory_record
 from zerofx.codegen.inductor.phase import REGION_REWRITES
 from zerofx.codegen.inductor.traced import RegionRewrite, TracedRegion
-from zerofx.codegen.kernels import attention, products
-from zerofx.codegen.kernels.table import ATTENTION
 from zerofx.codegen.parallel.beside import Beside
 from zerofx.errors import CompilerError
 from zerofx.ir import ops

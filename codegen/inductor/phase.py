@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from zerofx.codegen.cpu.merged_products import MergeProducts
-from zerofx.codegen.cpu.rewrites import RewriteForCpu
+from zerofx.codegen.cpu.rewrites import TakeProducts
 from zerofx.codegen.inductor.hoist_views import HoistViews
 from zerofx.codegen.inductor.keep_copies import KeepCopies
 from zerofx.codegen.inductor.planned_strides import PlannedStrides
@@ -11,8 +10,7 @@ from zerofx.codegen.inductor.traced import RegionRewrite
 
 REGION_REWRITES: tuple[RegionRewrite, ...] = (
     PlannedStrides(),  # operators taken apart, values in the strides that were planned
-    MergeProducts(),  # on a CPU, products with weights that lie side by side as one
-    RewriteForCpu(),  # on a CPU, sums and biases where memory is read once
+    TakeProducts(),  # on a CPU, products by other means than ATen's where that is faster
     KeepCopies(),  # copies of what is written into
     HoistViews(),  # views of inputs become inputs
 )

@@ -1,4 +1,7 @@
-"""The table of zerofx's own kernels: what turns each on, which a step uses, and why."""
+"""Which kernels of zerofx's own a step uses: the table of those for CUDA, what turns each on, and why.
+
+Those for CPUs are in ``codegen/cpu/extras.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,31 @@ from typing import Any
 
 import torch
 
+from zerofx.codegen.cpu.extras import CPU_KERNELS, cpu_kernels_in_use
 from zerofx.errors import UsageError
 from zerofx.ir import ops
-from zerofx.ir.op_kernels import attention, products
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One entry of the table.
+    """One entry of the table: a kernel in Triton.
 
-    ``instead_of`` is what runs where it is not used; ``device_type`` is where it runs. ``is_default``: whether compiled
-    steps there use it without being asked to; ``reason`` says why, or why not.
+    ``instead_of`` is what runs where it is not used. ``is_default``: whether compiled steps on CUDA use it without
+    being asked to; ``reason`` says why, or why not. ``is_experimental``: it was never timed, and only who names it has
+    it.
     """
 
     name: str
     does: str
     instead_of: str
-    device_type: str
     is_default: bool
     reason: str
+    is_experimental: bool = False
 
 
 UPDATE = "update"
 LOSS = "loss"
 WIRE = "wire"
-ATTENTION = attention.KERNEL
-PRODUCTS = products.KERNEL
 NORMS = "norms"
 
 KERNELS = (
@@ -43,7 +45,6 @@ KERNELS = (
         UPDATE,
         "a bucket's update: unscaling, casts, the optimizer's arithmetic and the copy in low precision, in one pass",
         "torch's fused optimizer, or the operators of one that has no fused kernel, each a pass of its own",
-        "cuda",
         True,
         "torch's fused kernels neither take a gradient in another dtype than the master's nor write the copy",
     ),
@@ -51,7 +52,6 @@ KERNELS = (
         LOSS,
         "tiles of classes for the loss: no logits, and no sum of the weight's gradient, ever exist whole",
         "tiles of rows, which sum the weight's gradient up in float32",
-        "cuda",
         True,
         "it is one more way to fit a memory_budget, taken only where the plan is faster for it",
     ),
@@ -59,40 +59,26 @@ KERNELS = (
         WIRE,
         "rounding to few bits for the wire, and back, in one pass each, with sums in the order of the ranks",
         "what Inductor makes of the same arithmetic",
-        "cuda",
         False,
         "Inductor fuses most of it, and which is faster has not been measured",
+        is_experimental=True,
     ),
     Kernel(
         NORMS,
         "the sum of squares of a bucket's gradients for max_grad_norm: all rows in one launch, their sum in another",
         "torch's vector_norm and sums, some launches for each 4 million gradients",
-        "cuda",
         False,
         "torch's reads each gradient once and holds no copy either, and what launches cost has not been measured",
-    ),
-    Kernel(
-        ATTENTION,
-        "attention in float32 and its gradients, on operands that are packed once for a block of scores",
-        "ATen's, which takes each product of blocks through a BLAS",
-        "cpu",
-        True,
-        "it takes 0.5 to 0.9 of ATen's time under a causal mask, given as a tensor or not, and is as exact",
-    ),
-    Kernel(
-        PRODUCTS,
-        "matrix products in float32: by oneDNN, those that give a weight's gradient by blocks that are packed once",
-        "ATen's, which are a BLAS's: MKL in torch's builds for x86",
-        "cpu",
-        True,
-        "on AMD's processors with AVX-512, which MKL does not use there: 0.8 to 0.95 of its time; off elsewhere",
+        is_experimental=True,
     ),
 )
 _LAUNCHES: Mapping[str, tuple[str, ...]] = {
     WIRE: ("quantise", "dequantise", "dequantise_sum"),
     NORMS: ("square_sum",),
 }
-_NAMES = frozenset(kernel.name for kernel in KERNELS)
+_IN_TRITON = frozenset(kernel.name for kernel in KERNELS)
+_DEFAULT = frozenset(kernel.name for kernel in KERNELS if kernel.is_default)
+_NAMES = _IN_TRITON | CPU_KERNELS
 
 
 def check_kernels(chosen: frozenset[str] | None) -> None:
@@ -113,19 +99,16 @@ def kernels_in_use(chosen: frozenset[str] | None, device: torch.device) -> froze
     """The kernels that a compiled step on ``device`` uses.
 
     Args:
-        asked: those that ``ZEROFX_KERNELS`` names; None for those that are on by default.
+        chosen: those that ``ZEROFX_KERNELS`` names; None for those that are on by default.
         device: where the step runs. Those for CUDA are Triton's, which runs them on a CPU too, slowly, where
-            ``TRITON_INTERPRET`` is set, and only those that are asked for by name.
+            ``TRITON_INTERPRET`` is set, and only those that are chosen for by name.
     """
-    if chosen is None:
-        chosen = frozenset(kernel.name for kernel in KERNELS if kernel.is_default and kernel.device_type == device.type)
-        chosen -= frozenset() if products.is_worth_it() else {PRODUCTS}
-    return frozenset(kernel.name for kernel in KERNELS if kernel.name in chosen and _runs(kernel, device))
+    own = cpu_kernels_in_use(chosen) if device.type == "cpu" else frozenset[str]()
+    in_triton = _IN_TRITON & chosen if chosen is not None else _DEFAULT if device.type == "cuda" else frozenset[str]()
+    return own | in_triton if in_triton and _runs_triton(device) else own
 
 
-def _runs(kernel: Kernel, device: torch.device) -> bool:
-    if kernel.device_type == "cpu":
-        return device.type == "cpu" and (kernel.name != PRODUCTS or products.can_multiply())
+def _runs_triton(device: torch.device) -> bool:
     return find_spec("triton") is not None and (device.type == "cuda" or _is_interpreting())
 
 

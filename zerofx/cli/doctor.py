@@ -133,6 +133,7 @@ def _switches() -> Iterator[str]:
 def _left_out() -> Iterator[str]:
     import torch
 
+    from zerofx.codegen.cpu.extras import CPU_KERNELS
     from zerofx.codegen.kernels.table import KERNELS, kernels_in_use
     from zerofx.pipeline import check_disabled
     from zerofx.settings import read_settings
@@ -143,15 +144,16 @@ def _left_out() -> Iterator[str]:
         yield f"{name}: ZEROFX_DISABLE names it"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     used = kernels_in_use(settings.kernels, device)
-    for kernel in KERNELS:
-        if kernel.name in used:
+    reasons = [("cuda", kernel.name, kernel.reason) for kernel in KERNELS]
+    slower = "this processor's BLAS is faster, or oneDNN is not there"
+    reasons += [("cpu", name, slower) for name in sorted(CPU_KERNELS)]
+    for device_type, name, reason in reasons:
+        if name in used:
             continue
-        if kernel.device_type != device.type:
-            reason = f"it is for {kernel.device_type}"
+        if device_type != device.type:
+            reason = f"it is for {device_type}"
         elif settings.kernels is not None:
             reason = "ZEROFX_KERNELS does not name it"
-        else:
-            reason = kernel.reason
-        yield f"kernel {kernel.name}: {reason}"
+        yield f"kernel {name}: {reason}"
     if device.type == "cpu":
         yield "CUDA graphs: there is no CUDA device"

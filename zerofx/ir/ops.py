@@ -236,7 +236,7 @@ def _kernel_of(module: str, name: str) -> Callable[..., Any]:
     """A kernel's launch; what it takes to build kernels is imported with the first."""
 
     def launch(*args: Any) -> Any:
-        return getattr(import_module(f"zerofx.codegen.kernels.{module}"), name)(*args)
+        return getattr(import_module(f"zerofx.codegen.{module}"), name)(*args)
 
     return launch
 
@@ -270,20 +270,20 @@ for _module, _name, _kernel in (
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _key)
     _library.impl(f"launch_{_name}", _kernel, "CPU")
-    _library.impl(f"launch_{_name}", _kernel_of(_module, _name), "CUDA")
+    _library.impl(f"launch_{_name}", _kernel_of(f"kernels.{_module}", _name), "CUDA")
 
 for _name, _reference in (
     ("softmax_chunk", _softmax.softmax_chunk),
     ("softmax_gradient", _softmax.softmax_gradient),
 ):
     _library.impl(_name, _reference, "CPU")
-    _library.impl(_name, _kernel_of("softmax", _name), "CUDA")
+    _library.impl(_name, _kernel_of("kernels.softmax", _name), "CUDA")
 
 for _name in ("attention", "attention_backward"):
-    _library.impl(_name, _kernel_of("attention", _name), "CPU")
+    _library.impl(_name, _kernel_of("cpu.attention", _name), "CPU")
 
 for _name in ("product", "product_into"):
-    _library.impl(_name, _kernel_of("products", _name), "CPU")
+    _library.impl(_name, _kernel_of("cpu.products", _name), "CPU")
 
 _library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
 _library.impl("bernoulli_into", _bernoulli_into, "CompositeExplicitAutograd")

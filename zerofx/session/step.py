@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.codegen.cpu.allocator import return_freed_memory
 from zerofx.codegen.kernels.current_device import on_device
 from zerofx.deferred import is_deferred
 from zerofx.driver.asked import describe_request
@@ -24,7 +25,6 @@ from zerofx.runtime.cuda_graphs.capturing import CudaCapturer
 from zerofx.runtime.cuda_graphs.graphed import GraphedSteps, Launches
 from zerofx.runtime.measure.measure import Measurement, Meter
 from zerofx.runtime.state.arguments import batch_tensors
-from zerofx.runtime.tiers.allocator import return_freed_memory
 from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.session.ending import end, end_connections
@@ -291,7 +291,8 @@ class Step:
         steps.forget()
         self._graphs.clear()
         release(self.model, self._owner)
-        return_freed_memory()
+        if self.settings.keep_freed:
+            return_freed_memory()
         if taken is not None:
             absence = end_connections(taken, life) or absence
         self._control.close()

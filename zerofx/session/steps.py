@@ -16,6 +16,8 @@ from zerofx.capture.constant_arguments import ConstantArguments
 from zerofx.capture.kept_tensors import tell_kept_tensors
 from zerofx.capture.traceable import tracing_device
 from zerofx.capture.tracing_settings import dtype_settings
+from zerofx.codegen.cpu.allocator import keep_freed_memory
+from zerofx.codegen.cpu.extras import CHANNELS
 from zerofx.codegen.kernels.current_device import on_device
 from zerofx.driver.asked import machine_at_hand
 from zerofx.driver.driver import build_step
@@ -29,7 +31,6 @@ from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.cuda_graphs.obstacles import machine_obstacle, step_obstacle
 from zerofx.runtime.state.optimizer import Advance, hyperparameters
 from zerofx.runtime.state.values import Values
-from zerofx.runtime.tiers.allocator import keep_freed_memory
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.search.target import Target
@@ -144,7 +145,10 @@ class Steps:
         tiers = self._prepared_tiers(compiled, machine)
         if self.taken is not None:
             return compiled, self.taken
-        taken = TakenOver(self._model, built, self.options, self.values, tiers, self._life)
+        taken = TakenOver(
+            self._model, built, self.options, self.values, tiers, self._life,
+            reads_memory=CHANNELS not in self._settings.disable,
+        )  # fmt: skip
         self.device = compiled.device
         self._owner.keep()
         self.gradients.put()

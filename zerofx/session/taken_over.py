@@ -34,18 +34,29 @@ from zerofx.torch_private.optimizers import note_step
 class TakenOver:
     """What a step holds of a model and an optimizer, from its first build on. Collective to make.
 
-    ``values`` are what the parameters begin with.
+    ``values`` are what the parameters begin with. ``reads_memory``: whether ranks of a host
+    may read each other's memory.
     """
 
     def __init__(
-        self, model: nn.Module, built: Built, options: CompileOptions, values: Values, tiers: Tiers, life: Life
+        self,
+        model: nn.Module,
+        built: Built,
+        options: CompileOptions,
+        values: Values,
+        tiers: Tiers,
+        life: Life,
+        *,
+        reads_memory: bool,
     ) -> None:
         compiled, control = built.compiled, life.control
         device = compiled.device
         self.model, self.layout, self.binding, self.device = model, built.layout, built.binding, device
         self._life, self._tiers, self._outside = life, tiers, options.objective.outside
         with control.together("take the model over"):
-            transport = make_transport(life.group, device, control.patience_seconds, tiers.log)
+            transport = make_transport(
+                life.group, device, control.patience_seconds, tiers.log, reads_memory=reads_memory
+            )
             if transport is not None:
                 control.on_failure(transport.abort)
             self.state = TrainingState(model, built.layout, options.stage, transport, tiers)

@@ -29,7 +29,7 @@ def test_regions_in_front_of_inductor(
     texts("opt", graph, "--plan", plan, "--save", done)
     every = texts("opt", done, "--phase", "region", "--print-after-all")
     golden("\n\n".join(text for text in every.split("\n\n") if "in region layers_forward" in text.splitlines()[0]))
-    rewrites = "planned_strides,merge_products,rewrite_for_cpu,keep_copies,hoist_views"
+    rewrites = "planned_strides,take_products,keep_copies,hoist_views"
     last = texts("opt", done, "--passes", rewrites)
     assert [line for line in last.splitlines() if line.startswith("#")] == [
         f"# region {name}"

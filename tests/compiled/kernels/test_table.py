@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.lib.checkout import ROOT
-from zerofx.codegen.kernels.table import ATTENTION, KERNELS, LOSS, PRODUCTS, UPDATE, check_kernels, kernels_in_use
+from zerofx.codegen.cpu.extras import ATTENTION, PRODUCTS
+from zerofx.codegen.kernels.table import KERNELS, LOSS, UPDATE, check_kernels, kernels_in_use
 from zerofx.errors import UsageError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -56,7 +57,11 @@ def test_an_unknown_kernel_is_refused() -> None:
 def test_the_documentation_has_the_table() -> None:
     text = (DOCS / "kernels.md").read_text()
     for kernel in KERNELS:
-        on = "on" if kernel.is_default else "off"
-        device = {"cpu": "CPU", "cuda": "CUDA"}[kernel.device_type]
-        cells = (f"`{kernel.name}`", device, kernel.does, kernel.instead_of, f"{on}: {kernel.reason}")
+        used = "on" if kernel.is_default else "off, experimental" if kernel.is_experimental else "off"
+        cells = (f"`{kernel.name}`", kernel.does, kernel.instead_of, f"{used}: {kernel.reason}")
         assert f"| {' | '.join(cells)} |" in text
+
+
+def test_kernels_that_were_never_timed_and_are_not_needed_are_experimental_and_off() -> None:
+    assert {kernel.name for kernel in KERNELS if kernel.is_experimental} == {"norms", "wire"}
+    assert not any(kernel.is_default for kernel in KERNELS if kernel.is_experimental)

@@ -22,7 +22,6 @@ OPERATOR = r"(torch\.ops\.|_)?aten\.\w+\.\w+"
 ELSEWHERE = {
     "codegen/inductor/decompositions.py": "what regions have in the place of Inductor's decompositions, as functions",
     "codegen/inductor/keep_copies.py": "which argument of two operators is copied, for one rewrite",
-    "codegen/cpu/rewrites.py": "the two sums that were found to take a bias on their way for nothing",
 }
 
 

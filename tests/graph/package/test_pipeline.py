@@ -192,6 +192,6 @@ def test_planning_refuses_to_leave_out_what_is_needed(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["gather", "no_such_pass"])
 def test_a_pass_that_is_needed_cannot_be_disabled(name: str) -> None:
     with pytest.raises(
-        UsageError, match=rf"passes that can be left out \(in_place, prefetch, simplify, stamp\), found {name}"
+        UsageError, match=rf"what can be left out \(channels, in_place, prefetch, simplify, stamp\), found {name}"
     ):
         check_disabled(settings(disable=frozenset({name, "prefetch"})))

@@ -25,13 +25,13 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_defaults() -> None:
     found = read_settings()
     assert (found.debug, found.verify, found.timeout_seconds, found.disable) == (0, 1, 600.0, frozenset())
-    assert found.dump_dir is None and found.nvme_dirs == ()
+    assert found.dump_dir is None and found.nvme_dirs == () and not found.keep_freed
 
 
 def test_every_switch_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in zip(
         _NAMES,
-        ("5", str(tmp_path), "prefetch,simplify,", "2", "7", "drive:other", "kept", "0", "update,wire"),
+        ("5", str(tmp_path), "prefetch,simplify,", "2", "7", "drive:other", "kept", "1", "update,wire"),
         strict=True,
     ):
         monkeypatch.setenv(f"ZEROFX_{name}", value)
@@ -40,7 +40,7 @@ def test_every_switch_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert (found.debug, found.dump_dir, found.verify, found.timeout_seconds) == (5, tmp_path, 2, 7.0)
     assert found.nvme_dirs == (Path("drive"), Path("other"))
     assert found.cache_dir == Path("kept")
-    assert not found.keep_freed
+    assert found.keep_freed
     assert found.kernels == frozenset({"update", "wire"})
 
 

@@ -151,7 +151,6 @@ def _growth(width: int) -> tuple[int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of resident memory")
 def test_one_parameter_beyond_the_slice_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEROFX_KEEP_FREED", "0")
     one = 2048 * 2048 * 4
     # Allocations are not counted here: gloo's threads free some, unseen by the profiler.
     for peak, held in run_ranks(_growth, 2, 2048):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from zerofx.codegen.kernels.table import ATTENTION, PRODUCTS
+from zerofx.codegen.cpu.extras import ATTENTION, PRODUCTS
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_bytes
 from zerofx.ir.op_kernels.products import scratch_bytes

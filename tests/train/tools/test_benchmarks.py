@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import (
     compile_depth,
+    cpu_extras,
     host_update,
     kernel_groups_cpu,
     kernels,
@@ -33,6 +34,7 @@ from benchmarks.kernel_groups import Group
 from benchmarks.memory_frontier import BASELINE, Contender, Result, rows, table
 from benchmarks.wire_count import WireCount
 from tests.lib.checkout import ROOT
+from zerofx.codegen.cpu.extras import EXTRAS
 from zerofx.ir.op_kernels import norms
 
 
@@ -52,6 +54,24 @@ def test_ratios_are_of_minima_and_to_the_baseline_of_the_same_group() -> None:
     assert [(row["ratio"], row["cpu_ratio"]) for row in found] == [(1.0, 1.0), (1.5, 1.5), (1.0, 1.0), (1.0, 0.5)]
     assert found[1]["median_seconds"] == 6.0 and found[1]["peak_mb"] == 1.0
     assert "| other" in table(found)
+
+
+def test_what_an_extra_saves_is_the_median_of_the_rounds_ratios() -> None:
+    rounds = [[[1.0, 1.0], [1.5, 1.0]], [[2.0, 1.0], [4.0, 1.25]], [[1.0, 1.0], [9.0, 2.0]]]
+    assert cpu_extras.ratios(rounds) == (2.0, 1.25)
+    pair = {"extra": "products", "shape": "27m", "rounds": rounds}
+    row = cpu_extras.table({"products, 27m": pair}).splitlines()[-1]
+    assert [cell.strip() for cell in row.strip("|").split("|")] == ["products", "27m", "2.000", "1.250", "20.0%", "3"]
+
+
+def test_the_two_of_a_pair_differ_by_the_extras_switch() -> None:
+    assert {extra.name: cpu_extras.environments(extra) for extra in EXTRAS} == {
+        "attention": ({"ZEROFX_KERNELS": "attention,products"}, {"ZEROFX_KERNELS": "products"}),
+        "products": ({"ZEROFX_KERNELS": "attention,products"}, {"ZEROFX_KERNELS": "attention"}),
+        "channels": ({"ZEROFX_DISABLE": ""}, {"ZEROFX_DISABLE": "channels"}),
+        "in_place": ({"ZEROFX_DISABLE": ""}, {"ZEROFX_DISABLE": "in_place"}),
+        "keep_freed": ({"ZEROFX_KEEP_FREED": "1"}, {"ZEROFX_KEEP_FREED": "0"}),
+    }
 
 
 def test_what_was_refused_is_in_no_row() -> None:

@@ -1,6 +1,6 @@
 """Attention in float32 on CPUs: which calls of torch's operator have a kernel of ours, and the memory that one holds.
 
-The kernel (``codegen/kernels/attention.cpp``) goes through scores in blocks of ``QUERIES`` by ``KEYS``, and through
+The kernel (``codegen/cpu/attention.cpp``) goes through scores in blocks of ``QUERIES`` by ``KEYS``, and through
 ``SPAN`` queries of a head before it packs other keys.
 """
 

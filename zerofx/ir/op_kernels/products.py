@@ -3,7 +3,7 @@
 MKL, which torch's builds for x86 have for a BLAS, uses AVX-512 on Intel's processors alone. oneDNN, which they have as
 well, writes its loops for the instructions that a processor has: it computes layers and the gradients of their inputs.
 A weight's gradient has its left operand transposed, of which torch would make a copy for oneDNN: a kernel of ours
-(``codegen/kernels/products.cpp``) computes it, from blocks of ``DEPTH`` rows of both operands.
+(``codegen/cpu/products.cpp``) computes it, from blocks of ``DEPTH`` rows of both operands.
 """
 
 from __future__ import annotations

@@ -15,19 +15,26 @@ from zerofx.runtime.measure.spans import SpanLog
 
 
 def make_transport(
-    group: dist.ProcessGroup | None, device: torch.device, patience_seconds: float, log: SpanLog | None = None
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    patience_seconds: float,
+    log: SpanLog | None = None,
+    *,
+    reads_memory: bool = True,
 ) -> Transport | None:
     """The transport for a device; None for a world of one, where no step has a collective. Collective itself.
 
     ``patience_seconds`` is for a rank that neither comes nor fails; NCCL has the timeout of ``group`` for that. ``log``
-    notes how long each collective takes, where a step is measured.
+    notes how long each collective takes, where a step is measured. ``reads_memory``: whether ranks of one host may read
+    each other's memory; it is the same on all.
     """
     log = log or SpanLog()
     if group is None or dist.get_world_size(group) == 1:
         return None
     if device.type == "cuda":
         return Nccl(group, device, log)
-    return PointToPoint(gloo_over(group, timedelta(seconds=patience_seconds)), log, patience_seconds)
+    own = gloo_over(group, timedelta(seconds=patience_seconds))
+    return PointToPoint(own, log, patience_seconds, reads_memory=reads_memory)
 
 
 def is_on_cpu(device: torch.device) -> bool:

@@ -34,10 +34,13 @@ _SLOW = (
 class PointToPoint(Transport):
     """Messages between all pairs of ranks of a gloo group that nobody else uses.
 
-    ``log`` notes how long they take; ``patience_seconds`` is the group's timeout.
+    ``log`` notes how long they take; ``patience_seconds`` is the group's timeout. ``reads_memory``: whether ranks of
+    one host may read each other's memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, log: SpanLog, patience_seconds: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, log: SpanLog, patience_seconds: float, *, reads_memory: bool = True
+    ) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.sent_to = Counter()
         self._group, self._patience_seconds = group, patience_seconds
@@ -45,11 +48,11 @@ class PointToPoint(Transport):
         self._peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         self._next_tag = 0
         self._readers = Workers("messages")
-        self._channels = open_channels(group, self._readers, patience_seconds)
+        self._channels = open_channels(group, self._readers, patience_seconds, reads_memory=reads_memory)
         near = [
             peer for peer, channel in self._channels.items() if isinstance(channel, GlooChannel) and channel.is_near
         ]
-        self.notice = _SLOW.format(self.rank, ", ".join(map(str, near))) if near else ""
+        self.notice = _SLOW.format(self.rank, ", ".join(map(str, near))) if near and reads_memory else ""
         self._shared = share_memory(
             group, all(isinstance(channel, MemoryChannel) for channel in self._channels.values())
         )

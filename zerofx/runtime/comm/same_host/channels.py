@@ -183,10 +183,13 @@ def _read_added(pid: int, address: int, total: torch.Tensor, own: torch.Tensor, 
         address += piece.nbytes
 
 
-def open_channels(group: dist.ProcessGroup, readers: Workers, patience_seconds: float) -> dict[int, Channel]:
+def open_channels(
+    group: dist.ProcessGroup, readers: Workers, patience_seconds: float, *, reads_memory: bool = True
+) -> dict[int, Channel]:
     """This rank's channels to all others, by rank in ``group``. All its ranks call it, and agree for each pair.
 
     ``patience_seconds`` is how long a rank of this host is waited for; for others it is the group's own timeout.
+    ``reads_memory``: whether memory is read at all, or all messages go through gloo.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     peers = [peer for peer in range(num_ranks) if peer != rank]
@@ -196,7 +199,7 @@ def open_channels(group: dist.ProcessGroup, readers: Workers, patience_seconds: 
         told = [one.tolist() for one in _from_all(group, here)]
         there: dict[int, AnnouncingEnd] = {}
         for peer in peers:
-            if _can_read(told[peer][:4], _machine()):
+            if reads_memory and _can_read(told[peer][:4], _machine()):
                 line = calls.call(peer, name=told[peer][4], word=told[peer][2])
                 if line is not None:
                     there[peer] = line

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerofx.codegen.kernels.products import build
-from zerofx.codegen.kernels.table import PRODUCTS
+from zerofx.codegen.cpu.extras import PRODUCTS
+from zerofx.codegen.cpu.products import build
 from zerofx.ir import ops
 from zerofx.ir.op_kernels import products as facts
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerofx.codegen.kernels.table import ATTENTION
+from zerofx.codegen.cpu.extras import ATTENTION
 from zerofx.ir import ops
 from zerofx.ir.op_kernels import attention as facts
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
