@@ -16,13 +16,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from zerofx.codegen.cpu import attention, products
 from zerofx.codegen.cpu.extras import ATTENTION
+from zerofx.codegen.inductor.background import Background
 from zerofx.codegen.inductor.cpp import preparation, without_damaged_libraries
 from zerofx.codegen.inductor.decompositions import with_own
 from zerofx.codegen.inductor.kernel_passes import KERNEL_PASSES
 from zerofx.codegen.inductor.memory_record import memory_record
 from zerofx.codegen.inductor.phase import REGION_REWRITES
 from zerofx.codegen.inductor.traced import RegionRewrite, TracedRegion
-from zerofx.codegen.parallel.beside import Beside
 from zerofx.errors import CompilerError
 from zerofx.ir import ops
 from zerofx.scheduler.cost.liveness import MemoryEvent
@@ -36,13 +36,13 @@ RegionFunction = Callable[[list[Any]], tuple[torch.Tensor, ...]]
 class CompiledRegion:
     """A compiled region: takes its inputs in a list that it empties, like the function it was made from.
 
-    ``memory`` is what it takes and frees on the way, its outputs included. ``beside``: what is being built for it.
+    ``memory`` is what it takes and frees on the way, its outputs included. ``background``: what is being built for it.
     """
 
     name: str
     call: RegionFunction
     memory: tuple[MemoryEvent, ...]
-    beside: Beside
+    background: Background
 
     def finish(self) -> None:
         """Wait until all that it calls has been built.
@@ -50,7 +50,7 @@ class CompiledRegion:
         Raises:
             CompilerError: something could not be built; the message names the region.
         """
-        error = self.beside.wait()
+        error = self.background.wait()
         if error is not None:
             raise _could_not_be_compiled(self.name, error) from error
 
@@ -82,15 +82,15 @@ def _compiled(function: RegionFunction, inputs: Sequence[Any], name: str, kernel
         preparation(device_type).wait()
     try:
         region = rewritten(function, inputs, kernels)
-        beside = Beside("zerofx-kernels", _builds(region.graph))
-        beside.resume()
+        background = Background("zerofx-kernels", _builds(region.graph))
+        background.resume()
         examples = [node.meta["val"] for node in region.graph.find_nodes(op="placeholder")]
         with set_up(*KERNEL_PASSES):
             compiled = compile_graph(region.module, examples, region.mode)
     except Exception as error:
         raise _could_not_be_compiled(name, error) from error
     memory = memory_record(source_of(compiled), examples, [i for i, _ in region.views], region.mode)
-    return CompiledRegion(name, _with_views(name, region.views, compiled), memory, beside)
+    return CompiledRegion(name, _with_views(name, region.views, compiled), memory, background)
 
 
 def rewritten(

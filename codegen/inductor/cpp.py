@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zerofx.codegen.parallel.beside import Beside
+from zerofx.codegen.inductor.background import Background
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.disk.own_files import UnsafeError, own_folder, private_folder, warn_once, why_unsafe
 from zerofx.errors import CompilerError
@@ -148,10 +148,10 @@ def _damaged_library(error: BaseException) -> Path | None:
 
 
 class Preparation:
-    """What Inductor does once in a process before it builds or loads code for a type of device, on threads beside.
+    """What Inductor does once in a process before it builds or loads code for a type of device, on threads background.
 
     It reads all of torch's and Triton's files for the keys of its cache, asks which vector instructions there are, in
-    processes that it waits for, and precompiles its headers: time enough to capture a model beside. What fails here
+    processes that it waits for, and precompiles its headers: time enough to capture a model background. What fails here
     fails again, and is reported, where the first region is built.
 
     No region may be lowered before ``wait`` has returned: Inductor's question about vector instructions is not to be
@@ -160,9 +160,9 @@ class Preparation:
     """
 
     def __init__(self, device_type: str) -> None:
-        self._keys = Beside("zerofx-inductor-keys", [torch_key, CacheBase.get_system])
-        self._headers = Beside("zerofx-inductor-headers")
-        self._vectors = Beside("zerofx-inductor-vectors")
+        self._keys = Background("zerofx-inductor-keys", [torch_key, CacheBase.get_system])
+        self._headers = Background("zerofx-inductor-headers")
+        self._vectors = Background("zerofx-inductor-vectors")
         if device_type == "cpu":
             self._vectors.append(self._begin_vectors)
 
@@ -203,16 +203,17 @@ class VectorInstructions:
 
     For each kind Inductor builds and loads a program that uses torch's vectors, and programs that use what is
     particular to the kind. Where the former has been seen to work, or the same program has (kinds differ by flags that
-    may change nothing beside ``-march=native``), Inductor is told so. What it finds is the same, and in the same order.
+    may change nothing besides ``-march=native``), Inductor is told so. What it finds, and
+    in what order, is the same.
 
     Args:
         cache: where it is kept that the programs of all kinds of the processor work with this compiler and torch.
-        beside: what the steps are appended to.
+        background: what the steps are appended to.
         headers: what precompiling is appended to, as soon as it is known which kind code is generated for.
     """
 
-    def __init__(self, cache: DiskCache, beside: Beside, headers: Beside) -> None:
-        self._cache, self._beside, self._headers = cache, beside, headers
+    def __init__(self, cache: DiskCache, background: Background, headers: Background) -> None:
+        self._cache, self._background, self._headers = cache, background, headers
         processor = x86_isa_checker()
         # Whoever has set vec_isa_ok has answered for all.
         asked = inductor_config.cpp.vec_isa_ok is None
@@ -231,8 +232,8 @@ class VectorInstructions:
     def begin(self) -> None:
         """Append a step for each kind, and one for what follows from all."""
         for kind in self._kinds:
-            self._beside.append(functools.partial(self._ask, kind))
-        self._beside.append(self._conclude)
+            self._background.append(functools.partial(self._ask, kind))
+        self._background.append(self._conclude)
 
     def _ask(self, kind: VecISA) -> None:
         # Where all are known to work, no compiler has to be asked about any.

@@ -15,7 +15,6 @@ from zerofx.capture.checks import names
 from zerofx.codegen.emit import EmittedStep
 from zerofx.codegen.kernels.choose import UpdateKernels, kernels_of_facts
 from zerofx.codegen.kernels.table import UPDATE
-from zerofx.codegen.parallel.helpers import Helpers, Task, num_helpers
 from zerofx.codegen.region_facts import RegionFacts, region_facts
 from zerofx.codegen.regions import Instruction, regions_of
 from zerofx.codegen.source import load_source
@@ -223,15 +222,8 @@ def load_step(
             progress.update()
 
         def compile_all(keys: list[str]) -> None:
-            tasks = {key: Task.of(source, filename, functions[key], inputs[key], kernels) for key in keys}
-            # The ranks of a host share the work, and its cores, already.
-            count = num_helpers(inputs[key] for key in keys) if control.num_ranks == 1 else 0
-            with Helpers(tasks, count) as helpers:
-                for key in helpers.keys():  # noqa: SIM118 - no mapping: keys are handed out once
-                    compile_one(key)
             for key in keys:
-                if key not in compiled:
-                    compile_one(key)
+                compile_one(key)
             for key in keys:
                 compiled[key].finish()
 

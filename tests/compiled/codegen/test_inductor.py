@@ -12,7 +12,7 @@ import torch
 
 from tests.lib.graphs import DIM, Prepared, prepare
 from zerofx.codegen.emit import emit
-from zerofx.codegen.parallel.beside import Beside
+from zerofx.codegen.inductor.background import Background
 from zerofx.codegen.regions import Region, cut
 from zerofx.codegen.source import load_source
 from zerofx.errors import CompilerError
@@ -176,9 +176,9 @@ def test_no_region_is_compiled_before_the_compiler_is_prepared(monkeypatch: pyte
     from zerofx.codegen.inductor import compile as inductor
 
     may_end = threading.Event()
-    beside = Beside("test", [may_end.wait])
-    beside.resume()
-    monkeypatch.setattr(inductor, "preparation", lambda _: beside)
+    background = Background("test", [may_end.wait])
+    background.resume()
+    monkeypatch.setattr(inductor, "preparation", lambda _: background)
     region, function = _first(prepare().run(), Phase.FORWARD)
     inputs = [value(node) for node in region.inputs]
     with ThreadPoolExecutor(1) as pool:
@@ -195,8 +195,8 @@ def test_a_kernel_that_cannot_be_built_beside_a_region_is_reported_when_it_is_fi
     def fail() -> None:
         raise RuntimeError("no compiler")
 
-    beside = Beside("test", [fail])
-    beside.resume()
-    region = CompiledRegion("layers_forward", lambda _: (), (), beside)
+    background = Background("test", [fail])
+    background.resume()
+    region = CompiledRegion("layers_forward", lambda _: (), (), background)
     with pytest.raises(CompilerError, match=r"layers_forward .*RuntimeError: no compiler"):
         region.finish()

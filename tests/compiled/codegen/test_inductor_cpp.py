@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerofx.codegen.parallel.beside import Beside
+from zerofx.codegen.inductor.background import Background
 from zerofx.disk.cache import NOT_KEPT, DiskCache
 from zerofx.errors import CompilerError
 
@@ -60,9 +60,9 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(inductor_cpp, "pick_vec_isa", lambda: listed[picked] if listed else Kind("none", ""))
         monkeypatch.setattr(inductor_cpp, "_program", lambda kind: kind.program)
         monkeypatch.setattr(inductor_cpp, "_precompile_headers", lambda kind, _: PRECOMPILED.append(str(kind)))
-        beside, headers = Beside("asking"), Beside("headers")
-        inductor_cpp.VectorInstructions(cache, beside, headers).begin()
-        assert beside.wait() is None
+        background, headers = Background("asking"), Background("headers")
+        inductor_cpp.VectorInstructions(cache, background, headers).begin()
+        assert background.wait() is None
         assert headers.wait() is None
 
     return find

@@ -18,7 +18,6 @@ NOT_COVERED = (
     "scheduler/cost/",
     "codegen/cpu/",
     "codegen/inductor/",
-    "codegen/parallel/",
     "zerofx/capture/canonicalise.py",
     "zerofx/capture/trace.py",
     "zerofx/pipeline.py",

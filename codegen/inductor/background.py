@@ -1,4 +1,4 @@
-"""Steps that are done beside what this process does: on a thread of their own, one after the other."""
+"""Steps that are done in the background, on a thread of their own, one after the other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 Step = Callable[[], object]
 
 
-class Beside:
+class Background:
     """Steps in order, each once. A step may append others. After one that fails, none is done.
 
     Args:

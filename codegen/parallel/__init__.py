@@ -1,1 +1,0 @@
-"""Regions compiled by several processes."""
