@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofx
+from benchmarks.memory_kept import keep_freed_memory
 from benchmarks.models import Workload
-from zerofx.codegen.cpu.allocator import keep_freed_memory
 
 
 @dataclass(frozen=True)

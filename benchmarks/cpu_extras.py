@@ -30,11 +30,11 @@ from tabulate import tabulate
 from benchmarks.models import SHAPES
 from benchmarks.peers import record, say
 from benchmarks.processes import Ranks, device_name
-from zerofx.codegen.cpu.extras import CHANNELS, CPU_KERNELS, EXTRAS, KEEP_FREED, SHARED_BUCKETS, Extra
+from zerofx.codegen.cpu.extras import CHANNELS, CPU_KERNELS, EXTRAS, SHARED_BUCKETS, Extra
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SHAPES_OF_27M = ("27m", "llama")
-_BETWEEN_RANKS = (CHANNELS, SHARED_BUCKETS, KEEP_FREED)
+_BETWEEN_RANKS = (CHANNELS, SHARED_BUCKETS)
 
 Step = list[float]  # its seconds and CPU seconds
 Round = list[Step]  # one step with the extra, one without it
@@ -42,8 +42,6 @@ Round = list[Step]  # one step with the extra, one without it
 
 def environments(extra: Extra) -> tuple[dict[str, str], dict[str, str]]:
     """What is set with ``extra`` in use, and without it and nothing else."""
-    if extra.name == KEEP_FREED:
-        return {"ZEROFX_KEEP_FREED": "1"}, {"ZEROFX_KEEP_FREED": "0"}
     if extra.name in CPU_KERNELS:
         used = [",".join(sorted(names)) or "none" for names in (CPU_KERNELS, CPU_KERNELS - {extra.name})]
         return {extra.switch: used[0]}, {extra.switch: used[1]}

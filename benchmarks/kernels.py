@@ -40,8 +40,8 @@ from tabulate import tabulate
 
 from benchmarks import kernel_groups_cpu, kernel_groups_cuda
 from benchmarks.kernel_groups import Group
+from benchmarks.memory_kept import keep_freed_memory
 from benchmarks.processes import device_name
-from zerofx.codegen.cpu.allocator import keep_freed_memory
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -21,7 +21,6 @@
                        timeout alone
 ``ZEROFX_CACHE_DIR``   folder for what is kept for the next run, 0 or empty for none (default: ``zerofx`` in
                        ``TORCHINDUCTOR_CACHE_DIR``, or else in the user's cache folder)
-``ZEROFX_KEEP_FREED``  1 memory that a CPU step frees stays with the process for its next use, 0 it does not (default)
 =====================  =========================================================================================
 """
 
@@ -47,7 +46,6 @@ class Settings:
     verify: int
     timeout_seconds: float
     nvme_dirs: tuple[Path, ...] = ()
-    keep_freed: bool = False
     kernels: frozenset[str] | None = None
     cache_dir: Path | None = None
 
@@ -65,7 +63,6 @@ def read_settings() -> Settings:
         verify=_integer("ZEROFX_VERIFY", 1, 2),
         timeout_seconds=float(_integer("ZEROFX_TIMEOUT", 600, 86_400)),
         nvme_dirs=tuple(Path(part) for part in os.environ.get("ZEROFX_NVME_DIR", "").split(os.pathsep) if part),
-        keep_freed=bool(_integer("ZEROFX_KEEP_FREED", 0, 1)),
         kernels=_kernels(os.environ.get("ZEROFX_KERNELS", "auto")),
         cache_dir=_cache_dir(),
     )

@@ -15,9 +15,8 @@ ATTENTION = attention.KERNEL
 PRODUCTS = products.KERNEL
 CHANNELS = "channels"
 SHARED_BUCKETS = "in_place"
-KEEP_FREED = "keep_freed"
 
-_KERNELS, _DISABLE, _ASKED = "ZEROFX_KERNELS", "ZEROFX_DISABLE", "ZEROFX_KEEP_FREED=1"
+_KERNELS, _DISABLE = "ZEROFX_KERNELS", "ZEROFX_DISABLE"
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Extra:
 
     ``instead_of`` is what runs where it is switched off; ``where`` is what acts, a file of the repository. ``switch``
     is the environment variable that takes its ``name``: ``ZEROFX_KERNELS`` names what is used, ``ZEROFX_DISABLE`` what
-    is left out. ``ZEROFX_KEEP_FREED=1`` asks for what is off otherwise, because it holds for all of a process.
+    is left out.
     """
 
     name: str
@@ -65,13 +64,6 @@ EXTRAS = (
         "copies of the other ranks' slices",
         "zerofx/runtime/comm/same_host/shared.py",
         _DISABLE,
-    ),
-    Extra(
-        KEEP_FREED,
-        "the C library keeps memory that a step frees for its next use (mallopt)",
-        "large blocks go back to the system, and each of their pages is mapped and zeroed anew",
-        "codegen/cpu/allocator.py",
-        _ASKED,
     ),
 )
 CPU_KERNELS = frozenset(extra.name for extra in EXTRAS if extra.switch == _KERNELS)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.codegen.cpu.allocator import return_freed_memory
 from zerofx.codegen.kernels.current_device import on_device
 from zerofx.deferred import is_deferred
 from zerofx.driver.asked import describe_request
@@ -291,8 +290,6 @@ class Step:
         steps.forget()
         self._graphs.clear()
         release(self.model, self._owner)
-        if self.settings.keep_freed:
-            return_freed_memory()
         if taken is not None:
             absence = end_connections(taken, life) or absence
         self._control.close()

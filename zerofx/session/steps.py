@@ -16,7 +16,6 @@ from zerofx.capture.constant_arguments import ConstantArguments
 from zerofx.capture.kept_tensors import tell_kept_tensors
 from zerofx.capture.traceable import tracing_device
 from zerofx.capture.tracing_settings import dtype_settings
-from zerofx.codegen.cpu.allocator import keep_freed_memory
 from zerofx.codegen.cpu.extras import CHANNELS
 from zerofx.codegen.kernels.current_device import on_device
 from zerofx.driver.asked import machine_at_hand
@@ -152,9 +151,6 @@ class Steps:
         self.device = compiled.device
         self._owner.keep()
         self.gradients.put()
-        # Whose plan moves memory off the device is after the resident set, which only shrinks with what is given back.
-        if self._settings.keep_freed and compiled.device.type == "cpu" and not compiled.plan.slower_peak_bytes:
-            keep_freed_memory()
         return compiled, taken
 
     def _check_built(self, compiled: CompiledStep) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.lib.graphs import settings
-from zerofx.codegen.cpu.extras import CPU_KERNELS, EXTRAS, KEEP_FREED, OPTIONAL
+from zerofx.codegen.cpu.extras import CPU_KERNELS, EXTRAS, OPTIONAL
 from zerofx.codegen.kernels.table import check_kernels
 from zerofx.pipeline import check_disabled
 
@@ -21,7 +21,6 @@ def test_every_extra_is_where_the_table_says_and_in_the_documentation() -> None:
 
 
 def test_every_extra_can_be_switched_off() -> None:
-    assert {extra.name for extra in EXTRAS} == CPU_KERNELS | OPTIONAL | {KEEP_FREED}
-    assert not settings().keep_freed
+    assert {extra.name for extra in EXTRAS} == CPU_KERNELS | OPTIONAL
     check_kernels(CPU_KERNELS)
     check_disabled(settings(disable=OPTIONAL))

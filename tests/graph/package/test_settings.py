@@ -13,7 +13,7 @@ from zerofx.errors import UsageError
 from zerofx.settings import read_settings
 
 _DOCS = ROOT / "docs"
-_NAMES = ("DEBUG", "DUMP_DIR", "DISABLE", "VERIFY", "TIMEOUT", "NVME_DIR", "CACHE_DIR", "KEEP_FREED", "KERNELS")
+_NAMES = ("DEBUG", "DUMP_DIR", "DISABLE", "VERIFY", "TIMEOUT", "NVME_DIR", "CACHE_DIR", "KERNELS")
 
 
 @pytest.fixture(autouse=True)
@@ -25,13 +25,13 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_defaults() -> None:
     found = read_settings()
     assert (found.debug, found.verify, found.timeout_seconds, found.disable) == (0, 1, 600.0, frozenset())
-    assert found.dump_dir is None and found.nvme_dirs == () and not found.keep_freed
+    assert found.dump_dir is None and found.nvme_dirs == ()
 
 
 def test_every_switch_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in zip(
         _NAMES,
-        ("5", str(tmp_path), "prefetch,simplify,", "2", "7", "drive:other", "kept", "1", "update,wire"),
+        ("5", str(tmp_path), "prefetch,simplify,", "2", "7", "drive:other", "kept", "update,wire"),
         strict=True,
     ):
         monkeypatch.setenv(f"ZEROFX_{name}", value)
@@ -40,7 +40,6 @@ def test_every_switch_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert (found.debug, found.dump_dir, found.verify, found.timeout_seconds) == (5, tmp_path, 2, 7.0)
     assert found.nvme_dirs == (Path("drive"), Path("other"))
     assert found.cache_dir == Path("kept")
-    assert found.keep_freed
     assert found.kernels == frozenset({"update", "wire"})
 
 

@@ -70,7 +70,6 @@ def test_the_two_of_a_pair_differ_by_the_extras_switch() -> None:
         "products": ({"ZEROFX_KERNELS": "attention,products"}, {"ZEROFX_KERNELS": "attention"}),
         "channels": ({"ZEROFX_DISABLE": ""}, {"ZEROFX_DISABLE": "channels"}),
         "in_place": ({"ZEROFX_DISABLE": ""}, {"ZEROFX_DISABLE": "in_place"}),
-        "keep_freed": ({"ZEROFX_KEEP_FREED": "1"}, {"ZEROFX_KEEP_FREED": "0"}),
     }
 
 

@@ -1,4 +1,4 @@
-"""Have the C library keep memory that a CPU step frees, if it is glibc.
+"""Have the C library keep memory that a process frees, if it is glibc.
 
 By default glibc gives large blocks back to the operating system when they are freed, and has every page of the next one
 mapped and zeroed anew. A training step takes and frees the same blocks over and over: those page faults can take a
@@ -18,16 +18,10 @@ _M_MMAP_MAX = -4
 def keep_freed_memory() -> bool:
     """Let blocks that are freed stay with this process for the next ones; False where that cannot be asked for.
 
-    It holds for all of the process, from now on. What is resident stays at its peak, and ``return_freed_memory`` gives
-    back what is not in use. Blocks that are allocated already are given back as before.
+    It holds for all of the process, from now on. What is resident stays at its peak. Blocks that are allocated
+    already are given back as before.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
-
-
-def return_freed_memory() -> None:
-    """Give the operating system back what is free of the memory that the C library keeps."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
