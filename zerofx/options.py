@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 import torch
 
@@ -42,6 +42,44 @@ def _left_out_of(*purposes: Purpose) -> dict[str, tuple[Purpose, ...]]:
 
 OnNonfinite = Literal["warn", "skip", "raise"]
 STOPPING = ("skip", "raise")  # those that end a step before its updates
+
+
+class TuneOptions(TypedDict, total=False):
+    """Keywords that ``tune``, ``plan`` and ``compile`` have in common."""
+
+    loss_fn: LossFunction | None
+    forward: ForwardFunction | None
+    constant: Collection[str]
+    memory_budget: int | float | str | None
+    recompute: Recompute
+    offload: Offload
+    accumulate: Accumulate
+    precision: Precision | None
+    backend: Backend
+    prefetch: int
+    keep_gathered: Collection[str] | Literal["all"]
+    wire: Wire
+    max_grad_norm: float | None
+
+
+class PlanOptions(TuneOptions, total=False):
+    """Keywords that ``plan`` and ``compile`` have in common."""
+
+    machine: Machine | str
+    host_budget: int | float | str | None
+    tile: Tiling
+    delayed_update: int | None
+
+
+def check_names(given: Mapping[str, object], kind: type, function: str) -> None:
+    """Check that a function was given no other keywords than those of ``kind``.
+
+    Raises:
+        TypeError: it was, as Python says it of keywords that a signature spells out.
+    """
+    for name in given:
+        if name not in kind.__annotations__:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
-from zerofx.choices import Accumulate, Offload
+import click
+
+from zerofx.choices import Accumulate, Offload, Precision, Recompute, Wire
 from zerofx.errors import UsageError
 from zerofx.scheduler.cost.machine import Machine
 
@@ -105,7 +107,7 @@ def read_machine(name: str) -> Machine:
     return Machine.from_json(Path(name).read_text(encoding="utf-8")) if name.endswith(".json") else Machine.named(name)
 
 
-def parse_budget(text: str | None) -> str | float | None:
+def parse_budget(_context: click.Context, _option: click.Parameter, text: str | None) -> str | float | None:
     """A fraction is a bare number up to one; everything else is a size."""
     try:
         fraction = float(text or "")
@@ -114,23 +116,46 @@ def parse_budget(text: str | None) -> str | float | None:
     return fraction if 0 < fraction <= 1 else text
 
 
-def parse_offload(text: str) -> Offload:
-    """A word, or ``gradients=host`` for ``{"gradients": "host"}``; whether it can be is ``check_options``' business."""
+def _parse_offload(_context: click.Context, _option: click.Parameter, text: str) -> Offload:
     name, equals, tier = text.partition("=")
-    return cast(Offload, {name: tier} if equals else text)
+    return cast(Offload, {name: tier} if equals else text)  # whether it can be is for `check_options` to say
 
 
-def parse_accumulate(text: str) -> Accumulate:
-    """A number of micro-batches, or ``"auto"``.
-
-    Raises:
-        UsageError: it is neither.
-    """
+def _parse_accumulate(_context: click.Context, _option: click.Parameter, text: str) -> Accumulate:
     if text == "auto":
         return "auto"
     if not text.isdigit():
-        raise UsageError(f"expected --accumulate to be a number of micro-batches, or auto, found {text!r}")
+        raise click.BadParameter(f"expected a number of micro-batches, or auto, found {text!r}")
     return int(text)
+
+
+_TRAINING_OPTIONS = (
+    click.option(
+        "--memory-budget", metavar="SIZE", callback=parse_budget,
+        help="On the device: '24GiB', '80GB', or a fraction such as 0.9.",
+    ),
+    click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, help="What is sharded (ZeRO)."),
+    click.option("--precision", type=click.Choice(get_args(Precision)), help="Computed in; else as the model is."),
+    click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Gathers issued ahead."),
+    click.option("--recompute", type=click.Choice(get_args(Recompute)), default="auto", show_default=True),
+    click.option(
+        "--offload", default="auto", show_default=True, metavar="TIER", callback=_parse_offload,
+        help="auto, none, host or nvme; or gradients=host (nvme): of gradients between micro-batches.",
+    ),
+    click.option(
+        "--accumulate", default="1", show_default=True, metavar="N", callback=_parse_accumulate,
+        help="Micro-batches before each update, or 'auto'.",
+    ),
+    click.option("--wire", type=click.Choice(get_args(Wire)), default="exact", show_default=True, help="Bits to send."),
+    click.option("--max-grad-norm", type=float, help="Clip gradients to this norm of all of them; else none are."),
+)  # fmt: skip
+
+
+def training_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that ``zerofx.plan`` and ``zerofx.tune`` have in common, by their names there."""
+    for option in reversed(_TRAINING_OPTIONS):
+        command = option(command)
+    return command
 
 
 @contextmanager

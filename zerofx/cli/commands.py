@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 from tabulate import tabulate
 
 import zerofx
-from zerofx.choices import Backend, Precision, Recompute, Wire
-from zerofx.cli.arguments import make_training, parse_accumulate, parse_budget, parse_offload, read_machine, world
+from zerofx.choices import Backend
+from zerofx.cli.arguments import make_training, parse_budget, read_machine, training_options, world
 from zerofx.errors import UsageError, ZeroFXError
 from zerofx.scheduler.cost.catalog import built_in_machines
 from zerofx.scheduler.cost.machine import Link, Machine
@@ -37,23 +37,8 @@ def main() -> None:
 @click.option(
     "--machine", default="h100-sxm", show_default=True, help="See `zerofx machines`; or a .json of a Machine."
 )
-@click.option("--memory-budget", metavar="SIZE", help="On the device: '24GiB', '80GB', or a fraction such as 0.9.")
-@click.option("--host-budget", metavar="SIZE", help="Of host memory, for each rank: as for --memory-budget.")
-@click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, help="What is sharded (ZeRO).")
-@click.option("--precision", type=click.Choice(get_args(Precision)), help="What is computed in; else as the model is.")
-@click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Gathers issued ahead.")
-@click.option("--recompute", type=click.Choice(get_args(Recompute)), default="auto", show_default=True)
-@click.option(
-    "--offload", default="auto", show_default=True, metavar="TIER",
-    help="auto, none, host or nvme; or gradients=host (nvme): of gradients between micro-batches.",
-)  # fmt: skip
-@click.option("--accumulate", default="1", show_default=True, help="Micro-batches before each update, or 'auto'.")
-@click.option(
-    "--wire", type=click.Choice(get_args(Wire)), default="exact", show_default=True, help="In how many bits to send."
-)
-@click.option(
-    "--max-grad-norm", type=float, help="Clip gradients to this norm of all of them; else they are as they are."
-)
+@click.option("--host-budget", metavar="SIZE", callback=parse_budget, help="Of host memory, as there, by rank.")
+@training_options
 @click.option(
     "--delayed-update", type=click.IntRange(min=0), metavar="STEPS",
     help="Steps of exact training before updates run on the host during the next step; else none do.",
@@ -65,24 +50,13 @@ def main() -> None:
 @click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write a trace for ui.perfetto.dev.")
 def plan_command(
     where: str,
-    world_size: int,
     machine: str,
-    memory_budget: str | None,
-    host_budget: str | None,
-    stage: int,
-    precision: Precision | None,
-    prefetch: int,
-    recompute: Recompute,
-    offload: str,
-    accumulate: str,
-    wire: Wire,
-    max_grad_norm: float | None,
-    delayed_update: int | None,
     full: bool,
     save: Path | None,
     save_graph: Path | None,
     html: Path | None,
     trace: Path | None,
+    **options: Any,
 ) -> None:
     """Plan a training step for ranks and a machine that need not exist.
 
@@ -96,24 +70,7 @@ def plan_command(
     with _clean_errors():
         model, optimizer, batch, loss_fn, forward = make_training(where, "meta")
         planned = zerofx.plan(
-            model,
-            optimizer,
-            batch,
-            stage,
-            world_size=world_size,
-            machine=read_machine(machine),
-            memory_budget=parse_budget(memory_budget),
-            host_budget=parse_budget(host_budget),
-            recompute=recompute,
-            offload=parse_offload(offload),
-            loss_fn=loss_fn,
-            forward=forward,
-            precision=precision,
-            prefetch=prefetch,
-            accumulate=parse_accumulate(accumulate),
-            wire=wire,
-            max_grad_norm=max_grad_norm,
-            delayed_update=delayed_update,
+            model, optimizer, batch, machine=read_machine(machine), loss_fn=loss_fn, forward=forward, **options
         )
         schedule = planned.schedule()
         click.echo(f"{planned}\n\n{planned.plan}\n\n{schedule.table(fold=not full)}")
@@ -132,22 +89,7 @@ def plan_command(
 @main.command("tune")
 @click.argument("where", metavar="MODULE:FUNCTION")
 @click.option("--device", help="Where the model is made and run; else the GPU if there is one.")
-@click.option("--memory-budget", metavar="SIZE", help="On the device: '24GiB', '80GB', or a fraction such as 0.9.")
-@click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, help="What is sharded (ZeRO).")
-@click.option("--precision", type=click.Choice(get_args(Precision)), help="What is computed in; else as the model is.")
-@click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Gathers issued ahead.")
-@click.option("--recompute", type=click.Choice(get_args(Recompute)), default="auto", show_default=True)
-@click.option(
-    "--offload", default="auto", show_default=True, metavar="TIER",
-    help="auto, none, host or nvme; or gradients=host (nvme): of gradients between micro-batches.",
-)  # fmt: skip
-@click.option("--accumulate", default="1", show_default=True, help="Micro-batches before each update, or 'auto'.")
-@click.option(
-    "--wire", type=click.Choice(get_args(Wire)), default="exact", show_default=True, help="In how many bits to send."
-)
-@click.option(
-    "--max-grad-norm", type=float, help="Clip gradients to this norm of all of them; else they are as they are."
-)
+@training_options
 @click.option("--backend", type=click.Choice(get_args(Backend)), default="inductor", show_default=True)
 @click.option("--num-steps", type=click.IntRange(min=2), default=5, show_default=True, help="Steps of each candidate.")
 @click.option("--num-candidates", type=click.IntRange(min=1), default=4, show_default=True, help="Plans run at first.")
@@ -155,19 +97,8 @@ def plan_command(
 def tune_command(
     where: str,
     device: str | None,
-    memory_budget: str | None,
-    stage: int,
-    precision: Precision | None,
-    prefetch: int,
-    recompute: Recompute,
-    offload: str,
-    accumulate: str,
-    wire: Wire,
-    max_grad_norm: float | None,
-    backend: Backend,
-    num_steps: int,
-    num_candidates: int,
     save: Path | None,
+    **options: Any,
 ) -> None:
     """Run plans on the device at hand, and keep the fastest that fits.
 
@@ -176,26 +107,7 @@ def tune_command(
     """
     with _clean_errors(), world(device) as (rank, here):
         model, optimizer, batch, loss_fn, forward = make_training(where, here)
-        result = zerofx.tune(
-            model,
-            optimizer,
-            batch,
-            stage,
-            memory_budget=parse_budget(memory_budget),
-            num_steps=num_steps,
-            num_candidates=num_candidates,
-            save=save,
-            loss_fn=loss_fn,
-            forward=forward,
-            recompute=recompute,
-            offload=parse_offload(offload),
-            precision=precision,
-            backend=backend,
-            prefetch=prefetch,
-            accumulate=parse_accumulate(accumulate),
-            wire=wire,
-            max_grad_norm=max_grad_norm,
-        )
+        result = zerofx.tune(model, optimizer, batch, save=save, loss_fn=loss_fn, forward=forward, **options)
     if rank == 0:
         click.echo(f"{result}\n\n{result.plan}")
         _say_written(save)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -21,18 +21,7 @@ from zerofx.errors import UsageError, working
 from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
 from zerofx.lowering.lower import LoweredStep
-from zerofx.options import (
-    Accumulate,
-    Backend,
-    CompileOptions,
-    Offload,
-    Precision,
-    Recompute,
-    Tiling,
-    Wire,
-    budget_bytes,
-    check_options,
-)
+from zerofx.options import Backend, CompileOptions, PlanOptions, budget_bytes, check_names, check_options
 from zerofx.pipeline import check_disabled
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
@@ -118,23 +107,7 @@ def plan(
     stage: int = 3,
     *,
     world_size: int = 1,
-    machine: Machine | str = "h100-sxm",
-    memory_budget: int | float | str | None = None,
-    host_budget: int | float | str | None = None,
-    recompute: Recompute = "auto",
-    offload: Offload = "auto",
-    tile: Tiling = "auto",
-    loss_fn: LossFunction | None = None,
-    precision: Precision | None = None,
-    backend: Backend = "inductor",
-    prefetch: int = 1,
-    keep_gathered: Collection[str] | Literal["all"] = (),
-    accumulate: Accumulate = 1,
-    delayed_update: int | None = None,
-    wire: Wire = "exact",
-    max_grad_norm: float | None = None,
-    forward: ForwardFunction | None = None,
-    constant: Collection[str] = (),
+    **options: Unpack[PlanOptions],
 ) -> PlannedStep:
     """Plan a training step without hardware.
 
@@ -144,55 +117,24 @@ def plan(
         optimizer: the optimizer over its parameters.
         batch: one rank's batch of one step: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors
             will do.
-        stage, loss_fn, precision, memory_budget, host_budget, recompute, offload, tile, prefetch, keep_gathered,
-            accumulate, delayed_update, wire, max_grad_norm, forward, constant: as for ``zerofx.compile``; what
-            ``constant`` names needs values.
-        backend: as for ``zerofx.compile``: what a compiled region holds inside is estimated
-            (``scheduler/cost/fusion.py``), an eager one is simulated node by node, to the byte. Times are those of
-            single operators either way.
+        stage: as for ``zerofx.compile``.
         world_size: number of ranks.
-        machine: a ``Machine`` or the name of a built-in one.
+        options: ``machine``, a ``Machine`` or the name of a built-in one, by default ``"h100-sxm"``, and as for
+            ``zerofx.compile`` ``loss_fn``, ``forward``, ``constant`` (what it names needs values), ``memory_budget``,
+            ``host_budget``, ``recompute``, ``offload``, ``tile``, ``accumulate``, ``delayed_update``, ``precision``,
+            ``backend``, ``prefetch``, ``keep_gathered``, ``wire`` and ``max_grad_norm``. What a compiled region holds
+            inside is estimated (``scheduler/cost/fusion.py``), an eager one is simulated node by node, to the byte.
+            Times are those of single operators either way.
 
     Raises:
         ZeroFXError: as ``zerofx.compile`` would.
     """
     check_world_size(world_size)
-    options = check_options(
-        stage=stage, loss_fn=loss_fn, precision=precision, backend=backend, machine=machine, prefetch=prefetch,
-        keep_gathered=keep_gathered, memory_budget=memory_budget, recompute=recompute, offload=offload,
-        accumulate=accumulate, tile=tile, host_budget=host_budget, delayed_update=delayed_update, wire=wire,
-        max_grad_norm=max_grad_norm, forward=forward, constant=constant,
-    )  # fmt: skip
+    check_names(options, PlanOptions, "plan")
+    options.setdefault("machine", "h100-sxm")
+    checked = check_options(stage=stage, **options)
     with working("plan a step"):
-        return plan_captured(capture_for_plans(model, optimizer, batch, options), world_size)
-
-
-class RankOptions(TypedDict, total=False):
-    """The keywords of ``plan`` that hold for any number of ranks."""
-
-    machine: Machine | str
-    memory_budget: int | float | str | None
-    host_budget: int | float | str | None
-    recompute: Recompute
-    offload: Offload
-    tile: Tiling
-    loss_fn: LossFunction | None
-    precision: Precision | None
-    backend: Backend
-    prefetch: int
-    keep_gathered: Collection[str] | Literal["all"]
-    accumulate: Accumulate
-    delayed_update: int | None
-    wire: Wire
-    max_grad_norm: float | None
-    forward: ForwardFunction | None
-    constant: Collection[str]
-
-
-class PlanOptions(RankOptions, total=False):
-    """The keywords of ``plan``."""
-
-    world_size: int
+        return plan_captured(capture_for_plans(model, optimizer, batch, checked), world_size)
 
 
 @dataclass(frozen=True)

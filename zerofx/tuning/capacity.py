@@ -19,14 +19,12 @@ from tqdm import tqdm
 from zerofx.driver.plan_only import (
     CapturedStep,
     PlannedStep,
-    PlanOptions,
-    RankOptions,
     capture_for_plans,
     check_world_size,
     plan_captured,
 )
 from zerofx.errors import MemoryBudgetError, UsageError
-from zerofx.options import CompileOptions, budget_bytes, check_options
+from zerofx.options import CompileOptions, PlanOptions, budget_bytes, check_names, check_options
 from zerofx.progress import watched
 from zerofx.scheduler.search.problem import BudgetMissedError
 from zerofx.units import format_bytes
@@ -81,6 +79,7 @@ def largest_micro_batch(
     stage: int = 3,
     *,
     limit: int = 4096,
+    world_size: int = 1,
     **plan_options: Unpack[PlanOptions],
 ) -> SearchResult:
     """The most samples that one rank can take in one step.
@@ -90,19 +89,19 @@ def largest_micro_batch(
             called once for each n that is tried.
         model, optimizer, stage: as for ``zerofx.plan``.
         limit: where to stop: nothing above it is tried.
-        plan_options: keywords of ``zerofx.plan``. ``memory_budget`` is what must hold the peak; without one it is the
-            device's memory. With ``recompute="auto"`` a batch fits if it does with values computed again.
+        world_size: number of ranks.
+        plan_options: other keywords of ``zerofx.plan``. ``memory_budget`` is what must hold the peak; without one it is
+            the device's memory. With ``recompute="auto"`` a batch fits if it does with values computed again.
 
     Raises:
         MemoryBudgetError: not even one sample fits; says the least that it takes, and what dominates there.
         ZeroFXError: as ``zerofx.plan`` would.
     """
-    world_size = plan_options.pop("world_size", 1)
     if plan_options.get("accumulate", 1) != 1:
         raise UsageError("expected no accumulate for largest_micro_batch, which looks for the size of one micro-batch")
     check_world_size(world_size)
     _check_limit(limit)
-    options = _options(stage, plan_options)
+    options = _options(stage, plan_options, "largest_micro_batch")
 
     def attempt(samples: int) -> PlannedStep:
         return plan_captured(
@@ -135,7 +134,7 @@ def smallest_world(
     stage: int = 3,
     *,
     limit: int = 65536,
-    **plan_options: Unpack[RankOptions],
+    **plan_options: Unpack[PlanOptions],
 ) -> SearchResult:
     """The fewest ranks on which a step fits: any number in one node of the machine, whole nodes beyond.
 
@@ -152,7 +151,7 @@ def smallest_world(
     if "world_size" in plan_options:
         raise UsageError("expected no world_size for smallest_world, which looks for it: give it to zerofx.plan")
     _check_limit(limit)
-    captured = capture_for_plans(model, optimizer, batch, _options(stage, plan_options))
+    captured = capture_for_plans(model, optimizer, batch, _options(stage, plan_options, "smallest_world"))
     node = captured.machine.ranks_per_node
 
     def attempt(ranks: int) -> PlannedStep:
@@ -246,10 +245,11 @@ def _check_limit(limit: int) -> None:
         raise UsageError(f"expected a limit of at least 1, found {limit!r}")
 
 
-def _options(stage: int, rank_options: RankOptions) -> CompileOptions:
+def _options(stage: int, plan_options: PlanOptions, function: str) -> CompileOptions:
     """The options of ``zerofx.plan`` with its defaults, but for the budget: without one it is the whole device."""
-    budget = rank_options.get("memory_budget")
-    completed: RankOptions = {"machine": "h100-sxm", **rank_options, "memory_budget": 1.0 if budget is None else budget}
+    check_names(plan_options, PlanOptions, function)
+    budget = plan_options.get("memory_budget")
+    completed: PlanOptions = {"machine": "h100-sxm", **plan_options, "memory_budget": 1.0 if budget is None else budget}
     return check_options(stage=stage, **completed)
 
 

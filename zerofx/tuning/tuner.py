@@ -8,11 +8,11 @@ rank, and all ranks return the same result.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from zerofx.capture.checks import check_batch
 from zerofx.capture.constant_arguments import ConstantArguments
-from zerofx.capture.loss import ForwardFunction, LossFunction
 from zerofx.codegen.regions import Region
 from zerofx.deferred import make_buffers
 from zerofx.driver.asked import describe_request, machine_at_hand
@@ -31,17 +30,7 @@ from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.ir.batch import Batch
 from zerofx.lowering.lower import lower
-from zerofx.options import (
-    Accumulate,
-    Backend,
-    CompileOptions,
-    Offload,
-    Precision,
-    Recompute,
-    Wire,
-    budget_bytes,
-    check_options,
-)
+from zerofx.options import CompileOptions, TuneOptions, budget_bytes, check_names, check_options
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
 from zerofx.runtime.comm.control import Control
@@ -67,23 +56,11 @@ def tune(
     batch: tuple[Any, ...] | Mapping[str, Any],
     stage: int = 3,
     *,
-    memory_budget: int | float | str | None = None,
     machine: Machine | str | None = None,
     num_steps: int = 5,
     num_candidates: int = 4,
     save: str | Path | None = None,
-    loss_fn: LossFunction | None = None,
-    recompute: Recompute = "auto",
-    offload: Offload = "auto",
-    precision: Precision | None = None,
-    backend: Backend = "inductor",
-    prefetch: int = 1,
-    keep_gathered: Collection[str] | Literal["all"] = (),
-    accumulate: Accumulate = 1,
-    wire: Wire = "exact",
-    max_grad_norm: float | None = None,
-    forward: ForwardFunction | None = None,
-    constant: Collection[str] = (),
+    **options: Unpack[TuneOptions],
 ) -> TuneResult:
     """Measure plans on the device at hand, and keep the fastest whose measured peak is within the budget.
 
@@ -91,17 +68,18 @@ def tune(
     back. Ranks call it together, and all return the same.
 
     Args:
-        model, optimizer, stage, loss_fn, recompute, offload, precision, backend, prefetch, keep_gathered,
-            accumulate, wire, max_grad_norm, forward, constant: as for ``zerofx.compile``; they say what the first
-            candidate is, and what the others may change.
+        model, optimizer, stage: as for ``zerofx.compile``.
         batch: a batch to run: a tuple of positional arguments, or a dict of keywords.
-        memory_budget: the most bytes on the device, as for ``zerofx.compile``; the copy's alone.
         machine: what plans are predicted for at first; None for the machine at hand.
         num_steps: steps to measure of each candidate, after two that warm up; on CPU the last is recorded for its
             memory, and not timed.
         num_candidates: how many plans to run at first; a few more may follow once costs are corrected.
         save: a file for the best plan with its schedule, written by rank 0: for ``zerofx.compile(plan=...)`` and
             ``zerofx report``.
+        options: ``memory_budget``, which is the copy's alone, and ``loss_fn``, ``forward``, ``constant``,
+            ``recompute``, ``offload``, ``accumulate``, ``precision``, ``backend``, ``prefetch``, ``keep_gathered``,
+            ``wire`` and ``max_grad_norm`` as for ``zerofx.compile``: they say what the first candidate is, and what the
+            others may change.
 
     Raises:
         MemoryBudgetError: no plan fits, as predicted or as measured; says what became of each.
@@ -109,12 +87,9 @@ def tune(
         UsageError: on CPU, a profiler runs on some rank.
         ZeroFXError: as ``zerofx.compile`` would.
     """
-    options = check_options(
-        stage=stage, loss_fn=loss_fn, precision=precision, backend=backend, machine=machine, prefetch=prefetch,
-        keep_gathered=keep_gathered, memory_budget=memory_budget, recompute=recompute, offload=offload,
-        accumulate=accumulate, wire=wire, max_grad_norm=max_grad_norm, forward=forward, constant=constant,
-    )  # fmt: skip
-    check_training(model, optimizer, options)
+    check_names(options, TuneOptions, "tune")
+    checked = check_options(stage=stage, machine=machine, **options)
+    check_training(model, optimizer, checked)
     make_buffers(model)
     for name, number, least in (("num_steps", num_steps, 2), ("num_candidates", num_candidates, 1)):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
@@ -122,7 +97,7 @@ def tune(
     if not isinstance(batch, tuple | list | Mapping):
         raise UsageError(f"expected batch to be a tuple or a dict of keywords, found {type(batch).__name__}")
     args, keywords = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
-    tuner = _Tuner(Training(model, optimizer, args, keywords), options, num_steps, num_candidates)
+    tuner = _Tuner(Training(model, optimizer, args, keywords), checked, num_steps, num_candidates)
     owner = claim(model, tuner)
     try:
         return tuner.run(Path(save) if save is not None else None)
