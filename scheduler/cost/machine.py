@@ -48,12 +48,16 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator: peak FLOP/s, memory traffic (read + written bytes/s), capacity, seconds to start a kernel."""
+    """One accelerator: peak FLOP/s, memory traffic (read + written bytes/s), capacity, seconds to start a kernel.
+
+    ``compute_capability`` is NVIDIA's, (9, 0) for an H100: what torch chooses kernels by. None for other devices.
+    """
 
     peak: Peaks
     memory_bandwidth: float
     memory_bytes: int
     launch_latency: float
+    compute_capability: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -358,10 +362,16 @@ def _read(kind: Any, data: object, where: str) -> object:
         hints = typing.get_type_hints(kind)
         if unknown := sorted(set(data) - set(hints)):
             raise UsageError(f"{where}: unknown field {unknown[0]!r}; fields are {', '.join(hints)}")
-        if missing := [name for name in hints if name not in data]:
+        optional = {field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
+        if missing := [name for name in hints if name not in data and name not in optional]:
             raise UsageError(f"{where}: missing field {missing[0]!r}")
-        values = {name: _read(hint, data[name], f"{where}.{name}") for name, hint in hints.items()}
+        values = {name: _read(hint, data[name], f"{where}.{name}") for name, hint in hints.items() if name in data}
         return kind(**values)
+    if typing.get_origin(kind) is tuple:
+        kinds = typing.get_args(kind)
+        if not isinstance(data, list) or len(data) != len(kinds):
+            raise UsageError(f"{where}: expected {len(kinds)} values, found {data!r}")
+        return tuple(_read(kind, value, where) for kind, value in zip(kinds, data, strict=True))
     if kind is float and isinstance(data, (int, float)) and not isinstance(data, bool):
         return float(data)
     if kind is not float and isinstance(data, kind) and not isinstance(data, bool):

@@ -114,7 +114,13 @@ def _measure_cuda(device: torch.device, ranks: int) -> Machine:
     return Machine(
         name=f"{row.name}-measured",
         source=f"measured on {properties.name}; fp8, nvme and links not measured are those of {row.name!r}",
-        device=Device(peak, _copy_traffic(device, _COPY_BYTES_CUDA), properties.total_memory, _launch_seconds(device)),
+        device=Device(
+            peak,
+            _copy_traffic(device, _COPY_BYTES_CUDA),
+            properties.total_memory,
+            _launch_seconds(device),
+            None if torch.version.hip else (properties.major, properties.minor),
+        ),
         efficiency=Efficiency(1.0, 1.0, 1.0),
         intra_node=Link(row.intra_node.bandwidth * row.efficiency.link, row.intra_node.latency),
         inter_node=Link(row.inter_node.bandwidth * row.efficiency.link, row.inter_node.latency),

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from zerofx.capture.by_layer.forward_record import ForwardRecord
+from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.layers import find_units
 from zerofx.capture.tracing_settings import tracing_settings
 from zerofx.disk.cache import MALFORMED, DiskCache, key_of
@@ -44,6 +45,7 @@ class KeptCapture:
         batch_names: Sequence[str],
         compute_dtype: torch.dtype | None,
         strides: Strides,
+        gpu: AbsentGpu | None = None,
     ) -> KeptCapture:
         """The place for the model whose forward is ``record``; other arguments as for ``capture``."""
         parameters, units = parameter_infos(model, compute_dtype, strides), frozenset(find_units(model))
@@ -55,7 +57,7 @@ class KeptCapture:
             return KeptCapture(cache, None, reason, blank)
         parts = (
             *tracing_settings(), record.text(),
-            repr(parameters), repr(sorted(units)), repr(batch_names), str(compute_dtype),
+            repr(parameters), repr(sorted(units)), repr(batch_names), str(compute_dtype), repr(gpu),
         )  # fmt: skip
         return KeptCapture(cache, key_of("capture", parts), "", blank)
 

@@ -14,6 +14,8 @@ from torch import nn
 
 from zerofx.capture.blame import explain
 from zerofx.capture.compat.decompositions import decompositions
+from zerofx.capture.for_gpu.gpu import AbsentGpu
+from zerofx.capture.for_gpu.retarget import retarget
 from zerofx.capture.layer_annotations import SourceLines
 from zerofx.capture.layers import find_units
 from zerofx.capture.loss import Loss, Objective
@@ -36,6 +38,7 @@ def capture(
     compute_dtype: torch.dtype | None = None,
     num_micro_batches: int = 1,
     strides: Strides = MappingProxyType({}),
+    gpu: AbsentGpu | None = None,
     rewrites: Sequence[Normalisation] = NORMALISATIONS,
 ) -> StepGraph:
     """Trace ``loss = model(*batch)`` and its backward.
@@ -48,6 +51,7 @@ def capture(
         compute_dtype: the dtype in which the graph reads floating-point parameters and batch tensors; None as they are.
         num_micro_batches: what the loss is divided by, where ``batch`` is one of several whose gradients are summed.
         strides: those of parameters whose tensors do not have them now, because their values are elsewhere.
+        gpu: the GPU to capture for where it is not here; else the model's device is captured for.
         rewrites: what makes a step's graph of what is traced, in order.
 
     Returns:
@@ -60,7 +64,7 @@ def capture(
     parameters = parameter_infos(model, compute_dtype, strides)
     objective = Objective.of(loss_fn)
     return objective.outside.traced(
-        lambda: _captured(model, batch, objective, compute_dtype, num_micro_batches, strides, parameters, rewrites)
+        lambda: _captured(model, batch, objective, compute_dtype, num_micro_batches, strides, gpu, parameters, rewrites)
     )
 
 
@@ -71,6 +75,7 @@ def _captured(
     compute_dtype: torch.dtype | None,
     num_micro_batches: int,
     strides: Strides,
+    gpu: AbsentGpu | None,
     parameters: tuple[ParameterInfo, ...],
     rewrites: Sequence[Normalisation],
 ) -> StepGraph:
@@ -81,16 +86,20 @@ def _captured(
     """
     watcher = CallWatcher()
     with (
-        traceable(model, batch, objective, compute_dtype, num_micro_batches, strides) as (lossy, fakes, device, _),
+        traceable(model, batch, objective, compute_dtype, num_micro_batches, strides, gpu) as traced,
         watcher,
         SourceLines(),
     ):
+        lossy, fakes, here, mode = traced
+        device = here if gpu is None else gpu.device
         try:
             joint = joint_graph(lossy, fakes, decompositions(device))
         except (ZeroFXError, OutsideFoundError):
             raise
         except Exception as error:
             raise explain(error, batch) from error
+    if gpu is not None:
+        retarget(joint, device, mode)
     if lossy.counts:
         warn(
             f"expected a forward that changes no Python values of its modules from call to call, found that it changes "
@@ -99,7 +108,7 @@ def _captured(
         )
     with working("make a step graph of what was captured"):
         step = StepGraph(joint.graph, device, parameters, frozenset(find_units(model)))
-        traced = Joint(step, joint, model, batch, watcher, lossy)
+        rewritten = Joint(step, joint, model, batch, watcher, lossy)
         for rewrite in rewrites:
-            rewrite.run(traced)
+            rewrite.run(rewritten)
         return step

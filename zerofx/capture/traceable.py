@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.layer_annotations import LOSS_LAYER, in_layer, layer_annotations
 from zerofx.capture.loss import Loss, LossModule, Objective
 from zerofx.capture.outside import StandInMaker
@@ -36,12 +37,14 @@ def traceable(
     compute_dtype: torch.dtype | None,
     num_micro_batches: int,
     strides: Strides,
+    gpu: AbsentGpu | None = None,
 ) -> Iterator[tuple[LossModule, tuple[torch.Tensor, ...], torch.device, FakeTensorMode]]:
     """While open, the model is on fake tensors, and what runs knows its layer (``running_layer``).
 
     Gives the module that makes the loss, the fake tensors of the batch to call it with, their device, and their mode.
+    For an absent ``gpu`` that device is the CPU.
     """
-    mode, device = fake_mode(), tracing_device(model, batch)
+    mode, device = fake_mode(), tracing_device(model, batch, gpu)
     with (
         torch.enable_grad(),
         without_log_of_fakes(),
@@ -51,6 +54,7 @@ def traceable(
         without_checkpoints(),
         traceable_collectives(),
         drawing_with_torch(),
+        gpu.seen() if gpu is not None else contextlib.nullcontext(),
     ):
         fakes = tuple(fake_tensor(mode, t.shape, t.stride(), cast_of(t, compute_dtype), device) for t in batch.tensors)
         loss_scope = partial(in_layer, LOSS_LAYER)
@@ -67,8 +71,10 @@ def traceable(
             yield lossy, fakes, device, mode
 
 
-def tracing_device(model: nn.Module, batch: Batch) -> torch.device:
+def tracing_device(model: nn.Module, batch: Batch, gpu: AbsentGpu | None = None) -> torch.device:
     """The device to trace on: the model's, or the batch's when the model is on ``meta``, or the CPU."""
+    if gpu is not None:
+        return torch.device("cpu")
     for tensor in (*model.parameters(), *batch.tensors):
         if tensor.device.type != "meta":
             return tensor.device

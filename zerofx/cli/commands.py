@@ -78,7 +78,9 @@ def plan_command(
         if save is not None:
             report.save(save)
         if save_graph is not None:
-            captured_graph(model, optimizer, batch, planned.plan, loss_fn=loss_fn, forward=forward).save(save_graph)
+            captured_graph(
+                model, optimizer, batch, planned.plan, machine=planned.machine, loss_fn=loss_fn, forward=forward
+            ).save(save_graph)
         if html is not None:
             report.to_html(html)
         if trace is not None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from zerofx.capture.by_layer.by_layer import Recorded, capture_by_layer, recorded_forward
 from zerofx.capture.by_layer.forward_record import ForwardRecord
+from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.disk.cache import DiskCache
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch, micro_batch
@@ -27,8 +28,8 @@ class Captures:
     """The step of one batch in any number of micro-batches, each captured when it is asked for first.
 
     ``candidates`` are the numbers that may be planned for, the least first: the divisors of the batch size where the
-    number is left to the plan and a memory budget gives it a reason to take more than one. ``strides`` as for
-    ``capture``. ``verbose``: whether this rank writes how it was captured, where ``ZEROFX_DEBUG`` asks for passes.
+    number is left to the plan and a memory budget gives it a reason to take more than one. ``strides`` and ``gpu`` as
+    for ``capture``. ``verbose``: whether this rank writes how it was captured, where ``ZEROFX_DEBUG`` asks for passes.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class Captures:
         settings: Settings,
         strides: Strides = MappingProxyType({}),
         *,
+        gpu: AbsentGpu | None = None,
         verbose: bool = False,
     ) -> None:
         self._model, self._batch, self._options, self._settings = model, batch, options, settings
-        self._strides = strides
+        self._strides, self._gpu = strides, gpu
         self._writes = verbose and settings.debug > 0
         self._captured: dict[int, StepGraph] = {}  # of one micro-batch each, before it is unrolled
         self._unrolled: dict[int, StepGraph] = {}
@@ -75,6 +77,7 @@ class Captures:
                 self._recorded[num] = recorded_forward(
                     self._model, self._part(num), cache, loss_fn=self._options.objective,
                     compute_dtype=self._options.compute_dtype, num_micro_batches=num, strides=self._strides,
+                    gpu=self._gpu,
                 )  # fmt: skip
             except Exception:  # noqa: BLE001 - what the model's own code raises is explained where it is captured
                 return None
@@ -148,7 +151,8 @@ class Captures:
         """The graph of one of ``num`` micro-batches before it is prepared, captured at each call."""
         return capture_by_layer(
             self._model, self._part(num), loss_fn=self._options.objective, compute_dtype=self._options.compute_dtype,
-            num_micro_batches=num, strides=self._strides, allowed="stamp" not in self._settings.disable,
+            num_micro_batches=num, strides=self._strides, gpu=self._gpu,
+            allowed="stamp" not in self._settings.disable,
             check=self._settings.verify == 2, say=self._say, cache=DiskCache(self._settings.cache_dir),
             recorded=self._recorded.get(num),
         )  # fmt: skip

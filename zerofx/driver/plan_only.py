@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zerofx.capture.constant_arguments import ConstantArguments
+from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.loss import ForwardFunction, LossFunction
 from zerofx.deferred import make_buffers
 from zerofx.driver.captures import Captures
@@ -32,7 +33,7 @@ from zerofx.scheduler.cost.roofline import matmul_seconds_at_peak
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.target import Target
-from zerofx.settings import read_settings
+from zerofx.settings import Settings, read_settings
 from zerofx.units import format_bytes, format_seconds, on_tiers
 
 
@@ -178,11 +179,25 @@ def capture_for_plans(
     taken = batch_to_capture(model, batch, options)
     assert options.machine is not None, "plans are made for a machine that is named"
     request = Request(model, optimizer, taken, options, settings, 1, options.machine, verbose)
-    captures = Captures(model, taken, options, settings, verbose=verbose)
+    captures = _captures(model, taken, options, settings, verbose=verbose)
     with watched("capturing the model", show=verbose):
         captured = captures.first
     group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
     return CapturedStep(request, captures)
+
+
+def _captures(
+    model: nn.Module, batch: Batch, options: CompileOptions, settings: Settings, *, verbose: bool = False
+) -> Captures:
+    """The captures of a step for the machine that the options name, whose GPU may be absent.
+
+    A GPU of NVIDIA's is captured for wherever the model is; others, and CPUs, where it is.
+    """
+    assert options.machine is not None, "plans are made for a machine that is named"
+    capability = options.machine.device.compute_capability
+    is_there = any(parameter.is_cuda for parameter in model.parameters())
+    gpu = None if capability is None or is_there else AbsentGpu(capability)
+    return Captures(model, batch, options, settings, gpu=gpu, verbose=verbose)
 
 
 def captured_graph(
@@ -191,6 +206,7 @@ def captured_graph(
     batch: tuple[Any, ...] | Mapping[str, Any],
     plan: Plan,
     *,
+    machine: Machine | str,
     loss_fn: LossFunction | None = None,
     forward: ForwardFunction | None = None,
     backend: Backend = "inductor",
@@ -202,9 +218,9 @@ def captured_graph(
     """
     options = check_options(
         stage=plan.stage, loss_fn=loss_fn, forward=forward, precision="bf16" if plan.precision == "bf16" else None,
-        machine="cpu", accumulate=plan.num_micro_batches, backend=backend,
+        machine=machine, accumulate=plan.num_micro_batches, backend=backend,
     )  # fmt: skip
-    captures = Captures(model, batch_to_capture(model, batch, options), options, read_settings())
+    captures = _captures(model, batch_to_capture(model, batch, options), options, read_settings())
     return SavedGraph.of(model, optimizer, captures, plan.num_micro_batches, prefer_fused=options.compiles_regions)
 
 

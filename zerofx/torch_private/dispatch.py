@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 without_modes = _disable_current_modes
 """A context in which no dispatch mode sees what is called: it computes, on real tensors."""
+
+python_dispatcher = enable_python_dispatcher
+"""A context in which Python's dispatcher takes apart what it has a function for, which C++ would do by the device."""
 
 without_python_dispatcher = torch._C._DisablePythonDispatcher
 """A context in which calls go to the kernels that eager mode runs: Python's dispatcher takes some of them apart."""
@@ -43,3 +49,17 @@ def without_log_of_fakes() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+@contextlib.contextmanager
+def called_instead(op: OpOverload[..., Any], function: Callable[..., Any]) -> Iterator[None]:
+    """While open, ``python_dispatcher`` calls ``function`` where C++ would compose ``op`` of others."""
+    keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+    for key in keys:
+        op.py_impl(key)(function)
+    try:
+        yield
+    finally:
+        for key in keys:
+            del op.py_kernels[key]
+        op._dispatch_cache.clear()

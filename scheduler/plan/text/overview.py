@@ -21,6 +21,7 @@ from zerofx.units import format_bytes, format_count, format_seconds, on_tiers
 AboutValue = RecomputeDecision | OffloadDecision
 D = TypeVar("D", RecomputeDecision, OffloadDecision)
 
+_ATTENTION = re.compile(r"aten\._scaled_dot_product_(cudnn|flash|efficient)_attention(?:\.default)?")
 _HEADERS = ("bucket", "parameters", "dtype", "slice", "whole", "group", "gathers")
 
 
@@ -36,6 +37,7 @@ def describe_plan(plan: Plan) -> str:
         )
         lines += [f"sent by each node: {node_wire(plan)}"] if plan.node_wire_bytes else []
         lines += _from_best(plan)
+    lines += _chosen_by_card(plan)
     if any(gather.merged for gather in plan.gathers):
         lines.append(f"{len(plan.gathers)} gathers in {len(plan.launches)} collectives")
     if plan.num_micro_batches > 1:
@@ -102,6 +104,16 @@ def _from_best(plan: Plan) -> list[str]:
         f"no choice of activations to keep and to recompute takes less than {format_seconds(least)} within the budget: "
         f"the plan takes at most {above:.2%} more"
     ]
+
+
+def _chosen_by_card(plan: Plan) -> list[str]:
+    """The attention kernels of a GPU: which one it takes, torch chooses by its model, and builds of torch differ."""
+    calls = plan.summary.operators if plan.summary is not None else {}
+    kernels = {match[1]: number for name, number in calls.items() if (match := _ATTENTION.fullmatch(name))}
+    if not kernels:
+        return []
+    listed = ", ".join(f"{kernel} in {number} call{'s' if number > 1 else ''}" for kernel, number in kernels.items())
+    return [f"attention by {listed}, as torch chooses on the GPU that is planned for"]
 
 
 def by_unit(plan: Plan, decisions: Iterable[D]) -> dict[str, list[D]]:

@@ -58,3 +58,9 @@ def test_regions_sum_in_one_order_and_within_what_is_planned_for_them(library: P
         assert kernels.count("'deterministic': True") == kernels.count("'deterministic':") > 0
         assert "embedding_gradient" in kernels
         assert found["compiled peak"] <= found["planned peak"]
+
+
+def test_a_graph_that_is_captured_for_an_absent_gpu_is_the_one_that_it_captures(library: Path, tmp_path: Path) -> None:
+    for on_gpu, for_gpu in _printed("absent", library, tmp_path):
+        assert on_gpu == for_gpu
+        assert "device=cuda" in on_gpu[0]

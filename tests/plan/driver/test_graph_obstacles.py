@@ -12,7 +12,7 @@ import zerofx
 from gpt import GPT
 from zerofx.runtime.cuda_graphs.obstacles import batch_bytes, machine_obstacle, step_obstacle
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def lowered(model: nn.Module, *batch: Tensor, **options: Any) -> Any:
@@ -31,28 +31,28 @@ def gpt(**options: Any) -> Any:
 @pytest.mark.parametrize("options", [{}, {"stage": 3, "world_size": 8}, {"accumulate": 2, "precision": "bf16"}])
 def test_nothing_is_in_the_way_of_a_plain_step(options: dict[str, Any]) -> None:
     found = gpt(**options)
-    assert step_obstacle(found, CPU, None) == ""
+    assert step_obstacle(found, GPU, None) == ""
 
 
 def test_tensors_in_slower_tiers_are() -> None:
     peak = gpt().plan.peak_bytes["device"]
     found = gpt(memory_budget=int(0.7 * peak), recompute="none", offload="host")
     assert found.plan.slower_peak_bytes
-    assert "slower tiers, which the host copies and updates" in step_obstacle(found, CPU, None)
+    assert "slower tiers, which the host copies and updates" in step_obstacle(found, GPU, None)
 
 
 def test_values_in_few_bits_are() -> None:
     found = gpt(stage=3, world_size=16, wire="int8", memory_budget=None)
     assert found.plan.wires, "the plan sends something in few bits"
-    assert "in few bits" in step_obstacle(found, CPU, None)
+    assert "in few bits" in step_obstacle(found, GPU, None)
 
 
 def test_a_budget_without_room_for_a_copy_of_the_batch_is() -> None:
     found = gpt()
     peak = found.plan.peak_bytes["device"]
     assert batch_bytes(found) == 2 * 4 * 32 * 8
-    assert step_obstacle(found, CPU, peak + 2048) == ""
-    assert "need 2.0 KiB for copies of the batch" in step_obstacle(found, CPU, peak + 2047)
+    assert step_obstacle(found, GPU, peak + 2048) == ""
+    assert "need 2.0 KiB for copies of the batch" in step_obstacle(found, GPU, peak + 2047)
 
 
 class Masking(nn.Module):
@@ -68,13 +68,13 @@ class Masking(nn.Module):
 
 def test_a_mask_is_counted_by_the_host_and_numbers_are_not() -> None:
     x = torch.ones(6, 4)
-    assert step_obstacle(lowered(Masking(), x, torch.tensor([1, 2])), CPU, None) == ""
-    found = step_obstacle(lowered(Masking(), x, x[:, 0] > 0), CPU, None)
+    assert step_obstacle(lowered(Masking(), x, torch.tensor([1, 2])), GPU, None) == ""
+    found = step_obstacle(lowered(Masking(), x, x[:, 0] > 0), GPU, None)
     assert found.startswith("the host waits for a value that the device computes (") and "index_put" in found
 
 
 def test_what_is_on_another_device_is_named() -> None:
-    assert step_obstacle(gpt(), torch.device("cuda"), None).endswith("is not on the device")
+    assert step_obstacle(gpt(), CPU, None).endswith("is not on the device")
 
 
 def test_machines_without_cuda_have_no_graphs() -> None:

@@ -151,7 +151,9 @@ def test_a_graph_and_a_plan_from_files_give_what_planning_gives(options: dict[st
     planned = zerofx.plan(model, optimizer, batch, **{"world_size": 2, "machine": "cpu", **options})
     planned.plan.save(tmp_path / "plan.json")
     backend = options.get("backend", "inductor")
-    captured_graph(model, optimizer, batch, planned.plan, backend=backend).save(tmp_path / "graph.json")
+    captured_graph(model, optimizer, batch, planned.plan, machine=planned.machine, backend=backend).save(
+        tmp_path / "graph.json"
+    )
     plan, saved = Plan.load(tmp_path / "plan.json"), SavedGraph.load(tmp_path / "graph.json")
     expected = planned.lowered.graph.text()
     passes = phase_passes(None, plan, guarded=False, disabled=())
@@ -172,7 +174,10 @@ def test_a_graph_comes_back_from_its_file_after_any_pass(tmp_path: Path) -> None
     planned = zerofx.plan(
         model, optimizer, batch, world_size=2, memory_budget=165_000, backend="eager", max_grad_norm=1.0
     )
-    plan, saved = planned.plan, captured_graph(model, optimizer, batch, planned.plan, backend="eager")
+    plan, saved = (
+        planned.plan,
+        captured_graph(model, optimizer, batch, planned.plan, machine=planned.machine, backend="eager"),
+    )
     passes = phase_passes(None, plan, guarded=False, disabled=())
     for one in passes:
         saved = rewrite(saved, [one], plan, lambda *_: None)
@@ -210,7 +215,7 @@ def test_a_graph_of_foreign_operators_is_not_saved(tmp_path: Path) -> None:
     batch = (torch.zeros(ROWS, DIM),)
     plan = zerofx.plan(model, sgd(model), batch, machine="cpu").plan
     with pytest.raises(UsageError, match=r"expected a graph of torch's own operators, .* found test_opt\.halved"):
-        captured_graph(model, sgd(model), batch, plan).save(tmp_path / "graph.json")
+        captured_graph(model, sgd(model), batch, plan, machine="cpu").save(tmp_path / "graph.json")
 
 
 @pytest.mark.parametrize(

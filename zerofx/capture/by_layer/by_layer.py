@@ -28,6 +28,7 @@ from zerofx.capture.by_layer.replicate import (
     without_outputs,
 )
 from zerofx.capture.cache import KeptCapture
+from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.layers import find_units
 from zerofx.capture.loss import Loss, Objective
 from zerofx.capture.normalise.name_inputs import placeholder_name
@@ -47,6 +48,7 @@ def capture_by_layer(
     compute_dtype: torch.dtype | None = None,
     num_micro_batches: int = 1,
     strides: Strides = MappingProxyType({}),
+    gpu: AbsentGpu | None = None,
     allowed: bool = True,
     check: bool = False,
     say: Callable[[str], object] = lambda _: None,
@@ -62,7 +64,7 @@ def capture_by_layer(
     Raises:
         CaptureError: as ``capture``.
     """
-    whole = _Whole(model, batch, Objective.of(loss_fn), compute_dtype, num_micro_batches, strides)
+    whole = _Whole(model, batch, Objective.of(loss_fn), compute_dtype, num_micro_batches, strides, gpu)
     repeats = find_repeats(model) if allowed else ()
     if not repeats and cache.folder is None:
         return whole.capture()
@@ -111,19 +113,23 @@ def recorded_forward(
     compute_dtype: torch.dtype | None = None,
     num_micro_batches: int = 1,
     strides: Strides = MappingProxyType({}),
+    gpu: AbsentGpu | None = None,
 ) -> Recorded:
     """Run and record a model's forward, and look for its graph in ``cache``; other arguments as for ``capture``.
 
     Raises:
         Exception: what the model's own code raises, and ``NotRepeatedError`` as ``record_forward``.
     """
-    return _recorded(_Whole(model, batch, Objective.of(loss_fn), compute_dtype, num_micro_batches, strides), cache)
+    whole = _Whole(model, batch, Objective.of(loss_fn), compute_dtype, num_micro_batches, strides, gpu)
+    return _recorded(whole, cache)
 
 
 def _recorded(whole: _Whole, cache: DiskCache) -> Recorded:
     def once() -> Recorded:
         record = whole.record()
-        place = KeptCapture.of(cache, record, whole.model, whole.batch.names, whole.compute_dtype, whole.strides)
+        place = KeptCapture.of(
+            cache, record, whole.model, whole.batch.names, whole.compute_dtype, whole.strides, whole.gpu
+        )
         return Recorded(record, place, place.read())
 
     recorded = once()
@@ -161,16 +167,17 @@ class _Whole:
     compute_dtype: torch.dtype | None
     num_micro_batches: int
     strides: Strides
+    gpu: AbsentGpu | None
 
     def capture(self) -> StepGraph:
         return capture(
             self.model, self.batch, loss_fn=self.loss_fn, compute_dtype=self.compute_dtype,
-            num_micro_batches=self.num_micro_batches, strides=self.strides,
+            num_micro_batches=self.num_micro_batches, strides=self.strides, gpu=self.gpu,
         )  # fmt: skip
 
     def record(self) -> ForwardRecord:
         return record_forward(
-            self.model, self.batch, self.loss_fn, self.compute_dtype, self.num_micro_batches, self.strides
+            self.model, self.batch, self.loss_fn, self.compute_dtype, self.num_micro_batches, self.strides, self.gpu
         )
 
 

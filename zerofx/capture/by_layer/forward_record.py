@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.by_layer.record_lines import Line, graph_of, text_of
 from zerofx.capture.by_layer.replicate import NotRepeatedError
+from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.layer_annotations import running_layer
 from zerofx.capture.loss import Loss, LossModule, Objective
 from zerofx.capture.traceable import traceable
@@ -77,6 +78,7 @@ def record_forward(
     compute_dtype: torch.dtype | None,
     num_micro_batches: int,
     strides: Strides,
+    gpu: AbsentGpu | None = None,
 ) -> ForwardRecord:
     """Run the forward on fake tensors; arguments as for ``capture``.
 
@@ -87,7 +89,8 @@ def record_forward(
     objective = Objective.of(loss_fn)
 
     def once() -> ForwardRecord:
-        with traceable(model, batch, objective, compute_dtype, num_micro_batches, strides) as (lossy, fakes, _, mode):
+        with traceable(model, batch, objective, compute_dtype, num_micro_batches, strides, gpu) as traced:
+            lossy, fakes, _, mode = traced
             recorder, questions = _Recorder(lossy, fakes), _Asked()
             with mode, recorder, questions:
                 results = lossy(*fakes)

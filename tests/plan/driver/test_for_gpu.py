@@ -1,0 +1,123 @@
+"""A step that is planned for a GPU is the one that the GPU captures, wherever the plan is made."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerofx
+from zerofx.capture.for_gpu.attention import Attention, attend, kernel_of
+
+HOPPER, ADA, AMPERE, TURING, VOLTA = (9, 0), (8, 9), (8, 0), (7, 5), (7, 0)
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _call(dtype: torch.dtype, head: int = 64, *, keys: int = 128, shared: int = 1, **options: Any) -> Attention:
+    query = torch.empty(2, 8, 128, head, dtype=dtype, device="meta", requires_grad=True)
+    key = torch.empty(2, 8 // shared, keys, head, dtype=dtype, device="meta", requires_grad=True)
+    return Attention(query, key, key, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "capability", "kernel"),
+    [
+        (_call(BF16, is_causal=True), HOPPER, "cudnn"),
+        (_call(BF16, is_causal=True), AMPERE, "flash"),
+        (_call(BF16, dropout=0.1), HOPPER, "flash"),  # no multiple of a sixteenth
+        (_call(BF16, dropout=0.125), HOPPER, "cudnn"),
+        (_call(BF16, 256), HOPPER, "flash"),
+        (_call(BF16, 256), ADA, "flash"),
+        (_call(BF16, 200), ADA, "efficient"),
+        (_call(BF16, 512), HOPPER, "efficient"),
+        (_call(BF16, 60), HOPPER, "flash"),
+        (_call(BF16, shared=4), HOPPER, "cudnn"),
+        (_call(BF16, mask=torch.empty(128, 128, dtype=torch.bool, device="meta")), AMPERE, "efficient"),
+        (_call(BF16, is_causal=True, keys=256), AMPERE, "efficient"),
+        (_call(F32), HOPPER, "efficient"),
+        (_call(F32, shared=4), HOPPER, "math"),
+        (_call(F32, 30), AMPERE, "math"),
+        (_call(F32, 30), VOLTA, "efficient"),
+        (_call(F16), TURING, "efficient"),
+        (_call(BF16), VOLTA, "math"),
+        (_call(torch.float64), HOPPER, "math"),
+    ],
+)
+def test_attention_runs_by_the_kernel_that_torch_takes(
+    call: Attention, capability: tuple[int, int], kernel: str
+) -> None:
+    assert kernel_of(call, capability) == kernel
+
+
+def test_who_turns_a_kernel_off_plans_without_it() -> None:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
+        assert kernel_of(_call(BF16), HOPPER) == "efficient"
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(5, 7, dtype=torch.bool).tril(), torch.randn(5, 7)])
+def test_the_kernel_for_what_no_other_takes_gives_what_torch_gives(mask: Tensor | None) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 8)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(query, key, value, mask)
+    assert torch.equal(attend(Attention(query, key, value, mask), "math"), expected)
+
+
+class Attending(nn.Module):
+    def __init__(self, head: int = 64) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2 * head, 6 * head)
+        self.layer = nn.TransformerEncoderLayer(2 * head, 2, dropout=0.125, batch_first=True)
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_cuda and x.device.type != "cpu":
+            raise ValueError(f"expected a device that is a GPU's or a CPU's, found {x.device}")
+        places = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
+        query, key, value = (self.inner(x) + places[:, None]).unflatten(-1, (3, 2, self.head)).transpose(1, 3).unbind(2)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        loss: Tensor = self.layer(seen.transpose(1, 2).flatten(2)).float().square().mean()
+        return loss
+
+
+def _planned(machine: str, **options: Any) -> zerofx.PlannedStep:
+    with torch.device("meta"):
+        model = Attending()
+        x = torch.empty(4, 32, 128)
+    return zerofx.plan(model, torch.optim.AdamW(model.parameters()), (x,), machine=machine, world_size=2, **options)
+
+
+def _operators(planned: zerofx.PlannedStep) -> set[str]:
+    return set(re.findall(r"aten\.(\w+)\.", planned.lowered.stages[0].text))
+
+
+@pytest.mark.parametrize(
+    ("machine", "precision", "kernel"),
+    [("h100-sxm", "bf16", "cudnn"), ("a100-80", "bf16", "flash"), ("v100-32", None, "efficient")],
+)
+def test_a_step_is_captured_for_the_gpu_that_is_asked_for(machine: str, precision: Any, kernel: str) -> None:
+    planned = _planned(machine, precision=precision)
+    text = planned.lowered.stages[0].text
+    assert "device=cuda" in text and "cpu" not in text
+    operators = _operators(planned)
+    assert f"_scaled_dot_product_{kernel}_attention" in operators and "native_dropout" in operators
+    assert not {name for name in operators if "for_cpu" in name or name == "bernoulli"}
+    assert f"attention by {kernel} in 2 calls" in str(planned.plan)
+    assert 'torch.device("cuda")' in planned.lowered.emitted.source
+
+
+@pytest.mark.parametrize("machine", ["cpu", "mi300x"])
+def test_what_is_no_gpu_of_nvidias_is_captured_as_on_the_cpu(machine: str) -> None:
+    planned = _planned(machine)
+    assert "cuda" not in planned.lowered.stages[0].text
+    assert "attention by" not in str(planned.plan)
+
+
+def test_torch_is_as_it_was_after_a_step_is_captured_for_a_gpu() -> None:
+    _planned("h100-sxm", precision="bf16")
+    assert not torch.ops.aten.scaled_dot_product_attention.default.py_kernels
+    assert torch.empty(2).device.type == "cpu" and not torch.empty(2).is_cuda

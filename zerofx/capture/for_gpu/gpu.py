@@ -1,0 +1,90 @@
+"""What a model's forward sees of a GPU that is not here, while it is traced on a CPU's fake tensors.
+
+Tensors say that they are on the GPU, what is made there is made on the CPU, and where torch composes an operator of
+others by the device, it is composed as on the GPU. The traced graph is then moved to the GPU (``retarget.py``).
+
+Does not handle: a tensor that is made on the CPU in a forward and moved to the GPU, whose copy leaves no trace; batch
+norm, which cuDNN has an operator for, and recurrent layers; group norm of images in channels_last, whose gradient
+autograd lays out by the device. A GPU captures other graphs for these, and refuses the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from zerofx.capture.for_gpu.attention import Attention, attend, kernel_of
+from zerofx.torch_private.dispatch import called_instead, python_dispatcher
+from zerofx.torch_private.tensors import is_traced
+
+_CPU = torch.device("cpu")
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+# What torch composes of others by the device. Python's dispatcher has a GPU's dropout; it is not left on for the rest,
+# because it takes apart what a GPU has operators for, too.
+_COMPOSED = frozenset({F.scaled_dot_product_attention, F.multi_head_attention_forward, F.dropout, torch.dropout})
+
+
+@dataclass(frozen=True)
+class AbsentGpu:
+    """A GPU of NVIDIA's of that compute capability."""
+
+    capability: tuple[int, int]
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    @contextlib.contextmanager
+    def seen(self) -> Iterator[None]:
+        """While open, what is traced on the CPU is what the GPU would be asked to do."""
+
+        def attention(
+            query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+            is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+        ) -> Tensor:  # fmt: skip
+            call = Attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+            return attend(call, kernel_of(call, self.capability))
+
+        with called_instead(_ATTENTION, attention), _Disguise(self.device):
+            yield
+
+
+class _Disguise(TorchFunctionMode):
+    """Has traced tensors say that they are on ``device``, and makes on the CPU what is asked for there."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._answers: dict[Any, Any] = {
+            Tensor.device.__get__: device,
+            Tensor.is_cuda.__get__: True,  # type: ignore[attr-defined]
+            Tensor.is_cpu.__get__: False,  # type: ignore[attr-defined]
+            Tensor.get_device: device.index,
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self._answers and is_traced(args[0]):
+            return self._answers[func]
+        if func is Tensor.cuda:
+            return args[0]
+        if func in _COMPOSED:
+            with python_dispatcher():
+                return func(*args, **(kwargs or {}))
+        if func is torch.device:  # a name, and nothing is made
+            return func(*args, **(kwargs or {}))
+        named = {name: self._instead(value) for name, value in (kwargs or {}).items()}
+        return func(*map(self._instead, args), **named)
+
+    def _instead(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return _CPU if value.type == self._device.type else value
+        return _CPU if isinstance(value, str) and value.partition(":")[0] == self._device.type else value
