@@ -25,7 +25,7 @@ from zerofx.ir.aliasing import aliased_input, is_view, mutated_inputs, storage_b
 from zerofx.ir.operators.operator import Traffic
 from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.torch_private.operators import OpOverload, schema_of
+from zerofx.torch_private.operators import OpOverload, is_out, schema_of
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,7 @@ def _only_written(node: fx.Node) -> tuple[fx.Node, ...]:
     if not isinstance(node.target, OpOverload):
         return ()
     changed = mutated_inputs(node)
-    is_out = torch.Tag.out in node.target.tags or any(a.is_out for a in schema_of(node.target).arguments)
-    return changed if is_out or facts_of(node.target).traffic is Traffic.OVERWRITES else ()
+    return changed if is_out(node.target) or facts_of(node.target).traffic is Traffic.OVERWRITES else ()
 
 
 def _touched_bytes(tensor: Tensor) -> int:

@@ -19,6 +19,7 @@ __all__ = [
     "call_one_by_one",
     "has_autograd_function",
     "is_foreach",
+    "is_out",
     "onednn_linear",
     "pytree",
     "schema_of",
@@ -37,6 +38,15 @@ _ONE_BY_ONE = torch._C.DispatchKey.CompositeExplicitAutograd
 def schema_of(op: OpOverload[..., Any]) -> Schema:
     """An operator's schema."""
     return op._schema
+
+
+def is_out(op: OpOverload[..., Any]) -> bool:
+    """Whether ``op`` writes its results into memory that it is given for them.
+
+    Torch from 2.12 on has a tag for it, which users' operators may have whose schema does not say so.
+    """
+    tag = getattr(torch.Tag, "out", None)
+    return (tag is not None and tag in op.tags) or any(argument.is_out for argument in op._schema.arguments)
 
 
 def is_foreach(op: OpOverload[..., Any]) -> bool:
