@@ -7,6 +7,8 @@ bits depend on the values and on how many there are, and not on plan or stage.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,8 @@ import triton.language as tl
 from zerofx.codegen.kernels.current_device import on_device
 from zerofx.ir.op_kernels.norms import ROW
 
-NUM_WARPS = 8
+# Products are rounded with the sums they go into, as Triton 3.9 does by default and 3.10 does not.
+LAUNCH = MappingProxyType({"num_warps": 8, "enable_fp_fusion": True})
 
 
 @triton.jit
@@ -33,5 +36,5 @@ def square_sum(values: torch.Tensor) -> torch.Tensor:
     sums = values.new_empty(num_rows, dtype=torch.float64)
     if num_rows:
         with on_device(values.device):
-            row_sums_kernel[(num_rows,)](values, sums, values.numel(), ROW=ROW, num_warps=NUM_WARPS)
+            row_sums_kernel[(num_rows,)](values, sums, values.numel(), ROW=ROW, **LAUNCH)
     return sums.sum(0, keepdim=True)

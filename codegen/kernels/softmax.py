@@ -8,6 +8,8 @@ gives the logits again, whose gradients are written in their place.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,8 @@ import triton.language as tl
 from zerofx.codegen.kernels.current_device import on_device
 
 COLUMNS = 2048  # logits that a program reads at a time
-NUM_WARPS = 8
+# Products are rounded with the sums they go into, as Triton 3.9 does by default and 3.10 does not.
+LAUNCH = MappingProxyType({"num_warps": 8, "enable_fp_fusion": True})
 
 
 @triton.jit
@@ -79,7 +82,7 @@ def softmax_chunk(
         with on_device(logits.device):
             chunk_kernel[(num_rows,)](
                 logits, target, after if stats is None else stats, after, first_class, num_rows, num_classes,
-                logits.stride(0), FIRST=stats is None, COLUMNS=COLUMNS, num_warps=NUM_WARPS,
+                logits.stride(0), FIRST=stats is None, COLUMNS=COLUMNS, **LAUNCH,
             )  # fmt: skip
     return after
 
@@ -98,5 +101,5 @@ def softmax_gradient(
         with on_device(logits.device):
             gradient_kernel[(num_rows, triton.cdiv(num_classes, COLUMNS))](
                 logits, target, log_sums, scale, first_class, num_classes, logits.stride(0), ignore_index,
-                COLUMNS=COLUMNS, num_warps=NUM_WARPS,
+                COLUMNS=COLUMNS, **LAUNCH,
             )  # fmt: skip

@@ -17,6 +17,7 @@ import linecache
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from zerofx.codegen.kernels.update_operators import write_operator
 from zerofx.codegen.kernels.update_writer import COMPUTED, HOST_FUNCTIONS, Buffer, HostScalar, NoKernelError, Writer
 
 BLOCK = 512  # elements of a program: 4 of a thread, so that float32 is moved 16 bytes at a time
-NUM_WARPS = 4
+# Products are rounded with the sums they go into, as Triton 3.9 does by default and 3.10 does not.
+LAUNCH = MappingProxyType({"num_warps": 4, "enable_fp_fusion": True})
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class UpdateKernel:
         values = [HOST_FUNCTIONS[scalar.function](float(given[scalar.source][scalar.index])) for scalar in self.scalars]
         with on_device(tensors[0].device):
             grid = (-(-self.numel // BLOCK),)
-            load_kernel(self.source)[grid](*tensors, self.numel, *values, BLOCK=BLOCK, num_warps=NUM_WARPS)
+            load_kernel(self.source)[grid](*tensors, self.numel, *values, BLOCK=BLOCK, **LAUNCH)
         # A step that fails tells by these counts which buckets had been updated; torch cannot see Triton write.
         torch.autograd.graph.increment_version([given[number] for number in self.written])
         return ()

@@ -14,7 +14,7 @@ import torch
 
 from tests.compiled.kernels.interpreted import region_of
 from tests.lib.optimizers import CASES
-from zerofx.codegen.kernels.update import BLOCK, NUM_WARPS, load_kernel, make_update_kernel
+from zerofx.codegen.kernels.update import BLOCK, LAUNCH, load_kernel, make_update_kernel
 from zerofx.ir.op_kernels.norms import ROW
 from zerofx.ir.op_kernels.quantise import ENCODINGS
 from zerofx.optimizers import trace_update
@@ -47,7 +47,7 @@ def update(case: str, fused: bool, max_registers: int) -> Build:
     inputs = [torch.zeros(8), torch.zeros(8, dtype=_LOW), *states, torch.zeros(8, dtype=_LOW)]
     made = make_update_kernel(region_of(program, _LOW), [*inputs, (0.5,) * program.num_scalars], dying={1})
     types = [_NAMES[inputs[number].dtype] for number in made.pointers] + ["i64"] + ["fp32"] * len(made.scalars)
-    return Build(load_kernel(made.source), types, {"BLOCK": BLOCK}, {"num_warps": NUM_WARPS}, max_registers)
+    return Build(load_kernel(made.source), types, {"BLOCK": BLOCK}, LAUNCH, max_registers)
 
 
 def quantiser(encoding: str, max_registers: int) -> Build:
@@ -71,19 +71,19 @@ def wire_constants(encoding: str) -> tuple[dict[str, object], dict[str, object]]
 
 def row_sums(dtype: torch.dtype, max_registers: int) -> Build:
     types = [_NAMES[dtype], "*fp64", "i64"]
-    return Build(norms.row_sums_kernel, types, {"ROW": ROW}, {"num_warps": norms.NUM_WARPS}, max_registers)
+    return Build(norms.row_sums_kernel, types, {"ROW": ROW}, norms.LAUNCH, max_registers)
 
 
 def chunk(first: bool, max_registers: int) -> Build:
     types = ["*bf16", "*i64", "*fp32", "*fp32", "i32", "i32", "i32", "i32"]
     constants = {"FIRST": first, "COLUMNS": softmax.COLUMNS}
-    return Build(softmax.chunk_kernel, types, constants, {"num_warps": softmax.NUM_WARPS}, max_registers)
+    return Build(softmax.chunk_kernel, types, constants, softmax.LAUNCH, max_registers)
 
 
 def gradient(max_registers: int) -> Build:
     types = ["*bf16", "*i64", "*fp32", "*fp32", "i32", "i32", "i32", "i32"]
     constants = {"COLUMNS": softmax.COLUMNS}
-    return Build(softmax.gradient_kernel, types, constants, {"num_warps": softmax.NUM_WARPS}, max_registers)
+    return Build(softmax.gradient_kernel, types, constants, softmax.LAUNCH, max_registers)
 
 
 BUILDS = {
