@@ -271,7 +271,8 @@ def prepare(
     slice_parameters(step, named_slices(step, slices or {}))
     accumulate(step, num_micro_batches, taken.divided_names())
     layout = layout_of(step, groups, num_ranks, block)
-    programs = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False).programs(None)
+    binding = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False)
+    programs = binding.programs(None, binding.held(dict(model.named_parameters())))
     plan = decide(step, layout, stage=stage, precision=precision, machine="cpu", options=PolicyOptions(prefetch, keep))
     return Prepared(step, layout, programs, plan)
 

@@ -10,6 +10,7 @@ import torch
 
 from zerofx.errors import OptimizerError
 from zerofx.optimizers.shadow import step_function
+from zerofx.torch_private.optimizers import has_adagrad_for_gpus
 
 _WHOLE_TENSOR: Final = {
     "LBFGS": "its step needs a closure and dot products over all parameters",
@@ -27,8 +28,7 @@ def has_fused(optimizer: torch.optim.Optimizer, device_type: str, dtype: torch.d
         # Low-precision updates are skipped or read uninitialised memory there (pytorch issue 191763, up to torch 2.13).
         return False
     if type(optimizer) is torch.optim.Adagrad:
-        # torch has this kernel for GPUs since 2.13; the CPU's is older.
-        return device_type == "cpu" or (device_type == "cuda" and torch.__version__ >= "2.13")
+        return device_type == "cpu" or (device_type == "cuda" and has_adagrad_for_gpus())
     return type(optimizer) in _FUSED_CLASSES and device_type in _FUSED_DEVICES
 
 

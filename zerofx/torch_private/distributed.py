@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +13,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 default_store = _get_default_store
 """The store that the default process group was made with."""
+
+gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gathers shards into one tensor, under the name that torch has for it: the other one to 2.12, where 2.13 warns."""
+
+reduce_single: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Reduces one tensor to a shard on each rank, as ``gather_single``."""
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,31 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomSchedulerPass
-from torch._inductor.decomposition import select_decomp_table as decompositions
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import make_fallback
 
 from zerofx.torch_private.capture import FakeTensorMode
+from zerofx.torch_private.inductor_fusion import keeping_dependencies
+from zerofx.torch_private.inductor_scheduler import CustomSchedulerPass
+from zerofx.torch_private.versions import TORCH
 
-__all__ = ["compile_graph", "decompositions", "set_up", "shape_aware_mode", "source_of"]
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """What Inductor takes operators apart into, inside ``set_up``."""
+    table = select_decomp_table()
+    drawing = drawing_otherwise()
+    return {op: function for op, function in table.items() if getattr(op, "overloadpacket", None) not in drawing}
+
+
+def drawing_otherwise() -> frozenset[Any]:
+    """Operators that Inductor takes apart into other draws than eager mode's where draws are ATen's.
+
+    It does so in torch 2.11: draws like a tensor are made row by row and permuted, those of leaky units one by one.
+    """
+    aten = torch.ops.aten
+    if TORCH != (2, 11):
+        return frozenset()
+    return frozenset({aten.rand_like, aten.randn_like, aten.randint_like, aten.rrelu_with_noise_functional})
 
 
 def shape_aware_mode() -> FakeTensorMode:
@@ -33,6 +52,8 @@ def compile_graph(graph: fx.GraphModule, examples: Sequence[Any], mode: FakeTens
     results = output.args[0]
     assert isinstance(results, list | tuple)
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
+    for operator in drawing_otherwise():
+        make_fallback(operator, warn=False, override_decomp=True)  # what Inductor's later versions do of themselves
     with tracing(TracingContext(mode)):
         return compile_fx_inner(graph, examples)
 
@@ -70,7 +91,7 @@ def set_up(before_fusion: CustomSchedulerPass, after_fusion: CustomSchedulerPass
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = False
     try:
-        with config.patch(options):
+        with config.patch(options), keeping_dependencies():
             yield
     finally:
         settings.fill_uninitialized_memory = fills

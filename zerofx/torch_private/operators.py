@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.utils import _pytree as pytree
 
 __all__ = [
+    "GONE",
     "Argument",
     "OpOverload",
     "OpOverloadPacket",
@@ -35,6 +37,10 @@ Schema = torch._C.FunctionSchema
 _ONE_BY_ONE = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
+GONE: Mapping[str, tuple[int, int]] = MappingProxyType({"cholesky": (2, 14)})
+"""Operators of ATen that torch has no more, each from a version on."""
+
+
 def schema_of(op: OpOverload[..., Any]) -> Schema:
     """An operator's schema."""
     return op._schema
@@ -43,7 +49,7 @@ def schema_of(op: OpOverload[..., Any]) -> Schema:
 def is_out(op: OpOverload[..., Any]) -> bool:
     """Whether ``op`` writes its results into memory that it is given for them.
 
-    Torch from 2.12 on has a tag for it, which users' operators may have whose schema does not say so.
+    Torch from 2.13 on has a tag for it, which users' operators may have whose schema does not say so.
     """
     tag = getattr(torch.Tag, "out", None)
     return (tag is not None and tag in op.tags) or any(argument.is_out for argument in op._schema.arguments)

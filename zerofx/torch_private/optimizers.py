@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from zerofx.torch_private.versions import TORCH
+
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Note that the optimizer has stepped: torch's schedulers warn where they step first, and ask for nothing else."""
@@ -18,3 +20,8 @@ def is_torchs_own(name: str) -> bool:
 def has_hooks(name: str, value: object) -> bool:
     """Whether an optimizer's attribute is a table of hooks."""
     return name.startswith("_optimizer_") and isinstance(value, dict)
+
+
+def has_adagrad_for_gpus() -> bool:
+    """Whether torch's Adagrad has one kernel for its update on GPUs, as on CPUs: from 2.12 on."""
+    return TORCH >= (2, 12)

@@ -30,6 +30,7 @@ from zerofx.runtime.comm import collectives, nccl
 from zerofx.runtime.comm.nccl import Nccl
 from zerofx.runtime.tiers import tiers
 from zerofx.runtime.tiers.copies import CudaCopies
+from zerofx.torch_private import distributed
 
 CPU = torch.device("cpu")
 
@@ -209,8 +210,8 @@ def on_streams() -> Iterator[Streams]:
         patched.setattr(torch.cuda, "stream", streams.entered)
         patched.setattr(torch.cuda, "current_stream", streams.current)
         patched.setattr(torch.Tensor, "record_stream", lambda tensor, stream: streams.record(tensor, stream))
-        patched.setattr(nccl, "gather_single", _given(streams, nccl.gather_single))
-        patched.setattr(nccl, "reduce_single", _given(streams, nccl.reduce_single))
+        patched.setattr(distributed, "gather_single", _given(streams, distributed.gather_single))
+        patched.setattr(distributed, "reduce_single", _given(streams, distributed.reduce_single))
         patched.setattr(nccl, "gather_coalesced", _coalesced)
         patched.setattr(dist, "all_to_all_single", _given(streams, dist.all_to_all_single))
         patched.setattr(collectives, "PointToPoint", lambda group, log, _patience: Nccl(group, CPU, log))
@@ -222,4 +223,4 @@ def on_streams() -> Iterator[Streams]:
 def _coalesced(group: Any, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
     """Gloo has no gather of several: one after the other, which is as late."""
     for full, shard in zip(fulls, shards, strict=True):
-        nccl.gather_single(full, shard, group=group)
+        distributed.gather_single(full, shard, group=group)

@@ -13,6 +13,8 @@ import torch
 from zerofx.ir import ops
 from zerofx.ir.operators.operator import Inductor, Operator, Traffic
 from zerofx.ir.operators.table import TABLE, aten_entries, facts_of
+from zerofx.torch_private.operators import GONE
+from zerofx.torch_private.versions import TORCH
 
 ROOT = Path(__file__).parents[3]
 aten = torch.ops.aten
@@ -55,6 +57,9 @@ def test_costs_and_decisions_name_no_operator(folder: str) -> None:
 
 def test_every_entry_is_of_an_operator() -> None:
     of_aten = [name for name in TABLE if "::" not in name and not name.endswith("*")]
+    for name, version in GONE.items():
+        assert name in of_aten and hasattr(aten, name) == (version > TORCH)
+    of_aten = [name for name in of_aten if hasattr(aten, name) or name not in GONE]
     with_prefix = {key for key, _ in zip(of_aten, aten_entries(), strict=False)}
     assert all(hasattr(aten, name.partition(".")[0]) for name in of_aten) and len(with_prefix) > 200
     for name in of_aten:

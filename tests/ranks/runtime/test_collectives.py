@@ -13,10 +13,11 @@ import torch.distributed as dist
 from tests.lib.distributed import run_ranks
 from zerofx.ir.buckets import BucketLayout
 from zerofx.runtime.comm.collectives import make_transport
-from zerofx.runtime.comm.nccl import gather_coalesced, gather_single, reduce_single
+from zerofx.runtime.comm.nccl import gather_coalesced
 from zerofx.runtime.comm.transport import Pending
 from zerofx.runtime.executor import Runtime
 from zerofx.runtime.tiers.tiers import Tiers
+from zerofx.torch_private.distributed import gather_single, reduce_single
 
 CPU = torch.device("cpu")
 

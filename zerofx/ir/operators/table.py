@@ -59,9 +59,12 @@ def _facts(target: OpOverload[..., Any]) -> Operator:
 
 
 def aten_entries() -> Iterator[tuple[OpOverload[..., Any], Operator]]:
-    """ATen's operators with an entry of their own, each by the overload that it names, else the default one."""
+    """ATen's operators with an entry of their own, each by the overload that it names, else the default one.
+
+    Those that this torch has no more are left out.
+    """
     for key, entry in TABLE.items():
         name, _, overload = key.partition(".")
-        packet = None if "::" in name or name.endswith("*") else getattr(torch.ops.aten, name)
+        packet = None if "::" in name or name.endswith("*") else getattr(torch.ops.aten, name, None)
         if packet is not None and (overload or "default") in packet.overloads():
             yield getattr(packet, overload or "default"), entry

@@ -12,10 +12,7 @@ from zerofx.ir.streams import COLLECTIVE
 from zerofx.runtime.comm.groups import destroy
 from zerofx.runtime.comm.transport import Group, Pending, T, Transport, members_of
 from zerofx.runtime.measure.spans import SpanLog
-
-# torch 2.13 has the second names, and warns at each call by the first.
-gather_single: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_single: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from zerofx.torch_private import distributed
 
 
 class Nccl(Transport):
@@ -58,7 +55,7 @@ class Nccl(Transport):
 
         def launch() -> None:
             if shard.numel():
-                reduce_single(shard, gradients, group=self._group)
+                distributed.reduce_single(shard, gradients, group=self._group)
 
         sent = self._in_ring(shard.nbytes, "all", self.num_ranks)
         return self._start(shard, launch, sent)
@@ -104,7 +101,7 @@ class Nccl(Transport):
 
         def launch() -> None:
             if full.numel():
-                gather_single(full, shard, group=members)
+                distributed.gather_single(full, shard, group=members)
 
         return self._start(full, launch, self._in_ring(shard.nbytes, group, size), (shard,))
 

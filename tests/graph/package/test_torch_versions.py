@@ -1,0 +1,106 @@
+"""What torch's versions make necessary, held against the torch that is installed: each is needed where it says."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.lib.checkout import ROOT
+from zerofx.torch_private import distributed, operators, optimizers
+from zerofx.torch_private.versions import TORCH
+
+aten = torch.ops.aten
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor uses what torch itself deprecates
+
+
+def test_the_oldest_torch_is_what_the_project_asks_for() -> None:
+    assert '"torch>=2.11"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert TORCH >= (2, 11)
+
+
+def test_a_tag_for_out_has_come_with_torch_2_13() -> None:
+    assert hasattr(torch.Tag, "out") == (TORCH >= (2, 13))
+    assert operators.is_out(aten.mm.out) and not operators.is_out(aten.mm.default)
+    assert not operators.is_out(aten.add_.Tensor)
+
+
+def test_single_tensors_are_gathered_under_the_name_that_torch_has() -> None:
+    assert hasattr(dist, "all_gather_single") == hasattr(dist, "reduce_scatter_single") == (TORCH >= (2, 13))
+    assert "single" in getattr(distributed.gather_single, "__name__", "") or TORCH < (2, 13)
+
+
+def test_adagrad_is_fused_on_gpus_from_torch_2_12_on() -> None:
+    """Before, there is a kernel that torch's own optimizer refuses to use."""
+    refuses = "cuda_unsupported=True" in inspect.getsource(torch.optim.Adagrad)
+    assert optimizers.has_adagrad_for_gpus() == (not refuses)
+
+
+def test_inductor_knows_passes_over_kernels_from_torch_2_13_on() -> None:
+    from torch._inductor import custom_graph_pass
+
+    from zerofx.torch_private import inductor_fusion
+
+    assert hasattr(custom_graph_pass, "CustomSchedulerPass") == (TORCH >= (2, 13))
+    assert {"__call__", "uuid"} <= inductor_fusion.scheduler_pass_class().__abstractmethods__
+
+
+def test_inductor_forgets_dependencies_in_torch_2_11() -> None:
+    """It takes them from the loops anew, and looks at none of those that there were."""
+    from torch._inductor.scheduler import SchedulerNode
+
+    from zerofx.torch_private import inductor_fusion
+
+    keeps = "fake_deps" in inspect.getsource(SchedulerNode.recompute_size_and_body)
+    assert inductor_fusion.forgets_dependencies() == (not keeps)
+
+
+def test_fusions_are_decided_where_inductor_asks() -> None:
+    from torch._inductor.scheduler import Scheduler
+    from torch._inductor.virtualized import V
+
+    from zerofx.torch_private import inductor_fusion
+
+    assert "V.choices.can_fuse(" in inspect.getsource(Scheduler)
+    before = type(V.choices)
+    with inductor_fusion.keeping_dependencies():
+        assert (type(V.choices) is not before) == inductor_fusion.forgets_dependencies()
+    assert type(V.choices) is before
+
+
+def test_draws_are_atens_in_regions() -> None:
+    """Torch 2.11 takes some apart whatever it is told."""
+    from torch._inductor import config
+    from torch._inductor.decomposition import select_decomp_table
+
+    from zerofx.torch_private import inductor
+
+    likes = {aten.rand_like.default, aten.randn_like.default, aten.randint_like.default}
+    others = {aten.rrelu_with_noise_functional.default}
+    with config.patch(fallback_random=True):
+        taken_apart = (likes | others) & select_decomp_table().keys()
+        assert taken_apart == ({*likes, *others} if inductor.drawing_otherwise() else set())
+        assert not (likes | others) & inductor.decompositions().keys()
+
+
+def test_passes_over_kernels_are_kept_on_disk_with_what_they_made() -> None:
+    """Inductor pickles one of them as a setting, where it does not ask for its ``uuid``."""
+    from zerofx.codegen.inductor.kernel_passes import KERNEL_PASSES
+    from zerofx.torch_private import inductor_scheduler
+
+    assert all(isinstance(kernel_pass, inductor_scheduler.CustomSchedulerPass) for kernel_pass in KERNEL_PASSES)
+    assert [pickle.loads(pickle.dumps(each)).uuid() for each in KERNEL_PASSES] == [
+        each.uuid() for each in KERNEL_PASSES
+    ]
+
+
+def test_adagrad_has_states_before_its_first_step() -> None:
+    optimizer: Any = torch.optim.Adagrad(nn.Linear(2, 2).parameters())
+    assert all(
+        {"step", "sum"} <= optimizer.state[p].keys() for group in optimizer.param_groups for p in group["params"]
+    )
