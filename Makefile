@@ -13,7 +13,7 @@ GATE := tests/ranks/training/test_exact.py::test_one_process_trains_like_eager_m
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-infinity check test test-quick nightly golden clean
+.PHONY: help venv demo demo-infinity check test test-quick nightly compat golden clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -48,6 +48,9 @@ test-quick: venv ## graphs, plans, and that one process trains to the bit: under
 
 nightly: venv ## the slow tests, and the GPU tests where there is a GPU
 	$(BIN)/python -m pytest -q -m "slow or gpu"
+
+compat: venv ## the quick tests with each version of torch, one after the other (6 GB and half an hour each)
+	$(BIN)/python -m tests.compat
 
 golden: venv ## rewrite the expected texts under tests/golden; read the diff before you commit it
 	$(BIN)/python -m pytest -q -n 2 -m "golden and not gpu" --update-golden

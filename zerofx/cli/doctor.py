@@ -137,9 +137,12 @@ def _left_out() -> Iterator[str]:
     from zerofx.codegen.kernels.table import KERNELS, kernels_in_use
     from zerofx.pipeline import check_disabled
     from zerofx.settings import read_settings
+    from zerofx.torch_private import versions
 
     settings = read_settings()
     check_disabled(settings)
+    for line in versions.left_out():
+        yield f"{line} (torch {torch.__version__})"
     for name in sorted(settings.disable):
         yield f"{name}: ZEROFX_DISABLE names it"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

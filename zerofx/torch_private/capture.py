@@ -17,17 +17,38 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput as PlainAOT
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput as PlainAOTOutput
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput as TangentAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses import FakeTensor
 from torch._subclasses import FakeTensorMode as FakeTensorMode
+
+from zerofx.torch_private.versions import TORCH
 
 
 def joint_graph(
     module: nn.Module, fakes: tuple[torch.Tensor, ...], decompositions: Mapping[Any, Callable[..., Any]]
 ) -> fx.GraphModule:
     """Trace a module's forward and backward; ``descriptions`` say what goes in and comes out."""
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, _keeping_checks():
         joint = aot_export_joint_with_descriptors(stack, module, fakes, decompositions=dict(decompositions))
         return joint.graph_module
+
+
+def leaves_out_checks() -> bool:
+    """Whether tracing leaves out the checks of linear algebra, since nothing reads what they give: to torch 2.12."""
+    return TORCH < (2, 13)
+
+
+@contextlib.contextmanager
+def _keeping_checks() -> Iterator[None]:
+    """While open, tracing keeps the checks of linear algebra in order, by tokens."""
+    if not leaves_out_checks():
+        yield
+        return
+    handle = _register_effectful_op("aten::_linalg_check_errors", _EffectType.ORDERED)
+    try:
+        yield
+    finally:
+        handle.destroy()
 
 
 def descriptions(node: fx.Node) -> Any:

@@ -1,7 +1,7 @@
 """The words of the Python file that Inductor generates: straight-line code that allocates, runs kernels, deletes names.
 
-They are torch 2.13's. Who reads such a file raises ``unknown_statement`` for all others: to skip what may allocate
-would give a peak that is too low.
+They are those of torch 2.11 to 2.15. Who reads such a file raises ``unknown_statement`` for all others: to skip what
+may allocate would give a peak that is too low.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ NUMBERS = {"inf": math.inf, "nan": math.nan}
 """Names for numbers that Python has no words for."""
 
 _TAKING_NOTHING = frozenset({
-    "args.clear", "assert_size_stride", "assert_alignment", "get_raw_stream", "torch.cuda.set_device",
+    "args.clear", "assert_size_stride", "assert_size_stride_grouped", "assert_alignment", "get_raw_stream",
+    "torch.cuda.set_device",
 })  # fmt: skip
 _GUARDS = frozenset({"torch.cuda._DeviceGuard"})
 # Kernels that are no operators of ATen's, or of others, and write into what is given as ``out``: they are made of two.
@@ -96,7 +97,7 @@ def operator_called(name: str) -> OpOverload[..., Any] | None:
 def unknown_statement(statement: ast.AST) -> InternalError:
     """The error for a statement that nobody has read the meaning of."""
     return InternalError(
-        f"expected Inductor to write the statements that torch 2.13 has for allocating, running kernels and deleting, "
-        f"found `{ast.unparse(statement)}` with torch {torch.__version__}: what it allocates is not known, and a peak "
-        f"would be too low. Use backend='eager', and please report it with this line"
+        f"expected Inductor to write the statements that torch 2.11 to 2.15 have for allocating, running kernels and "
+        f"deleting, found `{ast.unparse(statement)}` with torch {torch.__version__}: what it allocates is not known, and "
+        f"a peak would be too low. Use backend='eager', and please report it with this line"
     )

@@ -10,3 +10,16 @@ import torch
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 """Torch's major and minor version."""
+
+_LACKING = (
+    (
+        (2, 12),
+        "fusions that fit one loop to another, where one of them reads after a write: Inductor forgets the order",
+    ),
+    ((2, 12), "one kernel for Adagrad's update on GPUs: torch's own optimizer refuses it"),
+)
+
+
+def left_out() -> tuple[str, ...]:
+    """What zerofx leaves out with this torch and not with later ones, a line each that says why."""
+    return tuple(line for version, line in _LACKING if version > TORCH)

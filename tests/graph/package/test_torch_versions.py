@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.lib.checkout import ROOT
-from zerofx.torch_private import distributed, operators, optimizers
-from zerofx.torch_private.versions import TORCH
+from zerofx.torch_private import capture, distributed, operators, optimizers
+from zerofx.torch_private.versions import TORCH, left_out
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor uses what torch itself deprecates
@@ -22,6 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inducto
 def test_the_oldest_torch_is_what_the_project_asks_for() -> None:
     assert '"torch>=2.11"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert TORCH >= (2, 11)
+
+
+def test_what_is_left_out_is_said_where_it_is() -> None:
+    assert (left_out() == ()) == optimizers.has_adagrad_for_gpus()
 
 
 def test_a_tag_for_out_has_come_with_torch_2_13() -> None:
@@ -39,6 +43,12 @@ def test_adagrad_is_fused_on_gpus_from_torch_2_12_on() -> None:
     """Before, there is a kernel that torch's own optimizer refuses to use."""
     refuses = "cuda_unsupported=True" in inspect.getsource(torch.optim.Adagrad)
     assert optimizers.has_adagrad_for_gpus() == (not refuses)
+
+
+def test_checks_of_linear_algebra_are_left_out_of_traces_to_torch_2_12() -> None:
+    from torch._higher_order_ops.effects import _get_effect
+
+    assert (_get_effect("aten::_linalg_check_errors") is None) == capture.leaves_out_checks()
 
 
 def test_inductor_knows_passes_over_kernels_from_torch_2_13_on() -> None:
