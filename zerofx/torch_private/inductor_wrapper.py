@@ -35,8 +35,8 @@ NUMBERS = {"inf": math.inf, "nan": math.nan}
 """Names for numbers that Python has no words for."""
 
 _TAKING_NOTHING = frozenset({
-    "args.clear", "assert_size_stride", "assert_size_stride_grouped", "assert_alignment", "get_raw_stream",
-    "torch.cuda.set_device",
+    "args.clear", "assert_size_stride", "assert_size_stride_grouped", "assert_tensor_metadata", "assert_alignment",
+    "get_raw_stream", "torch.cuda.set_device",
 })  # fmt: skip
 _GUARDS = frozenset({"torch.cuda._DeviceGuard"})
 # Kernels that are no operators of ATen's, or of others, and write into what is given as ``out``: they are made of two.
@@ -98,6 +98,6 @@ def unknown_statement(statement: ast.AST) -> InternalError:
     """The error for a statement that nobody has read the meaning of."""
     return InternalError(
         f"expected Inductor to write the statements that torch 2.11 to 2.15 have for allocating, running kernels and "
-        f"deleting, found `{ast.unparse(statement)}` with torch {torch.__version__}: what it allocates is not known, and "
-        f"a peak would be too low. Use backend='eager', and please report it with this line"
+        f"deleting, found `{ast.unparse(statement)}` with torch {torch.__version__}: what it allocates is not known, "
+        f"and a peak would be too low. Use backend='eager', and please report it with this line"
     )
