@@ -27,6 +27,7 @@ PAGE = ROOT / "docs" / "compatibility.md"
 RESULTS = ROOT / "benchmarks" / "results" / "compatibility.json"
 FOLDER = ROOT / "build" / "compat"
 MINUTES = 30  # for one part
+DEMO = "demo"
 
 VERSIONS = {"2.11": "2.11.0", "2.12": "2.12.1", "2.13": "2.13.0", "2.14": "2.14.1", "2.15": "2.15.0"}
 """Versions of torch that zerofx is tested with, and which release of each."""
@@ -68,12 +69,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Row:
-    """One version: what runs it, its results by part, whether the demo ran, and what zerofx leaves out there."""
+    """One version: what runs it, what became of the demo, results by part, and what zerofx leaves out there."""
 
     python: str
     torch: str
-    parts: Mapping[str, Result]
     demo: str
+    parts: Mapping[str, Result]
     left_out: tuple[str, ...]
 
 
@@ -113,14 +114,18 @@ def run_demo(python: Path) -> str:
     return "runs" if ended.returncode == 0 else f"fails: {_last_line(ended.stdout + ended.stderr)}"
 
 
-def run_version(python: Path, parts: Sequence[str]) -> Row:
-    """All of one version."""
+def run_version(python: Path, parts: Sequence[str], before: Row | None) -> Row:
+    """The demo and some parts with one version, and what it brought back ``before`` of the others."""
     facts = "import platform, torch; print(platform.python_version(), torch.__version__)"
     python_version, torch_version = _run(python, "-c", facts).stdout.split()
     lines = _run(python, "-c", "from zerofx.torch_private.versions import left_out; print(*left_out(), sep='\\n')")
+    demo = run_demo(python) if DEMO in parts else "not run"
     with tempfile.TemporaryDirectory() as folder:
-        results = {part: run_part(python, PARTS[part], Path(folder, f"{part}.xml")) for part in parts}
-    return Row(python_version, torch_version, results, run_demo(python), tuple(filter(None, lines.stdout.splitlines())))
+        results = {part: run_part(python, PARTS[part], Path(folder, f"{part}.xml")) for part in parts if part != DEMO}
+    if before is not None and before.torch == torch_version:
+        demo = demo if DEMO in parts else before.demo
+        results = {**before.parts, **results}
+    return Row(python_version, torch_version, demo, results, tuple(filter(None, lines.stdout.splitlines())))
 
 
 def make_environment(version: str) -> Path:
@@ -139,10 +144,10 @@ def make_environment(version: str) -> Path:
 
 def page(rows: Mapping[str, Row]) -> str:
     """The page in Markdown for the rows of some versions."""
-    lines = [_HEAD, f"| torch | Python | {' | '.join(PARTS)} | demo |", f"|---|---|{'---|' * len(PARTS)}---|"]
+    lines = [_HEAD, f"| torch | Python | demo | {' | '.join(PARTS)} |", f"|---|---|---|{'---|' * len(PARTS)}"]
     for row in rows.values():
         cells = [_cell(row.parts[part]) if part in row.parts else "not run" for part in PARTS]
-        lines.append(f"| {row.torch} | {row.python} | {' | '.join(cells)} | {row.demo} |")
+        lines.append(f"| {row.torch} | {row.python} | {row.demo} | {' | '.join(cells)} |")
     lines += ["", "Parts:", ""]
     lines += [f"- {part}: {', '.join(f'`{path}`' for path in paths)}" for part, paths in PARTS.items()]
     for row in rows.values():
@@ -197,23 +202,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="*", default=list(VERSIONS), help=f"of {', '.join(VERSIONS)} (default: all)")
     parser.add_argument("--python", action="append", default=[], metavar="VERSION=PATH", help="an environment to use")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
+    parser.add_argument("--parts", nargs="+", choices=[DEMO, *PARTS], default=[DEMO, *PARTS], help="default: all")
     args = parser.parse_args()
     interpreters = dict(entry.split("=", 1) for entry in args.python)
     for version in args.versions:
-        print(f"torch {version} ...", flush=True)
+        rows = read_rows()
         try:
             python = Path(interpreters[version]) if version in interpreters else make_environment(version)
-            row = run_version(python, args.parts)
+            row = run_version(python, args.parts, rows.get(version))
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             print(f"torch {version} did not run: {error}", flush=True)
-            continue
+        else:
+            write_rows({**rows, version: row})
+            print(
+                f"torch {version}: {', '.join(f'{p} {_cell(result)}' for p, result in row.parts.items())}", flush=True
+            )
         finally:
             shutil.rmtree(FOLDER / version, ignore_errors=True)
-        before = read_rows()
-        earlier = before[version].parts if version in before and before[version].torch == row.torch else {}
-        write_rows({**before, version: Row(**{**vars(row), "parts": {**earlier, **row.parts}})})
-        print(f"  {', '.join(f'{part} {_cell(result)}' for part, result in row.parts.items())}, demo {row.demo}")
 
 
 if __name__ == "__main__":
