@@ -25,6 +25,7 @@ from zerofx.ir.aliasing import aliased_input, is_view, mutated_inputs, storage_b
 from zerofx.ir.operators.operator import Traffic
 from zerofx.ir.operators.table import facts_of
 from zerofx.scheduler.cost.machine import Machine
+from zerofx.torch_private.flops import flop_count
 from zerofx.torch_private.operators import OpOverload, is_out, schema_of
 
 
@@ -87,7 +88,7 @@ def node_flops(node: fx.Node) -> int:
     packet = _matmul_packet(node.target)
     if packet is not None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        return int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
+        return flop_count(packet, args, kwargs, node.meta["val"])
     inputs = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
     outputs = tensors_of(node)
     facts = facts_of(node.target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import pickle
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.flop_counter import flop_registry
 
 from tests.lib.checkout import ROOT
-from zerofx.torch_private import capture, distributed, operators, optimizers
+from zerofx.torch_private import capture, distributed, flops, operators, optimizers
 from zerofx.torch_private.versions import TORCH, left_out
 
 aten = torch.ops.aten
@@ -49,6 +51,18 @@ def test_checks_of_linear_algebra_are_left_out_of_traces_to_torch_2_12() -> None
     from torch._higher_order_ops.effects import _get_effect
 
     assert (_get_effect("aten::_linalg_check_errors") is None) == capture.leaves_out_checks()
+
+
+def test_attention_of_grouped_heads_is_counted() -> None:
+    """The registry of torch 2.11 refuses it; later ones count every head of the queries."""
+    packet = aten._scaled_dot_product_flash_attention
+    query, key = torch.empty(2, 8, 16, 4, device="meta"), torch.empty(2, 2, 16, 4, device="meta")
+    assert flops.flop_count(packet, (query, key, key), {}, query) == 2 * (2 * 2 * 8 * 16 * 16 * 4)
+    backward = aten._scaled_dot_product_flash_attention_backward
+    assert flops.flop_count(backward, (query, query, key, key), {}, query) == 5 * (2 * 2 * 8 * 16 * 16 * 4)
+    refusal = pytest.raises(AssertionError) if flops.refuses_grouped_heads() else contextlib.nullcontext()
+    with refusal:
+        flop_registry[packet](query, key, key, out_val=query)
 
 
 def test_inductor_knows_passes_over_kernels_from_torch_2_13_on() -> None:
