@@ -30,12 +30,12 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def drawing_otherwise() -> frozenset[Any]:
     """Operators that Inductor takes apart into other draws than eager mode's where draws are ATen's.
 
-    It does so in torch 2.11: draws like a tensor are made row by row and permuted, those of leaky units one by one.
+    Torch 2.11 makes draws like a tensor row by row and permutes them; 2.11 and 2.12 draw one by one for leaky units.
     """
     aten = torch.ops.aten
-    if TORCH != (2, 11):
-        return frozenset()
-    return frozenset({aten.rand_like, aten.randn_like, aten.randint_like, aten.rrelu_with_noise_functional})
+    likes = {aten.rand_like, aten.randn_like, aten.randint_like} if TORCH == (2, 11) else set()
+    leaky = {aten.rrelu_with_noise_functional} if TORCH < (2, 13) else set()
+    return frozenset(likes | leaky)
 
 
 def shape_aware_mode() -> FakeTensorMode:

@@ -98,18 +98,17 @@ def test_fusions_are_decided_where_inductor_asks() -> None:
 
 
 def test_draws_are_atens_in_regions() -> None:
-    """Torch 2.11 takes some apart whatever it is told."""
+    """Torch to 2.12 takes some apart whatever it is told."""
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
     from zerofx.torch_private import inductor
 
-    likes = {aten.rand_like.default, aten.randn_like.default, aten.randint_like.default}
-    others = {aten.rrelu_with_noise_functional.default}
+    draws = {aten.rand_like, aten.randn_like, aten.randint_like, aten.rrelu_with_noise_functional}
     with config.patch(fallback_random=True):
-        taken_apart = (likes | others) & select_decomp_table().keys()
-        assert taken_apart == ({*likes, *others} if inductor.drawing_otherwise() else set())
-        assert not (likes | others) & inductor.decompositions().keys()
+        taken_apart = {packet for packet in draws if packet.default in select_decomp_table()}
+        assert taken_apart == inductor.drawing_otherwise()
+        assert not {packet.default for packet in draws} & inductor.decompositions().keys()
 
 
 def test_passes_over_kernels_are_kept_on_disk_with_what_they_made() -> None:
