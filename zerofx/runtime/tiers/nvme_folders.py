@@ -8,6 +8,7 @@ through the open folder, whatever becomes of its name.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -82,6 +83,8 @@ class OwnFolder:
                 f"({error})"
             ) from error
         self.remove = weakref.finalize(self, _remove_own, os.getpid(), self.path, self._folder, lock)
+        # In a process that was forked off, Python 3.13 has forgotten that what is left is finalized at the end.
+        atexit.register(self.remove)
         if num_left:
             warn(f"removed {format_bytes(num_left)} that processes which were killed have left in {parent}")
 
