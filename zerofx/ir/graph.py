@@ -32,6 +32,7 @@ from zerofx.ir.text import node_text
 from zerofx.scheduler.plan.decisions import SliceDecision
 from zerofx.scheduler.plan.units import unit_of
 from zerofx.torch_private.operators import OpOverload, schema_of
+from zerofx.torch_private.tensors import empty_like_fake
 
 Strides = Mapping[int, tuple[int, ...]]  # of parameters, by the identity of their tensors
 
@@ -221,7 +222,7 @@ class StepGraph:
         """A contiguous fake tensor on the step's device; for equal arguments the same one, in the step's copies too."""
         key = (shape, dtype)
         if key not in self.fakes:
-            self.fakes[key] = tensor(self.loss).new_empty(shape, dtype=dtype, device=self.device)
+            self.fakes[key] = empty_like_fake(tensor(self.loss), shape, dtype, self.device)
         return self.fakes[key]
 
     def fake_view(self, base: fx.Node, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:

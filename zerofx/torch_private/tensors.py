@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any, TypeVar
 
@@ -66,6 +67,17 @@ def _check_layouts() -> None:
 def is_traced(value: object) -> bool:
     """Whether it is a tensor that stands for another while a model is traced, and has no values."""
     return isinstance(value, FakeTensor | FunctionalTensor)
+
+
+def empty_like_fake(
+    fake: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A contiguous tensor of the mode that ``fake`` is of.
+
+    It is made in that mode, where torch never looks for a GPU: to 2.12 ``fake.new_empty`` does.
+    """
+    with fake.fake_mode if isinstance(fake, FakeTensor) else contextlib.nullcontext():
+        return torch.empty(shape, dtype=dtype, device=device)
 
 
 def without_memory(kind: type[Wrapper], shape: torch.Size, **like: Any) -> Wrapper:
