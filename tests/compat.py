@@ -47,13 +47,13 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 }
 """The quick tests by what they are of; ``ranks`` are two processes over gloo, ``kernels`` are zerofx's own."""
 
-_HEAD = f"""\
+_HEAD = """\
 # Versions of torch
 
-zerofx runs with torch {min(VERSIONS, key=lambda v: int(v[2:]))} to {max(VERSIONS, key=lambda v: int(v[2:]))}. \
-What a version lacks takes away what depends on it, never correctness: `zerofx doctor` says what, and the functions of
-`zerofx/torch_private/` say why. `make compat` runs these tests with each version in an environment of its own and
-writes this page; a cell has the tests that passed, failed and were skipped.
+zerofx runs with torch 2.11 to 2.15. What a version lacks takes away what depends on it, never correctness:
+`zerofx doctor` says what, and the functions of `zerofx/torch_private/` say why. `make compat` runs the quick tests with
+each version in an environment of its own and writes this page; a cell has the tests that passed, failed and were
+skipped.
 """
 
 
@@ -158,7 +158,7 @@ def page(rows: Mapping[str, Row]) -> str:
             lines += [f"- {part}, skipped: {count} x {' '.join(why.split())}" for why, count in reasons]
             lines += [f"- {part}: {result.error}"] if result.error else []
         if lines[-1] == "":
-            lines.append("- Nothing is left out, skipped or failed.")
+            lines.append("- Nothing is left out, and what ran has passed.")
     return "\n".join(lines) + "\n"
 
 
@@ -206,14 +206,13 @@ def main() -> None:
     args = parser.parse_args()
     interpreters = dict(entry.split("=", 1) for entry in args.python)
     for version in args.versions:
-        rows = read_rows()
         try:
             python = Path(interpreters[version]) if version in interpreters else make_environment(version)
-            row = run_version(python, args.parts, rows.get(version))
+            row = run_version(python, args.parts, read_rows().get(version))
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             print(f"torch {version} did not run: {error}", flush=True)
         else:
-            write_rows({**rows, version: row})
+            write_rows({**read_rows(), version: row})
             print(
                 f"torch {version}: {', '.join(f'{p} {_cell(result)}' for p, result in row.parts.items())}", flush=True
             )
