@@ -22,6 +22,17 @@ def _interpreting() -> None:
 @pytest.fixture(scope="session")
 def interpret() -> Iterator[Interpret]:
     """``interpret(function, *args)`` is ``function(*args)``, of ``interpreted.py``, where Triton interprets kernels."""
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
+
+    def run(function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return pool.submit(function, *args).result(PATIENCE_SECONDS)
+        except Exception as error:
+            if triton.__version__.startswith("3.6.") and "only 0-dimensional arrays" in str(error):
+                pytest.skip(
+                    "the interpreter of Triton 3.6 counts no loops with numpy 2.5, which has arrays of one number"
+                )
+            raise
+
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_interpreting) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result(PATIENCE_SECONDS)
+        yield run
