@@ -9,11 +9,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The bitwise gate, as far as it needs no second process.
 GATE := tests/ranks/training/test_exact.py::test_one_process_trains_like_eager_mode
 
+# What runs on a GPU: by PYTHON and its own torch, without VENV. A part that is cut off goes on where it was.
+GPU_PARTS := gpu-tests gpu-train gpu-memory gpu-speed gpu-kernels gpu-offload gpu-measure
+OUT ?= build/gpu
+PART_SECONDS ?= 480
+GPU = $(PYTHON) -m benchmarks.gpu --out "$(OUT)" --seconds $(PART_SECONDS)
+
 # Ranks and tests share the cores: one thread for each of them.
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-infinity check test test-quick nightly compat golden clean
+.PHONY: help venv demo demo-infinity check test test-quick nightly compat golden clean gpu $(GPU_PARTS) gpu-report
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -51,6 +57,15 @@ nightly: venv ## the slow tests, and the GPU tests where there is a GPU
 
 compat: venv ## the quick tests with each version of torch, one after the other (6 GB and half an hour each)
 	$(BIN)/python -m tests.compat
+
+gpu: ## all that a GPU is needed for, in parts: gpu-tests, -train, -memory, -speed, -kernels, -offload, -measure
+	$(GPU)
+
+$(GPU_PARTS): gpu-%:
+	$(GPU) $*
+
+gpu-report: ## tables, plots and the README's rows of what `make gpu` has left in OUT
+	$(PYTHON) -m benchmarks.gpu.report "$(OUT)"
 
 golden: venv ## rewrite the expected texts under tests/golden; read the diff before you commit it
 	$(BIN)/python -m pytest -q -n 2 -m "golden and not gpu" --update-golden

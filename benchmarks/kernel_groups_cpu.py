@@ -25,8 +25,8 @@ CACHED_BYTES = 128 << 20  # more than a processor's caches hold
 _aten = torch.ops.aten
 
 
-def groups() -> tuple[Callable[[], Group], ...]:
-    """Of all shapes; each with its tensors once it is called."""
+def groups() -> dict[str, tuple[Callable[[], Group], ...]]:
+    """Of all shapes, by kernel; each with its tensors once it is called."""
     attention = (
         partial(attention_group, *shape, seen=seen, backward=backward)
         for shape in ATTENTION_SHAPES
@@ -34,7 +34,7 @@ def groups() -> tuple[Callable[[], Group], ...]:
         for backward in (False, True)
     )
     products = (partial(products_group, *layer, kind=kind) for layer in LAYERS for kind in ("layer", "input", "weight"))
-    return (*attention, *products)
+    return {"attention": tuple(attention), "products": tuple(products)}
 
 
 def attention_group(samples: int, heads: int, tokens: int, dim: int, *, seen: str, backward: bool) -> Group:

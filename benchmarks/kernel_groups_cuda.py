@@ -23,13 +23,15 @@ _aten = torch.ops.aten
 
 def groups(
     numel: int, num_rows: int, dim: int, num_classes: int, device: torch.device
-) -> tuple[Callable[[], Group], ...]:
-    """Of buckets of ``numel`` elements, and of an output layer; each with its tensors once it is called."""
-    buckets = (update_group, quantise_group, sum_group, norms_group)
-    return (
-        *(partial(make, numel, device) for make in buckets),
-        partial(loss_group, num_rows, dim, num_classes, device),
-    )
+) -> dict[str, tuple[Callable[[], Group], ...]]:
+    """Of buckets of ``numel`` elements, and of an output layer, by name; each with its tensors once it is called."""
+    return {
+        "update": (partial(update_group, numel, device),),
+        "loss": (partial(loss_group, num_rows, dim, num_classes, device),),
+        "norms": (partial(norms_group, numel, device),),
+        "quantise": (partial(quantise_group, numel, device),),
+        "sum": (partial(sum_group, numel, device),),
+    }
 
 
 def adamw_region(inputs: list[Any]) -> tuple[()]:

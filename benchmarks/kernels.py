@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels                    # those for CUDA
     python -m benchmarks.kernels --device cpu       # those for CPUs, with this process's threads
+    python -m benchmarks.kernels --groups update    # one of them
 
 - **attention**, on a CPU: forward and backward in float32, of some shapes, causal, under a mask and without:
   ATen's operator and the kernel.
@@ -40,6 +41,7 @@ from tabulate import tabulate
 
 from benchmarks import kernel_groups_cpu, kernel_groups_cuda
 from benchmarks.kernel_groups import Group
+from benchmarks.kernel_names import CPU, CUDA
 from benchmarks.memory_kept import keep_freed_memory
 from benchmarks.processes import device_name
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
@@ -145,6 +147,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8192, help="of the loss")
     parser.add_argument("--dim", type=int, default=4096, help="of the output layer's input")
     parser.add_argument("--classes", type=int, default=128_256)
+    parser.add_argument("--groups", nargs="+", choices=(*CUDA, *CPU), help="(default: all of the device's)")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -158,17 +161,20 @@ def main() -> None:
         name = f"{device_name('cpu')}, {torch.get_num_threads()} threads"
         makers = kernel_groups_cpu.groups()
         keep_freed_memory()  # for all contenders alike: page faults are not what is compared
+    names = options.groups or list(makers)
+    if others := set(names) - set(makers):
+        parser.error(f"expected groups of {', '.join(makers)} on {device}, found {', '.join(others)}")
     bandwidth = copy_bandwidth(numel, device, options.rounds)
     listed: list[dict[str, Any]] = []
-    for make in makers:
+    options.out.mkdir(parents=True, exist_ok=True)
+    for make in (make for group in names for make in makers[group]):
         group = make()
         listed += rows(group, measure(group, options.rounds, device), bandwidth)
         print(table(listed[-len(group.contenders) :]), flush=True)
         del group
         torch.cuda.empty_cache()
-    data = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": bandwidth, "rows": listed}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"kernels_{device.type}.json").write_text(json.dumps(data, indent=1))
+        data = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": bandwidth, "rows": listed}
+        (options.out / f"kernels_{device.type}.json").write_text(json.dumps(data, indent=1))
     (options.out / f"kernels_{device.type}.md").write_text(f"{name}, torch {torch.__version__}\n\n{table(listed)}\n")
 
 

@@ -36,10 +36,15 @@ SHAPES: Mapping[str, Shape] = {
     "27m": Shape("gpt", vocab=8192, dim=512, depth=6, num_heads=8, tokens=256, sequences=2, memory_gb=1.2),
     "110m": Shape("gpt", vocab=16_384, dim=768, depth=12, num_heads=12, tokens=256, sequences=2, memory_gb=2.8),
     "llama": Shape("llama", 8192, 512, 6, 8, tokens=256, sequences=2, inner=1408, num_kv_heads=8, memory_gb=1.3),
-    # TinyLlama 1.1B (arXiv 2401.02385) and Llama 3 8B (arXiv 2407.21783, table 3).
-    "llama-1b": Shape("llama", 32_000, 2048, 22, 32, tokens=2048, sequences=4, inner=5632, num_kv_heads=4, memory_gb=8),
+    # TinyLlama 1.1B (arXiv 2401.02385) and Llama 3 8B (arXiv 2407.21783, table 3), also with a quarter of its layers.
+    "llama-1b": Shape(
+        "llama", 32_000, 2048, 22, 32, tokens=2048, sequences=4, inner=5632, num_kv_heads=4, memory_gb=30
+    ),
     "llama-8b": Shape(
-        "llama", 128_256, 4096, 32, 32, tokens=2048, sequences=1, inner=14_336, num_kv_heads=8, memory_gb=24
+        "llama", 128_256, 4096, 32, 32, tokens=2048, sequences=1, inner=14_336, num_kv_heads=8, memory_gb=80
+    ),
+    "llama-8b-8": Shape(
+        "llama", 128_256, 4096, 8, 32, tokens=2048, sequences=1, inner=14_336, num_kv_heads=8, memory_gb=32
     ),
 }
 
@@ -66,16 +71,25 @@ class Workload:
 
 def make_workload(shape: Shape, device: torch.device, dtype: torch.dtype, rank: int = 0) -> Workload:
     """The model, the same on every rank, and the batch of ``rank``; no weight is tied to another."""
+    return Workload(make_model(shape, device, dtype), make_batch(shape, device, rank))
+
+
+def make_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The model alone, with the values of seed 0."""
     torch.manual_seed(0)
+    with device:
+        model = llama(shape) if shape.family == "llama" else _gpt(shape)
+    return model.to(dtype)
+
+
+def make_batch(shape: Shape, device: torch.device, rank: int = 0) -> dict[str, torch.Tensor]:
+    """The batch of ``rank``: random tokens, and what is to come of each."""
     ids = torch.randint(shape.vocab, (shape.sequences, shape.tokens + 1), generator=torch.Generator().manual_seed(rank))
     ids = ids.to(device)
-    with device:
-        model = _llama(shape) if shape.family == "llama" else _gpt(shape)
     if shape.family == "llama":
         tokens = ids[:, :-1].contiguous()
-        return Workload(model.to(dtype), {"input_ids": tokens, "labels": tokens.clone()})
-    batch = {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
-    return Workload(model.to(dtype), batch)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+    return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
 
 
 def _gpt(shape: Shape) -> nn.Module:
@@ -86,7 +100,8 @@ def _gpt(shape: Shape) -> nn.Module:
     return model
 
 
-def _llama(shape: Shape) -> nn.Module:
+def llama(shape: Shape) -> nn.Module:
+    """An unmodified Llama of transformers with random values."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -1,7 +1,7 @@
 """One device: zerofx compared with torch.compile, and under a memory cap with other libraries that offload states.
 
     python -m benchmarks.one_gpu                                    # a Llama of 1.1B in bf16 on a GPU
-    python -m benchmarks.one_gpu --shape llama-8b --cap 60GB
+    python -m benchmarks.one_gpu --shape llama-8b-8 --groups whole  # 8 of the 32 layers of an 8B
     python -m benchmarks.one_gpu --device cpu --shape tiny --rounds 1 --steps 1     # the same code without a GPU
 
 Two groups of contenders, each of processes that live side by side and run steps in turn (A B C A B C):
@@ -11,7 +11,7 @@ Two groups of contenders, each of processes that live side by side and run steps
   the host, computation in bf16. FSDP2 with CPU offload and DeepSpeed ZeRO-Offload, also with blocks checkpointed, and
   zerofx with a memory budget of 95 % of the cap, which leaves the allocator some room. A cap is enforced on CUDA alone.
 
-Writes ``benchmarks/results/one_gpu.json`` and a Markdown table with what is held to (at most 0.95 of
+Writes ``benchmarks/results/one_gpu.json``, as it goes, and a Markdown table with what is held to (at most 0.95 of
 torch.compile's time, at most 0.5 of the better offload's, peaks within 2 % of what was predicted). What runs out of
 memory is listed with its error; DeepSpeed takes part where it is installed.
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -130,30 +131,44 @@ def markdown(data: dict[str, Any]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def run(options: argparse.Namespace, cache: Path) -> dict[str, Any]:
-    """Measure both groups, one after the other."""
-    fits = whole(options.device)
-    results = measure_group(options, fits, wanted(fits, options.only), cache)
+def run(options: argparse.Namespace, cache: Path, path: Path) -> None:
+    """Measure the groups that are asked for, one after the other, and write to ``path`` what is known so far."""
     data: dict[str, Any] = {
         "machine": describe_machine(options),
         "shape": options.shape,
         "dtype": options.dtype,
         "device": options.device,
-        "groups": {"whole": {"num_ranks": 1, "contenders": results}},
+        "groups": {},
     }
-    peak = next((result["facts"].get("peak_bytes") for result in results if result["name"] == COMPILED), None)
+
+    def measure(group: Group, asked: argparse.Namespace, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        def note(results: list[dict[str, Any]]) -> None:
+            data["groups"][group.name] = {"num_ranks": 1, **facts, "contenders": results}
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(data, indent=1))
+            part.rename(path)
+
+        results = measure_group(asked, group, wanted(group, options.only), cache, note)
+        note(results)
+        return results
+
+    peak = None
+    if "whole" in options.groups:
+        results = measure(whole(options.device), options, {})
+        peak = next((result["facts"].get("peak_bytes") for result in results if result["name"] == COMPILED), None)
+    if "capped" not in options.groups:
+        return
     if options.cap:
         cap = parse_bytes(options.cap)
     elif peak is not None:
         cap = int(CAP_SHARE * peak)
     else:
         say(f"no cap: {COMPILED}, of whose peak it is {CAP_SHARE:.0%}, has not run; give --cap")
-        return data
-    tight = capped(cap, mixed=options.dtype == "bfloat16")
+        return
     masters = argparse.Namespace(**{**vars(options), "dtype": "float32"})
-    results = measure_group(masters, tight, wanted(tight, options.only), cache)
-    data["groups"]["capped"] = {"num_ranks": 1, "cap_bytes": cap, "contenders": results}
-    return data
+    if options.device == "cuda" and not options.together:
+        masters.together = max(2, int(0.85 * torch.cuda.mem_get_info()[0] / cap))
+    measure(capped(cap, mixed=options.dtype == "bfloat16"), masters, {"cap_bytes": cap})
 
 
 def main() -> None:
@@ -162,23 +177,24 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: bfloat16, on a CPU float32)")
     parser.add_argument("--cap", help="device memory of a process, as 40GB (default: half of torch.compile's peak)")
+    parser.add_argument("--groups", nargs="+", choices=("whole", "capped"), default=("whole", "capped"))
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="contenders whose name has one of these")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each contender in a round")
-    parser.add_argument("--threads", type=int, default=1, help="of each process on a CPU")
+    parser.add_argument("--threads", type=int, help="of each process (default: 1 on a CPU, else all cores)")
     parser.add_argument("--together", type=int, help="contenders in memory at a time (default: what it has room for)")
     parser.add_argument("--cache", type=Path, help="Inductor's cache (default: an empty one)")
     parser.add_argument("--report", action="store_true", help="only make the table again")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     options.ranks = 1
+    options.threads = options.threads or (len(os.sched_getaffinity(0)) if options.device == "cuda" else 1)
     options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
     path = options.out / "one_gpu.json"
     if not options.report:
-        with tempfile.TemporaryDirectory(prefix="one-gpu-cache-") as empty:
-            data = run(options, options.cache or Path(empty))
         options.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=1))
+        with tempfile.TemporaryDirectory(prefix="one-gpu-cache-") as empty:
+            run(options, options.cache or Path(empty), path)
     text = markdown(json.loads(path.read_text()))
     path.with_suffix(".md").write_text(text)
     sys.stdout.write(text)

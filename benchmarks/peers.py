@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,18 +129,34 @@ def chunks(contenders: list[Contender], limit: int) -> Iterator[list[Contender]]
 
 
 def measure_group(
-    options: argparse.Namespace, group: Group, contenders: list[Contender], cache: Path
+    options: argparse.Namespace,
+    group: Group,
+    contenders: list[Contender],
+    cache: Path,
+    note: Callable[[list[dict[str, Any]]], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """What was found of each contender: its name, chunk, facts, and the seconds and CPU seconds of each step."""
+    """What was found of each contender: its name, chunk, facts, and the seconds and CPU seconds of each step.
+
+    ``note`` is called with what is known so far, after each contender that is ready and after each round.
+    """
     num_ranks, num_threads = (1, options.ranks * options.threads) if group.alone else (options.ranks, options.threads)
     limit = options.together or _room(options, num_ranks)
     results: list[dict[str, Any]] = []
     peaks: dict[str, int] = {}
     for number, few in enumerate(chunks(contenders, limit)):
         say(f"{options.shape}, {group.name}: {', '.join(contender.name for contender in few)}")
-        results += _measure_few(options, [Contender(MATMUL, {"family": MATMUL}), *few], num_ranks, num_threads, cache,
-                              number, peaks)  # fmt: skip
+        results += _measure_few(
+            options, [Contender(MATMUL, {"family": MATMUL}), *few], num_ranks, num_threads, cache, number, peaks,
+            partial(_note_after, tuple(results), note),
+        )  # fmt: skip
     return results
+
+
+def _note_after(
+    before: tuple[dict[str, Any], ...], note: Callable[[list[dict[str, Any]]], None], results: list[dict[str, Any]]
+) -> None:
+    """Hand on what is known of a few contenders, with what was known before them."""
+    note([*before, *results])
 
 
 def _measure_few(
@@ -150,6 +167,7 @@ def _measure_few(
     cache: Path,
     chunk: int,
     peaks: dict[str, int],
+    note: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
     ready: list[Ranks] = []
     results: dict[str, dict[str, Any]] = {}
@@ -185,11 +203,19 @@ def _measure_few(
                 continue
             peak = peaks[contender.name] = row["facts"]["peak_bytes"]
             say(f"  {contender.name}: ready after {time.monotonic() - began:.0f} s, peak {peak / 1e6:.0f} MB")
+            note(list(results.values()))
         for number in range(options.rounds):
-            for ranks in ready:
-                # The first step of a turn finds cold caches.
-                results[ranks.name]["rounds"].append(ranks.run(options.steps + 1)[1:])
+            for ranks in tuple(ready):
+                try:
+                    # The first step of a turn finds cold caches.
+                    results[ranks.name]["rounds"].append(ranks.run(options.steps + 1)[1:])
+                except ContenderFailedError as error:
+                    results[ranks.name]["facts"]["failed"] = str(error)
+                    say(f"  {error}")
+                    ready.remove(ranks)
+                    ranks.close()
             say(f"  round {number + 1} of {options.rounds}: " + _latest(results))
+            note(list(results.values()))
     finally:
         for ranks in ready:
             ranks.close()

@@ -1,0 +1,105 @@
+"""Rows of the README: the few numbers that stand for each part of ``make gpu``."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from benchmarks import one_gpu, peers_report
+from benchmarks.gpu import tests
+from benchmarks.gpu.tables import Cases, differences, kernel_rows, results
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured, and the number in words."""
+
+    what: str
+    number: str
+
+
+def row_of_tests(cases: Cases) -> Iterator[Row]:
+    outcomes = [known["outcome"] for known in tests.outcomes([case["results"] for case in cases]).values()]
+    if outcomes:
+        counts = ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(sorted(outcomes)))
+        yield Row("tests that need a GPU", counts)
+
+
+def row_of_train(cases: Cases) -> Iterator[Row]:
+    known = [differences(result)[0] for _, result in results(cases) if "losses" in result]
+    if known:
+        yield Row(
+            "losses of GPT and HF Llama in bf16, eager and compiled, next to plain torch's: largest difference",
+            f"{100 * max(known):.2f} %",
+        )
+
+
+def row_of_memory(cases: Cases) -> Iterator[Row]:
+    for key, word in (("allocated_bytes", "allocated"), ("reserved_bytes", "reserved")):
+        shares = [
+            result[key] / result["predicted_bytes"]["device"] - 1 for _, result in results(cases) if result.get(key)
+        ]
+        if shares:
+            yield Row(
+                f"peak that was {word} next to the predicted one, Llamas of 1.1B and 8B within budgets, all cases",
+                f"{100 * min(shares):+.1f} % to {100 * max(shares):+.1f} %",
+            )
+
+
+def row_of_speed(cases: Cases) -> Iterator[Row]:
+    for _, result in results(cases):
+        if "one_gpu" not in result:
+            continue
+        data = result["one_gpu"]
+        listed = {name: peers_report.rows(group) for name, group in data["groups"].items()}
+        for verdict in one_gpu.verdicts(listed, on_cpu=data["device"] == "cpu"):
+            if verdict.what.startswith("time"):
+                yield Row(f"{data['shape']}, {verdict.what} (less is better)", f"{verdict.measured:.2f}")
+
+
+def row_of_kernels(cases: Cases) -> Iterator[Row]:
+    listed = kernel_rows(cases)
+    for group in dict.fromkeys(row["group"] for row in listed):
+        members = [row for row in listed if row["group"] == group]
+        theirs = [row["median_seconds"] for row in members if row["contender"].startswith("torch")]
+        ours = [row["median_seconds"] for row in members if not row["contender"].startswith("torch")]
+        if ours and theirs:
+            yield Row(
+                f"kernel {group}: time over the best of torch's and Inductor's (less is better)",
+                f"{min(ours) / min(theirs):.2f}",
+            )
+
+
+def row_of_offload(cases: Cases) -> Iterator[Row]:
+    largest: dict[str, int] = {}
+    for name, result in results(cases):
+        if result.get("losses") and "num_layers" in result:
+            contender = name.rpartition(",")[0]
+            largest[contender] = max(largest.get(contender, 0), result["num_parameters"])
+    for contender, number in largest.items():
+        yield Row(f"the largest Llama that trains in bfloat16, {contender}", f"{number / 1e9:.1f} billion parameters")
+
+
+def row_of_measure(cases: Cases) -> Iterator[Row]:
+    ratios = [
+        result["predicted_seconds"] / statistics.median(result["seconds"])
+        for _, result in results(cases)
+        if isinstance(result.get("seconds"), list) and result["seconds"] and "predicted_seconds" in result
+    ]
+    if ratios:
+        yield Row(
+            "predicted over measured time of a step after Machine.measure(), all cases",
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
+        )
+
+
+ROWS: Mapping[str, Callable[[Cases], Iterator[Row]]] = {
+    "tests": row_of_tests,
+    "train": row_of_train,
+    "memory": row_of_memory,
+    "speed": row_of_speed,
+    "kernels": row_of_kernels,
+    "offload": row_of_offload,
+    "measure": row_of_measure,
+}

@@ -1,0 +1,4 @@
+"""Names of the groups of ``benchmarks.kernels``: data that needs no torch."""
+
+CUDA = ("update", "loss", "norms", "quantise", "sum")
+CPU = ("attention", "products")
