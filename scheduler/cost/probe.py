@@ -78,7 +78,7 @@ def _measure_cpu(ranks: int) -> Machine:
     bfloat16 = _matmul_flops(cpu, torch.bfloat16, _MATMUL_CPU // 4)
     if bfloat16 > float32 / 2:
         bfloat16 = _matmul_flops(cpu, torch.bfloat16, _MATMUL_CPU)
-    total = _memory_bytes()
+    total = memory_bytes()
     # A copy to the "host" of a CPU machine is a copy in the same memory: each byte is read once and written once.
     link = Link(traffic / 2, launch)
     return Machine(
@@ -125,7 +125,7 @@ def _measure_cuda(device: torch.device, ranks: int) -> Machine:
         intra_node=Link(row.intra_node.bandwidth * row.efficiency.link, row.intra_node.latency),
         inter_node=Link(row.inter_node.bandwidth * row.efficiency.link, row.inter_node.latency),
         ranks_per_node=ranks,
-        host=Host(_memory_bytes(), host_traffic * ranks, host_flops * ranks, to_host, to_device),
+        host=Host(memory_bytes(), host_traffic * ranks, host_flops * ranks, to_host, to_device),
         nvme=row.nvme,
     )
 
@@ -274,7 +274,7 @@ def _file_seconds(name: str, flags: int, move: Callable[[int], int]) -> float:
     return seconds
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
     """Bytes of main memory that this process may use: the machine's, or its container's limit if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")  # Linux control groups, version 2

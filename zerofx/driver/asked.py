@@ -13,6 +13,7 @@ from zerofx.options import CompileOptions
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.cost.catalog import machine_of_device
 from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.probe import memory_bytes
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
 
@@ -40,10 +41,15 @@ def _row_of(device: torch.device) -> Machine:
         if row is not None:
             # Its driver keeps a part of what a device has by its name.
             num_bytes = min(row.device.memory_bytes, properties.total_memory)
-            return replace(row, device=replace(row.device, memory_bytes=num_bytes))
+            return _with_host_here(replace(row, device=replace(row.device, memory_bytes=num_bytes)))
         warn(f"no machine row for {properties.name}: predicted times are an H100's; give machine=Machine.measure()")
-        return Machine.named("h100-sxm")
+        return _with_host_here(Machine.named("h100-sxm"))
     return Machine.named("cpu")
+
+
+def _with_host_here(row: Machine) -> Machine:
+    """The row of a whole server with no more host memory than there is: its GPUs may be lent one by one."""
+    return replace(row, host=replace(row.host, memory_bytes=min(row.host.memory_bytes, memory_bytes())))
 
 
 def describe_request(
