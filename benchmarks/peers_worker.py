@@ -117,21 +117,21 @@ def _measure(step: TrainStep, device: torch.device) -> dict[str, int | None]:
         torch.cuda.synchronize(device)
         held = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        _forget_resident_peak()
+        is_new = _forget_resident_peak()
         step.run()
         torch.cuda.synchronize(device)
         bytes_of = {
             "peak_bytes": torch.cuda.max_memory_allocated(device),
             "reserved_bytes": torch.cuda.max_memory_reserved(device),
             "held_bytes": held,
-            "resident_bytes": high_water_bytes(),
+            "resident_bytes": high_water_bytes() if is_new else None,
         }
         return {**bytes_of, "wire_bytes": _sent_bytes(step)}
-    _forget_resident_peak()
+    is_new = _forget_resident_peak()
     sent = _written_bytes()
     step.run()
     sent = _written_bytes() - sent
-    resident = high_water_bytes()
+    resident = high_water_bytes() if is_new else None
     if step.sent_bytes is not None:
         sent = step.sent_bytes()
     held = _held_bytes() + step.hidden_bytes
@@ -156,9 +156,13 @@ def _sent_bytes(step: TrainStep) -> int:
     return wire.num_bytes
 
 
-def _forget_resident_peak() -> None:
-    """The high-water mark of resident memory starts anew."""
-    Path("/proc/self/clear_refs").write_text("5")
+def _forget_resident_peak() -> bool:
+    """The high-water mark of resident memory starts anew; False where the kernel has no way to ask for that."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def _held_bytes() -> int:

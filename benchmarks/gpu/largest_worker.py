@@ -53,10 +53,9 @@ def machine_of(request: dict[str, Any], device: torch.device) -> Machine:
         properties = torch.cuda.get_device_properties(device)
         row = machine_of_device(properties.name, properties.total_memory) or named_machine("h100-sxm")
         row = replace(row, device=replace(row.device, memory_bytes=properties.total_memory))
-    ranks = row.ranks_per_node  # sizes of a node are the ranks' together
-    host = replace(row.host, memory_bytes=ranks * request["host_budget"])
-    drive = replace(row.nvme, num_bytes=ranks * request["drive_bytes"]) if row.nvme is not None else None
-    return replace(row, host=host, nvme=drive)
+    host = replace(row.host, memory_bytes=request["host_budget"])
+    drive = replace(row.nvme, num_bytes=request["drive_bytes"]) if row.nvme is not None else None
+    return replace(row, host=host, nvme=drive, ranks_per_node=1)
 
 
 def main() -> None:
