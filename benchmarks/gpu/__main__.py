@@ -17,12 +17,12 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks.gpu.case import ROOT
-from benchmarks.gpu.part import Record, code_hash, machine_facts, run_part
+from benchmarks.gpu.case import ROOT, Case, Entry
+from benchmarks.gpu.part import Cases, Record, code_hash, machine_facts, run_part
 from benchmarks.gpu.setup import SIZES, Setup
 
 # The most telling first; each has a module of this name with its cases.
@@ -35,6 +35,15 @@ PARTS: Mapping[str, str] = {
     "offload": "the largest model that trains, with host and NVMe",
     "measure": "Machine.measure(), and predicted next to measured step times",
 }
+
+
+def cases_of(part: str) -> Cases:
+    """The cases of a part, whose module is imported with the first: it may fail, which is then the part's."""
+
+    def cases(setup: Setup, entries: Mapping[str, Entry]) -> Iterator[Case]:
+        yield from import_module(f"benchmarks.gpu.{part}").cases(setup, entries)
+
+    return cases
 
 
 def main() -> int:
@@ -63,7 +72,7 @@ def main() -> int:
         if options.fresh:
             record.path.unlink(missing_ok=True)
         try:
-            run_part(record, setup, import_module(f"benchmarks.gpu.{part}").cases, facts, options.seconds)
+            run_part(record, setup, cases_of(part), facts, options.seconds)
         except Exception:  # noqa: BLE001  # the record has it; the other parts are still worth their time
             traceback.print_exc()
             failed = True
