@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 import zerofx
+from tests.lib.devices import deterministic, moved
 from tests.lib.models import CASES
 from tests.lib.training import Trained, differences, train_compiled
 from zerofx.runtime.cuda_graphs.graphed import NUM_WARM_UP_STEPS
@@ -18,19 +16,9 @@ pytestmark = pytest.mark.gpu
 
 
 def _on_cuda(name: str, backend: str, *, graphs: bool) -> Trained:
-    case, device = CASES[name], torch.device("cuda")
-
-    def batch(generator: torch.Generator) -> Any:
-        args, kwargs = case.batch(generator)
-        return tuple(one.to(device) for one in args), {key: one.to(device) for key, one in kwargs.items()}
-
-    moved = replace(case, model=lambda: case.model().to(device), batch=batch)
     torch.cuda.manual_seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # attention's backward adds in any order otherwise
-    try:
-        return train_compiled(moved, 0, 6, backend=backend, cuda_graphs=graphs)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with deterministic():
+        return train_compiled(moved(CASES[name], torch.device("cuda")), 0, 6, backend=backend, cuda_graphs=graphs)
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")

@@ -1,0 +1,105 @@
+"""Steps on a GPU train the bits of eager mode, also where copies run on streams of their own, in the memory planned."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from gpt import GPT
+from tests.lib.devices import deterministic, moved
+from tests.lib.models import CASES, Case
+from tests.lib.training import Trained, differences, train_compiled, train_plain
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")]
+
+DEVICE = torch.device("cuda")
+VOCAB, BLOCK = 512, 128
+
+
+def _tokens(generator: torch.Generator) -> Any:
+    ids = torch.randint(VOCAB, (8, BLOCK + 1), generator=generator)
+    return (ids[:, :-1], ids[:, 1:]), {}
+
+
+LARGER = Case(lambda: GPT(VOCAB, dim=256, depth=6, heads=4, block=BLOCK), _tokens, steps=4)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt", "tied", "batchnorm", "dropout", "buffers", "param groups", "mixed dtypes", "llama", "gpt2 dropout"]
+)
+def test_bits_are_those_of_eager_mode(name: str) -> None:
+    case = moved(CASES[name], DEVICE)
+    with deterministic():
+        assert differences(train_plain(case, 6), train_compiled(case, 3, 6)) == []
+
+
+@pytest.mark.parametrize("name", ["gpt", "batchnorm", "llama"])
+def test_compiled_regions_train_alike(name: str) -> None:
+    case = moved(CASES[name], DEVICE)
+    with deterministic():
+        trained = train_compiled(case, 3, 6, backend="inductor")
+        assert differences(train_plain(case, 6), trained, tolerance=1e-3) == []
+        assert differences(trained, train_compiled(case, 3, 6, backend="inductor")) == []
+
+
+def _within(share: float, **options: Any) -> Trained:
+    """Training within a share of what the step takes without a budget."""
+    case = moved(LARGER, DEVICE)
+    free = zerofx.compile(
+        model := case.model(), case.optimizer(model), example_batch=case.batch(torch.Generator())[0], backend="eager"
+    )
+    budget = int(share * free.plan.peak_bytes["device"])
+    free.close()
+    return train_compiled(case, 3, memory_budget=budget, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload": "none"},
+        {"offload": "host", "recompute": "none"},
+        {"offload": "nvme", "recompute": "none"},
+        {"offload": "auto", "precision": "bf16"},
+    ],
+    ids=lambda options: ", ".join(map(str, options.values())),
+)
+def test_what_leaves_the_device_comes_back_the_same(options: dict[str, Any], drive: Path) -> None:
+    share = 0.9 if options["offload"] == "none" else 0.6
+    free = {key: value for key, value in options.items() if key == "precision"}
+    with deterministic():
+        expected = train_compiled(moved(LARGER, DEVICE), 3, **free)
+        assert differences(expected, _within(share, **options)) == []
+
+
+def _layers() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(8)))
+
+
+def _mean_square(y: Tensor, x: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("share", [None, 0.7, 0.5])
+def test_peaks_are_those_predicted(backend: Any, share: float | None) -> None:
+    model = _layers().to(DEVICE)
+    batch = (torch.randn(4096, 1024, device=DEVICE),)
+    compile_step = partial(
+        zerofx.compile, model, torch.optim.AdamW(model.parameters(), fused=True), loss_fn=_mean_square,
+        example_batch=batch, backend=backend,
+    )  # fmt: skip
+    step = compile_step()
+    if share is not None:
+        budget = int(share * step.plan.peak_bytes["device"])
+        step.close()
+        step = compile_step(memory_budget=budget)
+    step(*batch)
+    step(*batch)
+    predicted, measured = step.plan.peak_bytes["device"], step.measure(*batch).peak_bytes["device"]
+    assert 0.98 * predicted <= measured <= 1.02 * predicted
