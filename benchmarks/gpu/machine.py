@@ -23,12 +23,10 @@ def facts() -> dict[str, Any]:
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
-        free, _ = torch.cuda.mem_get_info(index)
         gpus.append(
             {
                 "name": properties.name,
                 "num_bytes": properties.total_memory,
-                "free_bytes": free,
                 "capability": list(torch.cuda.get_device_capability(index)),
             }
         )
@@ -38,19 +36,17 @@ def facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "cores": len(os.sched_getaffinity(0)),
-        "host_bytes": available_bytes(),
+        "host_bytes": host_bytes(),
         "libraries": [name for name in LIBRARIES if importlib.util.find_spec(name) is not None],
     }
 
 
-def available_bytes() -> int:
-    """Host memory that is free, or can be made free: within the container's limit, where there is one."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
-        free = min(free, int(text) - int(used.read_text()))
-    return free
+def host_bytes() -> int:
+    """Host memory, or the container's limit where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdigit() else total
 
 
 if __name__ == "__main__":

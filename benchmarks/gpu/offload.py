@@ -10,7 +10,7 @@ from benchmarks.gpu.setup import Setup
 from benchmarks.largest_trainable import Search, Trial, next_size
 from benchmarks.models import SHAPES, Shape
 
-DEVICE_SHARE = 0.92  # of what is free: the rest is for libraries and for what blocks do not fill
+DEVICE_SHARE = 0.92  # of the device's memory: the rest is for libraries and for what blocks do not fill
 TORCH_BYTES, TIER_BYTES = 8, 6  # for each parameter in bfloat16: value, moments and, in plain torch, gradient
 START_SHARE = 0.6  # of what memory has by that count: the first size is one that should train
 
@@ -60,7 +60,7 @@ def trial_case(contender: Contender, num_layers: int, setup: Setup) -> Case:
     request = {
         "shape": setup.sizes.deep, "changes": {"depth": num_layers}, "tier": contender.tier, "device": setup.device,
         "dtype": setup.dtype, "budget": int(DEVICE_SHARE * setup.device_bytes), "host_budget": setup.host_bytes,
-        "drive_bytes": int(0.9 * setup.drive_bytes),
+        "drive_bytes": setup.drive_bytes,
     }  # fmt: skip
     return worker(
         f"{contender.name}, {num_layers} layers",

@@ -82,20 +82,22 @@ class Setup:
 
     @property
     def host_bytes(self) -> int:
-        """The host memory that a case may take: what is free now, less what Python, kernels and pinning need."""
+        """The host memory that a case may take: the rest is for Python, kernels and the system.
+
+        Sizes are those that are there, not those that are free now: what is tried must not depend on the moment, or
+        results of a run before would be of other cases.
+        """
         return int(0.75 * self.machine["host_bytes"])
 
     @property
     def device_bytes(self) -> int:
-        """What a case may take of the device; on a CPU, half of what is free."""
-        if self.device == "cpu":
-            return int(self.machine["host_bytes"] / 2)
-        return int(self.machine["gpus"][0]["free_bytes"])
+        """The memory of the device; on a CPU, half of the host's."""
+        return int(self.machine["host_bytes"] / 2 if self.device == "cpu" else self.machine["gpus"][0]["num_bytes"])
 
     @property
     def drive_bytes(self) -> int:
-        """What is free on the drive."""
-        return shutil.disk_usage(self.drive).free
+        """What is free on the drive, in steps of 10 GB."""
+        return int(shutil.disk_usage(self.drive).free // 10**10 * 10**10)
 
 
 def lacking(needs: tuple[str, ...], setup: Setup) -> str:

@@ -213,7 +213,7 @@ def part(name: str, results: Mapping[str, Any], device: str = "cuda") -> dict[st
         {"name": "llama-1b, a case", "status": "ran", "why": "", "output": "", "seconds": 1.0, "results": results},
         {"name": "another", "status": "not run", "why": "3 s were left", "output": "", "seconds": 0.0, "results": {}},
     ]
-    machine = {**_MACHINE, "gpus": [{"name": "H100", "num_bytes": 80e9, "free_bytes": 79e9}]}
+    machine = {**_MACHINE, "gpus": [{"name": "H100", "num_bytes": 80e9}]}
     return {"part": name, **_FACTS, "device": device, "machine": machine, "cases": entries}
 
 
