@@ -31,7 +31,7 @@ import torch
 from tabulate import tabulate
 
 from benchmarks.models import SHAPES
-from benchmarks.peers import RESULTS, Contender, Group, describe_machine, measure_group, say, wanted
+from benchmarks.peers import RESULTS, Contender, Group, absent, describe_machine, measure_group, say, wanted
 from benchmarks.peers_report import Row, reason, rows, table
 from zerofx.units import parse_bytes
 
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace, cache: Path, path: Path) -> None:
 
     def measure(group: Group, asked: argparse.Namespace, facts: dict[str, Any]) -> list[dict[str, Any]]:
         def note(results: list[dict[str, Any]]) -> None:
-            data["groups"][group.name] = {"num_ranks": 1, **facts, "contenders": results}
+            data["groups"][group.name] = {"num_ranks": 1, **facts, "contenders": results + absent(group)}
             part = path.with_suffix(".part")
             part.write_text(json.dumps(data, indent=1))
             part.rename(path)

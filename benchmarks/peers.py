@@ -113,11 +113,21 @@ def selected(options: argparse.Namespace) -> Iterator[tuple[Group, list[Contende
 def wanted(group: Group, only: Sequence[str]) -> list[Contender]:
     """The contenders whose name has one of these words, all if there are none, without DeepSpeed's where it is not
     installed; the baseline always."""
-    there = importlib.util.find_spec("deepspeed") is not None
-    baseline, *others = (
-        contender for contender in group.contenders if there or contender.request["family"] != "deepspeed"
-    )
+    missing = [row["name"] for row in absent(group)]
+    baseline, *others = (contender for contender in group.contenders if contender.name not in missing)
     return [baseline, *(contender for contender in others if not only or any(word in contender.name for word in only))]
+
+
+def absent(group: Group) -> list[dict[str, Any]]:
+    """Rows of the contenders whose library is not installed, which say so."""
+    if importlib.util.find_spec("deepspeed") is not None:
+        return []
+    facts = {"refused": "needs deepspeed, which is not installed"}
+    return [
+        {"name": contender.name, "chunk": 0, "rounds": [], "request": contender.request, "facts": facts}
+        for contender in group.contenders
+        if contender.request["family"] == "deepspeed"
+    ]
 
 
 def chunks(contenders: list[Contender], limit: int) -> Iterator[list[Contender]]:
@@ -309,7 +319,7 @@ def measure(options: argparse.Namespace, path: Path, cache: Path) -> None:
             say(f"{options.shape}, {group.name}: measured before")
             continue
         began = time.monotonic()
-        results = measure_group(options, group, contenders, cache)
+        results = measure_group(options, group, contenders, cache) + absent(group)
         num_ranks = 1 if group.alone else options.ranks
 
         def add(data: dict[str, Any], name: str = group.name, results: Any = results, ranks: int = num_ranks) -> None:
