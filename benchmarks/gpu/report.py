@@ -3,8 +3,9 @@
     python -m benchmarks.gpu.report build/gpu
     python -m benchmarks.gpu.report build/gpu --results elsewhere      # also of what was measured on a CPU
 
-Writes ``gpu.md``, ``gpu.json`` and, with matplotlib, plots to ``benchmarks/results/``; what was measured on a CPU, to
-try the code, goes to the folder that is given and not into the README.
+Writes ``gpu.md``, ``gpu.json`` and, with matplotlib, plots to ``benchmarks/results/``, where parts that are not in the
+folder stay as they are. What was measured on a CPU, to try the code, goes to the folder that is given and not into the
+README.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ def main() -> int:
         return 0
     folder = options.results or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
+    before = json.loads((folder / "gpu.json").read_text()) if (folder / "gpu.json").exists() else {}
+    shown = {part: shown.get(part) or before[part] for part in PARTS if part in shown or part in before}
     (folder / "gpu.json").write_text(json.dumps(shown, indent=1))
     (folder / "gpu.md").write_text(markdown(shown))
     print(f"{folder / 'gpu.md'}: {', '.join(shown)}")
@@ -104,7 +107,7 @@ def main() -> int:
             if part in shown:
                 plot(shown[part]["cases"], folder / f"gpu_{part}.png")
     if on_cuda:
-        options.readme.write_text(with_rows(options.readme.read_text(), readme_text(on_cuda)))
+        options.readme.write_text(with_rows(options.readme.read_text(), readme_text(shown)))
     return 0
 
 
