@@ -27,6 +27,7 @@ from zerofx.torch_private.inductor_wrapper import (
     DEVICE,
     EMPTY,
     NUMBERS,
+    REDUCING_METHODS,
     SAME_MEMORY,
     VIEW,
     WRITING_METHODS,
@@ -69,6 +70,7 @@ class _Record:
         self._sizes: dict[int, int] = {}
         self._owner = {memory_of(i): owner for i, owner in zip(inputs, owners, strict=True) if isinstance(i, Tensor)}
         self._views = Counter(self._owner.values())  # storages of inputs that are still held, by region input
+        self._unnamed: list[Tensor] = []  # what the statement has made on the way to its value
 
     def run(self) -> tuple[MemoryEvent, ...]:
         self._block(self._wrapper.body)
@@ -86,6 +88,8 @@ class _Record:
                     self._bind(dict(zip(map(ast.unparse, names), self._given, strict=True)))
                 case ast.Assign(targets=[ast.Name(id=name)]):
                     self._bind({name: self._evaluate(statement.value)})
+                    while self._unnamed:
+                        self._release(self._unnamed.pop())
                 case ast.Expr():
                     self._evaluate(statement.value)
                 case ast.Return():
@@ -138,6 +142,12 @@ class _Record:
                 return NUMBERS[name]
             case ast.UnaryOp(op=ast.USub()):
                 return -self._evaluate(expression.operand)
+            case ast.BinOp(op=ast.Add()):
+                return self._evaluate(expression.left) + self._evaluate(expression.right)
+            case ast.BinOp(op=ast.Mult()):
+                return self._evaluate(expression.left) * self._evaluate(expression.right)
+            case ast.Slice(lower=ast.expr() as lower, upper=ast.expr() as upper, step=None):
+                return slice(self._evaluate(lower), self._evaluate(upper))
             case ast.List() | ast.Tuple():
                 made = [self._evaluate(item) for item in expression.elts]
                 return made if isinstance(expression, ast.List) else tuple(made)
@@ -172,12 +182,20 @@ class _Record:
         raise unknown_statement(call)
 
     def _method(self, call: ast.Call, function: ast.Attribute) -> Any:
-        """A method of a tensor: a view, or one that writes into it."""
+        """A method of a tensor: a view, one that writes into it, or one that reduces it."""
         if function.attr == "as_strided":
             return torch.as_strided(self._evaluate(function.value), *map(self._evaluate, call.args))
-        if function.attr in WRITING_METHODS and isinstance(self._evaluate(function.value), Tensor):
+        known = function.attr in WRITING_METHODS or function.attr in REDUCING_METHODS
+        value = self._evaluate(function.value) if known else None
+        if not isinstance(value, Tensor):
+            raise unknown_statement(call)
+        if function.attr in WRITING_METHODS:
             return None
-        raise unknown_statement(call)
+        keywords = {keyword.arg: self._evaluate(keyword.value) for keyword in call.keywords if keyword.arg}
+        result = getattr(value, function.attr)(*map(self._evaluate, call.args), **keywords)
+        self._hold(result)
+        self._unnamed.append(result)
+        return result
 
     def _operator(self, target: OpOverload, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
         is_written = keywords.pop("out", None) is not None  # where the caller has memory for it

@@ -38,6 +38,14 @@ def drawing_otherwise() -> frozenset[Any]:
     return frozenset(likes | leaky)
 
 
+def misshapes_reductions() -> bool:
+    """Whether Inductor loses dimensions of length 1 of a reduction that it runs with one over the other dimension.
+
+    It does in torch 2.11 (pull request 177782); such reductions are kernels of their own then.
+    """
+    return TORCH == (2, 11)
+
+
 def shape_aware_mode() -> FakeTensorMode:
     """A fake mode for a region: Inductor caches on disk only what has a shape environment, be it an empty one."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -81,6 +89,7 @@ def set_up(before_fusion: CustomSchedulerPass, after_fusion: CustomSchedulerPass
         "nan_asserts": False,
         "fallback_random": True,
         "deterministic": True,
+        "triton.mix_order_reduction": config.triton.mix_order_reduction and not misshapes_reductions(),
         "_pre_fusion_custom_pass": before_fusion,
         "_post_fusion_custom_pass": after_fusion,
     }

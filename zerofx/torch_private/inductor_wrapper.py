@@ -31,6 +31,9 @@ DEVICE = "device"
 WRITING_METHODS = frozenset({"copy_", "zero_"})
 """Methods of tensors that write into them."""
 
+REDUCING_METHODS = frozenset({"view", "sum", "prod", "amin", "amax", "to"})
+"""Methods that add up what a reduction's programs have each left in a workspace, and give it a shape and a dtype."""
+
 NUMBERS = {"inf": math.inf, "nan": math.nan}
 """Names for numbers that Python has no words for."""
 

@@ -55,6 +55,23 @@ return ()
     assert record(body, [(2, 2), (2, 2)], [0, 0]) == [(0, 0)]
 
 
+def test_a_reduction_is_added_up_from_what_its_programs_left() -> None:
+    body = """
+x, = args
+args.clear()
+workspace_0 = empty_strided_cpu((64, ), (1, ), torch.float32)
+triton_fused_0.run(x, workspace_0, stream=stream0)
+buf0 = workspace_0[0 * (4) * (8) : (0 + 1) * (4) * (8)].view(4, 8).sum(dim=0).view([1, 1, 8]).to(torch.bfloat16)
+buf1 = workspace_0[1 * (4) * (8) : (1 + 1) * (4) * (8)].view(4, 8).amax(dim=0)
+del workspace_0
+del x
+return (buf0, buf1, )
+"""
+    assert record(body, [(2, 2)], [0]) == [
+        (256, None), (32, None), (16, None), (-32, None), (32, None), (-256, None), (0, 0),
+    ]  # fmt: skip
+
+
 def test_an_operator_left_to_aten_makes_its_own_outputs() -> None:
     body = """
 x, y = args

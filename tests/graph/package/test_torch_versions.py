@@ -111,6 +111,20 @@ def test_draws_are_atens_in_regions() -> None:
         assert not {packet.default for packet in draws} & inductor.decompositions().keys()
 
 
+def test_reductions_over_both_dimensions_lose_their_shape_in_torch_2_11() -> None:
+    """What is added up from a workspace is not viewed in the shape of the result."""
+    from torch._inductor import config
+    from torch._inductor.codegen.simd import SIMDScheduling
+
+    from zerofx.codegen.inductor.kernel_passes import KERNEL_PASSES
+    from zerofx.torch_private import inductor
+
+    is_viewed = "final_shape" in inspect.getsource(SIMDScheduling)
+    assert inductor.misshapes_reductions() == (not is_viewed)
+    with inductor.set_up(*KERNEL_PASSES):
+        assert config.triton.mix_order_reduction == is_viewed
+
+
 def test_passes_over_kernels_are_kept_on_disk_with_what_they_made() -> None:
     """Inductor pickles one of them as a setting, where it does not ask for its ``uuid``."""
     from zerofx.codegen.inductor.kernel_passes import KERNEL_PASSES
