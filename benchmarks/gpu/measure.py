@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from benchmarks.gpu.case import Case, Entry, worker
-from benchmarks.gpu.memory import step_case
+from benchmarks.gpu.memory import named, step_case
 from benchmarks.gpu.setup import Setup
 
 MACHINE = "Machine.measure()"
@@ -27,5 +27,5 @@ def cases(setup: Setup, entries: Mapping[str, Entry]) -> Iterator[Case]:
     for share in SHARES:
         for shape, changes in shapes:
             for backend in reversed(sizes.backends):
-                prefix = f"{shape}, {backend}"
+                prefix = named(shape, changes, backend)
                 yield step_case(prefix, shape, changes, backend, share, setup, entries, machine=machine)

@@ -35,11 +35,16 @@ def budgets(
     suffix: str = "",
 ) -> Iterator[Case]:
     """The first without a budget: the others are shares of what is predicted for it."""
-    layers = f", {changes['depth']} layers" if changes else ""
-    prefix = f"{shape}{layers}, {backend}{suffix}"
+    prefix = named(shape, changes, backend) + suffix
     for share in shares:
         budget = None if share == 1.0 else share
         yield step_case(prefix, shape, changes, backend, budget, setup, entries, variables=variables or {})
+
+
+def named(shape: str, changes: Mapping[str, int], backend: str) -> str:
+    """What the cases of a shape are called before their budget."""
+    layers = f", {changes['depth']} layers" if changes else ""
+    return f"{shape}{layers}, {backend}"
 
 
 def step_case(
