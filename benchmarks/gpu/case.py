@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = "{out}"  # in a command: the folder that its results go to
+CUT_OFF = "cut_off"  # in results: the time was over
 RESULT = "result"  # what a worker of this folder writes there, without its suffix
 _TAIL_CHARACTERS = 6000
 _SECONDS_TO_END = 5.0  # for a process that is over its time to say where it is
@@ -77,8 +78,11 @@ class Answers:
 
 
 def run(case: Case, most_seconds: float, log: Path) -> Entry:
-    """Run a case for ``most_seconds`` at most; what it prints is appended to ``log``."""
-    seconds = min(case.seconds, most_seconds)
+    """Run a case for ``most_seconds`` at most; what it prints is appended to ``log``.
+
+    One that is ended by that, and not by its own limit, has not failed: its results say ``cut_off``.
+    """
+    seconds, cut_off = min(case.seconds, most_seconds), False
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-case-") as folder, log.open("a") as output:
         start = output.tell()
@@ -96,7 +100,8 @@ def run(case: Case, most_seconds: float, log: Path) -> Entry:
             code = process.wait(seconds)
             why = "" if code == 0 else _ended(code)
         except subprocess.TimeoutExpired:
-            why = f"over its {seconds:.0f} s"
+            cut_off = seconds < case.seconds
+            why = f"cut off after {seconds:.0f} s" if cut_off else f"over its {seconds:.0f} s"
             _say_where(process)
         finally:
             _kill(process)
@@ -105,6 +110,8 @@ def run(case: Case, most_seconds: float, log: Path) -> Entry:
     took = time.monotonic() - began
     if not why:
         return Entry(case.name, "ran", seconds=took, results=results)
+    if cut_off:
+        return Entry(case.name, "not run", why, text, took, {**results, CUT_OFF: True})
     lines = [line for line in text.splitlines() if _ERROR.match(line)]
     why = f"{why}: {lines[-1]}" if lines else why
     return Entry(case.name, "failed", why, text, took, results)

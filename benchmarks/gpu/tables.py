@@ -122,7 +122,13 @@ def of_speed(cases: Cases) -> str:
 
 
 def kernel_rows(cases: Cases) -> list[dict[str, Any]]:
-    return [row for _, result in results(cases) for data in result.values() for row in data["rows"]]
+    return [
+        row
+        for _, result in results(cases)
+        for name, data in result.items()
+        if "kernels" in name
+        for row in data["rows"]
+    ]
 
 
 def of_kernels(cases: Cases) -> str:

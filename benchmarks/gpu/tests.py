@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks.gpu.case import OUT, Case, Entry
+from benchmarks.gpu.case import CUT_OFF, OUT, Case, Entry
 from benchmarks.gpu.setup import Setup
 
 TEST_SECONDS = 120
@@ -34,7 +34,7 @@ def outcomes(results: list[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     known: dict[str, dict[str, Any]] = {}
     for result in results:
         known |= result.get("outcomes", {})
-        if running := result.get("running"):
+        if (running := result.get("running")) and CUT_OFF not in result:
             known[running] = {"outcome": "failed", "seconds": 0.0, "text": "its process ended, or it took too long"}
     return known
 

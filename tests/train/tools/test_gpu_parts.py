@@ -49,6 +49,8 @@ def test_results_stay_where_a_case_fails_or_takes_too_long(tmp_path: Path) -> No
     assert (slow.status, slow.results, slow.why) == ("failed", {"x": 1}, "over its 2 s")
     assert "time.sleep" in slow.output or 'File "<string>", line 2' in slow.output  # where it was
     assert time.monotonic() - began < 20
+    cut_off = run(python("cut off", WRITES + "import time; time.sleep(60)"), 1.0, log)
+    assert (cut_off.status, cut_off.results, cut_off.why) == ("not run", {"x": 1, "cut_off": True}, "cut off after 1 s")
     killed = run(python("killed", "import os; os.kill(os.getpid(), 9)"), 60, log)
     assert killed.why == "ended by SIGKILL"
 
