@@ -48,11 +48,11 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
 
 
-def plan(index: int, **options: Any) -> zerofx.PlannedStep:
+def plan(index: int, *, sequences: int = 4, **options: Any) -> zerofx.PlannedStep:
     """A step of the model on the CUDA device ``index``, for H100s."""
     with torch.device("meta"):
         model = Model()
     with FakeTensorMode():
-        ids = torch.zeros(4, TOKENS, dtype=torch.long, device=f"cuda:{index}")
+        ids = torch.zeros(sequences, TOKENS, dtype=torch.long, device=f"cuda:{index}")
     optimizer = torch.optim.AdamW(model.parameters())
     return zerofx.plan(model, optimizer, (ids, ids), machine="h100-sxm", precision="bf16", **options)
