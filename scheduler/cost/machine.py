@@ -120,7 +120,11 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Machine:
-    """One rank's accelerator, its node and the network. `inter_node` is one rank's share of the node's network."""
+    """One rank's accelerator, its node and the network.
+
+    `inter_node` is one rank's share of the node's network, `ranks_per_node` how many ranks a node has: as many as it
+    has places, or all there are (`for_ranks`).
+    """
 
     name: str
     source: str
@@ -192,6 +196,11 @@ class Machine:
         import torch  # as there
 
         return self.device.peak.float32 * (_FLOAT64_OF_FLOAT32 if dtype is torch.float64 else 1.0)
+
+    def for_ranks(self, num_ranks: int) -> Machine:
+        """The machine as ``num_ranks`` ranks have it: fewer of them than a node has places share its host, its drives
+        and their bandwidth among themselves alone."""
+        return dataclasses.replace(self, ranks_per_node=min(num_ranks, self.ranks_per_node))
 
     @property
     def is_cpu(self) -> bool:

@@ -13,7 +13,7 @@ divisions are enumerated; few are worth having (``best_cuts``), and ``place`` ch
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zerofx.errors import MemoryBudgetError, UsageError
 from zerofx.scheduler.cost.machine import Machine, copy_seconds
@@ -96,8 +96,7 @@ def place(num_parameters: int, num_ranks: int, machine: Machine, *, other_bytes:
     """
     if num_parameters < 1 or num_ranks < 1:
         raise UsageError(f"expected parameters and ranks, found {num_parameters} and {num_ranks}")
-    # Fewer ranks than a node has places share its host among themselves.
-    machine = replace(machine, ranks_per_node=min(num_ranks, machine.ranks_per_node))
+    machine = machine.for_ranks(num_ranks)
     candidates = [_place(cut, num_parameters, num_ranks, machine) for cut in cuts() if "parameters" not in cut.on_host]
     room = machine.device.memory_bytes - other_bytes
     fitting = [p for p in candidates if p.device_bytes <= room and p.host_bytes <= machine.host_bytes_per_rank]

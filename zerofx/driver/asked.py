@@ -21,9 +21,10 @@ from zerofx.settings import Settings
 def machine_at_hand(device: torch.device, options: CompileOptions, control: Control) -> Machine:
     """The machine that the options give, or else the built-in row of the device, or the plain CPU's: rank 0's.
 
-    Where ``options.wire`` asks where nodes end, a node has as many ranks as ``torchrun`` has started on it.
+    A node has at most as many ranks as there are, and as many as ``torchrun`` has started on it where ``options.wire``
+    asks where nodes end.
     """
-    return control.share("describe the machine", lambda: _machine_here(device, options))
+    return control.share("describe the machine", lambda: _machine_here(device, options).for_ranks(control.num_ranks))
 
 
 def _machine_here(device: torch.device, options: CompileOptions) -> Machine:

@@ -242,8 +242,8 @@ def plan_captured(captured: CapturedStep, world_size: int, *, verbose: bool = Tr
         MemoryBudgetError: no plan fits the memory budget among the options.
         OptimizerError: the optimizer cannot be run on flat shards.
     """
-    options, machine = captured.request.options, captured.machine
-    request = replace(captured.request, num_ranks=world_size, verbose=verbose)
+    options, machine = captured.request.options, captured.machine.for_ranks(world_size)
+    request = replace(captured.request, num_ranks=world_size, machine=machine, verbose=verbose)
     prepared = prepare(request, captured.captures)
     target = Target.of(
         machine, options, request.settings, prepared.captured.device, on_cpu=machine.is_cpu, verbose=verbose

@@ -234,6 +234,28 @@ def test_host_work_is_a_roofline_on_the_ranks_share() -> None:
     assert PLAIN.host_bytes_per_rank * 8 == PLAIN.host.memory_bytes
 
 
+@given(machine=machines, num_ranks=st.integers(1, 100))
+def test_ranks_of_a_node_are_at_most_those_there_are(machine: Machine, num_ranks: int) -> None:
+    shared = machine.for_ranks(num_ranks)
+    sharers = min(num_ranks, machine.ranks_per_node)
+    assert shared.host_bytes_per_rank == machine.host.memory_bytes // sharers
+    assert shared.nvme_bytes_per_rank == (machine.nvme.num_bytes // sharers if machine.nvme is not None else 0)
+    assert shared.host_seconds(1e12, 0) <= machine.host_seconds(1e12, 0)
+    assert dataclasses.replace(shared, ranks_per_node=machine.ranks_per_node) == machine
+
+
+def test_a_rank_alone_has_the_whole_of_its_node() -> None:
+    v100, size = Machine.named("v100-32"), 2**30
+    alone = v100.for_ranks(1)
+    assert v100.nvme is not None
+    assert copy_seconds(size, "nvme", "host", alone) == pytest.approx(100e-6 + size / v100.nvme.read.bandwidth)
+    assert alone.host_seconds(0, size) == pytest.approx(v100.host_seconds(0, size) / 8)
+    assert collective_seconds("all_gather", size, 4, v100.for_ranks(4)) == collective_seconds(
+        "all_gather", size, 4, v100
+    )
+    assert v100.for_ranks(8) == v100.for_ranks(64) == v100
+
+
 def test_measuring_this_machine(tmp_path: Path) -> None:
     start = time.perf_counter()
     machine = Machine.measure("cpu", nvme_path=str(tmp_path))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.options import Backend
+from zerofx.driver.asked import machine_at_hand
+from zerofx.options import Backend, check_options
+from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.cost.cpu import kernel_memory
 
 SIZE, TOKENS = 4096, 8192
@@ -50,6 +54,23 @@ def test_each_product_is_measured_against_the_peak_of_its_own_dtype(num_float32:
     assert f"{100 * planned.flops_utilisation:.1f} % of peak FLOP/s" in str(planned)
 
 
+def test_ranks_that_are_not_there_take_no_part_of_the_host() -> None:
+    with torch.device("meta"):
+        model, x = Mixed(*[torch.float32] * 6), torch.empty(8, SIZE)
+    states = 6 * 2 * 4 * SIZE**2  # Adam's
+
+    def planned(machine: zerofx.Machine) -> zerofx.PlannedStep:
+        optimizer = torch.optim.Adam(model.parameters())
+        return zerofx.plan(model, optimizer, (x,), machine=machine, backend="eager", memory_budget=states)
+
+    alone = planned(replace(H100, host=replace(H100.host, memory_bytes=6 * states)))
+    an_eighth = planned(replace(H100, host=replace(H100.host, memory_bytes=6 * states // 8), ranks_per_node=1))
+    assert alone.plan.peak_bytes["host"] > 6 * states // 8
+    assert "nvme" not in alone.plan.peak_bytes
+    assert "nvme" in an_eighth.plan.peak_bytes
+    assert alone.fits and alone.machine.ranks_per_node == 1
+
+
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_what_this_cpus_kernels_hold_is_no_part_of_a_plan_for_a_gpu(
     monkeypatch: pytest.MonkeyPatch, backend: Backend
@@ -78,3 +99,12 @@ def test_what_this_cpus_kernels_hold_is_no_part_of_a_plan_for_a_gpu(
     on_cpu = planned(zerofx.Machine.measure("cpu"))
     assert calls
     assert on_gpu.plan.peak_bytes["device"] < on_cpu.plan.peak_bytes["device"]
+
+
+def test_a_step_alone_on_a_machine_has_all_of_its_host() -> None:
+    machine = zerofx.Machine.named("cpu")
+    control = Control(None, 1.0)
+    with closing(control):
+        at_hand = machine_at_hand(torch.device("cpu"), check_options(stage=0, machine=machine), control)
+    assert machine.ranks_per_node == 2
+    assert at_hand == machine.for_ranks(1)

@@ -60,7 +60,7 @@ def test_one_that_is_too_small_is_refused_with_what_would_do() -> None:
 
 
 def test_a_fraction_is_of_a_ranks_share_of_the_host() -> None:
-    tiny = 5e3 / H100.host_bytes_per_rank
+    tiny = 5e3 / H100.for_ranks(1).host_bytes_per_rank
     with pytest.raises(MemoryBudgetError, match=r"host_budget=4\.9 KiB"):
         planned(int(0.6 * most()), offload="host", host_budget=tiny)
 

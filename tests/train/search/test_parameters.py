@@ -88,9 +88,22 @@ def planned(memory_budget: str | None, num_ranks: int = 1) -> PlannedStep:
         ids = torch.zeros(1, 128, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters())
     return zerofx.plan(
-        model, optimizer, (ids, ids), machine=H100, precision="bf16", memory_budget=memory_budget, backend="eager",
-        world_size=num_ranks,
+        model, optimizer, (ids, ids), machine=part_of_node(H100, num_ranks), precision="bf16",
+        memory_budget=memory_budget, backend="eager", world_size=num_ranks,
     )  # fmt: skip
+
+
+def part_of_node(machine: Machine, num_ranks: int) -> Machine:
+    """What ``num_ranks`` ranks have of a node that is full."""
+    part, host, nvme = num_ranks / machine.ranks_per_node, machine.host, machine.nvme
+    assert nvme is not None
+    shared = replace(
+        host, memory_bytes=int(part * host.memory_bytes), memory_bandwidth=part * host.memory_bandwidth,
+        flops=part * host.flops,
+    )  # fmt: skip
+    read, write = (Link(part * link.bandwidth, link.latency) for link in (nvme.read, nvme.write))
+    drives = Nvme(int(part * nvme.num_bytes), read, write)
+    return replace(machine, ranks_per_node=num_ranks, host=shared, nvme=drives)
 
 
 def moved(plan: Plan) -> tuple[int, int]:
