@@ -84,10 +84,11 @@ class Update:
             begin = step.clipping.begin
             descend_early(step, plan, self.layout)
             factor_on_host = _factor_on_host(step, plan)
+        known = _Known.of(step)
         for decision in plan.reduces:
             bucket, last = self.layout.buckets[decision.bucket], step.output.prev
             program = self.programs[bucket.index]
-            copies = _update_bucket(step, plan, bucket, program, copies, gathers, written, begin, factor_on_host)
+            copies = _update_bucket(step, plan, bucket, program, known, copies, gathers, written, begin, factor_on_host)
             begin = None if begin is None else last.next
         with step.graph.inserting_before(step.output):
             await_copies(step, copies)
@@ -95,11 +96,26 @@ class Update:
                 insert_call(step.graph, ops.wait, (gather,), Origin(bucket.name, Phase.UPDATE))
 
 
+@dataclass(frozen=True)
+class _Known:
+    """Nodes that every bucket's update asks for: by name, and placeholders by role and bucket."""
+
+    by_name: Mapping[str, fx.Node]
+    placeholders: Mapping[tuple[Role, int | None], fx.Node]
+
+    @staticmethod
+    def of(step: StepGraph) -> _Known:
+        """Those of ``step`` as it is before the first update."""
+        placeholders = {(placeholder(node).role, placeholder(node).bucket): node for node in step.placeholders()}
+        return _Known(step.by_name(), placeholders)
+
+
 def _update_bucket(
     step: StepGraph,
     plan: Plan,
     bucket: Bucket,
     program: UpdateProgram,
+    known: _Known,
     earlier: Sequence[Started],
     gathers: list[tuple[Bucket, fx.Node]],
     written: dict[int, fx.Node],
@@ -117,14 +133,14 @@ def _update_bucket(
     side = DEVICE if decision is None else decision.update
     on_host = side == HOST
     local = bucket.shard_numel if plan.shards_optimizer else bucket.numel
-    full = _placeholder_of(step, Role.FULL, bucket)
-    shard = _placeholder_of(step, Role.SHARD, bucket)
+    full = known.placeholders.get((Role.FULL, bucket.index))
+    shard = known.placeholders.get((Role.SHARD, bucket.index))
     if full is not None and plan.shards_optimizer:
         shard = add_shard(step, bucket, alias_of=full.name)
     low = shard if shard is not None else full
     assert low is not None
     away = tier_of(low) != DEVICE
-    master = _placeholder_of(step, Role.MASTER, bucket)
+    master = known.placeholders.get((Role.MASTER, bucket.index))
     if master is None and on_host and not away:
         master = add_master(step, bucket, local)
     stored = _add_states(step, bucket, program, local) | ({} if master is None else {"param": master})
@@ -146,7 +162,7 @@ def _update_bucket(
     if decision is not None and decision.behind is not None:
         # Where that bucket's buffers are free only after this update's place, there is no time to read ahead.
         free = min(written.get(decision.behind, end.prev), end.prev)
-    placed = PlacedStates(step, bucket, stored, decision, free, start)
+    placed = PlacedStates(step, known.by_name, bucket, stored, decision, free, start)
     with graph.inserting_before(end):
         # What is written to nvme is still being written while the next bucket is updated on the host.
         meanwhile = [reload for reload in earlier if reload.node < end and on_host and leads_to_nvme(reload)]
@@ -298,7 +314,3 @@ def _readers_of_gathered(shard: fx.Node) -> list[fx.Node]:
         if node.target in (ops.reload, ops.all_gather):
             readers.extend(reader for reader in consumers(node) if reader not in readers)
     return readers
-
-
-def _placeholder_of(step: StepGraph, role: Role, bucket: Bucket) -> fx.Node | None:
-    return next((node for node in step.placeholders(role) if placeholder(node).bucket == bucket.index), None)

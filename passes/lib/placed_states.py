@@ -97,6 +97,7 @@ def state_decision(plan: Plan, bucket: Bucket) -> StateDecision | None:
 class PlacedStates:
     """A bucket's tensors that may be in a slower tier, by the name that the update has for them.
 
+    ``by_name`` has the captured graph's nodes, which the decision names.
     What the update does not work on where it lives is copied to it from where the plan says, or else from where the
     bucket's reduction starts: on one rank where the unit's run starts that completes its gradients; or from ``start``,
     if that is given. ``at_once``: it is copied where it is awaited. ``free``: the node after which the buffers that it
@@ -106,6 +107,7 @@ class PlacedStates:
     def __init__(
         self,
         step: StepGraph,
+        by_name: Mapping[str, fx.Node],
         bucket: Bucket,
         states: Mapping[str, fx.Node],
         decision: StateDecision | None,
@@ -121,7 +123,6 @@ class PlacedStates:
         self.at_once = decision is not None and decision.at_once
         if not away or self.at_once:
             return
-        by_name = step.by_name()
         if decision is not None and decision.reload is not None:
             start = start_of_unit(step, named(by_name, decision.reload))
         elif start is None:

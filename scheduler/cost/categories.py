@@ -90,7 +90,8 @@ def peak_memory(step: StepGraph, live: Liveness) -> dict[Category, int]:
 
 def peak_moment(step: StepGraph, live: Liveness) -> Moment | None:
     """The moment of the peak; None where nothing runs."""
-    return next((moment for moment in memory_curve(step, live) if live.peak_node in moment.nodes), None)
+    peak = live.peak_node  # looks at every node
+    return next((moment for moment in memory_curve(step, live) if peak in moment.nodes), None)
 
 
 def _instructions(step: StepGraph, live: Liveness) -> Iterator[tuple[fx.Node, ...]]:

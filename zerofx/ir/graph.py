@@ -206,8 +206,11 @@ class StepGraph:
                 yield node
 
     def last_placeholder(self) -> fx.Node:
-        """The node after which the graph's first call may be put."""
-        last: fx.Node = list(self.graph.find_nodes(op="placeholder"))[-1]
+        """The node after which the graph's first call may be put: all placeholders stand before it."""
+        # The one made last is the last, or near it. Sorting them all for each that is added would take quadratic time.
+        last: fx.Node = list(self.graph.find_nodes(op="placeholder", sort=False))[-1]
+        while last.next.op == "placeholder":
+            last = last.next
         return last
 
     def add_placeholder(self, name: str, what: Placeholder, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:

@@ -1,15 +1,24 @@
-"""Identical layers are planned and compiled once: a deeper model has no more distinct regions."""
+"""Identical layers are planned and compiled once: a deeper model has no more distinct regions, and takes no longer for
+each layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 from gpt import GPT
+from tests.lib.graphs import prepare
+from tests.lib.lowered import Deep, lowered
 from tests.lib.models import adamw
 from zerofx.driver.plan_only import plan
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.cost.categories import peak_moment
+from zerofx.scheduler.plan.decisions import StateDecision
 
 VOCAB = 11
 
@@ -42,3 +51,59 @@ def test_distinct_regions_do_not_grow_with_depth(stage: int, world_size: int) ->
 @pytest.mark.parametrize("stage", [0, 3])
 def test_24_layers_have_the_distinct_regions_of_4(stage: int) -> None:
     assert _regions(24, stage, 2).distinct == _regions(4, stage, 2).distinct
+
+
+def test_the_graph_is_not_gone_through_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes as long as the graph is deep is done as often in a deep one as in a shallow one, tiers or none."""
+    counted = dict.fromkeys(("by_name", "placeholders", "positions"), 0)
+    for name in counted:
+        monkeypatch.setattr(StepGraph, name, _counting(name, counted))
+    numbers = []
+    for depth in (4, 12):
+        prepared = prepare(Deep(depth), stage=3, num_ranks=2)
+        indices = [decision.bucket for decision in prepared.plan.reduces]
+        states = tuple(StateDecision(index, "nvme", "host", "by hand") for index in indices)
+        prepared.plan = replace(prepared.plan, states=states)
+        counted.update(dict.fromkeys(counted, 0))
+        prepared.run_pipeline()
+        numbers.append(dict(counted))
+    assert numbers[0] == numbers[1]
+
+
+def test_the_peak_is_looked_for_once() -> None:
+    step = lowered(12, stage=0, num_ranks=1)
+    live = step.simulation.live
+    during = _Looked(live.during)
+    moment = peak_moment(step.graph, replace(live, during=during))
+    assert moment == peak_moment(step.graph, live)
+    assert during.num_looks <= 2 * len(during)  # once for the peak, once for what is held at each call
+
+
+def test_the_last_placeholder_is_the_last_in_order_whatever_was_made_last() -> None:
+    step = prepare(Deep(2)).step
+    assert step.last_placeholder() is list(step.placeholders())[-1]
+    first = next(iter(step.placeholders()))
+    with step.graph.inserting_after(first):
+        step.graph.placeholder("early")
+    assert step.last_placeholder() is list(step.graph.find_nodes(op="placeholder"))[-1]
+    assert step.last_placeholder().name != "early"
+
+
+class _Looked(dict[fx.Node, int]):
+    """Counts how often values are looked at."""
+
+    num_looks = 0
+
+    def __getitem__(self, node: fx.Node) -> int:
+        self.num_looks += 1
+        return super().__getitem__(node)
+
+
+def _counting(name: str, counted: dict[str, int]) -> Callable[..., Any]:
+    original = getattr(StepGraph, name)
+
+    def counting(*args: Any) -> Any:
+        counted[name] += 1
+        return original(*args)
+
+    return counting
