@@ -29,7 +29,7 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs, storage_source, tensors_of
-from zerofx.ir.edit import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
+from zerofx.ir.edit import after, consumers, end_of_unit, erase_unread, is_view_of, named, start_of_unit, view_again
 from zerofx.ir.facts import DEVICE, Origin, Phase, origin, set_tier, tensor
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.scheduler.plan.decisions import OffloadDecision
@@ -49,7 +49,7 @@ class Offload:
         places = _places(step, plan.offloads)
         stored = _copy_out(step, places)
         _copy_back(step, places, stored)
-        step.graph.eliminate_dead_code()
+        erase_unread(step.graph)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from torch import fx
 
 from zerofx.errors import PlanError
 from zerofx.ir.aliasing import is_view, storage_bytes, storage_source, tensors_of
-from zerofx.ir.edit import consumers
+from zerofx.ir.edit import consumers, erase_unread
 from zerofx.ir.facts import (
     Origin,
     Phase,
@@ -74,7 +74,7 @@ def recompute(step: StepGraph, dropped: frozenset[str], extra: frozenset[str]) -
                 replacement = _again(step, source, saved, copies, reader)
                 if replacement is not source:
                     reader.replace_input_with(source, replacement)
-    step.graph.eliminate_dead_code()
+    erase_unread(step.graph)
 
 
 def _again(

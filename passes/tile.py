@@ -29,6 +29,7 @@ import torch
 from torch import fx
 
 from zerofx.errors import PlanError
+from zerofx.ir.edit import erase_unread
 from zerofx.ir.facts import Origin, Phase, origin, tensor
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.passes.lib.tile_chain import tile_chain
@@ -79,7 +80,7 @@ def tile(step: StepGraph, decisions: Sequence[TileDecision]) -> None:
             _Tiler(step, target).run(decision.num_tiles)
         else:
             tile_chain(step, target, decision.num_tiles)
-    step.graph.eliminate_dead_code()
+    erase_unread(step.graph)
 
 
 def _most_tiles(target: LossHead | Chain, decision: TileDecision) -> int:

@@ -30,6 +30,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import is_view, storage_source
+from zerofx.ir.edit import erase_unread
 from zerofx.ir.facts import Phase, Placeholder, Role, origin, set_placeholder, set_slice, set_value, tensor
 from zerofx.ir.graph import ParameterInfo, StepGraph, insert_call
 from zerofx.scheduler.analysis.loss_heads import sum_dtype
@@ -95,7 +96,7 @@ class _Slicer:
         step.parameters = tuple(
             entry for info in step.parameters for entry in (self._infos() if info is what.info else (info,))
         )
-        step.graph.eliminate_dead_code()
+        erase_unread(step.graph)
         step.graph.erase_node(what.node)
 
     def _infos(self) -> tuple[ParameterInfo, ...]:

@@ -150,9 +150,12 @@ def _tier_use(
     live, during, behind = persistent, {}, {}
     blocks = most_blocks = _persistent_bytes(step, tier, size_class)
     for node in step.calls():
+        passing = _passing_through(node) if tier == "host" else 0
+        if not passing and node not in held and node not in dying:  # most nodes
+            during[node] = behind[node] = live
+            continue
         taken = [size for _, size in owned.get(node, ())] if node in held else []
         freed = [next(size for i, size in owned[source] if i == index) for source, index in dying.get(node, ())]
-        passing = _passing_through(node) if tier == "host" else 0
         if passing:
             (taken if passing > 0 else freed).append(abs(passing))
         live += sum(taken)

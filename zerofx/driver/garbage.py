@@ -6,20 +6,26 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_SELDOM = 50_000  # objects that are made until the youngest are gone through: those of a graph of a thousand nodes
+
 
 @contextmanager
 def collecting_recent_garbage_only() -> Iterator[None]:
-    """While open, what was there before is not gone through.
+    """While open, what was there before is not gone through, and what is made seldom.
 
     Building a step makes so many objects that the collector goes through all of them several times. Those of torch and
-    of the libraries around it are a million, none of them garbage. Where the caller has frozen objects already, they
-    stay, and nothing is done.
+    of the libraries around it are a million, none of them garbage; those of a graph are garbage all at once, after
+    thousands have been made. Where the caller has frozen objects already, they stay, and nothing is done.
     """
     if gc.get_freeze_count():
         yield
         return
+    thresholds = gc.get_threshold()
     gc.freeze()
+    if gc.isenabled() and thresholds[0]:
+        gc.set_threshold(max(thresholds[0], _SELDOM), *thresholds[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()

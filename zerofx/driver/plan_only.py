@@ -16,6 +16,7 @@ from zerofx.capture.loss import ForwardFunction, LossFunction
 from zerofx.deferred import make_buffers
 from zerofx.driver.captures import Captures
 from zerofx.driver.driver import lower_step
+from zerofx.driver.garbage import collecting_recent_garbage_only
 from zerofx.driver.prepared import Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
 from zerofx.errors import UsageError, working
@@ -180,7 +181,7 @@ def capture_for_plans(
     assert options.machine is not None, "plans are made for a machine that is named"
     request = Request(model, optimizer, taken, options, settings, 1, options.machine, verbose)
     captures = _captures(model, taken, options, settings, verbose=verbose)
-    with watched("capturing the model", show=verbose):
+    with watched("capturing the model", show=verbose), collecting_recent_garbage_only():
         captured = captures.first
     group_of_parameters(model, optimizer, captured.parameters, set(captured.gradients))
     return CapturedStep(request, captures)
@@ -242,6 +243,11 @@ def plan_captured(captured: CapturedStep, world_size: int, *, verbose: bool = Tr
         MemoryBudgetError: no plan fits the memory budget among the options.
         OptimizerError: the optimizer cannot be run on flat shards.
     """
+    with collecting_recent_garbage_only():
+        return _planned(captured, world_size, verbose=verbose)
+
+
+def _planned(captured: CapturedStep, world_size: int, *, verbose: bool) -> PlannedStep:
     options, machine = captured.request.options, captured.machine.for_ranks(world_size)
     request = replace(captured.request, num_ranks=world_size, machine=machine, verbose=verbose)
     prepared = prepare(request, captured.captures)

@@ -18,6 +18,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,11 +63,14 @@ def is_view(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, OpOverload) or not _may_view(node.target) or not tensors_of(node):
+    if not isinstance(node.target, OpOverload):
         return False
-    if torch.Tag.inplace_view in node.target.tags:
+    sharing = _sharing(node.target)
+    if not (sharing.shares or sharing.is_inplace_view) or not tensors_of(node):
+        return False
+    if sharing.is_inplace_view:
         return True
-    return aliased_input(node) is not None and not mutated_inputs(node)
+    return _aliased(node, sharing) is not None and not (sharing.writes and mutated_inputs(node))
 
 
 def aliased_input(node: fx.Node) -> fx.Node | None:
@@ -82,16 +86,17 @@ def aliased_input(node: fx.Node) -> fx.Node | None:
     if node.target is operator.getitem:
         source, index = node.args
         return _aliased_output(source, index) if isinstance(source, fx.Node) and isinstance(index, int) else None
-    if not isinstance(node.target, OpOverload):
+    return _aliased(node, _sharing(node.target)) if isinstance(node.target, OpOverload) else None
+
+
+def _aliased(node: fx.Node, sharing: _Sharing) -> fx.Node | None:
+    """``aliased_input`` of an operator's call."""
+    if not sharing.shares:
         return None
-    if not _shares(node.target):
-        return None
-    position = _position_of_base(node.target)
-    if position is not None and position < len(node.args):
-        base = node.args[position]
+    if sharing.base is not None and sharing.base < len(args := node.args):
+        base = args[sharing.base]
         return base if isinstance(base, fx.Node) else None
-    num_returns = len(schema_of(node.target).returns)
-    aliased = {_aliased_output(node, i) for i in range(num_returns)}
+    aliased = {_aliased_output(node, i) for i in range(sharing.num_returns)}
     return aliased.pop() if len(aliased) == 1 else None
 
 
@@ -114,7 +119,7 @@ def storage_source(node: fx.Node) -> Storage:
 
 def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """The input nodes that ``node`` writes to (schema ``a!``), lists flattened, each once, in schema order."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload) or not _writes(node.target):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or not _sharing(node.target).writes:
         return ()
     written: dict[fx.Node, None] = {}
     for argument, value in _bound(node):
@@ -123,19 +128,33 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(written)
 
 
-@functools.cache
-def _shares(target: OpOverload) -> bool:
-    """Whether any output of an operator may share an input's storage."""
-    return facts_of(target).view is View.ALWAYS or any(r.alias_info is not None for r in schema_of(target).returns)
+@dataclass(frozen=True)
+class _Sharing:
+    """What an operator's schema says of memory; an operator takes longer to hash than this to make use of.
+
+    ``shares``: whether any output may share an input's storage. ``base``: which argument's storage the only output
+    always shares; None where a call has to be looked at. ``writes``: whether it writes to any input.
+    """
+
+    shares: bool
+    base: int | None
+    writes: bool
+    is_inplace_view: bool
+    num_returns: int
 
 
 @functools.cache
-def _may_view(target: OpOverload) -> bool:
-    """Whether a call of an operator may be a view."""
-    return _shares(target) or torch.Tag.inplace_view in target.tags
+def _sharing(target: OpOverload) -> _Sharing:
+    schema = schema_of(target)
+    return _Sharing(
+        shares=facts_of(target).view is View.ALWAYS or any(r.alias_info is not None for r in schema.returns),
+        base=_position_of_base(target),
+        writes=any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments),
+        is_inplace_view=torch.Tag.inplace_view in target.tags,
+        num_returns=len(schema.returns),
+    )
 
 
-@functools.cache
 def _position_of_base(target: OpOverload) -> int | None:
     """Which argument's storage the only output of an operator always shares; None where a call has to be looked at."""
     schema = schema_of(target)
@@ -148,12 +167,6 @@ def _position_of_base(target: OpOverload) -> int | None:
         if not argument.kwarg_only and argument.alias_info is not None and _matches(argument.alias_info, returned)
     )
     return next(shared, None)
-
-
-@functools.cache
-def _writes(target: OpOverload) -> bool:
-    """Whether an operator writes to any input."""
-    return any(a.alias_info is not None and a.alias_info.is_write for a in schema_of(target).arguments)
 
 
 def _aliased_output(node: fx.Node, index: int) -> fx.Node | None:

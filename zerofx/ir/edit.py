@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 from torch import fx
 
@@ -27,7 +28,17 @@ def consumers(root: fx.Node) -> list[fx.Node]:
     return list(users)
 
 
-def named(by_name: dict[str, fx.Node], name: str) -> fx.Node:
+def erase_unread(graph: fx.Graph) -> None:
+    """Erase calls that nothing reads and that do nothing else, as ``Graph.eliminate_dead_code`` does.
+
+    That asks of every node whether it does anything else, where most are read, and checks the whole graph before.
+    """
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
+
+
+def named(by_name: Mapping[str, fx.Node], name: str) -> fx.Node:
     """The node of the captured graph that a plan names, in ``StepGraph.by_name``.
 
     Raises:
