@@ -73,6 +73,21 @@ def starts_of(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine
     return [starts[number] for number in range(len(arrivals))]
 
 
+def _read_ahead(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine: Machine) -> list[Start]:
+    """The same where nothing is on the device before it is wanted: what comes from nvme is on the host in time.
+
+    It is read at most so many runs ahead as there are buffers.
+    """
+    starts = [Start(arrival.latest, arrival.latest) for arrival in arrivals]
+    from_nvme = [number for number, arrival in enumerate(arrivals) if arrival.tier == "nvme"]
+    reads = starts_of([replace(arrivals[number], to="host") for number in from_nvme], run_seconds, machine)
+    for number, start in zip(from_nvme, reads, strict=True):
+        stays = arrivals[number].to == "host"
+        latest = starts[number].copy
+        starts[number] = start if stays else Start(latest, max(start.copy, latest - NUM_BUFFERS))
+    return starts
+
+
 def _reached(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine: Machine) -> list[float]:
     """When computation reaches each run, and the step's end, if every copy is made as soon as its link is free."""
     free: dict[tuple[Tier, Tier], float] = {}
@@ -114,7 +129,8 @@ def place_arrivals(
         state_bytes: bytes of one rank's states and masters, by bucket index.
         seconds: computation by unit and phase (``scheduler.cost.timeline.seconds_by_place``).
         machine: its links.
-        ahead: whether copies overlap with computation, for memory that is held meanwhile, or are awaited at once.
+        ahead: whether copies overlap with computation, for memory that is held on the device meanwhile, or are awaited
+            at once; what comes from nvme is read into the host's memory ahead in any case.
     """
     if not plan.parameters and not plan.states:
         return plan
@@ -133,22 +149,21 @@ def place_arrivals(
         size = state_bytes.get(decision.bucket, 0)
         if decision.bucket in tiers and not layout.buckets[decision.bucket].has_master:
             size += layout.buckets[decision.bucket].shard_bytes
-        if decision.tier != decision.update and size and plan.max_grad_norm is None:
-            source: Tier = "host" if decision.tier == "host" else "nvme"
-            side: Tier = "host" if decision.update == "host" else "device"
+        source: Tier = "host" if decision.tier == "host" else "nvme"
+        side: Tier = "host" if decision.update == "host" else "device"
+        if source != side and size and plan.max_grad_norm is None and (ahead or side == "host"):
             last = updated[decision.bucket]
             states.append((number, Arrival(size, source, side, last + 1, last)))
     arrivals = [arrival for _, arrival in (*gathers, *states)]
-    starts = [Start(arrival.latest, arrival.latest) for arrival in arrivals]
-    new_gathers, new_states = list(plan.gathers), list(plan.states)
-    if ahead:
-        starts = starts_of(arrivals, [run.end_seconds - run.start_seconds for run in spans], machine)
+    run_seconds = [run.end_seconds - run.start_seconds for run in spans]
+    starts = (starts_of if ahead else _read_ahead)(arrivals, run_seconds, machine)
+    new_gathers, new_states = list(plan.gathers), list(plan.states if ahead else map(_at_once, plan.states))
     names = [run.first.name for run in spans]
     for (number, arrival), start in zip(gathers, starts, strict=False):
         new_gathers[number] = _gather(plan.gathers[number], arrival, start, names)
     for (number, _), start in zip(states, starts[len(gathers) :], strict=True):
         new_states[number] = _state(plan.states[number], start, names)
-    new_states = _in_turn(new_states, updated) if ahead else [_at_once(decision) for decision in plan.states]
+    new_states = _in_turn(new_states, updated)
     return replace(plan, gathers=tuple(new_gathers), states=tuple(new_states))
 
 
@@ -168,9 +183,14 @@ def _at_once(decision: StateDecision) -> StateDecision:
 
 
 def _in_turn(decisions: Sequence[StateDecision], updated: Mapping[int, int]) -> list[StateDecision]:
-    """States from nvme with the buckets whose buffers they take over, in the order of updates."""
-    order = [bucket for bucket in updated if any(d.bucket == bucket and d.tier == "nvme" for d in decisions)]
-    before = dict(zip(order[NUM_BUFFERS:], order, strict=False))
+    """States from nvme with the buckets whose buffers they take over, in the order of updates.
+
+    Those that are copied at once take one buffer, one after the other.
+    """
+    ahead = {decision.bucket for decision in decisions if decision.tier == "nvme" and not decision.at_once}
+    num_buffers = NUM_BUFFERS - any(decision.tier == "nvme" and decision.at_once for decision in decisions)
+    order = [bucket for bucket in updated if bucket in ahead]
+    before = dict(zip(order[num_buffers:], order, strict=False))
     return [replace(decision, behind=before.get(decision.bucket)) for decision in decisions]
 
 

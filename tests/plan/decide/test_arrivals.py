@@ -9,8 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lib.budgets import small_machine
+from tests.lib.graphs import prepare
+from tests.lib.lowered import Deep
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme, copy_seconds
-from zerofx.scheduler.decide.prefetch import Arrival, starts_of
+from zerofx.scheduler.cost.timeline import seconds_by_place
+from zerofx.scheduler.decide.prefetch import Arrival, place_arrivals, starts_of
+from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.plan.decisions import ParameterDecision, StateDecision
+from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import Tier
 
 
@@ -60,6 +66,38 @@ def test_the_depth_follows_the_seconds_and_is_no_constant() -> None:
 def test_what_an_update_wants_is_there_behind_its_run_at_the_latest() -> None:
     (start,) = starts_of([Arrival(100, "host", "device", 4, 3)], [1.0] * 4, machine(1e9, 1e9))
     assert start.copy == 3
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(("tier", "update"), [("host", "device"), ("nvme", "device"), ("nvme", "host")])
+def test_what_holds_nothing_on_the_device_comes_ahead_in_any_case(ahead: bool, tier: str, update: str) -> None:
+    """States that are updated on the host are read from nvme before their run, under the tightest budget too."""
+    plan = _placed_plan(ahead, tier, update)
+    assert {decision.at_once for decision in plan.states} == {not ahead and update == "device"}
+    for decision in plan.states:
+        assert (decision.reload is not None) == (not decision.at_once)
+
+
+def test_parameters_are_read_ahead_where_they_are_not_copied_ahead() -> None:
+    at_once, ahead = (_placed_plan(early, "nvme", "host", depth=6) for early in (False, True))
+    assert any(gather.read is not None for gather in at_once.gathers)
+    assert all("copied up where it is used" in gather.reason for gather in at_once.gathers)
+    assert not all("copied up where it is used" in gather.reason for gather in ahead.gathers)
+
+
+def _placed_plan(ahead: bool, tier: str, update: str, depth: int = 4) -> Plan:
+    """Of one rank, with the states of all buckets in ``tier``, and their parameters on nvme."""
+    prepared = prepare(Deep(depth), stage=3, num_ranks=1)
+    layout, fast = prepared.layout, machine(1e4, 2e3)
+    indices = [decision.bucket for decision in prepared.plan.reduces]
+    plan = decide(
+        prepared.step, layout, stage=3, precision=None, machine="by hand", options=PolicyOptions(),
+        states=tuple(StateDecision(index, tier, update, "by hand") for index in indices),
+        parameters=tuple(ParameterDecision(index, "nvme", "by hand") for index in indices),
+    )  # fmt: skip
+    held = {bucket.index: 8 * bucket.shard_numel for bucket in layout.buckets}
+    seconds = dict.fromkeys(seconds_by_place(prepared.step, fast), 1.0)
+    return place_arrivals(plan, prepared.step, layout, held, seconds, fast, ahead=ahead)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
