@@ -55,6 +55,7 @@ def state_menus(
     seconds: Mapping[Place, float],
     machine: Machine,
     tiers: tuple[Tier, ...],
+    activation_bytes: int = 0,
     *,
     clipped: bool = False,
 ) -> dict[Bucket, tuple[Placement, Placement]]:
@@ -67,6 +68,7 @@ def state_menus(
         seconds: computation by unit and phase.
         machine: its links, its host, and how much its tiers hold for a rank.
         tiers: where states may go; the first is filled first.
+        activation_bytes: what activations may take of the host, which states that do not all fit there leave to them.
         clipped: whether updates are after all reductions: no backward overlaps with them, and gradients of buckets that
             are updated on the host wait there.
     """
@@ -82,8 +84,16 @@ def state_menus(
     placements = _filled(ways, machine)
     if len(placements) < len(ways) and tiers[:2] == ("host", "nvme"):
         # Not all go to the host: some of it is left to what passes through on its way to nvme and back.
-        placements = _filled(ways, machine, reserve=4 * max(state_bytes.values()))
+        passing = 4 * max(state_bytes.values())
+        activations = left_to_activations(activation_bytes, machine.host_bytes_per_rank)
+        placements = _filled(ways, machine, reserve=passing + activations)
     return {bucket: (Placement(state_bytes[bucket.index], 0.0), off) for bucket, off in placements.items()}
+
+
+def left_to_activations(activation_bytes: int, host_bytes: int) -> int:
+    """What is left of ``host_bytes`` to ``activation_bytes`` where not all fits, at most half: their way to nvme takes
+    as long as that of states, and buffers on the host."""
+    return min(activation_bytes, host_bytes // 2)
 
 
 def _filled(ways: Mapping[Bucket, Sequence[Placement]], machine: Machine, reserve: int = 0) -> dict[Bucket, Placement]:

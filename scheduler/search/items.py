@@ -12,7 +12,7 @@ from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.divide import divide
 from zerofx.passes.recompute import put_off, recompute
-from zerofx.scheduler.analysis.saved_values import value_node
+from zerofx.scheduler.analysis.saved_values import storage_size, value_node
 from zerofx.scheduler.cost.timeline import Place, runs
 from zerofx.scheduler.decide.activations import Level, Segment, menu
 from zerofx.scheduler.decide.gathers import Gathering, keep_menus, prefetch_menu, reduction_menu, why_kept
@@ -21,7 +21,7 @@ from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, away_secon
 from zerofx.scheduler.decide.parameters import ParameterLevel, copies_menu, parameter_menus
 from zerofx.scheduler.decide.prefetch import NUM_BUFFERS, place_arrivals
 from zerofx.scheduler.decide.residency import PolicyOptions, decide, residencies
-from zerofx.scheduler.decide.states import Placement, decisions_of, state_menus
+from zerofx.scheduler.decide.states import Placement, decisions_of, left_to_activations, state_menus
 from zerofx.scheduler.plan.decisions import (
     GradientDecision,
     ParameterDecision,
@@ -109,13 +109,14 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
     if leaning != "recompute" and question.delayed:
         items += _prefetching_copies(question, items)
     elif leaning != "recompute":
+        activation_bytes = _offloaded_bytes(items)
         menus = state_menus(
             question.layout, question.state_bytes, question.stage, question.captured.seconds_of_one, question.machine,
-            question.tiers, clipped=question.max_grad_norm is not None,
+            question.tiers, activation_bytes, clipped=question.max_grad_norm is not None,
         )  # fmt: skip
         items += [States(bucket, levels) for bucket, levels in menus.items()]
         if question.stage == 3:
-            items += _parameters(question, [levels[1] for levels in menus.values()])
+            items += _parameters(question, [levels[1] for levels in menus.values()], activation_bytes)
         items += _prefetching_copies(question, items)
     if leaning != "recompute":
         items += _accumulated(question, items)
@@ -142,16 +143,26 @@ def _prefetching_copies(question: Question, others: Sequence[Item]) -> list[Item
     return [Prefetching(levels, (prefetch, 0))]
 
 
-def _parameters(question: Question, states: Sequence[Placement]) -> list[Parameters]:
-    """``states`` are where states may go, which takes room too."""
+def _offloaded_bytes(items: Sequence[Item]) -> int:
+    """What activations take elsewhere where the least of them stays on the device."""
+    last = [(item.segment, item.levels[-1]) for item in items if isinstance(item, Activations)]
+    return sum(storage_size(segment.values[i]) for segment, level in last for i in level.offloaded)
+
+
+def _parameters(question: Question, states: Sequence[Placement], activation_bytes: int) -> list[Parameters]:
+    """``states`` are where states may go, which takes room too, and ``activation_bytes`` what activations may take."""
     used = residencies(question.captured.tiled, question.layout, question.asked)
+    capacity = dict(_capacity(question, states).tiers)
+    everything = sum(bucket.shard_bytes for bucket in question.layout.buckets) + activation_bytes
+    if "nvme" in capacity and "host" in capacity and everything > capacity["host"]:
+        capacity["host"] -= left_to_activations(activation_bytes, capacity["host"])
     menus = parameter_menus(
         used,
         question.layout,
         question.state_bytes,
         question.captured.seconds_of_one,
         question.machine,
-        _capacity(question, states).tiers,
+        capacity,
     )
     return [Parameters(bucket, levels) for bucket, levels in menus.items()]
 

@@ -53,6 +53,30 @@ def test_where_the_host_is_full_states_stay() -> None:
     assert not menus(replace(H100, host=replace(H100.host, memory_bytes=8)))
 
 
+def test_states_that_do_not_all_fit_the_host_leave_room_for_activations() -> None:
+    """As many bytes as activations take there, at most half of it; all that fits goes to the host otherwise."""
+    with torch.device("meta"):
+        model = GPT(512, 512, 12, 8, 128)
+        ids = torch.zeros(1, 128, dtype=torch.long)
+    step = capture(model, Batch.of((ids, ids), {}), compute_dtype=torch.bfloat16)
+    layout = layout_of(step, {p.name: 0 for p in step.parameters}, 1)
+    held = {bucket.index: 12 * bucket.shard_numel for bucket in layout.buckets}
+
+    def on_host(host_bytes: int, activation_bytes: int) -> int:
+        alone = replace(H100.for_ranks(1), host=replace(H100.host, memory_bytes=host_bytes))
+        found = state_menus(layout, held, 3, {}, alone, ("host", "nvme"), activation_bytes)
+        assert len(found) == len(held)
+        return sum(leave.stored_bytes for _, leave in found.values() if leave.tier == "host")
+
+    total, largest = sum(held.values()), max(held.values())
+    assert on_host(2 * total, total) == total
+    scarce = total * 3 // 4
+    without, some, most = (on_host(scarce, num) for num in (0, scarce // 4, 10 * total))
+    assert 0 < without < total
+    assert scarce // 4 - largest <= without - some <= scarce // 4 + largest
+    assert most <= scarce // 2
+
+
 def planned(memory_budget: str | None) -> PlannedStep:
     with torch.device("meta"):
         model = GPT(512, 1024, 12, 8, 128)
