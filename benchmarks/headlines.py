@@ -4,8 +4,8 @@
     python -m benchmarks.headlines --rows 13B 1T    # these alone; results of the others stay
     python -m benchmarks.headlines --rows           # the tables again, nothing is planned
 
-A row is a GPT of the published number of layers and width, on ``meta``, with a batch as published, planned for the
-machine that was published: V100s of 32 GB in DGX-2s, 16 to a node. Nothing is computed, and nothing is measured but the
+A row is a GPT of the published number of parameters, on ``meta``, planned for the machine that was published: V100s of
+32 GB in DGX-2s, 16 to a node. Nothing is computed, and nothing is measured but the
 planner's own time and memory.
 
 - **fp16 is counted at bf16.** zerofx trains in bf16, which a V100 has no units for: the machine's bfloat16 rate is the
@@ -14,8 +14,9 @@ planner's own time and memory.
 - **TFLOPS are what the papers count**: FLOPs that a step carries out, recomputation among them, over its seconds. They
   take 8 FLOPs for each parameter and token, recomputation of all activations among them; here it is what the plan
   computes, which is less where it keeps activations.
-- **Shapes and batches** are those of the papers' configurations; ZeRO-Infinity gives none for 32T, for which layers of
-  65,536 are taken. Batches are of one GPU.
+- **Shapes and batches** are chosen: layers and widths that give the published number of parameters, with a batch of the
+  size that such runs have. Links and drives of a DGX-2 are in ``dgx2``, each with what it follows. Batches are of one
+  GPU.
 - **No model parallelism.** Where a paper divides layers among GPUs, a layer is gathered whole, or its huge matrices
   slice by slice (``tile=``).
 - **What is too deep to plan whole** is planned for two numbers of layers, with as large a part of the host and the
