@@ -99,7 +99,10 @@ def _captured(
         except Exception as error:
             raise explain(error, batch) from error
     if gpu is not None:
-        retarget(joint, device, mode)
+        try:
+            retarget(joint, device, mode)
+        except Exception as error:
+            raise explain(error, batch) from error
     if lossy.counts:
         warn(
             f"expected a forward that changes no Python values of its modules from call to call, found that it changes "

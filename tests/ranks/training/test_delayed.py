@@ -217,7 +217,7 @@ def test_the_update_is_predicted_to_be_off_the_critical_path() -> None:
 
     def planned(**options: Any) -> zerofx.PlannedStep:
         model = build(case)
-        return zerofx.plan(model, case.optimizer(model), args, 0, machine="h100-sxm", backend="eager", **options)
+        return zerofx.plan(model, case.optimizer(model), args, 0, machine="mi300x", backend="eager", **options)
 
     delayed = planned(delayed_update=0)
     simulation = delayed.lowered.simulation
@@ -226,7 +226,7 @@ def test_the_update_is_predicted_to_be_off_the_critical_path() -> None:
         delayed.plan, states=tuple(StateDecision(one.bucket, "host", "host", "") for one in delayed.plan.states)
     )
     model = build(case)
-    step = zerofx.compile(model, case.optimizer(model), 0, plan=exact, machine="h100-sxm", backend="eager")
+    step = zerofx.compile(model, case.optimizer(model), 0, plan=exact, machine="mi300x", backend="eager")
     step.prepare(*args)
     busy = simulation.busy_by_stream["host"]
     assert busy > 0
