@@ -96,7 +96,7 @@ def _compiled(case: ModelCase, options: dict[str, Any]) -> tuple[list[Tensor], S
     budget = None
     if "memory_budget" in options:
         try:
-            zerofx.plan(model, optimizer, batches[0], backend="eager", machine="cpu", **options)
+            zerofx.plan(model, optimizer, batches[0], backend="eager", **options)
         except BudgetMissedError as error:
             budget = error.least_bytes
         options = {**options, "memory_budget": budget}
