@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from benchmarks.json_file import write_json
 from benchmarks.models import SHAPES
 from benchmarks.peers import RESULTS, Contender, Group, absent, describe_machine, measure_group, say, wanted
 from benchmarks.peers_report import Row, reason, rows, table
@@ -144,9 +145,7 @@ def run(options: argparse.Namespace, cache: Path, path: Path) -> None:
     def measure(group: Group, asked: argparse.Namespace, facts: dict[str, Any]) -> list[dict[str, Any]]:
         def note(results: list[dict[str, Any]]) -> None:
             data["groups"][group.name] = {"num_ranks": 1, **facts, "contenders": results + absent(group)}
-            part = path.with_suffix(".part")
-            part.write_text(json.dumps(data, indent=1))
-            part.rename(path)
+            write_json(path, data)
 
         results = measure_group(asked, group, wanted(group, options.only), cache, note)
         note(results)

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from benchmarks import peers_report
+from benchmarks.json_file import write_json
 from benchmarks.models import SHAPES
 from benchmarks.peers_report import MATMUL
 from benchmarks.processes import ContenderFailedError, Ranks, device_name
@@ -267,8 +268,7 @@ def record(path: Path, change: Callable[[dict[str, Any]], None]) -> dict[str, An
     data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": {}}
     change(data)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".part").write_text(json.dumps(data, indent=1))
-    path.with_suffix(".part").rename(path)
+    write_json(path, data)
     return data
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.json_file import write_json
+
 ROOT = Path(__file__).resolve().parents[2]
 OUT = "{out}"  # in a command: the folder that its results go to
 CUT_OFF = "cut_off"  # in results: the time was over
@@ -72,9 +74,7 @@ class Answers:
 
     def add(self, **facts: Any) -> None:
         self._facts |= facts
-        part = self._path.with_suffix(".part")
-        part.write_text(json.dumps(self._facts))
-        part.rename(self._path)
+        write_json(self._path, self._facts)
 
 
 def run(case: Case, most_seconds: float, log: Path) -> Entry:

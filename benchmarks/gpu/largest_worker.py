@@ -55,7 +55,7 @@ def machine_of(request: dict[str, Any], device: torch.device) -> Machine:
         row = replace(row, device=replace(row.device, memory_bytes=properties.total_memory))
     host = replace(row.host, memory_bytes=request["host_budget"])
     drive = replace(row.nvme, num_bytes=request["drive_bytes"]) if row.nvme and request["drive_bytes"] else None
-    return replace(row, host=host, nvme=drive, ranks_per_node=1)
+    return replace(row, host=host, nvme=drive)
 
 
 def main() -> None:

@@ -42,7 +42,10 @@ def facts() -> dict[str, Any]:
 
 
 def host_bytes() -> int:
-    """Host memory, or the container's limit where that is less."""
+    """Host memory, or the container's limit where that is less.
+
+    As ``scheduler/cost/probe.py`` counts it, which is not imported: what zerofx needs may be missing here.
+    """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.gpu.case import ROOT, Case, Entry, run
 from benchmarks.gpu.setup import Setup, lacking
+from benchmarks.json_file import write_json
 
 Cases = Callable[[Setup, Mapping[str, Entry]], Iterator[Case]]
 _SECONDS_FOR_FACTS = 60.0
@@ -47,9 +48,7 @@ class Record:
     def write(self, facts: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
         """All that is known so far."""
         data = {"part": self.part, **facts, "cases": [asdict(entry) for entry in entries.values()]}
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(data, indent=1))
-        part.rename(self.path)
+        write_json(self.path, data)
 
     def ran_before(self, facts: Mapping[str, Any]) -> dict[str, Entry]:
         """What ran in this folder with the same code, on the same device and at the same sizes."""

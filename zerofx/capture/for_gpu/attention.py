@@ -40,16 +40,15 @@ class Attention:
         return self.query, self.key, self.value
 
     @property
-    def is_dense(self) -> bool:
-        """Whether the three have four dimensions, none of them empty, and lie in memory by heads' elements."""
+    def is_plain(self) -> bool:
+        """Whether the three have one dtype and four dimensions, none of them empty, and lie by heads' elements."""
         return all(
-            tensor.dim() == 4 and tensor.numel() and (tensor.stride(-1) == 1 or tensor.shape[-1] == 1)
+            tensor.dtype == self.query.dtype
+            and tensor.dim() == 4
+            and tensor.numel()
+            and (tensor.stride(-1) == 1 or tensor.shape[-1] == 1)
             for tensor in self.operands
         )
-
-    @property
-    def is_of_one_dtype(self) -> bool:
-        return self.query.dtype == self.key.dtype == self.value.dtype
 
     @property
     def is_trained(self) -> bool:
@@ -68,6 +67,8 @@ class Attention:
 
 def kernel_of(call: Attention, capability: tuple[int, int]) -> str:
     """``"cudnn"``, ``"flash"``, ``"efficient"`` or ``"math"``: what torch takes on a GPU of that compute capability."""
+    if not call.is_plain:
+        return "math"
     order = ("cudnn", "flash", "efficient") if capability[0] in (9, 10) else ("flash", "efficient", "cudnn")
     takes = {"cudnn": _cudnn_takes, "flash": _flash_takes, "efficient": _efficient_takes}
     return next((name for name in order if takes[name](call, capability)), "math")
@@ -78,8 +79,6 @@ def _cudnn_takes(call: Attention, capability: tuple[int, int]) -> bool:
     return (
         torch.backends.cuda.cudnn_sdp_enabled()
         and capability >= (8, 0)
-        and call.is_dense
-        and call.is_of_one_dtype
         and call.query.dtype in _HALVES
         and (not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled())
         and call.dropout * 16 == math.floor(call.dropout * 16)
@@ -95,8 +94,6 @@ def _flash_takes(call: Attention, capability: tuple[int, int]) -> bool:
     return (
         torch.backends.cuda.flash_sdp_enabled()
         and capability >= (8, 0)
-        and call.is_dense
-        and call.is_of_one_dtype
         and call.query.dtype in _HALVES
         and call.mask is None
         and head == call.key.shape[-1] == value_head <= _LARGEST_FLASH_HEAD
@@ -123,8 +120,6 @@ def _efficient_takes(call: Attention, capability: tuple[int, int]) -> bool:
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()
         and capability >= (5, 0)
-        and call.is_dense
-        and call.is_of_one_dtype
         and call.query.dtype in dtypes
         and not call.shares_heads
         and head == call.key.shape[-1]
@@ -138,10 +133,9 @@ def attend(call: Attention, kernel: str) -> Tensor:
     if mask is not None and mask.dtype is torch.bool:
         allowed = torch.scalar_tensor(0.0, dtype=call.query.dtype, device=mask.device)
         mask = torch.where(mask.logical_not(), -math.inf, allowed)
-    given = {"scale": call.scale}
     if kernel == "cudnn":
         results = _aten._scaled_dot_product_cudnn_attention(
-            *call.operands, mask, call.is_trained, call.dropout, call.is_causal, False, **given
+            *call.operands, mask, call.is_trained, call.dropout, call.is_causal, False, scale=call.scale
         )
     elif kernel == "flash":
         head = call.query.shape[-1]
@@ -152,11 +146,11 @@ def attend(call: Attention, kernel: str) -> Tensor:
     elif kernel == "efficient":
         mask = None if mask is None else _for_every_head(mask, call)
         results = _aten._scaled_dot_product_efficient_attention(
-            *call.operands, mask, call.is_trained, call.dropout, call.is_causal, **given
+            *call.operands, mask, call.is_trained, call.dropout, call.is_causal, scale=call.scale
         )
     else:
         results = _aten._scaled_dot_product_attention_math(
-            *call.operands, mask, call.dropout, call.is_causal, None, **given, enable_gqa=call.shares_heads
+            *call.operands, mask, call.dropout, call.is_causal, None, scale=call.scale, enable_gqa=call.shares_heads
         )
     result: Tensor = results[0]
     return result
