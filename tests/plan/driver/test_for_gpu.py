@@ -20,7 +20,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 def _call(dtype: torch.dtype, head: int = 64, *, keys: int = 128, shared: int = 1, **options: Any) -> Attention:
     query = torch.empty(2, 8, 128, head, dtype=dtype, device="meta", requires_grad=True)
     key = torch.empty(2, 8 // shared, keys, head, dtype=dtype, device="meta", requires_grad=True)
-    return Attention(query, key, key, **options)
+    return Attention(query, key, key, **{"enable_gqa": shared > 1, **options})
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,7 @@ def _call(dtype: torch.dtype, head: int = 64, *, keys: int = 128, shared: int = 
         (_call(BF16, is_causal=True, keys=256), AMPERE, "efficient"),
         (_call(F32), HOPPER, "efficient"),
         (_call(F32, shared=4), HOPPER, "math"),
+        (_call(BF16, shared=4, enable_gqa=False), HOPPER, "math"),  # torch refuses it, or broadcasts a single head
         (_call(F32, 30), AMPERE, "math"),
         (_call(F32, 30), VOLTA, "efficient"),
         (_call(F16), TURING, "efficient"),
@@ -65,6 +66,21 @@ def test_the_kernel_for_what_no_other_takes_gives_what_torch_gives(mask: Tensor 
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         expected = F.scaled_dot_product_attention(query, key, value, mask)
     assert torch.equal(attend(Attention(query, key, value, mask), "math"), expected)
+
+
+@pytest.mark.parametrize(("shared", "is_asked"), [(1, False), (3, False), (3, True), (1, True)])
+def test_heads_are_shared_where_that_is_asked_for(shared: int, is_asked: bool) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 6, 5, 8), torch.randn(2, 6 // shared, 5, 8)
+    call = Attention(query, key, key, enable_gqa=is_asked)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        try:
+            expected = F.scaled_dot_product_attention(query, key, key, enable_gqa=is_asked)
+        except RuntimeError:
+            with pytest.raises(RuntimeError, match="must match the size"):
+                attend(call, "math")
+        else:
+            assert torch.equal(attend(call, "math"), expected)
 
 
 class Attending(nn.Module):

@@ -34,6 +34,7 @@ class Attention:
     dropout: float = 0.0
     is_causal: bool = False
     scale: float | None = None
+    enable_gqa: bool = False
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +68,7 @@ class Attention:
 
 def kernel_of(call: Attention, capability: tuple[int, int]) -> str:
     """``"cudnn"``, ``"flash"``, ``"efficient"`` or ``"math"``: what torch takes on a GPU of that compute capability."""
-    if not call.is_plain:
+    if not call.is_plain or (call.shares_heads and not call.enable_gqa):
         return "math"
     order = ("cudnn", "flash", "efficient") if capability[0] in (9, 10) else ("flash", "efficient", "cudnn")
     takes = {"cudnn": _cudnn_takes, "flash": _flash_takes, "efficient": _efficient_takes}
@@ -150,7 +151,7 @@ def attend(call: Attention, kernel: str) -> Tensor:
         )
     else:
         results = _aten._scaled_dot_product_attention_math(
-            *call.operands, mask, call.dropout, call.is_causal, None, scale=call.scale, enable_gqa=call.shares_heads
+            *call.operands, mask, call.dropout, call.is_causal, None, scale=call.scale, enable_gqa=call.enable_gqa
         )
     result: Tensor = results[0]
     return result

@@ -49,7 +49,7 @@ class AbsentGpu:
             query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
             is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
         ) -> Tensor:  # fmt: skip
-            call = Attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+            call = Attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             return attend(call, kernel_of(call, self.capability))
 
         with called_instead(_ATTENTION, attention), _Disguise(self.device):
