@@ -9,6 +9,7 @@ from typing import Literal, TypedDict, get_args
 
 import torch
 
+from zerofx.budgets import GRADIENTS
 from zerofx.capture.checks import check_forward_function, check_loss_function
 from zerofx.capture.loss import ForwardFunction, LossFunction, Objective
 from zerofx.choices import Accumulate as Accumulate
@@ -25,11 +26,7 @@ from zerofx.ir.op_kernels.quantise import BLOCK
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.plan.tiers import Tier
 from zerofx.units import parse_bytes
-
-GRADIENTS = "gradients"  # what can be offloaded by name
-
 
 # What options are compared for: between ranks before anything else, and with those of a kept plan or a kept step.
 Purpose = Literal["ranks", "plan", "step"]
@@ -255,55 +252,6 @@ def check_options(
         on_nonfinite=on_nonfinite,
         constant=tuple(constant),
     )
-
-
-def budget_bytes(asked: int | float | None, machine: Machine) -> int | None:
-    """A memory budget in bytes; a fraction is of the machine's device memory."""
-    return int(asked * machine.device.memory_bytes) if isinstance(asked, float) else asked
-
-
-def host_budget_bytes(asked: int | float | None, machine: Machine) -> int | None:
-    """A host budget in bytes of one rank; a fraction is of its share of the machine's host memory."""
-    return int(asked * machine.host_bytes_per_rank) if isinstance(asked, float) else asked
-
-
-def tiers_for(offload: Offload, machine: Machine) -> tuple[Tier, ...]:
-    """The tiers that values may leave the device for, the first being filled first.
-
-    On a CPU the host's memory is the device's: ``"auto"`` has nothing to gain there. What is asked for by name goes
-    where it says, and nothing else leaves.
-
-    Raises:
-        UsageError: ``"nvme"`` is asked for on a machine that has none.
-    """
-    if offload == "nvme":
-        _check_nvme(offload, machine)
-    if offload == "host" or offload == "nvme":
-        return (offload,)
-    if isinstance(offload, Mapping) or offload == "none" or machine.is_cpu:
-        return ()
-    return ("host", "nvme") if machine.nvme is not None else ("host",)
-
-
-def gradients_tier(offload: Offload, machine: Machine) -> Tier | None:
-    """The tier that gradients between micro-batches are asked to wait in by name; None if they are not.
-
-    Raises:
-        UsageError: it is ``"nvme"``, and the machine has none.
-    """
-    if not isinstance(offload, Mapping):
-        return None
-    if offload[GRADIENTS] == "nvme":
-        _check_nvme(offload, machine)
-        return "nvme"
-    return "host"
-
-
-def _check_nvme(offload: Offload, machine: Machine) -> None:
-    if machine.nvme is None:
-        raise UsageError(
-            f"expected a machine with nvme for offload={offload!r}, found {machine.name}: give its row one"
-        )
 
 
 def _check_offload(offload: object, accumulate: Accumulate, *, given: bool, budget: bool) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from zerofx.budgets import gradients_tier, tiers_for
 from zerofx.codegen.kernels.table import LOSS
 from zerofx.errors import MemoryBudgetError
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
-from zerofx.options import CompileOptions, gradients_tier, tiers_for
+from zerofx.options import CompileOptions
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.gradients import gradients_asked

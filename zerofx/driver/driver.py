@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerofx.budgets import budget_bytes
 from zerofx.capture.checks import device_of
 from zerofx.disk.cache import MALFORMED
 from zerofx.driver import step_cache
@@ -26,7 +27,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.lowering.load import CompiledStep, build
 from zerofx.lowering.lower import LoweredStep, lower
 from zerofx.optimizers import UpdateProgram
-from zerofx.options import CompileOptions, budget_bytes
+from zerofx.options import CompileOptions
 from zerofx.progress import watched
 from zerofx.report.debug import write_debug
 from zerofx.runtime.comm.collectives import is_on_cpu

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from zerofx.budgets import GRADIENTS, budget_bytes, host_budget_bytes
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError, warn
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.lowering.lower import LoweredStep
-from zerofx.options import GRADIENTS, CompileOptions, budget_bytes, host_budget_bytes
+from zerofx.options import CompileOptions
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.residency import PolicyOptions, identify, summarise

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from zerofx.budgets import budget_bytes
 from zerofx.capture.constant_arguments import ConstantArguments
 from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.loss import ForwardFunction, LossFunction
@@ -23,7 +24,7 @@ from zerofx.errors import UsageError, working
 from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
 from zerofx.lowering.lower import LoweredStep
-from zerofx.options import Backend, CompileOptions, PlanOptions, budget_bytes, check_names, check_options
+from zerofx.options import Backend, CompileOptions, PlanOptions, check_names, check_options
 from zerofx.pipeline import check_disabled
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.budgets import budget_bytes, host_budget_bytes
 from zerofx.capture.absent_gradients import AbsentGradients
 from zerofx.capture.checks import check_batch, device_of
 from zerofx.capture.constant_arguments import ConstantArguments
@@ -25,7 +26,7 @@ from zerofx.driver.prepared import Request
 from zerofx.errors import UsageError, ZeroFXError, warn
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep, load_step, read_edited
-from zerofx.options import CompileOptions, budget_bytes, host_budget_bytes
+from zerofx.options import CompileOptions
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.cuda_graphs.obstacles import machine_obstacle, step_obstacle
 from zerofx.runtime.state.optimizer import Advance, hyperparameters

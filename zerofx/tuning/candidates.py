@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from zerofx.budgets import budget_bytes
 from zerofx.codegen.regions import Region
 from zerofx.driver.prepared import Prepared, Request
 from zerofx.errors import MemoryBudgetError
-from zerofx.options import budget_bytes
 from zerofx.scheduler.cost.links import Transfer
 from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.plan.plan import Plan

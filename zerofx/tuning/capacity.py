@@ -16,6 +16,7 @@ from tabulate import tabulate
 from torch import nn
 from tqdm import tqdm
 
+from zerofx.budgets import budget_bytes
 from zerofx.driver.plan_only import (
     CapturedStep,
     PlannedStep,
@@ -24,7 +25,7 @@ from zerofx.driver.plan_only import (
     plan_captured,
 )
 from zerofx.errors import MemoryBudgetError, UsageError
-from zerofx.options import CompileOptions, PlanOptions, budget_bytes, check_names, check_options
+from zerofx.options import CompileOptions, PlanOptions, check_names, check_options
 from zerofx.progress import watched
 from zerofx.scheduler.search.problem import BudgetMissedError
 from zerofx.units import format_bytes

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from zerofx.budgets import budget_bytes
 from zerofx.capture.checks import check_batch
 from zerofx.capture.constant_arguments import ConstantArguments
 from zerofx.codegen.regions import Region
@@ -30,7 +31,7 @@ from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.ir.batch import Batch
 from zerofx.lowering.lower import lower
-from zerofx.options import CompileOptions, TuneOptions, budget_bytes, check_names, check_options
+from zerofx.options import CompileOptions, TuneOptions, check_names, check_options
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
 from zerofx.runtime.comm.control import Control

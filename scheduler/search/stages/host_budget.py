@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zerofx.options import host_budget_bytes, tiers_for
+from zerofx.budgets import host_budget_bytes, tiers_for
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError, Problem
