@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,22 @@ from torch import fx
 
 from zerofx.codegen.kernels.table import launches_of
 from zerofx.codegen.regions import Event, Instruction, Region, is_free_view
-from zerofx.codegen.step_file import ITEM, RESERVED, RUNTIME, Call, RegionCall, RegionText, StepFile, region_text
+from zerofx.codegen.step_file import (
+    ITEM,
+    RESERVED,
+    RUNTIME,
+    Call,
+    Line,
+    RegionCall,
+    RegionText,
+    Repeated,
+    StepFile,
+    region_text,
+)
 from zerofx.ir import ops
 from zerofx.ir.facts import Role, delayed_bucket, origin, placeholder, value
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import loop_of, times_held
 from zerofx.ir.serialise import Name
 from zerofx.ir.streams import runs_on_host, stream_of
 from zerofx.scheduler.cost.liveness import Liveness
@@ -71,14 +83,15 @@ def emit(
     functions, definitions = _name_regions(instructions)
     names = _local_names(step, functions.values())
     state = [n for n in step.placeholders() if placeholder(n).role is not Role.INPUT]
-    returned: Any = step.output.args[0]
+    batch = [node for node in step.placeholders(Role.INPUT) if times_held(step, node) == 1]
+    body, outputs = _body(step, instructions, live, functions, names)
     file = StepFile(
         header,
         {key: _region(functions[key], region, kernels) for key, region in definitions.items()},
         _taken(state, names),
-        _taken(step.placeholders(Role.INPUT), names),
-        tuple(_body(step, instructions, live, functions, names)),
-        tuple(names[node] for node in returned),
+        _taken(batch, names),
+        body,
+        outputs,
     )
     return EmittedStep.of(file, host_functions)
 
@@ -192,11 +205,68 @@ def _body(
     live: Liveness,
     functions: Mapping[str, str],
     names: Mapping[fx.Node, str],
+) -> tuple[tuple[Line, ...], tuple[str, ...]]:
+    """The lines of a step, and what it returns."""
+    last, loop = _last_instruction(step, instructions), loop_of(step)
+    returned: Any = step.output.args[0]
+    if loop is None:
+        lines = _lines(step, enumerate(instructions), live, functions, names, last)
+        return tuple(lines), tuple(names[node] for node in returned)
+    begin, end = (
+        next(n for n, each in enumerate(instructions) if isinstance(each, Event) and each.node is border)
+        for border in (loop.begin, loop.end)
+    )
+    numbered = list(enumerate(instructions))
+    inside, given = set(loop.inside()), {before for before, _ in loop.carried}
+    for index in range(begin, end):
+        # What all rounds read is held until the last is over; what each is given, the one before has made for it.
+        held = [node for node in last.get(index, ()) if node not in inside and (node not in given or index == begin)]
+        last[index] = [node for node in last.get(index, ()) if node not in held]
+        last.setdefault(end, []).extend(held)
+    after = {**names, **{after: names[before] for before, after in loop.carried}}
+    lists = [node for node in returned if node in inside]
+    list_names = {node: _unlike(f"{names[node]}_of_each", names.values()) for node in lists}
+    repeated = Repeated(
+        loop.num_rounds,
+        _taken([node for node in step.placeholders(Role.INPUT) if times_held(step, node) > 1], names),
+        tuple(_lines(step, numbered[begin + 1 : end], live, functions, names, last)),
+        tuple((list_names[node], names[node]) for node in lists),
+        tuple((names[first], names[second]) for first, second in loop.carried),
+    )
+    over = [after[node] for node in last.get(end, ())]
+    return (
+        *_lines(step, numbered[:begin], live, functions, names, last),
+        f"micro-batches 2 to {step.num_micro_batches - 1}",
+        repeated,
+        f"micro-batch {step.num_micro_batches}",
+        *([Call("", dead=tuple(over))] if over else []),
+        *_lines(step, numbered[end + 1 :], live, functions, after, last),
+    ), tuple(list_names[node] if node in list_names else after[node] for node in returned)
+
+
+def _unlike(name: str, taken: Collection[str]) -> str:
+    """``name``, or one like it that is not ``taken``."""
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _lines(
+    step: StepGraph,
+    instructions: Iterable[tuple[int, Instruction]],
+    live: Liveness,
+    functions: Mapping[str, str],
+    names: Mapping[fx.Node, str],
+    last: Mapping[int, Sequence[fx.Node]],
 ) -> Iterator[Call | RegionCall | str]:
-    last = _last_instruction(step, instructions)
+    """The lines of some numbered instructions; ``last`` are the values to delete with each."""
     place = ""
-    for index, instruction in enumerate(instructions):
+    for index, instruction in instructions:
         node = instruction.node if isinstance(instruction, Event) else instruction.nodes[-1]
+        if node.target is ops.next_micro_batch:
+            yield f"micro-batch {int(str(node.args[0])) + 1} of {step.num_micro_batches}"
+            place = ""
+            continue
         layer = step.cut_piece_of(node) or step.unit_of(node) or origin(node).layer or "(model)"
         here = f"{origin(node).phase} {layer}"
         if here != place:

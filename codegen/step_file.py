@@ -25,7 +25,10 @@ _NAMESPACES = TORCH_NAMESPACES | {"zerofx"}
 _EVENTS = frozenset(RUNTIME + str(getattr(event, "__name__")).partition(".")[0] for event in ops.EVENTS)  # noqa: B009
 _HOSTS = ("", "host", "host_later")
 # What the emitted functions call or are given: no value of the step may be called so.
-RESERVED = frozenset({"aten", "batch", "float", "inputs", "runtime", "state", "step", "torch", "x", "_"})
+RESERVED = frozenset(
+    {"aten", "batch", "float", "inputs", "range", "runtime", "state", "step", "torch", "turn", "x", "_"}
+)
+_TURN = "turn"  # the number of a loop's round
 _NOTHING = "_"  # what no line reads
 
 
@@ -65,6 +68,25 @@ class RegionCall:
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """The lines of a loop: ``for turn in range(num_rounds):``, over the micro-batches between the first and the last.
+
+    ``batch``: what each round takes from the step's arguments, as in ``StepFile``, from under the key with the round's
+    number. ``lists``: what each round appends to a list of its own, by the list's name. ``carried``: each round ends
+    with ``before = after; del after``, which the next one begins with.
+    """
+
+    num_rounds: int
+    batch: tuple[tuple[str, str, str], ...]
+    body: tuple[Call | RegionCall | str, ...]
+    lists: tuple[tuple[str, str], ...]
+    carried: tuple[tuple[str, str], ...]
+
+
+Line = Call | RegionCall | Repeated | str
+
+
+@dataclass(frozen=True)
 class RegionText:
     """The function of a region, which takes its inputs, ``x0``, ``x1`` ..., in a list that it empties."""
 
@@ -79,14 +101,14 @@ class StepFile:
     """All of an emitted file but for the optimizer's own functions, which are traced anew in each run.
 
     ``regions`` by their keys. ``state`` and ``batch``: what the step takes from its arguments, each with its name, its
-    key there, and a comment. ``body``: calls, and between them titles.
+    key there, and a comment. ``body``: calls, between them titles, and the loop if there is one.
     """
 
     header: str
     regions: Mapping[str, RegionText]
     state: tuple[tuple[str, str, str], ...]
     batch: tuple[tuple[str, str, str], ...]
-    body: tuple[Call | RegionCall | str, ...]
+    body: tuple[Line, ...]
     outputs: tuple[str, ...]
 
     @property
@@ -109,14 +131,7 @@ class StepFile:
         for names, container in ((self.state, "state"), (self.batch, "batch")):
             for name, key, comment in names:
                 yield f"    {name} = {container}[{key!r}]  # {_line(comment)}"
-        for call in self.body:
-            if isinstance(call, str):
-                yield ""
-                yield f"    # {_line(call)}"
-            elif isinstance(call, Call):
-                yield from wrapped(f"    {_call_text(call)}")
-            else:
-                yield from _region_call(call)
+        yield from _lines(self.body, "    ")
         yield ""
         yield f"    return {', '.join(self.outputs)}"
 
@@ -130,8 +145,7 @@ class StepFile:
             [key, region.name, region.num_inputs, list(map(_call_data, region.calls)), region.outputs]
             for key, region in self.regions.items()
         ]
-        body = [line if isinstance(line, str) else _line_data(line) for line in self.body]
-        return [self.header, regions, self.state, self.batch, body, self.outputs]
+        return [self.header, regions, self.state, self.batch, list(map(_line_data, self.body)), self.outputs]
 
     @staticmethod
     def from_data(data: list[Any]) -> StepFile:
@@ -150,7 +164,7 @@ class StepFile:
             raise ValueError("regions of one name")
         return StepFile(
             str(header), read, _taken(state), _taken(batch),
-            tuple(line if isinstance(line, str) else _line_of(line, functions) for line in body), _names(outputs),
+            tuple(_line_of(line, functions) for line in body), _names(outputs),
         )  # fmt: skip
 
 
@@ -182,17 +196,49 @@ def _call_text(call: Call) -> str:
     return "; ".join(statements) + (f"  # {_line(call.note)}" if call.note else "")
 
 
-def _region_call(call: RegionCall) -> Iterator[str]:
+def _lines(body: Iterable[Line], indent: str) -> Iterator[str]:
+    for call in body:
+        match call:
+            case str():
+                yield ""
+                yield f"{indent}# {_line(call)}"
+            case Call():
+                yield from wrapped(f"{indent}{_call_text(call)}")
+            case RegionCall():
+                yield from _region_call(call, indent)
+            case Repeated():
+                yield from _loop(call, indent)
+
+
+def _loop(loop: Repeated, indent: str) -> Iterator[str]:
+    yield from (f"{indent}{name} = []" for name, _ in loop.lists)
+    yield f"{indent}for {_TURN} in range({loop.num_rounds}):"
+    inside = indent + "    "
+    for name, key, comment in loop.batch:
+        # The key's own braces are no part of what is formatted.
+        text = repr(key).replace("{", "{{").replace("}", "}}")
+        yield f"{inside}{name} = batch[f{text[:-1]}[{{{_TURN}}}]{text[-1]}]  # {_line(comment)}"
+    yield from _lines(loop.body, inside)
+    if loop.lists or loop.carried:
+        yield ""
+        yield f"{inside}# the next micro-batch"
+    yield from (f"{inside}{name}.append({value})" for name, value in loop.lists)
+    yield from (f"{inside}{before} = {after}" for before, after in loop.carried)
+    if loop.carried:
+        yield from wrapped(f"{inside}del {', '.join(dict.fromkeys(after for _, after in loop.carried))}")
+
+
+def _region_call(call: RegionCall, indent: str) -> Iterator[str]:
     # The list is made first so that a name can go before the call that reads its value last.
     inputs = f"x = [{', '.join(call.inputs)}]" + (f"; del {', '.join(call.dead)}" if call.dead else "")
-    yield from wrapped(f"    {inputs}")
+    yield from wrapped(f"{indent}{inputs}")
     left = f"{_tuple(call.outputs)} = " if call.outputs else ""
     if call.host:
         more = "" if call.bucket is None else f", {call.bucket}"
         text = f"runtime.{call.host}({call.region}, x{more})"
     else:
         text = f"{call.region}(x)"
-    yield from wrapped(f"    {left}{text}  # {_line(call.note)}")
+    yield from wrapped(f"{indent}{left}{text}  # {_line(call.note)}")
 
 
 def literal(argument: Any) -> str:
@@ -245,14 +291,27 @@ def _call_data(call: Call) -> list[Any]:
     return [call.function, args, keywords, call.targets, call.unpacks, call.dead, call.note]
 
 
-def _line_data(call: Call | RegionCall) -> list[Any]:
-    return ["call", *_call_data(call)] if isinstance(call, Call) else ["region", *astuple(call)]
+def _line_data(line: Line) -> list[Any] | str:
+    match line:
+        case Call():
+            return ["call", *_call_data(line)]
+        case RegionCall():
+            return ["region", *astuple(line)]
+        case Repeated():
+            return ["loop", line.num_rounds, line.batch, list(map(_line_data, line.body)), line.lists, line.carried]
+    return line
 
 
-def _line_of(data: list[Any], functions: frozenset[str]) -> Call | RegionCall:
+def _line_of(data: list[Any] | str, functions: frozenset[str]) -> Line:
+    if isinstance(data, str):
+        return data
     kind, *rest = data
     if kind == "call":
         return _call_of(rest)
+    if kind == "loop":
+        num_rounds, batch, body, lists, carried = rest
+        lines = tuple(line for line in (_line_of(line, functions) for line in body) if not isinstance(line, Repeated))
+        return Repeated(int(num_rounds), _taken(batch), lines, _pairs(lists), _pairs(carried))
     region, inputs, outputs, dead, host, bucket, note = rest
     if region not in functions or host not in _HOSTS or type(bucket) not in (int, type(None)):
         raise ValueError(f"expected a call of a region, found {data!r}")
@@ -269,6 +328,10 @@ def _call_of(data: list[Any]) -> Call:
 
 def _taken(data: list[list[str]]) -> tuple[tuple[str, str, str], ...]:
     return tuple((_name(name), str(key), str(comment)) for name, key, comment in data)
+
+
+def _pairs(data: Iterable[Any]) -> tuple[tuple[str, str], ...]:
+    return tuple((_name(first), _name(second)) for first, second in data)
 
 
 def _names(data: Iterable[Any]) -> tuple[str, ...]:

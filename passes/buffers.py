@@ -31,7 +31,7 @@ class Buffers:
         buffers = {placeholder(node).name: node for node in step.placeholders(Role.BUFFER)}
         order = step.positions()
         mutations = step.mutations
-        step.set_outputs(step.loss, {}, *step.gradients_by_micro_batch)
+        step.set_outputs(step.loss, {}, *step.gradients_by_body)
         for name, value in mutations.items():
             buffer = buffers[name]
             last = max([value, *consumers(buffer)], key=order.__getitem__)

@@ -31,6 +31,7 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.edit import consumers, end_of_unit, named, start_of_unit
 from zerofx.ir.facts import DEVICE, Origin, Phase, set_tier
 from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.micro_batches import borders, hand_on
 from zerofx.scheduler.plan.decisions import GradientDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import TIERS
@@ -59,7 +60,7 @@ class Gradients:
         """Insert all copies of one bucket; returns what has its gradients in the end."""
         bucket = self.layout.buckets[decision.bucket]
         where = Origin(bucket.name, Phase.BACKWARD)
-        groups = _writes(buffer, step.num_micro_batches, len(bucket.slots))
+        groups = _writes(buffer, step.num_bodies, len(bucket.slots))
         current = buffer
         for number, (free, reload) in enumerate(zip(decision.free_after, decision.reload_before, strict=True)):
             last, first = groups[number][-1], groups[number + 1][0]
@@ -78,12 +79,14 @@ class Gradients:
                 again = insert_call(step.graph, ops.wait, (up, stored), where, name=f"{buffer.name}_again_{number}")
             for user in users:
                 user.replace_input_with(current, again)
+            if step.has_loop:
+                hand_on(borders(step)[number], stored)
             current = again
         return current
 
 
 def _check(step: StepGraph, decision: GradientDecision, buckets: list[int]) -> None:
-    crossings = step.num_micro_batches - 1
+    crossings = step.num_bodies - 1
     if (
         decision.bucket not in buckets
         or decision.tier not in TIERS
@@ -92,15 +95,15 @@ def _check(step: StepGraph, decision: GradientDecision, buckets: list[int]) -> N
         or len(decision.reload_before) != crossings
     ):
         raise PlanError(
-            f"expected gradients of a trained bucket that wait on host or nvme {crossings} times, between "
-            f"{step.num_micro_batches} micro-batches, found {decision}: make the plan anew"
+            f"expected gradients of a trained bucket that wait on host or nvme {crossings} times, between the bodies "
+            f"of {step.num_micro_batches} micro-batches, found {decision}: make the plan anew"
         )
 
 
-def _writes(buffer: fx.Node, num_micro_batches: int, num_slots: int) -> list[list[fx.Node]]:
-    """What writes gradients to a buffer, in order, by micro-batch."""
+def _writes(buffer: fx.Node, num_bodies: int, num_slots: int) -> list[list[fx.Node]]:
+    """What writes gradients to a buffer, in order, by body."""
     written = sorted(node for node in consumers(buffer) if mutated_inputs(node))
     # At stage 0 the buffer is reduced, divided and gathered where it lies.
     summed = list(itertools.takewhile(lambda node: node.target not in ops.REDUCTIONS, written))
-    assert len(summed) == num_micro_batches * num_slots, "each micro-batch writes every slot once"
+    assert len(summed) == num_bodies * num_slots, "each body writes every slot once"
     return [summed[start : start + num_slots] for start in range(0, len(summed), num_slots)]

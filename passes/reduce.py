@@ -58,7 +58,7 @@ class Reduce:
     name: str = "reduce"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
-        order, shares = step.positions(), step.gradients_by_micro_batch
+        order, shares = step.positions(), step.gradients_by_body
         by_name = step.by_name()
         tails = _Tails()
         buffers = {}

@@ -14,6 +14,8 @@ plan                   after the last pass: one gather, reduction or offload for
                        gathers merged as it says, states and parameters in the tiers that it says, and what it says sent
                        in few bits
 gather before use      a gather's buffer is not read before its wait (follows from order and waits)
+loop                   a round of a loop over micro-batches reads what is there in every round: what it is handed on, or
+                       what is made before the loop and stays after it; what it makes goes no further than it hands on
 random operators       none is run twice
 clipping               nothing is updated before the factor that gradients are multiplied by is known
 delayed                the host is done with a bucket's delayed update before the next one of it begins
@@ -36,6 +38,7 @@ from zerofx.ir.aliasing import mutated_inputs, storage_source
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import DEVICE, Phase, Role, copied_from, delayed_bucket, is_random, origin, placeholder, tier_of
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import loop_of
 from zerofx.ir.streams import num_gathers_after, runs_on_host, slice_gathered
 from zerofx.ir.text import target_name
 from zerofx.passes.in_place import gathers_of_lasting_slices
@@ -76,6 +79,7 @@ def verify(step: StepGraph, after: str, plan: Plan | None = None) -> None:
     _check_in_place(step, after)
     _check_clipped(step, after, order)
     _check_random(step, after)
+    _check_loop(step, after, order)
     if plan is not None:
         _check_plan(step, after, plan)
 
@@ -124,6 +128,7 @@ def _check_offload(step: StepGraph, after: str, node: fx.Node, order: dict[fx.No
         reader.name
         for reader in readers
         if reader not in reloads
+        and reader.target is not ops.next_micro_batch
         and not (reader.target is ops.wait and reader.args[0] in reloads)
         and not runs_on_host(reader)
     ]
@@ -334,6 +339,26 @@ def _check_random(step: StepGraph, after: str) -> None:
             if original in seen:
                 _fail(step, after, node, f"random operators: {node.name} runs {original} a second time")
             seen.add(original)
+
+
+def _check_loop(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
+    loop = loop_of(step)
+    if loop is None:
+        return
+    begin, end = order[loop.begin], order[loop.end]
+    given, handed_on = ({storage_source(node)[0] for node in nodes} for nodes in zip(*loop.carried, strict=True))
+    for owner in {storage_source(source)[0] for node in step.calls() for source in node.all_input_nodes}:
+        if owner.op != "call_function":
+            continue
+        # Gradients that are to be reduced, and what a step hands out of each round, are outputs.
+        reads = [order[reader] for reader in consumers(owner) if reader is not step.output] or [order[owner]]
+        in_round = any(begin < place < end for place in reads)
+        if order[owner] < begin and in_round and owner not in given and max(reads) < end:
+            _fail(step, after, owner, f"loop: {owner.name} is read in each round, and gone after the first")
+        if owner in given and max(reads) > end:
+            _fail(step, after, owner, f"loop: {owner.name} is handed on to the first round, and read after the last")
+        if begin < order[owner] < end < max(reads) and owner not in handed_on:
+            _fail(step, after, owner, f"loop: {owner.name} is made in each round, and read after the last")
 
 
 def _fail(step: StepGraph, after: str, node: fx.Node, what: str) -> NoReturn:

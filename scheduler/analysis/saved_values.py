@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from zerofx.ir import ops
 from zerofx.ir.aliasing import Storage, storage_bytes, storage_source
 from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
@@ -41,7 +42,8 @@ def value_node(storage: Storage) -> fx.Node:
 
 def is_forward_call(node: fx.Node) -> bool:
     """Whether the node computes in forward."""
-    return node.op == "call_function" and origin(node).phase is Phase.FORWARD
+    computes = node.op == "call_function" and node.target is not ops.next_micro_batch
+    return computes and origin(node).phase is Phase.FORWARD
 
 
 def outputs_of(node: fx.Node) -> Iterator[Storage]:

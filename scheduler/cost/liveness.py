@@ -21,6 +21,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import Storage, aliased_input, is_view, storage_bytes, storage_source, tensors_of
 from zerofx.ir.facts import DEVICE, placeholder, tier_of
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import times_held
 from zerofx.ir.streams import passes_through_host, runs_on_host
 from zerofx.scheduler.cost.blocks import size_class
 from zerofx.scheduler.cost.cpu.workspace import memories
@@ -170,7 +171,7 @@ def _tier_use(
 
 def _persistent_bytes(step: StepGraph, tier: str, size_of: Callable[[int], int] = int) -> int:
     kept = (n for n in step.placeholders() if placeholder(n).alias_of is None and tier_of(n) == tier)
-    return sum(size_of(storage_bytes(t)) for node in kept for t in tensors_of(node))
+    return sum(times_held(step, node) * size_of(storage_bytes(t)) for node in kept for t in tensors_of(node))
 
 
 def _by_reader(last_use: Mapping[Storage, fx.Node]) -> dict[fx.Node, list[Storage]]:

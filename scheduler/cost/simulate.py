@@ -11,7 +11,7 @@ there, and where it ends beyond the step, the next step begins with it under way
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -20,6 +20,7 @@ from zerofx.ir.aliasing import storage_bytes, storage_source
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Role, delayed_bucket, tensor
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import loop_of, times_run
 from zerofx.ir.streams import HOST, LINKS, hops_of, num_gathers_after, runs_on_host, stream_of
 from zerofx.scheduler.cost.categories import peak_memory
 from zerofx.scheduler.cost.liveness import Liveness, liveness
@@ -46,7 +47,8 @@ class Leg:
 class NodeTiming:
     """One node in the simulated step: seconds from its begin, and what it moves and computes.
 
-    ``legs`` are those of a copy between tiers, in order; the node's own time spans them.
+    ``legs`` are those of a copy between tiers, in order; the node's own time spans them. ``num_runs`` is how often it
+    runs: what is said of a node in a loop over micro-batches is said of its first run.
     """
 
     start_seconds: float
@@ -57,6 +59,7 @@ class NodeTiming:
     wire_bytes: int
     flops: int
     legs: tuple[Leg, ...] = ()
+    num_runs: int = 1
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Simulation:
 
     @property
     def exposed_seconds(self) -> float:
-        return sum(t.exposed_seconds for t in self.timings.values())
+        return sum(t.num_runs * t.exposed_seconds for t in self.timings.values())
 
     @property
     def exposed_by_stream(self) -> dict[str, float]:
@@ -87,7 +90,7 @@ class Simulation:
         for node, timing in self.timings.items():
             if timing.exposed_seconds:
                 stream = _awaited_stream(node)
-                found[stream] = found.get(stream, 0.0) + timing.exposed_seconds
+                found[stream] = found.get(stream, 0.0) + timing.num_runs * timing.exposed_seconds
         return found
 
     @property
@@ -99,7 +102,7 @@ class Simulation:
                 [(leg.stream, leg.seconds) for leg in timing.legs] or [(stream_of(node), timing.seconds)]
             ):  # fmt: skip
                 if seconds:
-                    found[stream] = found.get(stream, 0.0) + seconds
+                    found[stream] = found.get(stream, 0.0) + timing.num_runs * seconds
         return found
 
     @property
@@ -108,16 +111,16 @@ class Simulation:
         found: dict[str, int] = {}
         for timing in self.timings.values():
             for leg in timing.legs:
-                found[leg.stream] = found.get(leg.stream, 0) + leg.num_bytes
+                found[leg.stream] = found.get(leg.stream, 0) + timing.num_runs * leg.num_bytes
         return {stream: found[stream] for stream in LINKS if stream in found}
 
     @property
     def wire_bytes(self) -> int:
-        return sum(t.wire_bytes for t in self.timings.values())
+        return sum(t.num_runs * t.wire_bytes for t in self.timings.values())
 
     @property
     def flops(self) -> int:
-        return sum(t.flops for t in self.timings.values())
+        return sum(t.num_runs * t.flops for t in self.timings.values())
 
 
 def simulate(
@@ -135,7 +138,9 @@ def simulate(
     updates it is a step among steps like it.
     """
     live, before = liveness(step, on_cpu, fused=fused), dict[int, float]()
-    collectives = [node for node in step.calls() if node.target in ops.COLLECTIVES]
+    collectives = [
+        node for node, times in times_run(step).items() for _ in range(times) if node.target in ops.COLLECTIVES
+    ]
     sent = node_wire_bytes(collectives, num_ranks, machine.ranks_per_node, pairwise=on_cpu)
     for _ in range(_STEPS_TO_SETTLE):
         simulation = Simulation(_timings(step, machine, num_ranks, measured, before), live, sent)
@@ -168,7 +173,16 @@ def _timings(
     link_free = dict.fromkeys(LINKS, 0.0)
     done: dict[fx.Node, float] = {}
     together: list[fx.Node] = []
+    loop, loop_begun = loop_of(step), 0.0
     for node in step.calls():
+        if loop is not None and node is loop.begin:
+            loop_begun = compute_free
+        elif loop is not None and node is loop.end:
+            # The rounds after the first take as long as it; what is under way at its end is so at theirs.
+            skipped = (loop.num_rounds - 1) * (compute_free - loop_begun)
+            compute_free, collective_free = compute_free + skipped, collective_free + skipped
+            link_free = {stream: seconds + skipped for stream, seconds in link_free.items()}
+            done = {started: seconds + skipped for started, seconds in done.items()}
         if node.target in ops.COLLECTIVES:
             together.append(node)
             if num_gathers_after(node):
@@ -223,6 +237,8 @@ def _timings(
                 compute_free, cost.seconds, 0.0, cost.bytes_read, cost.bytes_written, 0, cost.flops
             )
             compute_free += cost.seconds
+    for node in loop.inside() if loop is not None else ():
+        timings[node] = replace(timings[node], num_runs=loop.num_rounds)
     return timings
 
 

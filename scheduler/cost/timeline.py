@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from zerofx.ir import ops
 from zerofx.ir.aliasing import is_view
 from zerofx.ir.facts import Phase, copied_from, origin, piece_of, slice_of
 from zerofx.ir.graph import StepGraph
@@ -54,7 +55,7 @@ def runs(step: StepGraph, seconds: Mapping[Place, float]) -> list[Run]:
     spans: list[tuple[Place, fx.Node, fx.Node]] = []
     parts: list[tuple[str | None, str | None]] = []
     for node in step.calls():
-        if is_view(node) or copied_from(node) is not None:
+        if is_view(node) or copied_from(node) is not None or node.target is ops.next_micro_batch:
             continue
         place = (step.unit_of(node), origin(node).phase)
         part = slice_of(node), piece_of(node)

@@ -20,6 +20,7 @@ from torch import fx
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Job, Task
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import loop_bodies
 from zerofx.ir.streams import COLLECTIVE
 from zerofx.scheduler.cost.machine import Machine, collective_latency, collective_seconds
 from zerofx.scheduler.cost.replay import Event, Start, Wait, end_seconds, events_of
@@ -58,7 +59,7 @@ def merge_gathers(
     nodes = [tasks[Task(Job.GATHER, number)] for number in range(len(plan.gathers))]
     gathers = [_Gather.of(number, node, plan, layout, machine, order[node]) for number, node in enumerate(nodes)]
     latency = _latency(layout, machine)
-    events = events_of(step, simulation)
+    events, bodies = events_of(step, simulation), loop_bodies(step)
     merged = _Merged()
     seconds = merged.seconds(events)
     group = gathers[:1]
@@ -69,7 +70,8 @@ def merge_gathers(
         span = range(first.position, gather.position)
         alone = gather.position - first.position == len(group)  # nothing runs in between
         tried_seconds = seconds
-        if _could_join(gather, group, latency) and all(held[at] + gather.num_bytes <= limit_bytes for at in span):
+        together = bodies[gather.name] == bodies[first.name] and _could_join(gather, group, latency)
+        if together and all(held[at] + gather.num_bytes <= limit_bytes for at in span):
             tried_seconds = tried.seconds(events)
             margin = _ROUNDING * seconds
             if tried_seconds < seconds - margin or (alone and tried_seconds <= seconds + margin):

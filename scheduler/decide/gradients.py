@@ -17,6 +17,7 @@ from torch import fx
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import loop_bodies
 from zerofx.scheduler.cost.machine import Machine, copy_seconds, first_with_room
 from zerofx.scheduler.cost.timeline import Place, Run, runs
 from zerofx.scheduler.plan.decisions import GradientDecision
@@ -99,7 +100,8 @@ def place_gradients(
     if not decisions:
         return ()
     spans = runs(step, seconds)
-    order = step.positions()
+    order, numbers = step.positions(), loop_bodies(step)
+    bodies = [numbers[run.first.name] for run in spans]
     starts = [order[run.first] for run in spans]
 
     def run_of(node: fx.Node) -> int:
@@ -109,7 +111,7 @@ def place_gradients(
     for decision in decisions:
         tier: Tier = "host" if decision.tier == "host" else "nvme"
         slots = layout.buckets[decision.bucket].slots
-        used = [[run_of(shares[slot.name]) for slot in slots] for shares in step.gradients_by_micro_batch]
+        used = [[run_of(shares[slot.name]) for slot in slots] for shares in step.gradients_by_body]
         frees, reloads = [], []
         for before, after in itertools.pairwise(used):
             last, first = max(before), min(after)
@@ -120,6 +122,9 @@ def place_gradients(
             reload = next(
                 (n for n in range(first - 1, middle, -1) if _between(spans, n, first - 1) >= back), middle + 1
             )
+            if bodies[last] != bodies[first]:  # a round of a loop begins and ends with the gradients away
+                border = bodies.index(bodies[first])
+                free, reload = min(free, border - 1), max(reload, border)
             frees.append(spans[max(last, free)].last.name)
             reloads.append(spans[min(first, reload)].first.name)
         placed.append(replace(decision, free_after=tuple(frees), reload_before=tuple(reloads)))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from zerofx.ir.aliasing import storage_source
@@ -22,6 +22,7 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.edit import start_of_unit
 from zerofx.ir.facts import Job, Task
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import loop_bodies
 from zerofx.scheduler.cost.simulate import Simulation
 from zerofx.scheduler.plan.decisions import GatherDecision, ReduceDecision
 from zerofx.scheduler.plan.plan import Plan
@@ -29,17 +30,21 @@ from zerofx.scheduler.plan.plan import Plan
 LAST_REDUCTION = "the last reduction: awaited where the step ends"
 
 
-def issued_ahead(gathers: Sequence[GatherDecision], layout: BucketLayout, distance: int) -> tuple[GatherDecision, ...]:
+def issued_ahead(
+    gathers: Sequence[GatherDecision], layout: BucketLayout, distance: int, bodies: Mapping[str, int]
+) -> tuple[GatherDecision, ...]:
     """``gathers``, each issued where it is needed, issued ``distance`` units ahead instead.
 
-    The buckets of one unit are needed together, and are gathered ahead together.
+    The buckets of one unit are needed together, and are gathered ahead together. ``bodies`` are those of
+    ``zerofx.ir.micro_batches.loop_bodies``, for all nodes that gathers are needed at.
     """
-    runs = itertools.groupby(gathers, key=lambda gather: layout.buckets[gather.bucket].unit)
+    runs = itertools.groupby(gathers, key=lambda gather: (layout.buckets[gather.bucket].unit, bodies[gather.first]))
     together = [list(run) for _, run in runs]
+    places = [bodies[run[0].first] for run in together]
     issued = []
     for number, gather in ((n, gather) for n, run in enumerate(together) for gather in run):
         # On one rank there is nothing to issue ahead: a bucket that comes from a slower tier is copied, not gathered.
-        units = min(number, distance) if layout.num_ranks > 1 else 0
+        units = min(number - places.index(places[number]), distance) if layout.num_ranks > 1 else 0
         earlier = together[number - units][0]
         hidden = f", issued {units} ahead to hide behind {layout.buckets[earlier.bucket].name}" if units else ""
         issued.append(replace(gather, issue=earlier.first, reason=gather.reason + hidden))
@@ -88,7 +93,7 @@ def hide_collectives(
     away = {decision.bucket for decision in plan.parameters}  # copies from slower tiers set the pace
     gathers = list(plan.gathers)
     if plan.gathers_parameters and all(gather.issue == gather.first for gather in gathers):
-        for number, early in enumerate(issued_ahead(gathers, layout, prefetch)):
+        for number, early in enumerate(issued_ahead(gathers, layout, prefetch, loop_bodies(step))):
             bucket = layout.buckets[early.bucket]
             if early.bucket not in away and slack.takes_gather(number, early, bucket.full_bytes):
                 gathers[number] = early

@@ -25,6 +25,7 @@ from torch import fx
 
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import loop_bodies
 from zerofx.scheduler.cost.machine import Machine, copy_seconds
 from zerofx.scheduler.cost.timeline import Place, Run, runs
 from zerofx.scheduler.decide.residency import parameter_uses
@@ -38,13 +39,15 @@ _ROUNDING = 1e-9  # of the step's seconds: sums of the same numbers in another o
 
 @dataclass(frozen=True)
 class Arrival:
-    """``num_bytes`` that are wanted on tier ``to`` before run ``needed``, and may be asked for up to run ``latest``."""
+    """``num_bytes`` that are wanted on tier ``to`` before run ``needed``, and may be asked for up to run ``latest``, from
+    run ``earliest`` on."""
 
     num_bytes: int
     tier: Tier
     to: Tier
     needed: int
     latest: int
+    earliest: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def starts_of(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machine
         for leg in reversed(_legs(arrival)):
             deadline = min(free.get(leg, deadline), deadline) - copy_seconds(arrival.num_bytes, *leg, machine)
             free[leg] = deadline
-            place = max(0, min(place, bisect_right(reached, deadline + _ROUNDING * reached[-1]) - 1))
+            place = max(arrival.earliest, min(place, bisect_right(reached, deadline + _ROUNDING * reached[-1]) - 1))
             places.append(place)
             deadline = reached[place]
         starts[number] = Start(places[0], places[-1])
@@ -84,7 +87,8 @@ def _read_ahead(arrivals: Sequence[Arrival], run_seconds: Sequence[float], machi
     for number, start in zip(from_nvme, reads, strict=True):
         stays = arrivals[number].to == "host"
         latest = starts[number].copy
-        starts[number] = start if stays else Start(latest, max(start.copy, latest - NUM_BUFFERS))
+        read = max(start.copy, latest - NUM_BUFFERS, arrivals[number].earliest)
+        starts[number] = start if stays else Start(latest, read)
     return starts
 
 
@@ -142,7 +146,8 @@ def place_arrivals(
         if gather.bucket in tiers:
             bucket = layout.buckets[gather.bucket]
             run = at.run(gather.issue if bucket.num_ranks > 1 else gather.first)
-            gathers.append((number, Arrival(bucket.shard_bytes, tiers[gather.bucket], "device", run, run)))
+            size, tier = bucket.shard_bytes, tiers[gather.bucket]
+            gathers.append((number, Arrival(size, tier, "device", run, run, at.begin_of_body(run))))
     states: list[tuple[int, Arrival]] = []
     updated = _updates(plan, step, layout, at)
     for number, decision in enumerate(plan.states):
@@ -153,7 +158,7 @@ def place_arrivals(
         side: Tier = "host" if decision.update == "host" else "device"
         if source != side and size and plan.max_grad_norm is None and (ahead or side == "host"):
             last = updated[decision.bucket]
-            states.append((number, Arrival(size, source, side, last + 1, last)))
+            states.append((number, Arrival(size, source, side, last + 1, last, at.begin_of_body(last))))
     arrivals = [arrival for _, arrival in (*gathers, *states)]
     run_seconds = [run.end_seconds - run.start_seconds for run in spans]
     starts = (starts_of if ahead else _read_ahead)(arrivals, run_seconds, machine)
@@ -206,6 +211,12 @@ class _Positions:
         self.order = step.positions()
         self._by_name = {node.name: node for node in step.graph.nodes}
         self._starts = [self.order[run.first] for run in spans]
+        bodies = loop_bodies(step)
+        self._bodies = [bodies[run.first.name] for run in spans]
+
+    def begin_of_body(self, run: int) -> int:
+        """The first run of the micro-batch of ``run`` where there is a loop over them, or else of the step."""
+        return self._bodies.index(self._bodies[run])
 
     def run(self, name: str) -> int:
         return self.run_of(self._by_name[name])

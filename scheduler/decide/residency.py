@@ -20,6 +20,7 @@ from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, Role, origin, placeholder
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import loop_bodies
 from zerofx.ir.text import target_name, type_name
 from zerofx.passes.divide import divide
 from zerofx.passes.recompute import put_off, recompute
@@ -171,12 +172,15 @@ def _decide_gathers(
         GatherDecision(stay.bucket.index, stay.first.name, stay.last.name, stay.first.name, stay.reason)
         for stay in stays
     ]
-    return issued_ahead(needed, layout, options.prefetch)
+    return issued_ahead(needed, layout, options.prefetch, loop_bodies(step))
 
 
 def residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -> list[Residency]:
-    """All residencies of all buckets in the order of their first use."""
-    order = step.positions()
+    """All residencies of all buckets in the order of their first use.
+
+    A round of a loop over micro-batches begins as it ends: what is not kept throughout is released in between.
+    """
+    order, bodies = step.positions(), loop_bodies(step)
     uses = parameter_uses(step, layout)
     timeline = sorted((order[node], bucket.unit, _home(step, bucket)) for bucket, nodes in uses for node in nodes)
     stays = []
@@ -185,7 +189,10 @@ def residencies(step: StepGraph, layout: BucketLayout, options: PolicyOptions) -
         for i in range(1, len(nodes) + 1):
             if i < len(nodes) and (
                 options.keeps(bucket)
-                or not _other_unit_between(timeline, order, bucket, step.units, nodes[i - 1], nodes[i])
+                or (
+                    bodies[nodes[i - 1].name] == bodies[nodes[i].name]
+                    and not _other_unit_between(timeline, order, bucket, step.units, nodes[i - 1], nodes[i])
+                )
             ):
                 continue
             run = nodes[start:i]

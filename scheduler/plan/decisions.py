@@ -175,7 +175,8 @@ class PieceDecision:
 class GradientDecision:
     """The slower tier that a bucket's gradients wait in between micro-batches: ``"host"`` or ``"nvme"``.
 
-    Positions are names of nodes of the captured graph, one of each for every micro-batch but the last: the copy out
+    Positions are names of nodes of the captured graph, one of each for every body of a micro-batch but the last
+    (``zerofx/ir/micro_batches.py``): the copy out
     starts after the micro-batch's last gradient of the bucket, and is awaited after ``free_after``; the copy back
     starts before ``reload_before``, and is awaited before the next micro-batch's first gradient. A bucket without a
     decision has its gradients on the device.

@@ -35,6 +35,7 @@ from zerofx.ir.aliasing import Storage, is_view, storage_bytes, storage_source, 
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Phase, Role, origin, piece_of, placeholder
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.micro_batches import times_run
 from zerofx.passes.divide import divide
 from zerofx.passes.recompute import recompute
 from zerofx.scheduler.analysis.pieces import forward_runs, pieces
@@ -376,4 +377,6 @@ def _hulls(facts: _Facts, machine: Machine) -> list[list[Level]]:
 
 
 def _compute_seconds(step: StepGraph, machine: Machine) -> float:
-    return sum(node_cost(node, machine).seconds for node in step.calls())
+    """Seconds of computation, of a loop over micro-batches in all rounds."""
+    times = times_run(step)
+    return sum(times[node] * node_cost(node, machine).seconds for node in step.calls())

@@ -88,7 +88,7 @@ class Captured:
     @cached_property
     def seconds_of_one(self) -> dict[Place, float]:
         """Seconds of computation by unit and phase, of one micro-batch: what overlaps with a single transfer."""
-        return {place: total / self.step.num_micro_batches for place, total in self.seconds.items()}
+        return {place: total / self.step.num_bodies for place, total in self.seconds.items()}
 
     @cached_property
     def crossing(self) -> dict[Storage, None]:

@@ -171,7 +171,7 @@ def _activations(question: Question, leaning: Leaning) -> list[Activations]:
     if not question.recompute and not question.tiers:
         return []
     parts = question.captured.segments
-    num_layers = len(parts) // question.step.num_micro_batches
+    num_layers = len(parts) // question.step.num_bodies
     # The peak is that of the worst micro-batch: a layer makes the same move in each before another layer does.
     parts = [part for layer in range(num_layers) for part in parts[layer::num_layers]]
     machine, first = question.machine, {part.key: part for part in reversed(parts)}

@@ -35,6 +35,12 @@ from zerofx.torch_private.operators import OpOverload, schema_of
 from zerofx.torch_private.tensors import empty_like_fake
 
 Strides = Mapping[int, tuple[int, ...]]  # of parameters, by the identity of their tensors
+_MOST_BODIES = 3  # micro-batches that a graph has written out: the first, those in between as a loop, and the last
+
+
+def num_bodies(num_micro_batches: int) -> int:
+    """How many bodies a graph of so many micro-batches has (``zerofx/ir/micro_batches.py``)."""
+    return min(num_micro_batches, _MOST_BODIES)
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,16 @@ class StepGraph:
         return self.graph.output_node()
 
     @property
+    def num_bodies(self) -> int:
+        """Micro-batches that the graph has written out."""
+        return num_bodies(self.num_micro_batches)
+
+    @property
+    def has_loop(self) -> bool:
+        """Whether the second body stands for several micro-batches."""
+        return self.num_micro_batches > self.num_bodies
+
+    @property
     def loss(self) -> fx.Node:
         node = self._outputs()[0]
         assert isinstance(node, fx.Node)
@@ -164,19 +180,19 @@ class StepGraph:
 
     @property
     def extras(self) -> tuple[fx.Node, ...]:
-        """What the step hands out besides its loss, micro-batch by micro-batch."""
+        """What the step hands out besides its loss, body by body."""
         return self._outputs()[1 : 1 + self.num_extras]
 
     @property
     def gradients(self) -> dict[str, fx.Node]:
         """Parameter name to the node that completes its gradient: that of the last micro-batch."""
-        return self.gradients_by_micro_batch[-1]
+        return self.gradients_by_body[-1]
 
     @property
-    def gradients_by_micro_batch(self) -> tuple[dict[str, fx.Node], ...]:
-        """For each micro-batch, parameter name to the node that computes its share of the gradient.
+    def gradients_by_body(self) -> tuple[dict[str, fx.Node], ...]:
+        """For each body, parameter name to the node that computes its share of the gradient.
 
-        A gradient is the sum of its shares in this order.
+        A gradient is the sum of its shares in this order, of which a loop has one in each round.
         """
         gradients, length = self._outputs()[1 + self.num_extras + len(self.mutation_names) :], len(self.gradient_names)
         if not length:

@@ -21,6 +21,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``copy_into``         start copying a tensor over one that exists, on another tier
 ``empty_stored``      a tensor on a slower tier that is still to be written
 ``check_finite``      end the step before its updates, on all ranks, where the loss of one is not finite
+``next_micro_batch``  a micro-batch is over, and the next one begins; ``carried`` is what it hands on
 ``settle``            hold until the host is done with the delayed update of a bucket, started in the step before
 ``part``              a view of some elements of a tensor that enters a region as it stands: one serves them all
 ``mm_into``           a matrix product written over a tensor: ``mm(..., out=)`` for compiled regions, and their kernel
@@ -98,6 +99,7 @@ _library.define("prod_gradient(Tensor gradient, Tensor x, Tensor result, int? di
 _library.define("empty_stored(int numel, ScalarType dtype, str tier, *, Device device) -> Tensor")
 _library.define("settle(int bucket) -> ()")
 _library.define("check_finite(Tensor loss) -> ()")
+_library.define("next_micro_batch(int number, Tensor[] carried) -> ()")
 _library.define("quantise(Tensor values, int num_parts, str encoding, int interleave=1) -> Tensor")
 _library.define("dequantise(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor")
 _library.define("dequantise_sum(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor")
@@ -303,6 +305,7 @@ for _name, _fake in (
     ("release", _nothing),
     ("settle", _nothing),
     ("check_finite", _nothing),
+    ("next_micro_batch", _nothing),
     ("empty_gradients", _empty_gradients),
     ("broadcast", _nothing),
     ("offload", _copied),
@@ -350,6 +353,7 @@ copy_into = torch.ops.zerofx.copy_into.default
 empty_stored = torch.ops.zerofx.empty_stored.default
 settle = torch.ops.zerofx.settle.default
 check_finite = torch.ops.zerofx.check_finite.default
+next_micro_batch = torch.ops.zerofx.next_micro_batch.default
 part = torch.ops.zerofx.part.default
 checked = torch.ops.zerofx.checked.default
 asserted = torch.ops.zerofx.asserted.default
@@ -387,6 +391,7 @@ EVENTS = frozenset(
         release,
         settle,
         check_finite,
+        next_micro_batch,
         empty_gradients,
         empty_stored,
         part,

@@ -21,7 +21,7 @@ from zerofx.codegen.source import load_source
 from zerofx.disk import dumps
 from zerofx.errors import PlanError
 from zerofx.ir.buckets import BucketLayout
-from zerofx.ir.graph import StepGraph
+from zerofx.ir.graph import StepGraph, num_bodies
 from zerofx.ir.returned import Returned
 from zerofx.lowering.lower import LoweredStep
 from zerofx.pipeline import Stage
@@ -78,13 +78,16 @@ class CompiledStep(StepProgram):
     updates: UpdateKernels
     details: Callable[[], LoweredStep]
 
-    def extras(self, tensors: Sequence[torch.Tensor], *, as_list: bool) -> Any:
+    def extras(self, tensors: Sequence[Any], *, as_list: bool) -> Any:
         """What ``forward`` returned after its loss, around a step's tensors; of several micro-batches a list.
 
         ``as_list``: of one micro-batch too.
         """
         num, each = self.plan.num_micro_batches, self.returned.num_tensors
-        extras = [self.returned.rebuilt(tensors[i * each : (i + 1) * each]) for i in range(num)]
+        of_bodies = [tensors[i * each : (i + 1) * each] for i in range(num_bodies(num))]
+        if num > len(of_bodies):  # a loop gives a list of what each round gives
+            of_bodies[1:2] = list(zip(*of_bodies[1], strict=True)) or [()] * (num - 2)
+        extras = [self.returned.rebuilt(tensors) for tensors in of_bodies]
         return extras if num > 1 or as_list else extras[0]
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from zerofx.capture.outside import Outside
 from zerofx.ir.batch import Batch, micro_batch
 from zerofx.ir.facts import Placeholder, Role, placeholder
-from zerofx.ir.graph import StepGraph
+from zerofx.ir.graph import StepGraph, num_bodies
 from zerofx.runtime.state.state import TrainingState
 
 
@@ -50,15 +50,26 @@ def state_tensors(step: StepArguments, model: nn.Module, state: TrainingState, o
 
 def batch_tensors(step: StepArguments, batch: Batch, compute_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """The batch's tensors, or the parts of them that are micro-batches; floating-point ones cast to ``compute_dtype``
-    if there is one."""
+    if there is one. Of a loop over micro-batches each round has its own, whose number is part of the key."""
     by_name = dict(zip(batch.names, batch.tensors, strict=True))
     tensors = {}
     for name, facts in step.placeholders.items():
         if facts.role is not Role.INPUT:
             continue
-        tensor = by_name[facts.name].detach()
-        if facts.part is not None:
-            tensor = micro_batch(tensor, facts.part, step.num_micro_batches)
-        cast = compute_dtype is not None and tensor.is_floating_point()
-        tensors[name] = tensor.to(compute_dtype) if cast else tensor
+        whole = by_name[facts.name].detach()
+        cast = compute_dtype is not None and whole.is_floating_point()
+        for key, part in _parts(name, facts.part, step.num_micro_batches):
+            tensor = whole if part is None else micro_batch(whole, part, step.num_micro_batches)
+            tensors[key] = tensor.to(compute_dtype) if cast else tensor
     return tensors
+
+
+def _parts(name: str, body: int | None, num_micro_batches: int) -> Iterator[tuple[str, int | None]]:
+    """What a placeholder of a batch's tensor in a body stands for: keys, and the micro-batches that they are for."""
+    if body is None or num_micro_batches == num_bodies(num_micro_batches):
+        yield name, body
+    elif body == 1:
+        for turn in range(num_micro_batches - 2):
+            yield f"{name}[{turn}]", turn + 1
+    else:
+        yield name, 0 if body == 0 else num_micro_batches - 1

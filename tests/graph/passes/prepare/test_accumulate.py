@@ -46,7 +46,7 @@ def test_each_micro_batch_has_its_part_of_the_batch_and_gradients_of_its_own() -
     step = in_micro_batches(3).step
     inputs = [placeholder(node) for node in step.placeholders(Role.INPUT)]
     assert [(what.name, what.part) for what in inputs] == [("batch[0]", 0), ("batch[0]", 1), ("batch[0]", 2)]
-    shares = step.gradients_by_micro_batch
+    shares = step.gradients_by_body
     assert len(shares) == step.num_micro_batches == 3
     assert all(share.keys() == step.gradients.keys() for share in shares)
     assert len({node for share in shares for node in share.values()}) == 3 * len(step.gradients)
