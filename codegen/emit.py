@@ -224,11 +224,12 @@ def _body(
         last[index] = [node for node in last.get(index, ()) if node not in held]
         last.setdefault(end, []).extend(held)
     after = {**names, **{after: names[before] for before, after in loop.carried}}
-    lists = [node for node in returned if node in inside]
+    parts = [node for node in step.placeholders(Role.INPUT) if times_held(step, node) > 1]
+    lists = dict.fromkeys(node for node in returned if node in inside or node in parts)
     list_names = {node: _unlike(f"{names[node]}_of_each", names.values()) for node in lists}
     repeated = Repeated(
         loop.num_rounds,
-        _taken([node for node in step.placeholders(Role.INPUT) if times_held(step, node) > 1], names),
+        _taken(parts, names),
         tuple(_lines(step, numbered[begin + 1 : end], live, functions, names, last)),
         tuple((list_names[node], names[node]) for node in lists),
         tuple((names[first], names[second]) for first, second in loop.carried),

@@ -310,12 +310,21 @@ def _line_of(data: list[Any] | str, functions: frozenset[str]) -> Line:
         return _call_of(rest)
     if kind == "loop":
         num_rounds, batch, body, lists, carried = rest
-        lines = tuple(line for line in (_line_of(line, functions) for line in body) if not isinstance(line, Repeated))
-        return Repeated(int(num_rounds), _taken(batch), lines, _pairs(lists), _pairs(carried))
+        return Repeated(
+            int(num_rounds), _taken(batch), tuple(_line_of_round(line, functions) for line in body), _pairs(lists),
+            _pairs(carried),
+        )  # fmt: skip
     region, inputs, outputs, dead, host, bucket, note = rest
     if region not in functions or host not in _HOSTS or type(bucket) not in (int, type(None)):
         raise ValueError(f"expected a call of a region, found {data!r}")
     return RegionCall(region, _names(inputs), _names(outputs), _names(dead), host, bucket, str(note))
+
+
+def _line_of_round(data: list[Any] | str, functions: frozenset[str]) -> Call | RegionCall | str:
+    line = _line_of(data, functions)
+    if isinstance(line, Repeated):
+        raise ValueError("expected one loop, found one inside another")
+    return line
 
 
 def _call_of(data: list[Any]) -> Call:

@@ -8,7 +8,16 @@
                                     grad_0 = wait(reduce_0, grads_0); div_(grad_0, 2)
 
 With several micro-batches the first one's gradients are copied into the buffer and those of the others added to it, in
-order, so that gradients take no memory but the buffer's; it is reduced once, after the last.
+order, so that gradients take no memory but the buffer's; it is reduced once, after the last. Or each micro-batch has a
+buffer of its own, as the plan says, and what stays is the sum of this rank's slices, in the dtype that it is updated in
+(as FSDP2 does it):
+
+    reduce_0 = reduce_scatter(grads_0, 0, 2)
+    grad_0 = wait(reduce_0, grads_0); div_(grad_0, 2)
+    sum_0 = _to_copy(grad_0, dtype=float32)                     # where that is another; else it is grad_0
+    ...
+    micro1_reduce_0 = reduce_scatter(micro1_grads_0, 0, 2)
+    micro1_grad_0 = wait(micro1_reduce_0, micro1_grads_0); div_(micro1_grad_0, 2); add_(sum_0, micro1_grad_0)
 
 The average over the ranks is the sum divided once. At stage 0 every rank updates the whole bucket: an all-reduce in its
 two halves, both of them in the buffer.
@@ -23,7 +32,8 @@ two halves, both of them in the buffer.
 Nobody but a slice's own rank reads it before it is summed, and that rank has read all of them by then. On one rank the
 flat buffer is the gradient.
 
-Does not handle: a parameter without a gradient; the layout has put it in a bucket that is not trained.
+Does not handle: a parameter without a gradient; the layout has put it in a bucket that is not trained. At stage 0
+nothing is reduced by micro-batch: there each rank has all gradients for its update.
 """
 
 from __future__ import annotations
@@ -36,13 +46,16 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import aliased_input, is_view, storage_source
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
 from zerofx.ir.edit import after, consumers, end_of_unit, named, start_of_unit
 from zerofx.ir.facts import Job, Origin, Phase, is_random, origin, set_task
 from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.micro_batches import borders
 from zerofx.scheduler.analysis.saved_values import outputs_of, storage_size
+from zerofx.scheduler.plan.decisions import ReduceDecision
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
@@ -59,36 +72,77 @@ class Reduce:
 
     def run(self, step: StepGraph, plan: Plan) -> None:
         order, shares = step.positions(), step.gradients_by_body
-        by_name = step.by_name()
+        by_name, ends = step.by_name(), [*borders(step), step.output]
         tails = _Tails()
-        buffers = {}
+        decided = {decision.bucket: decision for decision in plan.reduces}
+        buffers: dict[int, list[fx.Node]] = {}
         for bucket in filter(lambda b: b.trainable, self.layout.buckets):
             members = [
                 sorted(((gradients[slot.name], slot) for slot in bucket.slots), key=lambda m: order[m[0]])
                 for gradients in shares
             ]
-            buffers[bucket.index] = _fill_buffer(step, bucket, members, tails)
+            each = _reduces_each(step, plan, bucket, decided[bucket.index])
+            groups = [[member] for member in members] if each else [members]
+            buffers[bucket.index] = [
+                _fill_buffer(step, bucket, group, tails, _name(f"grads_{bucket.index}", number))
+                for number, group in enumerate(groups)
+            ]
         step.set_outputs(step.loss, step.mutations, {})
         # Every reduction is issued before one is placed after another's gradient, as decisions may ask.
         pending = {
-            bucket.index: _issue(step, plan, bucket, buffers[bucket.index])
-            if plan.num_ranks > 1
-            else buffers[bucket.index]
+            bucket.index: [
+                _issue(step, plan, bucket, buffer, number if number < len(buffers[bucket.index]) - 1 else None)
+                if plan.num_ranks > 1
+                else buffer
+                for number, buffer in enumerate(buffers[bucket.index])
+            ]
             for bucket in self.layout.buckets
             if bucket.trainable
         }
 
-        def place(node_name: str | None) -> fx.Node:
-            return end_of_unit(step, tails.after(named(by_name, node_name))) if node_name else step.output.prev
+        def place(node_name: str | None, body: int = -1) -> fx.Node:
+            return end_of_unit(step, tails.after(named(by_name, node_name))) if node_name else ends[body].prev
 
         for decision in plan.reduces:
             bucket = self.layout.buckets[decision.bucket]
-            buffer, started = buffers[bucket.index], pending[bucket.index]
+            *earlier, (buffer, started) = zip(buffers[bucket.index], pending[bucket.index], strict=True)
+            partial = None
+            for number, pair in enumerate(earlier):
+                partial = _add(step, bucket, partial, *pair, place(decision.earlier[number], number), plan, number)
             if started is not buffer:
                 started = _finish(step, plan, bucket, buffer, started, place(decision.wait_after))
+            if partial is not None:
+                with step.graph.inserting_after(started.next):
+                    where = Origin(bucket.name, Phase.UPDATE)
+                    started = insert_call(step.graph, _aten.add_.Tensor, (partial, started), where)
             step.reduced[bucket.index] = started
         if plan.stage == 0 and plan.num_ranks > 1:
             _await_sums(step, plan, self.layout, place)
+
+
+def _name(name: str, body: int) -> str:
+    return f"micro{body}_{name}" if body else name
+
+
+def _reduces_each(step: StepGraph, plan: Plan, bucket: Bucket, decision: ReduceDecision) -> bool:
+    """Whether each micro-batch's gradients are reduced by themselves.
+
+    Raises:
+        PlanError: they are to be where that cannot be.
+    """
+    if not decision.earlier:
+        return False
+    if plan.stage == 0 or plan.num_ranks == 1 or len(decision.earlier) != step.num_bodies - 1:
+        raise PlanError(
+            f"expected {bucket.name} to be reduced in each of {step.num_bodies} bodies of micro-batches at stages 1 to "
+            f"3, on several ranks, found {decision} at stage {plan.stage} on {plan.num_ranks}: make the plan anew"
+        )
+    if any(waiting.bucket == bucket.index for waiting in plan.gradients):
+        raise PlanError(
+            f"expected {bucket.name} to be reduced in each micro-batch or its gradients to wait elsewhere for the next "
+            f"one, found both: make the plan anew"
+        )
+    return True
 
 
 class _Tails:
@@ -108,8 +162,10 @@ class _Tails:
         self._last[anchor] = added
 
 
-def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[list[tuple[fx.Node, Slot]]], tails: _Tails) -> fx.Node:
-    """The bucket's gradient buffer, filled with ``members``: each micro-batch's gradients in the order they arrive."""
+def _fill_buffer(
+    step: StepGraph, bucket: Bucket, members: list[list[tuple[fx.Node, Slot]]], tails: _Tails, name: str
+) -> fx.Node:
+    """A gradient buffer of the bucket, filled with ``members``: some bodies' gradients in the order they arrive."""
     graph, first = step.graph, members[0][0][0]
     turns = _turns_in_unit(step, bucket, first)
     if turns:
@@ -119,7 +175,7 @@ def _fill_buffer(step: StepGraph, bucket: Bucket, members: list[list[tuple[fx.No
         buffer = insert_call(
             graph, ops.empty_gradients, (bucket.index, bucket.numel), Origin(bucket.name, Phase.BACKWARD),
             {"dtype": bucket.compute_dtype, "device": torch.device(step.device.type)},
-            name=f"grads_{bucket.index}", fake=step.fake((bucket.numel,), bucket.compute_dtype),
+            name=name, fake=step.fake((bucket.numel,), bucket.compute_dtype),
         )  # fmt: skip
     if turns:
         tails.add(first, buffer)
@@ -201,7 +257,8 @@ def _made_bytes(node: fx.Node) -> int:
     return sum(map(storage_size, outputs_of(node)))
 
 
-def _issue(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node) -> fx.Node:
+def _issue(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, body: int | None) -> fx.Node:
+    """Start a reduction: of the body's gradients, or of all there are for None."""
     last_write = max(consumers(buffer))
     place = end_of_unit(step, last_write)
     while place.next.target is ops.release:
@@ -213,10 +270,45 @@ def _issue(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node) -> fx.N
         started = insert_call(
             step.graph, ops.reduce_scatter_into if in_buffer else ops.reduce_scatter,
             (buffer, bucket.index, bucket.num_ranks),
-            Origin(bucket.name, Phase.BACKWARD), name=f"reduce_{bucket.index}",
+            Origin(bucket.name, Phase.BACKWARD), name=_name(f"reduce_{bucket.index}", body or 0),
             fake=step.fake_view(buffer, size, (1,), 0) if in_buffer else step.fake(size, dtype),
         )  # fmt: skip
-    return set_task(started, Job.REDUCTION, bucket.index)
+    return started if body is not None else set_task(started, Job.REDUCTION, bucket.index)
+
+
+def _add(
+    step: StepGraph,
+    bucket: Bucket,
+    partial: fx.Node | None,
+    buffer: fx.Node,
+    started: fx.Node,
+    anchor: fx.Node,
+    plan: Plan,
+    body: int,
+) -> fx.Node:
+    """Await a body's reduction after ``anchor``, and add it to the ``partial`` sum of this rank's slices, if any."""
+    where = Origin(bucket.name, Phase.BACKWARD)
+    anchor = max(anchor, started)
+    while _goes_first(anchor.next):
+        anchor = anchor.next
+    with step.graph.inserting_before(anchor.next):
+        grad = insert_call(step.graph, ops.wait, (started, buffer), where, name=_name(f"grad_{bucket.index}", body))
+        insert_call(step.graph, _aten.div_.Tensor, (grad, plan.num_ranks), where)
+        if partial is not None:
+            insert_call(step.graph, _aten.add_.Tensor, (partial, grad), where)
+            return partial
+        dtype = _sum_dtype(bucket, plan)
+        if dtype == bucket.compute_dtype:
+            return grad
+        return insert_call(
+            step.graph, _aten._to_copy.default, (grad,), where, {"dtype": dtype}, name=f"sum_{bucket.index}"
+        )
+
+
+def _sum_dtype(bucket: Bucket, plan: Plan) -> torch.dtype:
+    """The dtype in which slices are added up: that of the update, which a delayed one gets from what it is handed."""
+    delayed = any(decision.bucket == bucket.index and decision.delayed for decision in plan.states)
+    return bucket.compute_dtype if delayed else bucket.dtype
 
 
 def _finish(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, started: fx.Node, anchor: fx.Node) -> fx.Node:

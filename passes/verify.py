@@ -7,7 +7,7 @@ release                a gathered buffer is released once, and nothing reads it 
 residency              once the gather pass has run, every whole parameter buffer, gathered or copied up, is released
 launches               gathers that start as one collective stand one after the other, and all of them are there
 waits                  nothing but its wait reads a started collective or copy; each is awaited once
-gradients              every trained bucket is reduced at most once
+gradients              every trained bucket is reduced at most once in a micro-batch
 update                 a slice is not written before its last gather, or copy to a faster tier, is done with it
 in place               no slice that is gathered in place is written before all ranks are done with what they gathered
 plan                   after the last pass: one gather, reduction or offload for each decision of the plan, no others,
@@ -226,7 +226,7 @@ def _check_clipped(step: StepGraph, after: str, order: dict[fx.Node, int]) -> No
 def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     gathered = [_bucket_gathered(node) for node in _parameter_gathers(step)]
     reduced = [node.args[1] for node in step.calls() if _is_reduction(node)]
-    wanted = [decision.bucket for decision in plan.reduces] if plan.num_ranks > 1 else []
+    wanted = [decision.bucket for decision in plan.reduces for _ in (*decision.earlier, decision.wait_after)]
     offloaded = [
         f"{node.all_input_nodes[0].name} to {node.args[1]}"
         for node in step.calls()
@@ -260,7 +260,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     for what, carried_out, planned in (
         ("gathers buckets", gathered, [decision.bucket for decision in plan.gathers]),
         ("merges gathers with as many after them", launched, merged if plan.num_ranks > 1 else []),
-        ("reduces buckets", reduced, wanted),
+        ("reduces buckets", reduced, wanted if plan.num_ranks > 1 else []),
         ("keeps states of buckets", sorted(placed), states),
         (
             "keeps parameters of buckets",
@@ -289,10 +289,14 @@ def _bucket_of_gradients(offload: fx.Node) -> object:
 
 
 def _check_reductions(step: StepGraph, after: str) -> None:
-    counts = Counter(node.args[1] for node in step.calls() if _is_reduction(node))
-    for bucket, count in counts.items():
-        if count > 1:
-            _fail(step, after, step.output, f"gradients: bucket {bucket} is reduced {count} times")
+    counts: Counter[object] = Counter()
+    for node in step.calls():
+        if node.target is ops.next_micro_batch:
+            counts.clear()
+        elif _is_reduction(node):
+            counts[node.args[1]] += 1
+            if counts[node.args[1]] > 1:
+                _fail(step, after, node, f"gradients: bucket {node.args[1]} is reduced 2 times")
 
 
 def _is_reduction(node: fx.Node) -> bool:

@@ -20,6 +20,7 @@ from zerofx.options import (
     OnNonfinite,
     Precision,
     Recompute,
+    Reduce,
     Tiling,
     Wire,
     check_options,
@@ -49,6 +50,7 @@ def compile(
     keep_gathered: Collection[str] | Literal["all"] = (),
     max_shapes: int = 8,
     accumulate: Accumulate = 1,
+    reduce: Reduce = "auto",
     weights: str | Path | None = None,
     delayed_update: int | None = None,
     wire: Wire = "exact",
@@ -88,6 +90,8 @@ def compile(
         max_shapes: how many batch shapes may be captured before another is an error.
         accumulate: how many equal micro-batches a batch is divided into, whose losses are averaged; ``"auto"`` for the
             number whose plan is fastest within the budget.
+        reduce: ``"each"`` reduces the gradients of each micro-batch and adds up slices, ``"once"`` adds up whole ones
+            and reduces those; ``"auto"`` is the first at stages 2 and 3, and with a budget what that has room for.
         weights: ``.safetensors`` files, their index, or a folder of ``torch.distributed.checkpoint`` to read
             parameters and persistent buffers from.
         delayed_update: None, or how many exact steps come before updates that run on the host next to the following
@@ -112,7 +116,7 @@ def compile(
     options = check_options(
         stage=stage, loss_fn=loss_fn, precision=precision, backend=backend, machine=machine, plan=plan,
         prefetch=prefetch, keep_gathered=keep_gathered, max_shapes=max_shapes, memory_budget=memory_budget,
-        recompute=recompute, offload=offload, accumulate=accumulate, tile=tile, host_budget=host_budget,
+        recompute=recompute, offload=offload, accumulate=accumulate, reduce=reduce, tile=tile, host_budget=host_budget,
         weights=weights, delayed_update=delayed_update, wire=wire, cuda_graphs=cuda_graphs,
         max_grad_norm=max_grad_norm, forward=forward, on_nonfinite=on_nonfinite, constant=constant,
     )  # fmt: skip

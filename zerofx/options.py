@@ -19,6 +19,7 @@ from zerofx.choices import Offload as Offload
 from zerofx.choices import OffloadWord as OffloadWord
 from zerofx.choices import Precision as Precision
 from zerofx.choices import Recompute as Recompute
+from zerofx.choices import Reduce as Reduce
 from zerofx.choices import Tiling as Tiling
 from zerofx.choices import Wire as Wire
 from zerofx.errors import UsageError, warn
@@ -51,6 +52,7 @@ class TuneOptions(TypedDict, total=False):
     recompute: Recompute
     offload: Offload
     accumulate: Accumulate
+    reduce: Reduce
     precision: Precision | None
     backend: Backend
     prefetch: int
@@ -99,6 +101,7 @@ class CompileOptions:
     recompute: Recompute = "auto"
     offload: Offload = "auto"
     accumulate: Accumulate = field(default=1, metadata=_left_out_of("plan"))  # its graph has as many micro-batches
+    reduce: Reduce = "auto"
     tile: Tiling = "auto"
     host_budget: int | float | None = None
     weights: Path | None = field(default=None, metadata=_left_out_of("ranks", "plan", "step"))
@@ -156,6 +159,7 @@ def check_options(
     recompute: Recompute = "auto",
     offload: Offload = "auto",
     accumulate: Accumulate = 1,
+    reduce: Reduce = "auto",
     tile: Tiling = "auto",
     host_budget: int | float | str | None = None,
     weights: str | Path | None = None,
@@ -201,6 +205,7 @@ def check_options(
         raise UsageError(f"expected recompute 'auto' (as the budget asks), 'none' or 'full', found {recompute!r}")
     _check_offload(offload, accumulate, given=plan is not None, budget=memory_budget is not None)
     _check_accumulate(accumulate, plan)
+    _check_reduce(reduce, stage, offload)
     _check_tile(tile)
     _check_delayed(delayed_update, offload)
     _check_wire(wire, stage)
@@ -242,6 +247,7 @@ def check_options(
         recompute=recompute,
         offload=dict(offload) if isinstance(offload, Mapping) else offload,
         accumulate=accumulate,
+        reduce=reduce,
         tile=dict(tile) if isinstance(tile, Mapping) else tile,
         host_budget=limit,
         weights=None if weights is None else Path(weights),
@@ -311,6 +317,24 @@ def _check_max_grad_norm(max_grad_norm: object, delayed_update: int | None) -> N
         raise UsageError(
             f"expected max_grad_norm=None with delayed_update, whose updates are handed to the host before the norm "
             f"of all gradients is known, found max_grad_norm={max_grad_norm}: leave one of them out"
+        )
+
+
+def _check_reduce(reduce: object, stage: int, offload: object) -> None:
+    if reduce not in get_args(Reduce):
+        raise UsageError(
+            f"expected reduce 'auto', 'each' (gradients of each micro-batch, summed in slices) or 'once' (after the "
+            f"last micro-batch), found {reduce!r}"
+        )
+    if reduce == "each" and stage == 0:
+        raise UsageError(
+            "expected stage 1, 2 or 3 with reduce='each', found stage 0: every rank has all gradients for its update "
+            "there; give reduce='once', or another stage"
+        )
+    if reduce == "each" and isinstance(offload, Mapping):
+        raise UsageError(
+            f"expected reduce='once' or 'auto' with offload={dict(offload)!r}, found 'each', with which no whole "
+            f"gradients wait for the next micro-batch: leave one of them out"
         )
 
 

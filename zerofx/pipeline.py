@@ -109,7 +109,7 @@ PLAN = (
     # A gather before first use, a release after last.
     Listed(Gather, {"gathers": ("bucket", "first", "last")}, lambda plan, _: plan.has_residencies),
     # Gradients into flat buffers, reduced as soon as complete.
-    Listed(Reduce, {"reduces": ("bucket", "wait_after", "gathered_after")}),
+    Listed(Reduce, {"reduces": ("bucket", "wait_after", "gathered_after", "earlier")}),
     Listed(Direct),  # products written straight into those buffers
     # Gradients that wait for the next micro-batch elsewhere.
     Listed(Gradients, {"gradients": ("bucket", "tier", "free_after", "reload_before")}, lambda plan, _: plan.gradients),

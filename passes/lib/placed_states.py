@@ -168,9 +168,9 @@ class PlacedStates:
 def _start_of_reduction(step: StepGraph, bucket: Bucket) -> fx.Node:
     """The node before which copies start: after the start of the reduction, or on one rank before the unit's run that
     completes the gradients."""
-    for node in step.calls():
-        if node.target in ops.REDUCTIONS and node.args[1] == bucket.index:
-            return node.next
+    started = [node for node in step.calls() if node.target in ops.REDUCTIONS and node.args[1] == bucket.index]
+    if started:
+        return started[-1].next
     return start_of_unit(step, max(consumers(step.reduced[bucket.index])))
 
 

@@ -10,10 +10,10 @@
 
 The captured graph is that of one micro-batch, whose loss is divided by their number already. Forward and backward are
 copied for each further one, up to three: of more micro-batches the second copy stands for all between the first and the
-last, as a loop (``zerofx/ir/micro_batches.py``), so that a step does not grow with their number. A divided batch tensor
-becomes a placeholder for each copy, so that an offset makes no region different from another. A buffer that the model
-changes is read as the micro-batch before leaves it. Every micro-batch keeps its own gradients: the reduce pass adds them
-up where they arrive. Random operators draw in the order in which a loop over the micro-batches would.
+last, as a loop (``zerofx/ir/micro_batches.py``), so that a step does not grow with their number. A divided batch
+tensor becomes a placeholder for each copy, so that an offset makes no region different from another. A buffer that the
+model changes is read as the micro-batch before leaves it. Every micro-batch keeps its own gradients: the reduce pass
+adds them up where they arrive. Random operators draw in the order in which a loop over the micro-batches would.
 
 Like ``simplify`` it runs before the plan is made, which names the nodes of the graph it leaves.
 
@@ -59,10 +59,11 @@ def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]
         set_placeholder(node, replace(placeholder(node), part=0))
     total, loss = step.loss, step.loss
     extras, gradients = [*step.extras], [step.gradients]
-    latest = dict(mutations)
+    latest, made = dict(mutations), set(calls)
     for number in range(1, step.num_bodies):
-        read = [node for name, node in latest.items() if buffers[name].users]
-        _begin(step, number, (total, *read) if step.has_loop else ())
+        handed_on = [name for name in latest if buffers[name].users] if step.has_loop else []
+        latest |= {name: _made_here(step, latest[name], made) for name in handed_on}
+        _begin(step, number, (total, *(latest[name] for name in handed_on)) if step.has_loop else ())
         copies = {node: node for node in step.placeholders()}
         copies |= {node: _part_of(step, node, number) for node in inputs}
         copies |= {buffers[name]: node for name, node in latest.items()}
@@ -71,8 +72,19 @@ def accumulate(step: StepGraph, num_micro_batches: int, divided: Collection[str]
         total = _sum(step, total, copies[loss])
         extras += [copies[node] for node in extras[: step.num_extras]]
         gradients.append({name: copies[node] for name, node in gradients[0].items()})
-        latest = {name: copies[node] for name, node in mutations.items()}
+        latest, made = {name: copies[node] for name, node in mutations.items()}, {copies[node] for node in calls}
     step.set_outputs(total, latest, *gradients, extras=extras)
+
+
+def _made_here(step: StepGraph, node: fx.Node, made: Collection[fx.Node]) -> fx.Node:
+    """A value that a micro-batch leaves a buffer with, as one of what that micro-batch has ``made``.
+
+    It may hand on what it was given: where two buffers change places, say.
+    """
+    if value_node(storage_source(node)) in made:
+        return node
+    with step.graph.inserting_before(step.output):
+        return insert_call(step.graph, torch.ops.aten.clone.default, (node,), Origin("", Phase.FORWARD))
 
 
 def _begin(step: StepGraph, number: int, carried: Iterable[fx.Node]) -> None:

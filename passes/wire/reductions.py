@@ -52,7 +52,10 @@ class QuantiseReductions:
     name: str = "quantise_reductions"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
-        started = {node.args[1]: node for node in step.calls() if node.target is ops.reduce_scatter}
+        started: dict[object, list[fx.Node]] = {}
+        for node in step.calls():
+            if node.target is ops.reduce_scatter:
+                started.setdefault(node.args[1], []).append(node)
         by_name = step.by_name()
         for decision in plan.wires:
             if decision.reduce == "exact":
@@ -65,7 +68,10 @@ class QuantiseReductions:
                     f"found {decision.reduce!r} for {bucket.name} at stage {plan.stage}; make the plan anew"
                 )
             hop = None if decision.hop_after is None else named(by_name, decision.hop_after)
-            _quantise(step, plan, bucket, started[bucket.index], decision.reduce, hop)
+            *earlier, last = started[bucket.index]
+            for reduction in earlier:  # of micro-batches before the last, whose second hop begins where it is awaited
+                _quantise(step, plan, bucket, reduction, decision.reduce, None)
+            _quantise(step, plan, bucket, last, decision.reduce, hop)
 
 
 def is_two_hops(num_nodes: int, ranks_per_node: int | None) -> bool:

@@ -21,7 +21,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import Storage, aliased_input, is_view, storage_bytes, storage_source, tensors_of
 from zerofx.ir.facts import DEVICE, placeholder, tier_of
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.micro_batches import times_held
+from zerofx.ir.micro_batches import Loop, loop_of, times_held
 from zerofx.ir.streams import passes_through_host, runs_on_host
 from zerofx.scheduler.cost.blocks import size_class
 from zerofx.scheduler.cost.cpu.workspace import memories
@@ -121,8 +121,11 @@ def liveness(step: StepGraph, on_cpu: bool, *, fused: bool = False) -> Liveness:
     dying = _by_reader(last_here)
     persistent = _persistent_bytes(step, DEVICE)
     live, during, behind = persistent, {}, {}
+    loop = loop_of(step)
     for node in step.calls():
         live += sum(size for _, size in here.get(node, ()))
+        if loop is not None and node is loop.begin:
+            live += (loop.num_rounds - 1) * _handed_out_bytes(loop, here, last_use)
         inside = taken.get(node)
         during[node] = live + (0 if inside is None else inside.inside)
         for source, index in dying.get(node, ()):
@@ -136,6 +139,14 @@ def liveness(step: StepGraph, on_cpu: bool, *, fused: bool = False) -> Liveness:
     slower: dict[str, TierUse] = {tier: _tier_use(step, tier, last_use, owned) for tier in tiers}
     used = {tier: use for tier, use in slower.items() if use.peak_bytes}
     return Liveness(during, behind, persistent, last_here, sizes, used)
+
+
+def _handed_out_bytes(
+    loop: Loop, owned: Mapping[fx.Node, list[tuple[int, int]]], last_use: Mapping[Storage, fx.Node]
+) -> int:
+    """Bytes of what a step returns of each round: what the earlier ones have made is there in the last."""
+    storages = ((node, index, size) for node in loop.inside() for index, size in owned.get(node, ()))
+    return sum(size for node, index, size in storages if (node, index) not in last_use)
 
 
 def _tier_use(

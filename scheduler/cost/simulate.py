@@ -237,8 +237,8 @@ def _timings(
                 compute_free, cost.seconds, 0.0, cost.bytes_read, cost.bytes_written, 0, cost.flops
             )
             compute_free += cost.seconds
-    for node in loop.inside() if loop is not None else ():
-        timings[node] = replace(timings[node], num_runs=loop.num_rounds)
+    if loop is not None:
+        timings |= {node: replace(timings[node], num_runs=loop.num_rounds) for node in loop.inside()}
     return timings
 
 

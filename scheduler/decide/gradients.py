@@ -1,8 +1,10 @@
-"""Offload of gradients between micro-batches: the bytes that it frees, what it costs, and when they are copied.
+"""Gradients between micro-batches: summed whole, reduced in each and summed in slices, or away in a slower tier.
 
-With several micro-batches a rank holds the gradient buffers of all buckets from the first backward on, in whole. A
-buffer that waits in a slower tier is on the device only while its unit's backward runs; for each pair of micro-batches
-it goes down once and comes up once, during the backward of the units after it and before it.
+With several micro-batches a rank holds the gradient buffers of all buckets from the first backward on, in whole, where
+they are reduced once, after the last. Reduced in each micro-batch, they leave this rank's slice of their sum, and are
+sent as often as there are micro-batches. A buffer that waits in a slower tier is on the device only while its unit's
+backward runs; for each pair of micro-batches it goes down once and comes up once, during the backward of the units
+after it and before it.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from zerofx.choices import Reduce
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_bodies
-from zerofx.scheduler.cost.machine import Machine, copy_seconds, first_with_room
+from zerofx.scheduler.cost.machine import Machine, collective_seconds, copy_seconds, first_with_room
 from zerofx.scheduler.cost.timeline import Place, Run, runs
 from zerofx.scheduler.plan.decisions import GradientDecision
 from zerofx.scheduler.plan.tiers import Tier
@@ -27,11 +30,25 @@ from zerofx.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Waiting:
-    """One level of a menu about gradients between micro-batches: bytes on the device, exposed seconds, tier."""
+    """One level of a menu about gradients between micro-batches: bytes on the device, seconds that count, tier.
+
+    ``each``: whether each micro-batch's are reduced, so that the bytes are those of a slice. That exposes
+    ``exposed_seconds``, which at stages 2 and 3 do not count: they stand for gradients in slices, and a budget has that
+    before anything is computed again or offloaded.
+    """
 
     num_bytes: int
     seconds: float
     tier: Tier = "device"
+    each: bool = False
+    exposed_seconds: float = 0.0
+
+    def why_each(self, freed_bytes: int) -> str:
+        """The reason of a bucket that is reduced in each micro-batch."""
+        return (
+            f"reduced in each micro-batch: frees {format_bytes(freed_bytes)} in between for "
+            f"{format_seconds(self.exposed_seconds)} exposed"
+        )
 
     def decision(self, bucket: Bucket, freed_bytes: int) -> GradientDecision:
         """The decision, with its reason, before its copies are placed."""
@@ -53,34 +70,76 @@ def gradients_asked(layout: BucketLayout, num_micro_batches: int, tier: Tier | N
     )  # fmt: skip
 
 
+def slice_bytes(bucket: Bucket) -> int:
+    """What the sum of this rank's slices of a bucket's gradients takes, in the dtype that it is updated in."""
+    return bucket.shard_numel * bucket.dtype.itemsize
+
+
+def reduced_each(
+    layout: BucketLayout, stage: int, num_micro_batches: int, asked: Reduce, *, searched: bool
+) -> dict[int, str]:
+    """The buckets whose gradients are reduced in each micro-batch before any move is made, with reasons.
+
+    Stages 2 and 3 stand for gradients in slices. Where a budget is searched for (``searched``) memory is what that has
+    to give: whole buffers are sent least, and give way to slices first.
+    """
+    if num_micro_batches == 1 or stage == 0 or layout.num_ranks == 1 or asked == "once":
+        return {}
+    if asked == "each":
+        return {bucket.index: "reduced in each micro-batch, as asked" for bucket in layout.buckets if bucket.trainable}
+    if searched or stage == 1:
+        return {}
+    return {
+        bucket.index: f"reduced in each micro-batch: stage {stage} holds slices of gradients"
+        for bucket in layout.buckets
+        if bucket.trainable and slice_bytes(bucket) < bucket.full_bytes
+    }
+
+
 def gradient_menus(
     layout: BucketLayout,
+    stage: int,
     num_micro_batches: int,
+    asked: Reduce,
     seconds: Mapping[Place, float],
     machine: Machine,
     capacity: Mapping[Tier, int],
-) -> dict[Bucket, tuple[Waiting, Waiting]]:
-    """For each trained bucket: its gradients on the device between micro-batches, and off it.
+) -> dict[Bucket, tuple[Waiting, ...]]:
+    """For each trained bucket: its gradients whole on the device between micro-batches, in slices, and off it.
 
     Args:
         layout: the buckets.
+        stage: gradients are reduced in each micro-batch at stages 1 to 3, on several ranks.
         num_micro_batches: with one, there is nothing to decide.
+        asked: whether they are reduced in each micro-batch as a search finds, never, or always, and then nothing is
+            left to decide.
         seconds: computation by unit and phase in one micro-batch.
         machine: its links.
         capacity: bytes that each slower tier has for a rank's gradients; the first is filled first.
     """
     left, menus = dict(capacity), {}
+    in_slices = asked == "auto" and stage > 0 and layout.num_ranks > 1
     for bucket in layout.buckets:
         size = bucket.full_bytes
-        tier = first_with_room(left, size)
-        if num_micro_batches == 1 or not bucket.trainable or not size or tier is None:
+        if num_micro_batches == 1 or not bucket.trainable or not size or asked == "each":
             continue
-        left[tier] -= size
         overlapping = seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
-        exposed = sum(
-            max(0.0, copy_seconds(size, *ends, machine) - overlapping) for ends in (("device", tier), (tier, "device"))
-        )
-        menus[bucket] = (Waiting(size, 0.0), Waiting(0, (num_micro_batches - 1) * exposed, tier))
+        levels = [Waiting(size, 0.0)]
+        if in_slices and slice_bytes(bucket) < size:
+            reduction = collective_seconds("reduce_scatter", size, bucket.num_ranks, machine)
+            exposed = (num_micro_batches - 1) * max(0.0, reduction - overlapping)
+            counted = exposed if stage == 1 else 0.0
+            levels.append(Waiting(slice_bytes(bucket), counted, each=True, exposed_seconds=exposed))
+        tier = first_with_room(left, size)
+        if tier is not None:
+            left[tier] -= size
+            exposed = sum(
+                max(0.0, copy_seconds(size, *ends, machine) - overlapping)
+                for ends in (("device", tier), (tier, "device"))
+            )
+            levels.append(Waiting(0, (num_micro_batches - 1) * exposed, tier))
+        if len(levels) > 1:
+            menus[bucket] = tuple(levels)
     return menus
 
 

@@ -39,8 +39,10 @@ _ROUNDING = 1e-9  # of the step's seconds: sums of the same numbers in another o
 
 @dataclass(frozen=True)
 class Arrival:
-    """``num_bytes`` that are wanted on tier ``to`` before run ``needed``, and may be asked for up to run ``latest``, from
-    run ``earliest`` on."""
+    """``num_bytes`` that are wanted on tier ``to`` before run ``needed``.
+
+    They may be asked for from run ``earliest`` on, and up to run ``latest``.
+    """
 
     num_bytes: int
     tier: Tier

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -93,6 +93,7 @@ def decide(
     parameters: tuple[ParameterDecision, ...] = (),
     gradients: tuple[GradientDecision, ...] = (),
     tiles: tuple[TileDecision, ...] = (),
+    each: Mapping[int, str] | None = None,
     memory_budget: int | None = None,
     max_grad_norm: float | None = None,
     offloads: tuple[OffloadDecision, ...] = (),
@@ -102,7 +103,8 @@ def decide(
     """Make the plan for a captured graph. Equal inputs give an equal plan, on any machine and rank.
 
     Residencies are decided for the graph as it is once ``tiles`` and ``recomputes`` are carried out: ``carried_out``,
-    or else a copy that is made here. ``identity`` is the captured graph's, if it is known.
+    or else a copy that is made here. ``each``: the buckets whose gradients are reduced in each micro-batch, with
+    reasons. ``identity`` is the captured graph's, if it is known.
     """
     sharded = stage == 3 and layout.num_ranks > 1
     identity = identity or identify(step)
@@ -125,7 +127,7 @@ def decide(
         graph=identity.fingerprint,
         buckets=tuple(summarise(bucket) for bucket in layout.buckets),
         gathers=_decide_gathers(step, layout, options, resident) if sharded or parameters else (),
-        reduces=_decide_reduces(step, layout, options, stage),
+        reduces=_decide_reduces(step, layout, options, stage, each or {}),
         recomputes=recomputes,
         extra_keeps=extra_keeps,
         pieces=pieces,
@@ -247,9 +249,34 @@ def _other_unit_between(
 
 
 def _decide_reduces(
-    step: StepGraph, layout: BucketLayout, options: PolicyOptions, stage: int
+    step: StepGraph, layout: BucketLayout, options: PolicyOptions, stage: int, each: Mapping[int, str]
 ) -> tuple[ReduceDecision, ...]:
-    order, gradients = step.positions(), step.gradients
+    *earlier, last = [
+        _reduces_of(step, layout, options, gradients, stage if number == step.num_bodies - 1 else None)
+        for number, gradients in enumerate(step.gradients_by_body)
+    ]
+    places = [{decision.bucket: decision.wait_after for decision in body} for body in earlier]
+    return tuple(
+        replace(
+            decision,
+            reason=f"{each[decision.bucket]}; {decision.reason}",
+            earlier=tuple(body[decision.bucket] for body in places),
+        )
+        if decision.bucket in each
+        else decision
+        for decision in last
+    )
+
+
+def _reduces_of(
+    step: StepGraph,
+    layout: BucketLayout,
+    options: PolicyOptions,
+    gradients: Mapping[str, fx.Node],
+    stage: int | None,
+) -> tuple[ReduceDecision, ...]:
+    """The reductions after one micro-batch, whose ``gradients`` those are; ``stage`` is None for all but the last."""
+    order = step.positions()
     complete = sorted(
         (max(order[gradients[slot.name]] for slot in bucket.slots), bucket.index)
         for bucket in layout.buckets

@@ -34,12 +34,17 @@ class ReduceDecision:
 
     At stage 0 the slices of the sum are gathered there, and awaited (and the bucket updated) after node
     ``gathered_after``: None as above, ``""`` where they are issued.
+
+    With several micro-batches their gradients are added up, and reduced after the last one. Where ``earlier`` has a
+    position for each body of a micro-batch but the last (``zerofx/ir/micro_batches.py``), each micro-batch's are
+    reduced by themselves instead, awaited after that node (None: where the body ends), and added to this rank's slice.
     """
 
     bucket: int
     wait_after: str | None
     reason: str
     gathered_after: str | None = ""
+    earlier: tuple[str | None, ...] = ()
 
     @property
     def updated_after(self) -> str | None:

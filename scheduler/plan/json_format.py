@@ -24,11 +24,13 @@ _LEFT_OUT: dict[str, Any] = {"wire": "exact", "ranks_per_node": None, "wires": (
 
 def as_data(plan: Plan) -> dict[str, Any]:
     """All that a plan holds, as dicts, but for what most plans say nothing of: the wire, pieces, clipping, what tiles
-    are of, where gathered sums are awaited."""
+    are of, where gathered sums are awaited, what is reduced in each micro-batch."""
     data = asdict(plan)
     for reduce in data["reduces"]:
         if reduce["gathered_after"] == "":
             del reduce["gathered_after"]
+        if not reduce["earlier"]:
+            del reduce["earlier"]
     for tile in data["tiles"]:
         if tile["over"] == "rows":
             del tile["over"]

@@ -84,10 +84,10 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Accumulated:
-    """Where a bucket's gradients wait between micro-batches."""
+    """What of a bucket's gradients waits between micro-batches, and where."""
 
     bucket: Bucket
-    levels: tuple[Waiting, Waiting]
+    levels: tuple[Waiting, ...]
 
 
 Item = Activations | Keeping | Prefetching | Awaiting | States | Parameters | Accumulated
@@ -118,18 +118,17 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         if question.stage == 3:
             items += _parameters(question, [levels[1] for levels in menus.values()], activation_bytes)
         items += _prefetching_copies(question, items)
-    if leaning != "recompute":
-        items += _accumulated(question, items)
-    return items
+    return items + _accumulated(question, items, leaning)
 
 
-def _accumulated(question: Question, others: Sequence[Item]) -> list[Item]:
-    """Gradients between micro-batches, in the room that states and parameters leave."""
+def _accumulated(question: Question, others: Sequence[Item], leaning: Leaning) -> list[Item]:
+    """Gradients between micro-batches: in slices, or in the room that states and parameters leave elsewhere."""
     states = [item.levels[1] for item in others if isinstance(item, States)] or list(question.delayed.values())
     parameters = [item.levels[1].decision(item.bucket, 0) for item in others if isinstance(item, Parameters)]
     menus = gradient_menus(
-        question.layout, question.step.num_micro_batches, question.captured.seconds_of_one, question.machine,
-        _capacity(question, states, parameters).tiers,
+        question.layout, question.stage, question.step.num_micro_batches, question.reduce,
+        question.captured.seconds_of_one, question.machine,
+        _capacity(question, states, parameters).tiers if leaning != "recompute" else {},
     )  # fmt: skip
     return [Accumulated(bucket, levels) for bucket, levels in menus.items()]
 
@@ -207,6 +206,7 @@ class _Choice:
     placements: list[Placement] = field(default_factory=list)  # of the same buckets
     parameters: list[ParameterDecision] = field(default_factory=list)
     gradients: list[GradientDecision] = field(default_factory=list)
+    each: dict[int, str] = field(default_factory=dict)  # buckets that are reduced in each micro-batch
 
 
 def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) -> tuple[Plan, StepGraph]:
@@ -238,6 +238,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         states=tuple(chosen.states),
         parameters=tuple(chosen.parameters),
         gradients=place_gradients(chosen.gradients, carried_out, question.layout, chosen.seconds, question.machine),
+        each=chosen.each,
         memory_budget=question.memory_budget,
         max_grad_norm=question.max_grad_norm,
         carried_out=carried_out,
@@ -262,6 +263,7 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
     chosen.states += decisions_of(question.delayed)
     chosen.placements += question.delayed.values()
     chosen.gradients += question.gradients
+    chosen.each |= question.reduced_each
     for number, item in enumerate(items):
         move = levels.get(number)
         if isinstance(item, Keeping) and move is None:
@@ -276,7 +278,12 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
         elif isinstance(item, Parameters) and move is not None:
             chosen.parameters.append(item.levels[1].decision(item.bucket, move.freed_bytes))
         elif isinstance(item, Accumulated) and move is not None:
-            chosen.gradients.append(item.levels[1].decision(item.bucket, move.freed_bytes))
+            waiting = item.levels[move.level]
+            if waiting.each:
+                chosen.each[item.bucket.index] = waiting.why_each(move.freed_bytes)
+            else:
+                chosen.each.pop(item.bucket.index, None)
+                chosen.gradients.append(waiting.decision(item.bucket, move.freed_bytes))
         elif isinstance(item, Activations) and move is not None:
             _choose_activations(question, item, move, chosen)
     return chosen

@@ -15,7 +15,7 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.decide.gradients import gradients_asked
+from zerofx.scheduler.decide.gradients import gradients_asked, reduced_each
 from zerofx.scheduler.decide.states import Placement, delayed_placements
 from zerofx.scheduler.decide.tiling import named_tiles
 from zerofx.scheduler.plan.decisions import GradientDecision
@@ -129,6 +129,14 @@ class Problem:
         tier = gradients_tier(self.options.offload, self.machine)
         return gradients_asked(self.layout, self.captured.num_micro_batches, tier)
 
+    def reduced_each(self) -> dict[int, str]:
+        """The buckets that are reduced in each micro-batch before any move is made, with reasons."""
+        if self.gradients():
+            return {}
+        options, searched = self.options, self.memory_budget is not None
+        num = self.captured.num_micro_batches
+        return reduced_each(self.layout, options.stage, num, options.reduce, searched=searched)
+
     def delayed(self) -> dict[Bucket, Placement]:
         """Where states are whose updates are asked to run next to the following step."""
         if self.options.delayed_update is None:
@@ -157,6 +165,8 @@ class Problem:
             delayed=self.delayed(),
             max_grad_norm=options.max_grad_norm,
             gradients=self.gradients(),
+            reduce="once" if self.gradients() else options.reduce,
+            reduced_each=self.reduced_each(),
         )
 
     def state_bytes(self) -> dict[int, int]:

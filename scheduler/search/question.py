@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from zerofx.choices import Reduce
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.cost.machine import Machine
@@ -29,6 +30,7 @@ class Question:
     ``delayed``: where states are in any case, so that their updates overlap with the next step; none if empty.
     ``max_grad_norm``: what gradients are clipped to, if they are: all updates are after all reductions then.
     ``gradients``: which wait elsewhere between micro-batches in any case, with copies that are still to be placed.
+    ``reduce``: whether gradients may be reduced in each micro-batch, ``reduced_each`` those that are before any move.
     """
 
     captured: Captured
@@ -45,6 +47,8 @@ class Question:
     delayed: Mapping[Bucket, Placement] = field(default_factory=dict)
     max_grad_norm: float | None = None
     gradients: tuple[GradientDecision, ...] = ()
+    reduce: Reduce = "auto"
+    reduced_each: Mapping[int, str] = field(default_factory=dict)
 
     def tiled(self, tiles: tuple[TileDecision, ...]) -> Question:
         """The same question where values are tiled so."""

@@ -40,12 +40,18 @@ def build(case: Case) -> nn.Module:
 
 
 def train_plain(
-    case: Case, steps: int | None = None, accumulate: int = 1, max_grad_norm: float | None = None
+    case: Case,
+    steps: int | None = None,
+    accumulate: int = 1,
+    max_grad_norm: float | None = None,
+    *,
+    each: bool = False,
 ) -> Trained:
     """Eager training under `DistributedDataParallel`, or by itself where there is one rank.
 
     With `accumulate` each batch is divided into as many micro-batches, whose gradients add up as in any loop that does
-    so; ranks reduce them once. With `max_grad_norm` torch clips the gradients to it.
+    so; ranks reduce them once, or `each` micro-batch's by themselves. With `max_grad_norm` torch clips the gradients to
+    it.
     """
     rank, num_ranks = world()
     model = build(case)
@@ -58,6 +64,7 @@ def train_plain(
     for args, kwargs in batches(case, rank, steps or case.steps):
         optimizer.zero_grad()
         total = torch.zeros(())
+        sums: list[Tensor | None] = []
         for number, (part, keywords) in enumerate(parts(args, kwargs, accumulate)):
             wait = isinstance(runner, DistributedDataParallel) and number < accumulate - 1
             with runner.no_sync() if wait else contextlib.nullcontext():  # type: ignore[operator]  # of DDP alone
@@ -67,12 +74,30 @@ def train_plain(
                     loss = case.loss_fn(runner(part[0]), *part, **keywords)
                 loss = loss / accumulate
                 loss.backward()
+            if each:
+                sums = _reduced(model, sums, wait=wait)
             total = loss.detach().clone() if number == 0 else total + loss.detach()
+        for parameter, gradient in zip(model.parameters(), sums, strict=False):
+            parameter.grad = gradient
         if max_grad_norm is not None:
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm))
         optimizer.step()
         losses.append(total)
     return Trained(losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}, norms)
+
+
+def _reduced(model: nn.Module, sums: list[Tensor | None], *, wait: bool) -> list[Tensor | None]:
+    """`sums` and the gradients that the last backward has left in a model, which is then without; ranks average them
+    here if they `wait` for `DistributedDataParallel` to do so."""
+    found: list[Tensor | None] = []
+    for number, parameter in enumerate(model.parameters()):
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None and wait:
+            dist.all_reduce(gradient)
+            gradient = gradient / world()[1]
+        before = sums[number] if sums else None
+        found.append(gradient if before is None or gradient is None else before + gradient)
+    return found
 
 
 def parts(
@@ -146,19 +171,24 @@ def compare_runs(
     tolerance: float = 0.0,
     steps: int | None = None,
     accumulate: int = 1,
+    *,
+    each: bool = False,
 ) -> dict[str, list[str]]:
     """Train each case plainly and in each of `runs` (label to options of `compile`); what went wrong, by case and run.
 
-    All of them take `accumulate` micro-batches before an update. Runs on every rank; a failure is recorded, and the
-    next case runs.
+    All of them take `accumulate` micro-batches before an update, of which `each` is reduced, or all at once. Runs on
+    every rank; a failure is recorded, and the next case runs.
     """
     found: dict[str, list[str]] = {}
     for name in names:
         case = CASES[name]
-        expected = train_plain(case, steps, accumulate)
+        expected = train_plain(case, steps, accumulate, each=each)
         for label, options in runs.items():
             try:
-                found_here = train_compiled(case, steps=steps, accumulate=accumulate, **options)
+                reduce = "each" if each else "once"
+                found_here = train_compiled(
+                    case, steps=steps, **{"accumulate": accumulate, "reduce": reduce, **options}
+                )
                 wrong = differences(expected, found_here, tolerance)
             except zerofx.ZeroFXError as error:
                 wrong = [f"{type(error).__name__}: {error}"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import click
 
-from zerofx.choices import Accumulate, Offload, Precision, Recompute, Wire
+from zerofx.choices import Accumulate, Offload, Precision, Recompute, Reduce, Wire
 from zerofx.errors import UsageError
 from zerofx.scheduler.cost.machine import Machine
 
@@ -145,6 +145,10 @@ _TRAINING_OPTIONS = (
     click.option(
         "--accumulate", default="1", show_default=True, metavar="N", callback=_parse_accumulate,
         help="Micro-batches before each update, or 'auto'.",
+    ),
+    click.option(
+        "--reduce", type=click.Choice(get_args(Reduce)), default="auto", show_default=True,
+        help="Reduce gradients in each micro-batch, or once after the last.",
     ),
     click.option("--wire", type=click.Choice(get_args(Wire)), default="exact", show_default=True, help="Bits to send."),
     click.option("--max-grad-norm", type=float, help="Clip gradients to this norm of all of them; else none are."),

@@ -2,8 +2,8 @@
 
 A step of up to three micro-batches has a body for each. One of more has three bodies too: the first micro-batch, one
 that stands for all in between, and the last. That in between is a loop: it runs once for each micro-batch that it
-stands for, and what it leaves behind must be what it began with. ``ops.next_micro_batch`` stands between two bodies, and
-reads what the first hands on to the second: the loop's begin and end hand on the same things in the same order.
+stands for, and leaves what it began with. ``ops.next_micro_batch`` stands between two bodies, and reads what the
+first hands on to the second: the loop's begin and end hand on the same things in the same order.
 """
 
 from __future__ import annotations

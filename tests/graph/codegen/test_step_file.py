@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.graphs import TwoBlocks, prepare
+from tests.lib.graphs import Averaging, TwoBlocks, prepare
 from tests.lib.plans import wired
 from zerofx.codegen.emit import EmittedStep, emit
 from zerofx.codegen.regions import cut
@@ -32,11 +32,18 @@ def as_text(file: StepFile) -> Any:
     return json.loads(json.dumps(file.as_data()))
 
 
-@pytest.mark.parametrize("make", [lambda: prepare(TwoBlocks()), lambda: wired("fp8")])
+@pytest.mark.parametrize(
+    "make", [lambda: prepare(TwoBlocks()), lambda: wired("fp8"), lambda: prepare(Averaging(), num_micro_batches=5)]
+)
 def test_a_file_that_was_read_has_the_same_text(make: Callable[[], Any]) -> None:
     file = emitted(make).file
     found = StepFile.from_data(as_text(file))
     assert found.text(["def host(): pass"]) == file.text(["def host(): pass"]) and found.functions == file.functions
+
+
+def test_micro_batches_between_the_first_and_the_last_are_a_loop(golden: Callable[..., None]) -> None:
+    source = emitted(lambda: prepare(Averaging(), num_micro_batches=5, num_ranks=1)).source
+    golden(source[source.index("def step") :])
 
 
 def _call(**changed: Any) -> list[Any]:
@@ -54,6 +61,15 @@ def _file(call: list[Any] | None = None, **changed: Any) -> list[Any]:
         "body": [["region", "region", ["a"], ["y"], [], "", None, "note"]], "outputs": ["y"],
     } | changed  # fmt: skip
     return list(given.values())
+
+
+def _loop(**changed: Any) -> list[Any]:
+    given = {
+        "num_rounds": 2, "batch": [["b", "b", ""]],
+        "body": [["region", "region", ["b"], ["y"], [], "", None, "note"]], "lists": [["ys", "y"]],
+        "carried": [["a", "y"]],
+    } | changed  # fmt: skip
+    return _file(body=[["loop", *given.values()]])
 
 
 HOSTILE: dict[str, list[Any]] = {
@@ -79,6 +95,12 @@ HOSTILE: dict[str, list[Any]] = {
     "a region that is none": _file(body=[["region", "exec", ["a"], ["y"], [], "", None, "note"]]),
     "another method of the runtime": _file(body=[["region", "region", ["a"], ["y"], [], "close", None, ""]]),
     "a bucket": _file(body=[["region", "region", ["a"], ["y"], [], "host_later", CODE, ""]]),
+    "a number of rounds": _loop(num_rounds=CODE),
+    "a name of a round's batch": _loop(batch=[[f"a={CODE};b", "b", ""]]),
+    "a line of a round": _loop(body=[["region", "exec", ["a"], ["y"], [], "", None, "note"]]),
+    "a loop in a loop": _loop(body=_loop()[4]),
+    "a list": _loop(lists=[[CODE, "y"]]),
+    "what is carried": _loop(carried=[["a", CODE]]),
     "an output": _file(outputs=[CODE]),
     "a name of the state": _file(state=[[f"a={CODE};b", "b", ""]]),
     "too little": _file()[:3],
@@ -89,6 +111,7 @@ HOSTILE: dict[str, list[Any]] = {
 @pytest.mark.parametrize("what", HOSTILE)
 def test_what_no_step_says_is_not_read(what: str) -> None:
     StepFile.from_data(_file())
+    StepFile.from_data(_loop())
     with pytest.raises(MALFORMED):
         StepFile.from_data(json.loads(json.dumps(HOSTILE[what])))
 
@@ -108,6 +131,13 @@ def test_values_are_written_so_that_they_are_read_as_values() -> None:
         region = RegionText("f", 0, (Call("aten.relu.default", (text, (text,), [text])),), ())
         (call,) = [node for node in ast.walk(ast.parse(region_text(region))) if isinstance(node, ast.Call)][1:]
         assert ast.literal_eval(call.args[0]) == text
+
+
+@pytest.mark.parametrize("key", ["{turn.real}", f"{{{CODE}}}", f"']; {CODE} #", "\\", "{{a}}"])
+def test_the_key_of_a_rounds_batch_is_a_key(key: str) -> None:
+    text = StepFile.from_data(_loop(batch=[["b", key, ""]])).text([])
+    (formatted,) = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.JoinedStr)]
+    assert eval(compile(ast.Expression(formatted), "", "eval"), {"turn": 3}) == f"{key}[3]"
 
 
 def test_a_name_is_one() -> None:

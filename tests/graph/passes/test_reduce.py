@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from tests.lib.graphs import Normed, Prepared, Shifts, Tied, calls, prepare, token_ids
+from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.facts import tensor
+from zerofx.ir.micro_batches import borders
+from zerofx.scheduler.cost.liveness import liveness
 
 aten = torch.ops.aten
 
@@ -19,6 +23,35 @@ aten = torch.ops.aten
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_become_reductions(stage: int, golden: Callable[..., None]) -> None:
     golden(prepare(stage=stage).changes("reduce"))
+
+
+def test_gradients_of_each_micro_batch_become_reductions(golden: Callable[..., None]) -> None:
+    golden(in_each(prepare(num_micro_batches=2, precision="bf16"), 2).changes("reduce"))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_what_stays_of_each_micro_batch_is_a_slice(count: int) -> None:
+    prepared = in_each(prepare(num_micro_batches=count, prefetch=0), count)
+    prepared.run_pipeline(verify=2)
+    live = liveness(prepared.step, on_cpu=False)
+    for border in borders(prepared.step):
+        slices = sum(bucket.shard_numel * 4 for bucket in prepared.layout.buckets if bucket.trainable)
+        others = sum(tensor(node).nbytes for node in (prepared.step.loss,))
+        assert live.after[border.prev] == live.persistent_bytes + slices + others
+
+
+def in_each(prepared: Prepared, count: int) -> Prepared:
+    """The same with each bucket's gradients reduced in each micro-batch."""
+    plan, num_earlier = prepared.plan, min(count, 3) - 1
+    reduces = tuple(replace(decision, earlier=(None,) * num_earlier) for decision in plan.reduces)
+    return replace(prepared, plan=replace(plan, reduces=reduces))
+
+
+@pytest.mark.parametrize(("stage", "num_earlier"), [(0, 1), (3, 2)])
+def test_what_cannot_be_reduced_in_each_micro_batch_is_refused(stage: int, num_earlier: int) -> None:
+    prepared = prepare(num_micro_batches=2, stage=stage)
+    with pytest.raises(PlanError, match="to be reduced in each of 2 bodies of micro-batches at stages 1 to 3"):
+        in_each(prepared, num_earlier + 1).run("reduce")
 
 
 def test_on_one_rank_the_buffer_is_the_gradient() -> None:

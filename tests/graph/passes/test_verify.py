@@ -15,6 +15,7 @@ from zerofx.errors import InvalidGraphError
 from zerofx.ir import ops
 from zerofx.ir.facts import Origin, Phase, mark_copy, origin, set_origin, set_value, value
 from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.micro_batches import loop_of
 from zerofx.passes.verify import verify
 
 aten = torch.ops.aten
@@ -222,3 +223,40 @@ def test_an_offload_that_was_not_carried_out_is_refused() -> None:
     for wrong in ((), elsewhere):
         with pytest.raises(InvalidGraphError, match="plan: the graph offloads"):
             verify(prepared.step, "all", replace(prepared.plan, offloads=wrong))
+
+
+def _read_after_its_round(prepared: Prepared) -> None:
+    made = prepared.node("micro1_relu")
+    with prepared.step.graph.inserting_before(prepared.step.output):
+        insert_call(prepared.step.graph, aten.neg.default, (made,), _WHERE)
+
+
+def _gone_after_the_first_round(prepared: Prepared) -> None:
+    made = prepared.node("relu")
+    with prepared.step.graph.inserting_before(prepared.node("micro1_relu")):
+        insert_call(prepared.step.graph, aten.neg.default, (made,), _WHERE)
+
+
+def _given_and_read_after_the_last_round(prepared: Prepared) -> None:
+    loop = loop_of(prepared.step)
+    assert loop is not None
+    with prepared.step.graph.inserting_before(prepared.step.output):
+        insert_call(prepared.step.graph, aten.neg.default, (loop.carried[0][0],), _WHERE)
+
+
+_BROKEN_LOOPS: dict[str, Callable[[Prepared], None]] = {
+    "loop: micro1_relu is made in each round, and read after the last": _read_after_its_round,
+    "loop: relu is read in each round, and gone after the first": _gone_after_the_first_round,
+    r"loop: \w+ is handed on to the first round, and read after the last": _given_and_read_after_the_last_round,
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "hurt"), _BROKEN_LOOPS.items(), ids=[hurt.__name__[1:] for hurt in _BROKEN_LOOPS.values()]
+)
+def test_a_broken_loop_is_refused(message: str, hurt: Callable[[Prepared], None]) -> None:
+    prepared = prepare(num_micro_batches=4).run()
+    verify(prepared.step, "all", prepared.plan)
+    hurt(prepared)
+    with pytest.raises(InvalidGraphError, match=f"after pass mine, {message}"):
+        verify(prepared.step, "mine")

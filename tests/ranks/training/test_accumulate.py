@@ -78,6 +78,18 @@ def test_two_ranks_train_like_distributed_data_parallel_without_a_reduction_for_
         assert wrong == {}, f"rank {rank}"
 
 
+def _compare_each() -> dict[str, list[str]]:
+    stages: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in (1, 2, 3)}
+    wrong = compare_runs(["stack", "batchnorm"], stages, steps=2, accumulate=2, each=True)
+    wrong |= compare_runs(["gpt2 dropout"], {"stage 3": {"stage": 3}}, steps=2, accumulate=2, each=True)
+    return wrong | compare_runs(["stack"], stages, steps=2, accumulate=4, each=True)
+
+
+def test_two_ranks_train_like_distributed_data_parallel_with_a_reduction_for_each() -> None:
+    for rank, wrong in enumerate(run_ranks(_compare_each, 2)):
+        assert wrong == {}, f"rank {rank}"
+
+
 def _compare_auto() -> tuple[int, list[str]]:
     case = CASES[
         "batchnorm"
@@ -145,10 +157,42 @@ def test_the_peak_falls_with_the_number_and_is_the_measured_one(recompute: Any) 
 
 
 def test_gradients_are_reduced_once_and_kept_buckets_gathered_once() -> None:
-    one, four = planned(1, world_size=2, keep_gathered="all").plan, planned(4, world_size=2, keep_gathered="all").plan
+    options: dict[str, Any] = {"world_size": 2, "keep_gathered": "all"}
+    one, four = planned(1, **options).plan, planned(4, reduce="once", **options).plan
     assert four.wire_bytes == one.wire_bytes
     assert len(four.gathers) == len(one.gathers) and len(four.reduces) == len(one.reduces)
     assert planned(4, world_size=2).plan.wire_bytes > planned(1, world_size=2).plan.wire_bytes
+
+
+def test_gradients_are_reduced_in_each_micro_batch_where_they_stay_in_slices() -> None:
+    once, each = (planned(4, stage=2, world_size=2, reduce=reduce).plan for reduce in ("once", "each"))
+    whole = sum(bucket.shard_numel * 2 * 4 for bucket in once.buckets)
+    assert each.wire_bytes == once.wire_bytes + 3 * whole // 2
+    assert all(decision.earlier for decision in planned(4, stage=2, world_size=2).plan.reduces)
+    assert not any(decision.earlier for decision in planned(4, stage=1, world_size=2).plan.reduces)
+    assert all("reduced in each micro-batch" in decision.reason for decision in each.reduces)
+
+
+def test_a_budget_takes_slices_of_gradients_before_anything_is_computed_again() -> None:
+    options: dict[str, Any] = {"world_size": 8, "stage": 2}
+    once, each = (planned(4, reduce=reduce, **options).plan.peak_bytes["device"] for reduce in ("once", "each"))
+    budget = (each + once) // 2
+    plan = planned(4, budget, **options).plan
+    assert plan.peak_bytes["device"] <= budget < once
+    assert not plan.recomputes and any(decision.earlier for decision in plan.reduces)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 0, "reduce": "each"}, "expected stage 1, 2 or 3 with reduce='each'"),
+        ({"reduce": "twice"}, "expected reduce 'auto', 'each' .* found 'twice'"),
+        ({"reduce": "each", "offload": {"gradients": "host"}}, "leave one of them out"),
+    ],
+)
+def test_what_cannot_be_reduced_so_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        planned(2, **options)
 
 
 def test_auto_without_a_budget_is_one() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,6 +13,9 @@ from zerofx.codegen.regions import Region, cut
 from zerofx.ir import ops
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Role, is_random, placeholder, value
+from zerofx.ir.micro_batches import loop_bodies, loop_of
+from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.simulate import simulate
 from zerofx.scheduler.decide.activations import segments
 
 aten = torch.ops.aten
@@ -27,6 +30,26 @@ class Dropping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = nn.functional.dropout(self.linear(nn.functional.dropout(x, 0.5)), 0.5).sum()
+        return found
+
+
+class Swapping(nn.Module):
+    """Two buffers that change places, of which one is read."""
+
+    a: Tensor
+    b: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.register_buffer("a", torch.zeros(4))
+        self.register_buffer("b", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.a.clone()
+        self.a.copy_(self.b)
+        self.b.copy_(before)
+        found: Tensor = self.linear(x * self.a).sum()
         return found
 
 
@@ -131,6 +154,53 @@ def test_a_residency_may_last_from_one_micro_batch_to_the_next() -> None:
 
     reasons = [decision.reason for decision in in_micro_batches(2, Alone()).plan.gathers]
     assert any("kept from backward to the next micro-batch's forward" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("count", [4, 7])
+def test_of_more_than_three_micro_batches_the_second_body_is_a_loop(count: int) -> None:
+    step = in_micro_batches(count, Averaging()).step
+    loop = loop_of(step)
+    assert loop is not None and loop.num_rounds == count - 2
+    assert step.num_bodies == len(step.gradients_by_body) == 3
+    assert [(before.name, after.name) for before, after in loop.carried] == [
+        (step_loss, sum_of_losses) for step_loss, sum_of_losses in [("div", "add_tensor"), ("lerp", "micro1_lerp")]
+    ]
+    assert len(list(step.calls())) == len(list(in_micro_batches(3, Averaging()).step.calls()))
+    assert loop_of(in_micro_batches(3).step) is None
+
+
+def test_what_a_loop_hands_on_is_made_in_each_round() -> None:
+    step = prepare(Swapping(), (torch.randn(2, 4),), num_micro_batches=4).step
+    loop = loop_of(step)
+    assert loop is not None and len(loop.carried) == 3
+    inside = loop.inside()
+    assert all(before not in inside and after in inside for before, after in loop.carried)
+
+
+def test_a_loop_is_planned_as_long_as_its_rounds() -> None:
+    machine, numbers = Machine.named("cpu"), (4, 5, 12)
+    simulations = [simulate(in_micro_batches(n).run().step, machine, 2, on_cpu=True) for n in numbers]
+
+    def grows_with_the_rounds(values: Sequence[float]) -> None:
+        four, five, twelve = values
+        assert twelve - four == pytest.approx(8 * (five - four)) and five > four
+
+    grows_with_the_rounds([one.step_seconds for one in simulations])
+    grows_with_the_rounds([one.exposed_seconds for one in simulations])
+    grows_with_the_rounds([one.wire_bytes for one in simulations])
+    grows_with_the_rounds([one.flops for one in simulations])
+    grows_with_the_rounds([one.live.persistent_bytes for one in simulations])  # each has its part of the batch
+    assert len({one.live.peak_bytes - one.live.persistent_bytes for one in simulations}) == 1
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_no_residency_reaches_out_of_a_round_but_what_stays_throughout(prefetch: int) -> None:
+    prepared = prepare(num_micro_batches=5, prefetch=prefetch)
+    bodies = loop_bodies(prepared.step)
+    assert all(bodies[g.issue] == bodies[g.first] == bodies[g.last] for g in prepared.plan.gathers)
+    kept = prepare(num_micro_batches=5, keep="all").plan.gathers
+    assert {(bodies[g.first], bodies[g.last]) for g in kept} == {(0, 2)}
+    prepared.run_pipeline(verify=2)
 
 
 def test_parts_keep_the_strides_of_the_batch() -> None:
