@@ -15,6 +15,7 @@ from zerofx.codegen.kernels.current_device import on_device
 from zerofx.deferred import is_deferred
 from zerofx.driver.asked import describe_request
 from zerofx.errors import NonFiniteLossError, UsageError, working
+from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep
 from zerofx.options import CompileOptions
 from zerofx.pipeline import Stage, check_disabled
@@ -29,6 +30,7 @@ from zerofx.scheduler.plan.plan import Plan
 from zerofx.session.ending import end, end_connections
 from zerofx.session.guards import LossWatch, claim, release
 from zerofx.session.life import Life
+from zerofx.session.micro_batches import MicroBatches
 from zerofx.session.steps import Steps
 from zerofx.session.stopped import leave_out, undo
 from zerofx.session.summary import summary
@@ -61,6 +63,7 @@ class Step:
         self.num_steps = 0
         self.num_skipped = 0  # steps that on_nonfinite="skip" has left out, which ``num_steps`` does not count
         self._losses = LossWatch()
+        self._micro_batches = MicroBatches(options.accumulate)
         self._meter: Meter | None = None
         self._measured: tuple[CompiledStep, Measurement] | None = None
         self._grad_norm: torch.Tensor | None = None
@@ -89,8 +92,33 @@ class Step:
     # ------------------------------------------------------------------------------------------------ running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._micro_batches.check_empty("step(batch)")
         with on_device(self._steps.device), working("run a step"):
             return self._run(args, kwargs)
+
+    def micro(self, *args: Any, **kwargs: Any) -> None:
+        """Bring one of the micro-batches that ``update`` trains on, for loops that do not have a whole batch at once.
+
+        They are as many as ``accumulate`` says, and alike in shape. Nothing is computed yet, so the model is as it was,
+        and their tensors must not change until ``update``.
+
+        Raises:
+            UsageError: there are more of them, or it is unlike the others.
+        """
+        self._life.check_open("call step.micro(batch)")
+        with working("keep a micro-batch"):
+            self._micro_batches.add(Batch.of(args, kwargs))
+
+    def update(self) -> Any:
+        """Train on the micro-batches that ``micro`` has brought; returns what ``step(batch)`` does for all of them.
+
+        Raises:
+            UsageError: there are not as many as ``accumulate`` says.
+        """
+        self._life.check_open("call step.update()")
+        with working("put micro-batches together"):
+            args, kwargs = self._micro_batches.take()
+        return self(*args, **kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._life.check_open("call step(batch)")
