@@ -49,14 +49,24 @@ def _adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def _plain(
-    work: Workload, called: Callable[..., Any], optimizer: torch.optim.Optimizer, hidden_bytes: int = 0
+    work: Workload,
+    called: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    hidden_bytes: int = 0,
+    accumulate: int = 1,
 ) -> TrainStep:
+    """``accumulate``: how often the batch is trained on before an update, each time with its own reductions."""
+
     def run() -> Tensor:
-        loss = work.loss(called)
-        loss.backward()
+        total = None
+        for _ in range(accumulate):
+            loss = work.loss(called) / accumulate
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return total
 
     return TrainStep(run, hidden_bytes)
 
@@ -108,7 +118,7 @@ def _fsdp2(request: dict[str, Any], work: Workload, device: torch.device) -> Tra
         fully_shard(wrapped, mesh=mesh, **policies)
         blocks[index] = wrapped
     fully_shard(work.model, mesh=mesh, **policies)
-    return _plain(work, work.model, _adamw(work.model))
+    return _plain(work, work.model, _adamw(work.model), accumulate=request.get("accumulate", 1))
 
 
 def _deepspeed(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
@@ -166,6 +176,8 @@ def _deepspeed(request: dict[str, Any], work: Workload, device: torch.device) ->
 
 
 def _zerofx(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
+    accumulate = request.get("accumulate", 1)
+    batch = {name: torch.cat([tensor] * accumulate) for name, tensor in work.batch.items()}
     step = zerofx.compile(
         work.model,
         _adamw(work.model),
@@ -174,7 +186,9 @@ def _zerofx(request: dict[str, Any], work: Workload, device: torch.device) -> Tr
         offload=request.get("offload", "auto"),
         precision="bf16" if request.get("mixed") else None,
         cuda_graphs=request.get("cuda_graphs", False),
-        example_batch=work.batch,
+        accumulate=accumulate,
+        reduce=request.get("reduce", "auto"),
+        example_batch=batch,
     )
     plan = step.plan
     facts = {
@@ -184,8 +198,8 @@ def _zerofx(request: dict[str, Any], work: Workload, device: torch.device) -> Tr
         "link_bytes": plan.link_bytes,
     }
     return TrainStep(
-        lambda: step(**work.batch),
-        sent_bytes=lambda: step.measure(num_steps=1, **work.batch).wire_bytes,
+        lambda: step(**batch),
+        sent_bytes=lambda: step.measure(num_steps=1, **batch).wire_bytes,
         facts=facts,
     )
 

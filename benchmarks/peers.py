@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers                        # a GPT of 27M on two gloo ranks of one thread: about ten minutes
     python -m benchmarks.peers --shape 110m           # the same of 110M; or llama, a Llama of transformers
-    python -m benchmarks.peers --groups sharded       # one group of contenders: sharded, replicated or single
+    python -m benchmarks.peers --groups sharded       # one group: sharded, accumulated, replicated or single
     python -m benchmarks.peers --only fsdp2 zerofx    # contenders whose name has one of these
     python -m benchmarks.peers --report               # tables and plot from what was measured before
     python -m benchmarks.peers --device cuda --shape llama-1b --dtype bfloat16      # NCCL, or one GPU
@@ -77,6 +77,19 @@ GROUPS = (
             Contender(_CHECKPOINTED[0], {"family": "fsdp2", "checkpoint": True}),
             Contender(_CHECKPOINTED[1], {"family": "fsdp2", "checkpoint": True, "compile": True}),
             Contender("zerofx stage 3, budget", {"family": "zerofx", "stage": 3}, _CHECKPOINTED),
+        ),
+    ),
+    Group(
+        "accumulated",
+        (
+            Contender("FSDP2 + compile, 4 micro-batches", {"family": "fsdp2", "compile": True, "accumulate": 4}),
+            *(
+                Contender(
+                    f"zerofx stage 3, 4 micro-batches, reduced {reduce}",
+                    {"family": "zerofx", "stage": 3, "accumulate": 4, "reduce": reduce},
+                )
+                for reduce in ("each", "once")
+            ),
         ),
     ),
     Group(

@@ -53,7 +53,7 @@ def main() -> None:
     facts: dict[str, Any] = {"ready_seconds": time.perf_counter() - began, "loss": float(step.run().mean())}
     facts |= _measure(step, device) | step.facts
     facts |= {"shape": asdict(shape), "num_parameters": num_parameters}
-    facts.setdefault("flops", model_flops(shape, num_parameters))
+    facts.setdefault("flops", request["contender"].get("accumulate", 1) * model_flops(shape, num_parameters))
     answers.write(json.dumps(facts) + "\n")
     for line in sys.stdin:
         _meet()
