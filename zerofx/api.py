@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from zerofx.capture.counted import LossTerms
 from zerofx.capture.loss import ForwardFunction, LossFunction
 from zerofx.driver.check_training import check_training
 from zerofx.errors import UsageError
@@ -51,6 +52,7 @@ def compile(
     max_shapes: int = 8,
     accumulate: Accumulate = 1,
     reduce: Reduce = "auto",
+    loss_terms: LossTerms | None = None,
     weights: str | Path | None = None,
     delayed_update: int | None = None,
     wire: Wire = "exact",
@@ -92,6 +94,8 @@ def compile(
             number whose plan is fastest within the budget.
         reduce: ``"each"`` reduces the gradients of each micro-batch and adds up slices, ``"once"`` adds up whole ones
             and reduces those; ``"auto"`` is the first at stages 2 and 3, and with a budget what that has room for.
+        loss_terms: ``loss_terms(*batch)`` gives how many terms of the loss (valid tokens, say) each sample has: the
+            step's loss is then the mean over those of all micro-batches and ranks.
         weights: ``.safetensors`` files, their index, or a folder of ``torch.distributed.checkpoint`` to read
             parameters and persistent buffers from.
         delayed_update: None, or how many exact steps come before updates that run on the host next to the following
@@ -116,7 +120,8 @@ def compile(
     options = check_options(
         stage=stage, loss_fn=loss_fn, precision=precision, backend=backend, machine=machine, plan=plan,
         prefetch=prefetch, keep_gathered=keep_gathered, max_shapes=max_shapes, memory_budget=memory_budget,
-        recompute=recompute, offload=offload, accumulate=accumulate, reduce=reduce, tile=tile, host_budget=host_budget,
+        recompute=recompute, offload=offload, accumulate=accumulate, reduce=reduce, loss_terms=loss_terms,
+        tile=tile, host_budget=host_budget,
         weights=weights, delayed_update=delayed_update, wire=wire, cuda_graphs=cuda_graphs,
         max_grad_norm=max_grad_norm, forward=forward, on_nonfinite=on_nonfinite, constant=constant,
     )  # fmt: skip

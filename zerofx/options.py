@@ -11,6 +11,7 @@ import torch
 
 from zerofx.budgets import GRADIENTS
 from zerofx.capture.checks import check_forward_function, check_loss_function
+from zerofx.capture.counted import LossTerms
 from zerofx.capture.loss import ForwardFunction, LossFunction, Objective
 from zerofx.choices import Accumulate as Accumulate
 from zerofx.choices import Backend as Backend
@@ -53,6 +54,7 @@ class TuneOptions(TypedDict, total=False):
     offload: Offload
     accumulate: Accumulate
     reduce: Reduce
+    loss_terms: LossTerms | None
     precision: Precision | None
     backend: Backend
     prefetch: int
@@ -102,6 +104,9 @@ class CompileOptions:
     offload: Offload = "auto"
     accumulate: Accumulate = field(default=1, metadata=_left_out_of("plan"))  # its graph has as many micro-batches
     reduce: Reduce = "auto"
+    loss_terms: LossTerms | None = field(
+        default=None, metadata=_left_out_of("ranks", "plan", "step")
+    )  # its graph has it
     tile: Tiling = "auto"
     host_budget: int | float | None = None
     weights: Path | None = field(default=None, metadata=_left_out_of("ranks", "plan", "step"))
@@ -160,6 +165,7 @@ def check_options(
     offload: Offload = "auto",
     accumulate: Accumulate = 1,
     reduce: Reduce = "auto",
+    loss_terms: LossTerms | None = None,
     tile: Tiling = "auto",
     host_budget: int | float | str | None = None,
     weights: str | Path | None = None,
@@ -206,6 +212,11 @@ def check_options(
     _check_offload(offload, accumulate, given=plan is not None, budget=memory_budget is not None)
     _check_accumulate(accumulate, plan)
     _check_reduce(reduce, stage, offload)
+    if loss_terms is not None and not callable(loss_terms):
+        raise UsageError(
+            f"expected loss_terms to be a function of a batch that gives how many terms of the loss each sample has, "
+            f"found {type(loss_terms).__name__}: for example lambda ids, labels: (labels != -100).sum(-1)"
+        )
     _check_tile(tile)
     _check_delayed(delayed_update, offload)
     _check_wire(wire, stage)
@@ -248,6 +259,7 @@ def check_options(
         offload=dict(offload) if isinstance(offload, Mapping) else offload,
         accumulate=accumulate,
         reduce=reduce,
+        loss_terms=loss_terms,
         tile=dict(tile) if isinstance(tile, Mapping) else tile,
         host_budget=limit,
         weights=None if weights is None else Path(weights),

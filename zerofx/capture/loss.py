@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zerofx.capture.calling import call_model, check_forward_call, divided_call, listed
+from zerofx.capture.counted import factor_of
 from zerofx.capture.outside import Outside, OutsideFoundError, StandInMaker, StandIns
 from zerofx.capture.values.known import KnownValues
 from zerofx.capture.values.watched_calls import Checks
@@ -190,14 +191,19 @@ class LossModule(nn.Module):
         with _tensors_kept(self.model), Checks() as checks, self._known.asking(checks.answer), ExitStack() as inner:
             if not objective.is_plain:
                 inner.enter_context(stand_ins)
-            loss, self.returned, extras = objective.run(self.model, *self._batch.rebuild(tensors), self._loss_scope)
+            args, kwargs = self._batch.rebuild(tensors)
+            factor = factor_of(kwargs)
+            loss, self.returned, extras = objective.run(self.model, args, kwargs, self._loss_scope)
             now = _buffers(self.model)
         if stand_ins.has_learned:
             raise OutsideFoundError
         if self._has_run:
             self.counts = tuple(sorted(name for name, _ in _numbers(self.model).items() - numbers.items()))
         self._has_run = True
-        loss = loss if self._num_micro_batches == 1 else loss / self._num_micro_batches
+        if factor is not None:
+            loss = loss * factor
+        elif self._num_micro_batches > 1:
+            loss = loss / self._num_micro_batches
         rebound, noted = _rebound(held, now), checks.noted()
         self.rebound, self.checked = tuple(rebound), tuple(text for _, text in noted)
         # A copy each: what is put in a buffer's place may be another buffer, or a view.

@@ -12,6 +12,7 @@ from torch import nn
 
 from zerofx.budgets import budget_bytes
 from zerofx.capture.constant_arguments import ConstantArguments
+from zerofx.capture.counted import counted
 from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.loss import ForwardFunction, LossFunction
 from zerofx.deferred import make_buffers
@@ -233,7 +234,8 @@ def batch_to_capture(model: nn.Module, batch: tuple[Any, ...] | Mapping[str, Any
         UsageError: what ``constant`` names is no part of it, or has no values.
     """
     make_buffers(model)
-    taken = Batch.of((), batch) if isinstance(batch, Mapping) else Batch.of(tuple(batch), {})
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+    taken = Batch.of(args, counted(options.loss_terms, args, kwargs, num_ranks=1))
     return ConstantArguments(options.constant, model, options.objective.forward).of(taken)
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches that are brought one by one, put together to the batch of a step."""
+"""Micro-batches that are brought one by one, put together to the batch of a step; terms of losses on all ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
+from zerofx.capture.counted import total_of
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
+from zerofx.ir.ops import NO_BUCKET
+from zerofx.runtime.executor import Runtime
 
 
 class MicroBatches:
@@ -86,3 +89,11 @@ def _joined(batches: Sequence[Batch]) -> tuple[tuple[Any, ...], dict[str, Any]]:
                 f"update, found other values: give it a first dimension of {first.size()}"
             )
     return first.rebuild(tuple(tensors))
+
+
+def count_all(batch: Batch, runtime: Runtime, num_ranks: int) -> None:
+    """Let a batch that counts the terms of its loss know those of all ranks. Collective, where it does."""
+    total = total_of(batch)
+    if total is not None and num_ranks > 1:
+        pending = runtime.all_gather(total.reshape(1), NO_BUCKET, num_ranks)
+        total.copy_(runtime.wait(pending).sum())

@@ -30,7 +30,7 @@ from zerofx.scheduler.plan.plan import Plan
 from zerofx.session.ending import end, end_connections
 from zerofx.session.guards import LossWatch, claim, release
 from zerofx.session.life import Life
-from zerofx.session.micro_batches import MicroBatches
+from zerofx.session.micro_batches import MicroBatches, count_all
 from zerofx.session.steps import Steps
 from zerofx.session.stopped import leave_out, undo
 from zerofx.session.summary import summary
@@ -130,6 +130,7 @@ class Step:
         try:
             taken.runtime.begin(advance.values, agreed)
             with torch.no_grad():
+                count_all(batch, taken.runtime, self._control.num_ranks)
                 state = taken.tensors(compiled.arguments)
                 given = (taken.runtime, state, batch_tensors(compiled.arguments, batch, self.options.compute_dtype))
                 if self._meter is None:

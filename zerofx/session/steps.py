@@ -14,6 +14,7 @@ from zerofx.budgets import budget_bytes, host_budget_bytes
 from zerofx.capture.absent_gradients import AbsentGradients
 from zerofx.capture.checks import check_batch, device_of
 from zerofx.capture.constant_arguments import ConstantArguments
+from zerofx.capture.counted import counted
 from zerofx.capture.kept_tensors import tell_kept_tensors
 from zerofx.capture.traceable import tracing_device
 from zerofx.capture.tracing_settings import dtype_settings
@@ -82,7 +83,8 @@ class Steps:
             ZeroFXError: it cannot be; the other ranks hear of it.
         """
         try:
-            batch = self._constant.of(Batch.of(args, kwargs))
+            named = counted(self.options.loss_terms, args, kwargs, self._control.num_ranks)
+            batch = self._constant.of(Batch.of(args, named))
             check_batch(self._model, batch)
             self.options.objective.outside.check()
             if self.taken is not None:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from zerofx.budgets import budget_bytes
 from zerofx.capture.checks import check_batch
 from zerofx.capture.constant_arguments import ConstantArguments
+from zerofx.capture.counted import counted
 from zerofx.codegen.regions import Region
 from zerofx.deferred import make_buffers
 from zerofx.driver.asked import describe_request, machine_at_hand
@@ -170,7 +171,8 @@ class _Tuner:
     def _capture(self) -> Prepared:
         training = self._training
         constant = ConstantArguments(self._options.constant, training.model, self._options.objective.forward)
-        batch = constant.of(Batch.of(training.args, training.keywords))
+        named = counted(self._options.loss_terms, training.args, training.keywords, self._control.num_ranks)
+        batch = constant.of(Batch.of(training.args, named))
         check_batch(training.model, batch)
         request = Request(
             training.model, training.optimizer, batch, self._options, self._settings, self._control.num_ranks,

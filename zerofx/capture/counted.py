@@ -1,0 +1,71 @@
+"""Losses that are means over unequal numbers of terms: weighed so that a step's loss is the mean over all terms.
+
+A micro-batch of few valid tokens counts as much as one of many where losses are averaged. ``loss_terms(*batch)`` says
+how many terms each sample of a batch gives to the loss; the loss of a micro-batch is then multiplied by
+
+    its terms * number of ranks / terms of all micro-batches of all ranks
+
+in the place of 1 / number of micro-batches: gradients, which ranks average, are those of the mean over all terms. What
+the factor is made of are tensors of the batch, so that a step is captured once: counts are whole numbers, which no
+compute dtype rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from zerofx.errors import UsageError
+from zerofx.ir.batch import Batch
+
+# Keywords that a step adds to those of its batch: no name of Python's, so no model's.
+_COUNTS, _TOTAL, _RANKS = "terms of the loss", "terms on all ranks", "number of ranks"
+
+LossTerms = Callable[..., torch.Tensor]
+
+
+def counted(
+    loss_terms: LossTerms | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_ranks: int
+) -> dict[str, Any]:
+    """``kwargs`` with what a loss is weighed by: its terms by sample, on this rank, and how many ranks there are.
+
+    Raises:
+        UsageError: ``loss_terms`` does not give a whole number for each sample.
+    """
+    if loss_terms is None:
+        return dict(kwargs)
+    with torch.no_grad():
+        counts = loss_terms(*args, **kwargs)
+    num_samples = Batch.of(args, kwargs).size()
+    if (
+        not isinstance(counts, torch.Tensor)
+        or counts.shape != (num_samples,)
+        or counts.is_floating_point()
+        or counts.is_complex()
+    ):
+        given = f"{counts.dtype} {list(counts.shape)}" if isinstance(counts, torch.Tensor) else type(counts).__name__
+        raise UsageError(
+            f"expected loss_terms(*batch) to give how many terms of the loss each of {num_samples} samples has, as "
+            f"whole numbers of shape [{num_samples}], found {given}: for labels of shape [samples, tokens], "
+            f"(labels != -100).sum(-1)"
+        )
+    counts = counts.long()
+    return {**kwargs, _COUNTS: counts, _TOTAL: counts.sum(), _RANKS: torch.tensor(num_ranks, device=counts.device)}
+
+
+def total_of(batch: Batch) -> torch.Tensor | None:
+    """How many terms there are, int64, shape ``[]``, if the batch says so: this rank's, until it is told all ranks'."""
+    named = zip(batch.names, batch.tensors, strict=True)
+    return next((tensor for name, tensor in named if name == f"**[{_TOTAL!r}]"), None)
+
+
+def factor_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """What the loss of a micro-batch is multiplied by, if it is weighed, float32, shape ``[]``; takes out of ``kwargs``
+    what ``counted`` has added."""
+    if _COUNTS not in kwargs:
+        return None
+    counts, total, ranks = (kwargs.pop(name) for name in (_COUNTS, _TOTAL, _RANKS))
+    factor: torch.Tensor = counts.sum().float() * ranks / total
+    return factor
