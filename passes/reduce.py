@@ -10,8 +10,12 @@
 With several micro-batches the first one's gradients are copied into the buffer and those of the others added to it, in
 order, so that gradients take no memory but the buffer's; it is reduced once, after the last.
 
-The average over the ranks is the sum divided once. At stage 0 every rank updates the whole bucket: an all-reduce in its
-two halves, both of them in the buffer.
+The average over the ranks is the sum divided once. In float16, whose range a sum over many ranks would leave, gradients
+are divided before it too, as FSDP2 does, by a power of two near the root of the number of ranks:
+
+    div_(grads_0, 2); reduce_0 = reduce_scatter(grads_0, 0, 4); ...; grad_0 = wait(reduce_0, grads_0); div_(grad_0, 2)
+
+At stage 0 every rank updates the whole bucket: an all-reduce in its two halves, both of them in the buffer.
 
     reduce_0 = reduce_scatter_into(grads_0, 0, 2)
     ...
@@ -209,6 +213,10 @@ def _issue(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node) -> fx.N
     size, dtype = (bucket.shard_numel,), bucket.compute_dtype
     # Which slice is a rank's own is known where it runs: the first stands for it.
     in_buffer = plan.stage == 0
+    first = divisors(bucket.compute_dtype, bucket.num_ranks)[0]
+    if first != 1:
+        with step.graph.inserting_after(place):
+            place = insert_call(step.graph, _aten.div_.Tensor, (buffer, first), Origin(bucket.name, Phase.BACKWARD))
     with step.graph.inserting_after(place):
         started = insert_call(
             step.graph, ops.reduce_scatter_into if in_buffer else ops.reduce_scatter,
@@ -217,6 +225,21 @@ def _issue(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node) -> fx.N
             fake=step.fake_view(buffer, size, (1,), 0) if in_buffer else step.fake(size, dtype),
         )  # fmt: skip
     return set_task(started, Job.REDUCTION, bucket.index)
+
+
+def divisors(dtype: torch.dtype, num_ranks: int) -> tuple[int, float]:
+    """What gradients of ``dtype`` are divided by before their sum over the ranks is taken, and what the sum is after.
+
+    Where float16 is reduced both parts are near the root of the number of ranks, so that neither small values nor
+    large sums leave its range (as in ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``).
+    """
+    if dtype is not torch.float16:
+        return 1, num_ranks
+    first = 1
+    while num_ranks % first == 0 and num_ranks / first > first:
+        first *= 2
+    rest = num_ranks / first
+    return first, int(rest) if rest.is_integer() else rest
 
 
 def _finish(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, started: fx.Node, anchor: fx.Node) -> fx.Node:
@@ -228,7 +251,9 @@ def _finish(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, starte
     with step.graph.inserting_before(anchor.next):
         grad = insert_call(step.graph, ops.wait, (started, buffer), where, name=f"grad_{bucket.index}")
         set_task(grad, Job.GRADIENT, bucket.index)
-        insert_call(step.graph, _aten.div_.Tensor, (grad, plan.num_ranks), where)
+        rest = divisors(bucket.compute_dtype, plan.num_ranks)[1]
+        if rest != 1:
+            insert_call(step.graph, _aten.div_.Tensor, (grad, rest), where)
         if plan.stage == 0:
             name = f"gather_grad_{bucket.index}"
             return insert_call(step.graph, ops.all_gather_into, (buffer, grad, bucket.index), where, name=name)

@@ -23,6 +23,8 @@ from zerofx.choices import Tiling as Tiling
 from zerofx.choices import Wire as Wire
 from zerofx.errors import UsageError, warn
 from zerofx.ir.op_kernels.quantise import BLOCK
+from zerofx.precision import LossScale as LossScale
+from zerofx.precision import dtype_of, loss_scale_of
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.plan.plan import Plan
@@ -57,6 +59,7 @@ class TuneOptions(TypedDict, total=False):
     keep_gathered: Collection[str] | Literal["all"]
     wire: Wire
     max_grad_norm: float | None
+    loss_scale: LossScale | float | None
 
 
 class PlanOptions(TuneOptions, total=False):
@@ -108,6 +111,7 @@ class CompileOptions:
     max_grad_norm: float | None = None
     on_nonfinite: OnNonfinite | None = None
     constant: tuple[str, ...] = field(default=(), metadata=_left_out_of("plan", "step"))  # the batch has their values
+    loss_scale: LossScale | None = None
 
     def texts(self, purpose: Purpose) -> list[str]:
         """The options that are compared for ``purpose``, a line each."""
@@ -129,7 +133,7 @@ class CompileOptions:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        return torch.bfloat16 if self.precision == "bf16" else None
+        return None if self.precision is None else dtype_of(self.precision)
 
 
 def _text(given: object) -> str:
@@ -166,6 +170,7 @@ def check_options(
     forward: ForwardFunction | None = None,
     on_nonfinite: OnNonfinite | None = None,
     constant: Collection[str] = (),
+    loss_scale: LossScale | float | None = None,
 ) -> CompileOptions:
     """The options as one object.
 
@@ -180,7 +185,7 @@ def check_options(
     if backend not in get_args(Backend):
         raise UsageError(f"expected backend 'inductor' or 'eager', found {backend!r}")
     if precision is not None and precision not in get_args(Precision):
-        raise UsageError(f"expected precision None (as the model is) or 'bf16', found {precision!r}")
+        raise UsageError(f"expected precision None (as the model is), 'bf16' or 'fp16', found {precision!r}")
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise UsageError(f"expected prefetch to be a number of gathers to issue ahead, 0 or more, found {prefetch!r}")
     if keep_gathered != "all" and (
@@ -210,6 +215,7 @@ def check_options(
         )
     _check_max_grad_norm(max_grad_norm, delayed_update)
     _check_on_nonfinite(on_nonfinite, delayed_update)
+    scaling = _loss_scale(loss_scale, precision, delayed_update)
     if isinstance(constant, str) or not all(isinstance(name, str) for name in constant):
         raise UsageError(f"expected constant to be names of arguments, such as ('edge_index',), found {constant!r}")
     budget = _check_budget("memory_budget", memory_budget, "the device")
@@ -251,6 +257,7 @@ def check_options(
         max_grad_norm=None if max_grad_norm is None else float(max_grad_norm),
         on_nonfinite=on_nonfinite,
         constant=tuple(constant),
+        loss_scale=scaling,
     )
 
 
@@ -312,6 +319,17 @@ def _check_max_grad_norm(max_grad_norm: object, delayed_update: int | None) -> N
             f"expected max_grad_norm=None with delayed_update, whose updates are handed to the host before the norm "
             f"of all gradients is known, found max_grad_norm={max_grad_norm}: leave one of them out"
         )
+
+
+def _loss_scale(asked: object, precision: Precision | None, delayed_update: int | None) -> LossScale | None:
+    scaling = loss_scale_of(asked, precision)
+    if scaling is not None and delayed_update is not None:
+        raise UsageError(
+            f"expected no loss scaling with delayed_update, whose updates are handed to the host before all gradients "
+            f"are known to be finite, found precision={precision!r} and loss_scale={asked!r}: leave one of them out, "
+            f"or give precision='bf16'"
+        )
+    return scaling
 
 
 def _check_tile(tile: object) -> None:

@@ -94,6 +94,7 @@ def decide(
     tiles: tuple[TileDecision, ...] = (),
     memory_budget: int | None = None,
     max_grad_norm: float | None = None,
+    loss_scaled: bool = False,
     offloads: tuple[OffloadDecision, ...] = (),
     carried_out: StepGraph | None = None,
     identity: GraphIdentity | None = None,
@@ -136,6 +137,7 @@ def decide(
         slices=step.slices,
         memory_budget=memory_budget,
         max_grad_norm=max_grad_norm,
+        loss_scaled=loss_scaled,
         num_micro_batches=step.num_micro_batches,
         summary=identity.summary,
     )

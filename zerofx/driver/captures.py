@@ -144,7 +144,7 @@ class Captures:
 
     def _capture(self, num: int) -> StepGraph:
         step = self.as_captured(num)
-        run_preparations(step, self._settings)
+        run_preparations(step, self._settings, loss_scaled=self._options.loss_scale is not None)
         return step
 
     def as_captured(self, num: int) -> StepGraph:

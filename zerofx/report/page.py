@@ -68,6 +68,7 @@ ABOUT_INSTRUCTIONS: Mapping[str, str] = {
     "settle": "computation goes on only when the host is done with an update that the step before has begun",
     "part": "some rows or elements of a tensor, for a tile that is computed by itself",
     "broadcast": "rank 0's buffers go to all ranks",
+    "check_gradients": "computation goes on to the updates only if every gradient is finite",
     "check_finite": "computation goes on to the updates only if the loss is finite on every rank",
 }
 
