@@ -16,6 +16,7 @@ from zerofx.options import (
     Accumulate,
     Backend,
     CudaGraphs,
+    Kept,
     LossScale,
     Offload,
     OnNonfinite,
@@ -59,6 +60,7 @@ def compile(
     on_nonfinite: OnNonfinite | None = None,
     constant: Collection[str] = (),
     loss_scale: LossScale | float | None = None,
+    keep_fp32: Collection[Kept] = (),
 ) -> Step:
     """Compile a model's training step: forward, loss, backward, reductions and update as one planned graph.
 
@@ -106,6 +108,7 @@ def compile(
         constant: names of arguments with the same values in every step, which a forward may read.
         loss_scale: what the loss is multiplied by before backward: a ``LossScale``, as ``torch.amp.GradScaler`` has it,
             or a number that stays; None for the defaults of the former with ``precision="fp16"``, and else for none.
+        keep_fp32: modules that compute in float32 with a ``precision``, by type, name or pattern of names.
 
     Returns:
         A ``Step``: ``loss = step(*batch, **kwargs)``, or ``loss, extras`` where ``forward`` returns a pair. Its ranks
@@ -120,7 +123,7 @@ def compile(
         recompute=recompute, offload=offload, accumulate=accumulate, tile=tile, host_budget=host_budget,
         weights=weights, delayed_update=delayed_update, wire=wire, cuda_graphs=cuda_graphs,
         max_grad_norm=max_grad_norm, forward=forward, on_nonfinite=on_nonfinite, constant=constant,
-        loss_scale=loss_scale,
+        loss_scale=loss_scale, keep_fp32=keep_fp32,
     )  # fmt: skip
     check_training(model, optimizer, options, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, TypedDict, get_args
 
 import torch
+from torch import nn
 
 from zerofx.budgets import GRADIENTS
 from zerofx.capture.checks import check_forward_function, check_loss_function
@@ -22,9 +23,11 @@ from zerofx.choices import Recompute as Recompute
 from zerofx.choices import Tiling as Tiling
 from zerofx.choices import Wire as Wire
 from zerofx.errors import UsageError, warn
+from zerofx.ir.casts import Casts, ComputeDtype
+from zerofx.ir.casts import Kept as Kept
 from zerofx.ir.op_kernels.quantise import BLOCK
 from zerofx.precision import LossScale as LossScale
-from zerofx.precision import dtype_of, loss_scale_of
+from zerofx.precision import check_kept, dtype_of, loss_scale_of
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.plan.plan import Plan
@@ -60,6 +63,7 @@ class TuneOptions(TypedDict, total=False):
     wire: Wire
     max_grad_norm: float | None
     loss_scale: LossScale | float | None
+    keep_fp32: Collection[Kept]
 
 
 class PlanOptions(TuneOptions, total=False):
@@ -112,6 +116,7 @@ class CompileOptions:
     on_nonfinite: OnNonfinite | None = None
     constant: tuple[str, ...] = field(default=(), metadata=_left_out_of("plan", "step"))  # the batch has their values
     loss_scale: LossScale | None = None
+    keep_fp32: tuple[Kept, ...] = ()
 
     def texts(self, purpose: Purpose) -> list[str]:
         """The options that are compared for ``purpose``, a line each."""
@@ -135,6 +140,14 @@ class CompileOptions:
     def compute_dtype(self) -> torch.dtype | None:
         return None if self.precision is None else dtype_of(self.precision)
 
+    def casts(self, model: nn.Module) -> ComputeDtype:
+        """What a model computes in, and which of its modules keep float32.
+
+        Raises:
+            UsageError: it has none of those that are to.
+        """
+        return Casts.of(model, self.compute_dtype, self.keep_fp32)
+
 
 def _text(given: object) -> str:
     """A text that does not depend on the order of names; that of a mapping counts."""
@@ -142,7 +155,11 @@ def _text(given: object) -> str:
         return ", ".join(f"{option.name} {_text(getattr(given, option.name))}" for option in fields(given))
     if isinstance(given, Mapping):
         return repr(list(given.items()))
-    return repr(sorted(given)) if isinstance(given, Collection) and not isinstance(given, str) else str(given)
+    if isinstance(given, type):
+        return f"{given.__module__}.{given.__qualname__}"
+    return (
+        repr(sorted(map(_text, given))) if isinstance(given, Collection) and not isinstance(given, str) else str(given)
+    )
 
 
 def check_options(
@@ -171,6 +188,7 @@ def check_options(
     on_nonfinite: OnNonfinite | None = None,
     constant: Collection[str] = (),
     loss_scale: LossScale | float | None = None,
+    keep_fp32: Collection[Kept] = (),
 ) -> CompileOptions:
     """The options as one object.
 
@@ -215,7 +233,8 @@ def check_options(
         )
     _check_max_grad_norm(max_grad_norm, delayed_update)
     _check_on_nonfinite(on_nonfinite, delayed_update)
-    scaling = _loss_scale(loss_scale, precision, delayed_update)
+    check_kept(keep_fp32, precision)
+    scaling = loss_scale_of(loss_scale, precision, delayed_update)
     if isinstance(constant, str) or not all(isinstance(name, str) for name in constant):
         raise UsageError(f"expected constant to be names of arguments, such as ('edge_index',), found {constant!r}")
     budget = _check_budget("memory_budget", memory_budget, "the device")
@@ -258,6 +277,7 @@ def check_options(
         on_nonfinite=on_nonfinite,
         constant=tuple(constant),
         loss_scale=scaling,
+        keep_fp32=tuple(keep_fp32),
     )
 
 
@@ -319,17 +339,6 @@ def _check_max_grad_norm(max_grad_norm: object, delayed_update: int | None) -> N
             f"expected max_grad_norm=None with delayed_update, whose updates are handed to the host before the norm "
             f"of all gradients is known, found max_grad_norm={max_grad_norm}: leave one of them out"
         )
-
-
-def _loss_scale(asked: object, precision: Precision | None, delayed_update: int | None) -> LossScale | None:
-    scaling = loss_scale_of(asked, precision)
-    if scaling is not None and delayed_update is not None:
-        raise UsageError(
-            f"expected no loss scaling with delayed_update, whose updates are handed to the host before all gradients "
-            f"are known to be finite, found precision={precision!r} and loss_scale={asked!r}: leave one of them out, "
-            f"or give precision='bf16'"
-        )
-    return scaling
 
 
 def _check_tile(tile: object) -> None:

@@ -22,6 +22,7 @@ def check_training(
     check_model(model, on_meta=on_meta)
     check_optimizer(model, optimizer)
     check_supported(optimizer)
+    options.casts(model)
     if options.loss_scale is not None:
         _check_stored(optimizer)
     if options.compiles_regions:

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from zerofx.ir import ops
+from zerofx.ir.casts import ComputeDtype, cast_of
 from zerofx.ir.facts import (
     Origin,
     Placeholder,
@@ -68,7 +69,7 @@ class ParameterInfo:
         return int(torch.Size(self.shape).numel())
 
 
-def parameter_infos(model: nn.Module, compute_dtype: torch.dtype | None, strides: Strides) -> tuple[ParameterInfo, ...]:
+def parameter_infos(model: nn.Module, compute_dtype: ComputeDtype, strides: Strides) -> tuple[ParameterInfo, ...]:
     """The distinct parameters of a model in order; ``compute_dtype`` and ``strides`` as for ``capture``."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
@@ -92,11 +93,6 @@ def parameter_infos(model: nn.Module, compute_dtype: torch.dtype | None, strides
 
 def _real_stride(stride: tuple[int, ...]) -> tuple[int, ...]:
     return *(2 * elements for elements in stride), 1
-
-
-def cast_of(tensor: torch.Tensor, compute_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a graph reads ``tensor``: ``compute_dtype``, if one is given, for what is floating-point."""
-    return compute_dtype if compute_dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 @dataclass(frozen=True)
