@@ -235,6 +235,7 @@ def _body(
         tuple((names[first], names[second]) for first, second in loop.carried),
     )
     over = [after[node] for node in last.get(end, ())]
+    after |= list_names  # what ends a step early gives what it would have given
     return (
         *_lines(step, numbered[:begin], live, functions, names, last),
         f"micro-batches 2 to {step.num_micro_batches - 1}",
@@ -242,7 +243,7 @@ def _body(
         f"micro-batch {step.num_micro_batches}",
         *([Call("", dead=tuple(over))] if over else []),
         *_lines(step, numbered[end + 1 :], live, functions, after, last),
-    ), tuple(list_names[node] if node in list_names else after[node] for node in returned)
+    ), tuple(after[node] for node in returned)
 
 
 def _unlike(name: str, taken: Collection[str]) -> str:

@@ -19,8 +19,12 @@ buffer of its own, as the plan says, and what stays is the sum of this rank's sl
     micro1_reduce_0 = reduce_scatter(micro1_grads_0, 0, 2)
     micro1_grad_0 = wait(micro1_reduce_0, micro1_grads_0); div_(micro1_grad_0, 2); add_(sum_0, micro1_grad_0)
 
-The average over the ranks is the sum divided once. At stage 0 every rank updates the whole bucket: an all-reduce in its
-two halves, both of them in the buffer.
+The average over the ranks is the sum divided once. In float16, whose range a sum over many ranks would leave, gradients
+are divided before it too, as FSDP2 does, by a power of two near the root of the number of ranks:
+
+    div_(grads_0, 2); reduce_0 = reduce_scatter(grads_0, 0, 4); ...; grad_0 = wait(reduce_0, grads_0); div_(grad_0, 2)
+
+At stage 0 every rank updates the whole bucket: an all-reduce in its two halves, both of them in the buffer.
 
     reduce_0 = reduce_scatter_into(grads_0, 0, 2)
     ...
@@ -112,7 +116,8 @@ class Reduce:
             if started is not buffer:
                 started = _finish(step, plan, bucket, buffer, started, place(decision.wait_after))
             if partial is not None:
-                with step.graph.inserting_after(started.next):
+                done = started.next if started.next.target is _aten.div_.Tensor else started
+                with step.graph.inserting_after(done):
                     where = Origin(bucket.name, Phase.UPDATE)
                     started = insert_call(step.graph, _aten.add_.Tensor, (partial, started), where)
             step.reduced[bucket.index] = started
@@ -266,6 +271,10 @@ def _issue(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, body: i
     size, dtype = (bucket.shard_numel,), bucket.compute_dtype
     # Which slice is a rank's own is known where it runs: the first stands for it.
     in_buffer = plan.stage == 0
+    first = divisors(bucket.compute_dtype, bucket.num_ranks)[0]
+    if first != 1:
+        with step.graph.inserting_after(place):
+            place = insert_call(step.graph, _aten.div_.Tensor, (buffer, first), Origin(bucket.name, Phase.BACKWARD))
     with step.graph.inserting_after(place):
         started = insert_call(
             step.graph, ops.reduce_scatter_into if in_buffer else ops.reduce_scatter,
@@ -293,7 +302,9 @@ def _add(
         anchor = anchor.next
     with step.graph.inserting_before(anchor.next):
         grad = insert_call(step.graph, ops.wait, (started, buffer), where, name=_name(f"grad_{bucket.index}", body))
-        insert_call(step.graph, _aten.div_.Tensor, (grad, plan.num_ranks), where)
+        rest = divisors(bucket.compute_dtype, plan.num_ranks)[1]
+        if rest != 1:
+            insert_call(step.graph, _aten.div_.Tensor, (grad, rest), where)
         if partial is not None:
             insert_call(step.graph, _aten.add_.Tensor, (partial, grad), where)
             return partial
@@ -311,6 +322,21 @@ def _sum_dtype(bucket: Bucket, plan: Plan) -> torch.dtype:
     return bucket.compute_dtype if delayed else bucket.dtype
 
 
+def divisors(dtype: torch.dtype, num_ranks: int) -> tuple[int, float]:
+    """What gradients of ``dtype`` are divided by before their sum over the ranks is taken, and what the sum is after.
+
+    Where float16 is reduced both parts are near the root of the number of ranks, so that neither small values nor
+    large sums leave its range (as in ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``).
+    """
+    if dtype is not torch.float16:
+        return 1, num_ranks
+    first = 1
+    while num_ranks % first == 0 and num_ranks / first > first:
+        first *= 2
+    rest = num_ranks / first
+    return first, int(rest) if rest.is_integer() else rest
+
+
 def _finish(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, started: fx.Node, anchor: fx.Node) -> fx.Node:
     """Await a reduction; returns its result, or at stage 0 the started gather of the sum."""
     where = Origin(bucket.name, Phase.UPDATE)
@@ -320,7 +346,9 @@ def _finish(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, starte
     with step.graph.inserting_before(anchor.next):
         grad = insert_call(step.graph, ops.wait, (started, buffer), where, name=f"grad_{bucket.index}")
         set_task(grad, Job.GRADIENT, bucket.index)
-        insert_call(step.graph, _aten.div_.Tensor, (grad, plan.num_ranks), where)
+        rest = divisors(bucket.compute_dtype, plan.num_ranks)[1]
+        if rest != 1:
+            insert_call(step.graph, _aten.div_.Tensor, (grad, rest), where)
         if plan.stage == 0:
             name = f"gather_grad_{bucket.index}"
             return insert_call(step.graph, ops.all_gather_into, (buffer, grad, bucket.index), where, name=name)

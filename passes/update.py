@@ -12,8 +12,9 @@ Where the compute dtype is lower than the stored one, the update works on the fp
 to its dtype, and the new values are cast into the slice that the graph computes with. Neither a whole buffer that stays
 on the device nor a slice that is gathered is touched before its last reader of this step has run.
 
-Where gradients are clipped (``passes/clip.py``) all updates stand where the step ends, one after the other, and each
-gradient is multiplied by the factor once it is in the dtype of the master:
+Where gradients are clipped or unscaled (``passes/barrier``) all updates stand where the step ends, one after the other,
+and each gradient is multiplied by the factor, or first by the scale's inverse and then by the factor, once it is in the
+dtype of the master:
 
     mul_(grad_0, clip); ...; addcdiv_(shard_0, exp_avg_0, ...); mul_(grad_1, clip); ...
 
@@ -79,16 +80,15 @@ class Update:
         gathers: list[tuple[Bucket, fx.Node]] = []
         copies: list[Started] = []
         written: dict[int, fx.Node] = {}
-        begin, factor_on_host = None, None
-        if step.clipping is not None:
-            begin = step.clipping.begin
+        begin, factors = step.updates_begin, _factors(step)
+        if begin is not None:
             descend_early(step, plan, self.layout)
-            factor_on_host = _factor_on_host(step, plan)
+            factors |= _on_host(step, plan, factors[DEVICE])
         known = _Known.of(step)
         for decision in plan.reduces:
             bucket, last = self.layout.buckets[decision.bucket], step.output.prev
             program = self.programs[bucket.index]
-            copies = _update_bucket(step, plan, bucket, program, known, copies, gathers, written, begin, factor_on_host)
+            copies = _update_bucket(step, plan, bucket, program, known, copies, gathers, written, begin, factors)
             begin = None if begin is None else last.next
         with step.graph.inserting_before(step.output):
             await_copies(step, copies)
@@ -120,13 +120,13 @@ def _update_bucket(
     gathers: list[tuple[Bucket, fx.Node]],
     written: dict[int, fx.Node],
     start: fx.Node | None,
-    factor_on_host: fx.Node | None,
+    factors: Mapping[str, Sequence[fx.Node]],
 ) -> list[Started]:
     """Insert the update after the waits of ``earlier`` copies; returns the copies that are still to be awaited.
 
     At stages 1 and 2 the started gather of the new values is added to ``gathers``, and the last wait for what a bucket
     copies back to ``written``. ``start``: where states start on their way that the plan does not say it of.
-    ``factor_on_host`` is what gradients on the host are multiplied by, if they are.
+    ``factors`` are what gradients are multiplied by, one after the other, by the tier that they are on.
     """
     graph, where = step.graph, Origin(bucket.name, Phase.UPDATE)
     decision = state_decision(plan, bucket)
@@ -155,8 +155,7 @@ def _update_bucket(
     readers = consumers(full) if full is not None else _readers_of_gathered(low)
     # Nodes compare by their place in the graph.
     end = end_of_unit(step, max([reduced, *consumers(reduced), *readers])).next
-    clipping = step.clipping
-    if clipping is not None:
+    if step.updates_begin is not None:
         end = step.output
     free = None
     if decision is not None and decision.behind is not None:
@@ -187,8 +186,7 @@ def _update_bucket(
         tier = HOST if on_host else DEVICE
         if tensor(grad).dtype != bucket.dtype:
             grad = set_tier(insert_call(graph, _aten._to_copy.default, (grad,), where, {"dtype": bucket.dtype}), tier)
-        if clipping is not None:
-            factor = factor_on_host if on_host else clipping.factor
+        for factor in factors.get(tier, ()):
             set_tier(insert_call(graph, _aten.mul_.Tensor, (grad, factor), where), tier)
         _inline(step, program, {"param": low, **tensors, **scalars, "grad": grad}, where, tier)
         written |= await_copies(step, meanwhile)
@@ -208,16 +206,25 @@ def _update_bucket(
     return left
 
 
-def _factor_on_host(step: StepGraph, plan: Plan) -> fx.Node | None:
-    """What gradients are multiplied by, copied to the host where the step ends; None if nothing is updated there."""
-    if step.clipping is None or all(decision.update != HOST for decision in plan.states):
-        return None
-    graph, where, factor = step.graph, Origin("", Phase.UPDATE), step.clipping.factor
+def _factors(step: StepGraph) -> dict[str, list[fx.Node]]:
+    """What gradients on the device are multiplied by, one after the other, as ``unscale_`` and then clipping do."""
+    inverse = [] if step.unscaling is None else [step.unscaling.inverse]
+    return {DEVICE: inverse + ([] if step.clipping is None else [step.clipping.factor])}
+
+
+def _on_host(step: StepGraph, plan: Plan, factors: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
+    """``factors``, copied to the host where the step ends, if something is updated there."""
+    if all(decision.update != HOST for decision in plan.states):
+        return {}
+    graph, where, copies = step.graph, Origin("", Phase.UPDATE), []
     with graph.inserting_before(step.output):
-        # What is offloaded is not read on the device again, as the factor itself may be.
-        copy = insert_call(graph, _aten.clone.default, (factor,), where, name="clip_copy")
-        down = set_tier(insert_call(graph, ops.offload, (copy, HOST), where, name="clip_offload"), HOST)
-        return set_tier(insert_call(graph, ops.wait, (down, copy), where, name="clip_down"), HOST)
+        for factor in factors:
+            # What is offloaded is not read on the device again, as the factor itself may be.
+            copy = insert_call(graph, _aten.clone.default, (factor,), where, name=f"{factor.name}_copy")
+            name = f"{factor.name}_offload"
+            down = set_tier(insert_call(graph, ops.offload, (copy, HOST), where, name=name), HOST)
+            copies.append(set_tier(insert_call(graph, ops.wait, (down, copy), where, name=f"{factor.name}_down"), HOST))
+    return {HOST: copies}
 
 
 def _gather_into(step: StepGraph, bucket: Bucket, full: fx.Node, low: fx.Node) -> fx.Node:

@@ -17,7 +17,8 @@ gather before use      a gather's buffer is not read before its wait (follows fr
 loop                   a round of a loop over micro-batches reads what is there in every round: what it is handed on, or
                        what is made before the loop and stays after it; what it makes goes no further than it hands on
 random operators       none is run twice
-clipping               nothing is updated before the factor that gradients are multiplied by is known
+clipping               nothing is updated before the factors that gradients are multiplied by are known
+scaling                nothing is updated before all gradients are known to be finite
 delayed                the host is done with a bucket's delayed update before the next one of it begins
 states                 what lives in a slower tier is only copied, or read where it lives
 offload                what is stored in a slower tier is reloaded, and read by nothing else; a value is not read on the
@@ -211,16 +212,21 @@ def _check_in_place(step: StepGraph, after: str) -> None:
 
 
 def _check_clipped(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
-    if step.clipping is None:
+    rules = []
+    if step.clipping is not None:
+        rules.append(("clipping", order[step.clipping.factor], "the factor is known"))
+    if step.unscaling is not None:
+        rules.append(("scaling", order[step.unscaling.inverse], "the inverse of the scale is known"))
+    checks = [node for node in step.calls() if node.target is ops.check_gradients]
+    rules += [("scaling", order[check], "gradients are known to be finite") for check in checks]
+    if not rules:
         return
-    known = order[step.clipping.factor]
     for role in (Role.FULL, Role.SHARD, Role.MASTER, Role.STATE):
         for stored in step.placeholders(role):
             for writer in (reader for reader in consumers(stored) if stored in mutated_inputs(reader)):
-                if order[writer] < known and writer.target not in ops.COLLECTIVES:
-                    _fail(
-                        step, after, writer, f"clipping: {writer.name} writes {stored.name} before the factor is known"
-                    )
+                for rule, known, what in rules:
+                    if order[writer] < known and writer.target not in ops.COLLECTIVES:
+                        _fail(step, after, writer, f"{rule}: {writer.name} writes {stored.name} before {what}")
 
 
 def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
@@ -255,6 +261,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     ]
     settled = [node.args[0] for node in step.calls() if node.target is ops.settle]
     clipped = [ops.square_sum for _ in plan.reduces] if plan.max_grad_norm is not None else []
+    checked = [ops.check_gradients] if plan.loss_scaled else []
     stateful = {placeholder(n).bucket for role in (Role.MASTER, Role.STATE) for n in step.placeholders(role)}
     states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]
     for what, carried_out, planned in (
@@ -269,6 +276,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         ),
         ("has gradients waiting of buckets", waiting, planned_waiting),
         ("sums squares of gradients", [n.target for n in step.calls() if n.target is ops.square_sum], clipped),
+        ("checks gradients", [n.target for n in step.calls() if n.target is ops.check_gradients], checked),
         ("delays updates of buckets", settled, [decision.bucket for decision in plan.states if decision.delayed]),
         ("sends", _of_wire(step), _planned_wire(plan)),
         ("offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]),
@@ -354,8 +362,9 @@ def _check_loop(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
     for owner in {storage_source(source)[0] for node in step.calls() for source in node.all_input_nodes}:
         if owner.op != "call_function":
             continue
-        # Gradients that are to be reduced, and what a step hands out of each round, are outputs.
-        reads = [order[reader] for reader in consumers(owner) if reader is not step.output] or [order[owner]]
+        # Gradients that are to be reduced are outputs, and what a step hands out of each round is that.
+        outputs = (step.output.target, ops.check_gradients)
+        reads = [order[reader] for reader in consumers(owner) if reader.target not in outputs] or [order[owner]]
         in_round = any(begin < place < end for place in reads)
         if order[owner] < begin and in_round and owner not in given and max(reads) < end:
             _fail(step, after, owner, f"loop: {owner.name} is read in each round, and gone after the first")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from zerofx.api import compile
     from zerofx.deferred import empty_init
     from zerofx.driver.plan_only import PlannedStep, plan
+    from zerofx.precision import LossScale
     from zerofx.scheduler.cost.machine import Machine
     from zerofx.scheduler.cost.measured import MeasuredCosts
     from zerofx.scheduler.plan.plan import Plan
@@ -43,6 +44,7 @@ __all__ = [
     "CompilerError",
     "InternalError",
     "InvalidGraphError",
+    "LossScale",
     "Machine",
     "MeasuredCosts",
     "MemoryBudgetError",
@@ -71,6 +73,7 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker is to see the names above, and no others
     _HOMES = {
         "Candidate": "zerofx.tuning.result",
+        "LossScale": "zerofx.precision",
         "Machine": "zerofx.scheduler.cost.machine",
         "MeasuredCosts": "zerofx.scheduler.cost.measured",
         "Plan": "zerofx.scheduler.plan.plan",

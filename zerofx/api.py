@@ -17,6 +17,8 @@ from zerofx.options import (
     Accumulate,
     Backend,
     CudaGraphs,
+    Kept,
+    LossScale,
     Offload,
     OnNonfinite,
     Precision,
@@ -61,6 +63,8 @@ def compile(
     forward: ForwardFunction | None = None,
     on_nonfinite: OnNonfinite | None = None,
     constant: Collection[str] = (),
+    loss_scale: LossScale | float | None = None,
+    keep_fp32: Collection[Kept] = (),
 ) -> Step:
     """Compile a model's training step: forward, loss, backward, reductions and update as one planned graph.
 
@@ -83,7 +87,8 @@ def compile(
             gradients between micro-batches alone.
         tile: what runs a few rows at a time: ``"auto"`` where no other plan fits, ``"none"``, or numbers of tiles by
             names of modules or parameters. Sums are then taken in another order.
-        precision: None for the model's dtypes; ``"bf16"`` computes and communicates so, with float32 masters.
+        precision: None for the model's dtypes; ``"bf16"`` or ``"fp16"`` computes and communicates so, with
+            float32 masters.
         backend: ``"inductor"`` compiles each distinct region once; ``"eager"`` has DistributedDataParallel's bits.
         machine: what predictions are for: a ``Machine``, the name of a built-in one, or None for the machine at hand.
         plan: a plan made earlier, or the path of one; refused where it was made for something else.
@@ -109,6 +114,9 @@ def compile(
         on_nonfinite: what a loss that is NaN or infinite on any rank does: None or ``"warn"`` goes on, ``"skip"``
             leaves the state as it was, ``"raise"`` raises ``NonFiniteLossError`` on all ranks.
         constant: names of arguments with the same values in every step, which a forward may read.
+        loss_scale: what the loss is multiplied by before backward: a ``LossScale``, as ``torch.amp.GradScaler`` has it,
+            or a number that stays; None for the defaults of the former with ``precision="fp16"``, and else for none.
+        keep_fp32: modules that compute in float32 with a ``precision``, by type, name or pattern of names.
 
     Returns:
         A ``Step``: ``loss = step(*batch, **kwargs)``, or ``loss, extras`` where ``forward`` returns a pair. Its ranks
@@ -124,6 +132,7 @@ def compile(
         tile=tile, host_budget=host_budget,
         weights=weights, delayed_update=delayed_update, wire=wire, cuda_graphs=cuda_graphs,
         max_grad_norm=max_grad_norm, forward=forward, on_nonfinite=on_nonfinite, constant=constant,
+        loss_scale=loss_scale, keep_fp32=keep_fp32,
     )  # fmt: skip
     check_training(model, optimizer, options, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):

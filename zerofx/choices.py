@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 Backend = Literal["inductor", "eager"]
-Precision = Literal["bf16"]
+Precision = Literal["bf16", "fp16"]
 Recompute = Literal["auto", "none", "full"]
 OffloadWord = Literal["auto", "none", "host", "nvme"]
 Offload = OffloadWord | Mapping[str, str]

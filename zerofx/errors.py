@@ -43,6 +43,10 @@ class NonFiniteLossError(ZeroFXError, ArithmeticError):
     """The loss of a step is NaN or infinite, and ``on_nonfinite="raise"``: nothing has been updated."""
 
 
+class NonFiniteGradientsError(ZeroFXError, ArithmeticError):
+    """A gradient of a scaled loss is NaN or infinite: how a step that is left out ends. Steps do not raise it."""
+
+
 class CompilerError(ZeroFXError, RuntimeError):
     """A region could not be compiled, for example because the machine has no C++ compiler."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, TypedDict, get_args
 
 import torch
+from torch import nn
 
 from zerofx.budgets import GRADIENTS
 from zerofx.capture.checks import check_forward_function, check_loss_function
@@ -24,7 +25,11 @@ from zerofx.choices import Reduce as Reduce
 from zerofx.choices import Tiling as Tiling
 from zerofx.choices import Wire as Wire
 from zerofx.errors import UsageError, warn
+from zerofx.ir.casts import Casts, ComputeDtype
+from zerofx.ir.casts import Kept as Kept
 from zerofx.ir.op_kernels.quantise import BLOCK
+from zerofx.precision import LossScale as LossScale
+from zerofx.precision import check_kept, dtype_of, loss_scale_of
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.plan.plan import Plan
@@ -61,6 +66,8 @@ class TuneOptions(TypedDict, total=False):
     keep_gathered: Collection[str] | Literal["all"]
     wire: Wire
     max_grad_norm: float | None
+    loss_scale: LossScale | float | None
+    keep_fp32: Collection[Kept]
 
 
 class PlanOptions(TuneOptions, total=False):
@@ -116,6 +123,8 @@ class CompileOptions:
     max_grad_norm: float | None = None
     on_nonfinite: OnNonfinite | None = None
     constant: tuple[str, ...] = field(default=(), metadata=_left_out_of("plan", "step"))  # the batch has their values
+    loss_scale: LossScale | None = None
+    keep_fp32: tuple[Kept, ...] = ()
 
     def texts(self, purpose: Purpose) -> list[str]:
         """The options that are compared for ``purpose``, a line each."""
@@ -137,7 +146,15 @@ class CompileOptions:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        return torch.bfloat16 if self.precision == "bf16" else None
+        return None if self.precision is None else dtype_of(self.precision)
+
+    def casts(self, model: nn.Module) -> ComputeDtype:
+        """What a model computes in, and which of its modules keep float32.
+
+        Raises:
+            UsageError: it has none of those that are to.
+        """
+        return Casts.of(model, self.compute_dtype, self.keep_fp32)
 
 
 def _text(given: object) -> str:
@@ -146,7 +163,11 @@ def _text(given: object) -> str:
         return ", ".join(f"{option.name} {_text(getattr(given, option.name))}" for option in fields(given))
     if isinstance(given, Mapping):
         return repr(list(given.items()))
-    return repr(sorted(given)) if isinstance(given, Collection) and not isinstance(given, str) else str(given)
+    if isinstance(given, type):
+        return f"{given.__module__}.{given.__qualname__}"
+    return (
+        repr(sorted(map(_text, given))) if isinstance(given, Collection) and not isinstance(given, str) else str(given)
+    )
 
 
 def check_options(
@@ -176,6 +197,8 @@ def check_options(
     forward: ForwardFunction | None = None,
     on_nonfinite: OnNonfinite | None = None,
     constant: Collection[str] = (),
+    loss_scale: LossScale | float | None = None,
+    keep_fp32: Collection[Kept] = (),
 ) -> CompileOptions:
     """The options as one object.
 
@@ -190,7 +213,7 @@ def check_options(
     if backend not in get_args(Backend):
         raise UsageError(f"expected backend 'inductor' or 'eager', found {backend!r}")
     if precision is not None and precision not in get_args(Precision):
-        raise UsageError(f"expected precision None (as the model is) or 'bf16', found {precision!r}")
+        raise UsageError(f"expected precision None (as the model is), 'bf16' or 'fp16', found {precision!r}")
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise UsageError(f"expected prefetch to be a number of gathers to issue ahead, 0 or more, found {prefetch!r}")
     if keep_gathered != "all" and (
@@ -226,6 +249,8 @@ def check_options(
         )
     _check_max_grad_norm(max_grad_norm, delayed_update)
     _check_on_nonfinite(on_nonfinite, delayed_update)
+    check_kept(keep_fp32, precision)
+    scaling = loss_scale_of(loss_scale, precision, delayed_update)
     if isinstance(constant, str) or not all(isinstance(name, str) for name in constant):
         raise UsageError(f"expected constant to be names of arguments, such as ('edge_index',), found {constant!r}")
     budget = _check_budget("memory_budget", memory_budget, "the device")
@@ -269,6 +294,8 @@ def check_options(
         max_grad_norm=None if max_grad_norm is None else float(max_grad_norm),
         on_nonfinite=on_nonfinite,
         constant=tuple(constant),
+        loss_scale=scaling,
+        keep_fp32=tuple(keep_fp32),
     )
 
 

@@ -17,19 +17,22 @@ from zerofx.errors import UsageError, working
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
+from zerofx.passes.barrier.check_gradients import CheckGradients
+from zerofx.passes.barrier.clip import Clip
+from zerofx.passes.barrier.guard_loss import GuardLoss
+from zerofx.passes.barrier.unscale import Unscale
 from zerofx.passes.base import Pass, PassReport, Preparation, op_counts
 from zerofx.passes.buffers import Buffers
-from zerofx.passes.clip import Clip
 from zerofx.passes.direct import Direct
 from zerofx.passes.divide import Divide
 from zerofx.passes.gather import Gather
 from zerofx.passes.gradients import Gradients
-from zerofx.passes.guard_loss import GuardLoss
 from zerofx.passes.in_place import InPlace
 from zerofx.passes.merge import Merge
 from zerofx.passes.offload import Offload
 from zerofx.passes.prefetch import Prefetch
 from zerofx.passes.prepare.accumulate import Accumulate
+from zerofx.passes.prepare.scale_loss import ScaleLoss
 from zerofx.passes.prepare.simplify import Simplify
 from zerofx.passes.prepare.slice import Slice
 from zerofx.passes.recompute import Recompute
@@ -86,6 +89,8 @@ CAPTURE = (*(Listed(type(normalisation)) for normalisation in NORMALISATIONS), L
 # A captured graph, before there is a plan.
 PREPARE = (
     Listed(Simplify, optional=True),  # nodes that only autograd needed
+    # Backward begins with the loss's scale.
+    Listed(ScaleLoss, when=lambda plan, _: plan.loss_scaled),
     # Huge parameters a slice at a time.
     Listed(Slice, {"slices": ("parameter", "num_slices")}, lambda plan, _: plan.slices),
     # Micro-batches one after the other.
@@ -113,8 +118,12 @@ PLAN = (
     Listed(Direct),  # products written straight into those buffers
     # Gradients that wait for the next micro-batch elsewhere.
     Listed(Gradients, {"gradients": ("bucket", "tier", "free_after", "reload_before")}, lambda plan, _: plan.gradients),
+    # The largest of all gradients, and what frees them of the loss's scale.
+    Listed(Unscale, {"loss_scaled": ()}, lambda plan, _: plan.loss_scaled),
     # The norm of all gradients, and a factor.
     Listed(Clip, {"max_grad_norm": ()}, lambda plan, _: plan.max_grad_norm is not None),
+    # No update where a gradient is not finite.
+    Listed(CheckGradients, when=lambda plan, _: plan.loss_scaled),
     # The optimizer, on each bucket as soon as it is reduced.
     Listed(Update, {"states": ("bucket", "tier", "update", "reload", "read", "at_once", "delayed", "behind")}),
     Listed(Buffers),  # mutated buffers written back
@@ -149,16 +158,20 @@ def run_preparations(
     num_micro_batches: int = 1,
     divided: Collection[str] = (),
     done: Collection[str] = (),
+    *,
+    loss_scaled: bool = False,
 ) -> None:
     """Run the preparations but those ``done`` on a captured graph, in place.
 
     ``slices`` are parameters to take in slices, ``divided`` the batch tensors that micro-batches divide.
+    ``loss_scaled``: whether backward begins with a scale.
 
     Raises:
         PlanError: a parameter cannot be worked with in the slices that are asked for.
     """
+    left_out = {*settings.disable, *done, *([] if loss_scaled else [ScaleLoss.name])}
     for listed in PREPARE:
-        if listed.name not in settings.disable and listed.name not in done:
+        if listed.name not in left_out:
             one: Preparation = listed.made(
                 slices=slices, num_micro_batches=num_micro_batches, divided=frozenset(divided)
             )

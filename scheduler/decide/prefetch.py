@@ -158,7 +158,7 @@ def place_arrivals(
             size += layout.buckets[decision.bucket].shard_bytes
         source: Tier = "host" if decision.tier == "host" else "nvme"
         side: Tier = "host" if decision.update == "host" else "device"
-        if source != side and size and plan.max_grad_norm is None and (ahead or side == "host"):
+        if source != side and size and not plan.updates_wait and (ahead or side == "host"):
             last = updated[decision.bucket]
             states.append((number, Arrival(size, source, side, last + 1, last, at.begin_of_body(last))))
     arrivals = [arrival for _, arrival in (*gathers, *states)]

@@ -96,6 +96,7 @@ def decide(
     each: Mapping[int, str] | None = None,
     memory_budget: int | None = None,
     max_grad_norm: float | None = None,
+    loss_scaled: bool = False,
     offloads: tuple[OffloadDecision, ...] = (),
     carried_out: StepGraph | None = None,
     identity: GraphIdentity | None = None,
@@ -139,6 +140,7 @@ def decide(
         slices=step.slices,
         memory_budget=memory_budget,
         max_grad_norm=max_grad_norm,
+        loss_scaled=loss_scaled,
         num_micro_batches=step.num_micro_batches,
         summary=identity.summary,
     )

@@ -19,12 +19,14 @@ P = TypeVar("P", bound="DataclassInstance")
 
 _FORMAT = 1
 # Entries that a plan has only where they say something.
-_LEFT_OUT: dict[str, Any] = {"wire": "exact", "ranks_per_node": None, "wires": (), "pieces": (), "max_grad_norm": None}
+_LEFT_OUT: dict[str, Any] = {
+    "wire": "exact", "ranks_per_node": None, "wires": (), "pieces": (), "max_grad_norm": None, "loss_scaled": False,
+}  # fmt: skip
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
-    """All that a plan holds, as dicts, but for what most plans say nothing of: the wire, pieces, clipping, what tiles
-    are of, where gathered sums are awaited, what is reduced in each micro-batch."""
+    """All that a plan holds, as dicts, but for what most plans say nothing of: the wire, pieces, clipping, scaling,
+    what tiles are of, where gathered sums are awaited, what is reduced in each micro-batch."""
     data = asdict(plan)
     for reduce in data["reduces"]:
         if reduce["gathered_after"] == "":

@@ -35,7 +35,8 @@ class Plan:
     only because others are computed again from them. ``pieces`` are those that what is outside repeated layers is
     divided into, where not all values stay. ``memory_budget`` is what the plan was made to fit, in bytes on the device.
     ``num_micro_batches`` is how many a batch is divided into, which run one after the other before the update.
-    ``max_grad_norm`` is what the norm of all gradients is clipped to, None for gradients as they are. ``wire`` is what
+    ``max_grad_norm`` is what the norm of all gradients is clipped to, None for gradients as they are. ``loss_scaled``:
+    whether they are of a loss that is multiplied by a scale, and looked at before the first update. ``wire`` is what
     the plan was free to send (``"exact"``, or one of ``zerofx.ir.op_kernels.quantise.ENCODINGS``), and
     ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan.
     """
@@ -60,6 +61,7 @@ class Plan:
     memory_budget: int | None = None
     num_micro_batches: int = 1
     max_grad_norm: float | None = None
+    loss_scaled: bool = False
     micro_batches_reason: str = ""
     wire: str = "exact"
     ranks_per_node: int | None = None
@@ -77,6 +79,11 @@ class Plan:
             else:
                 launches.append([number])
         return launches
+
+    @property
+    def updates_wait(self) -> bool:
+        """Whether all updates come after all reductions, as they need to know something of all gradients."""
+        return self.max_grad_norm is not None or self.loss_scaled
 
     @property
     def gathers_parameters(self) -> bool:

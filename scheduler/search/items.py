@@ -112,7 +112,7 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         activation_bytes = _offloaded_bytes(items)
         menus = state_menus(
             question.layout, question.state_bytes, question.stage, question.captured.seconds_of_one, question.machine,
-            question.tiers, activation_bytes, clipped=question.max_grad_norm is not None,
+            question.tiers, activation_bytes, clipped=question.updates_wait,
         )  # fmt: skip
         items += [States(bucket, levels) for bucket, levels in menus.items()]
         if question.stage == 3:
@@ -241,6 +241,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         each=chosen.each,
         memory_budget=question.memory_budget,
         max_grad_norm=question.max_grad_norm,
+        loss_scaled=question.loss_scaled,
         carried_out=carried_out,
         identity=question.captured.identity,
     )

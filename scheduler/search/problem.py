@@ -164,6 +164,7 @@ class Problem:
             state_bytes=self.state_bytes(),
             delayed=self.delayed(),
             max_grad_norm=options.max_grad_norm,
+            loss_scaled=options.loss_scale is not None,
             gradients=self.gradients(),
             reduce="once" if self.gradients() else options.reduce,
             reduced_each=self.reduced_each(),

@@ -29,6 +29,7 @@ class Question:
     ``tile_classes`` logits over their classes too.
     ``delayed``: where states are in any case, so that their updates overlap with the next step; none if empty.
     ``max_grad_norm``: what gradients are clipped to, if they are: all updates are after all reductions then.
+    ``loss_scaled``: whether gradients are of a scaled loss, after which updates come so too.
     ``gradients``: which wait elsewhere between micro-batches in any case, with copies that are still to be placed.
     ``reduce``: whether gradients may be reduced in each micro-batch, ``reduced_each`` those that are before any move.
     """
@@ -46,6 +47,7 @@ class Question:
     tile_classes: bool = False
     delayed: Mapping[Bucket, Placement] = field(default_factory=dict)
     max_grad_norm: float | None = None
+    loss_scaled: bool = False
     gradients: tuple[GradientDecision, ...] = ()
     reduce: Reduce = "auto"
     reduced_each: Mapping[int, str] = field(default_factory=dict)
@@ -60,6 +62,11 @@ class Question:
         if not self.captured.divides_others:
             return (self,)
         return (self, replace(self, captured=replace(self.captured, ends_only=True)))
+
+    @property
+    def updates_wait(self) -> bool:
+        """Whether all updates come after all reductions."""
+        return self.max_grad_norm is not None or self.loss_scaled
 
     @property
     def tiles(self) -> tuple[TileDecision, ...]:

@@ -18,6 +18,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.passes.base import Pass
 from zerofx.passes.prepare.accumulate import accumulate
+from zerofx.passes.prepare.scale_loss import ScaleLoss
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.prepare.slice import slice_parameters
 from zerofx.pipeline import Stage, passes, run_passes
@@ -255,17 +256,20 @@ def prepare(
     num_micro_batches: int = 1,
     slices: Mapping[str, int] | None = None,
     block: int = 1,
+    loss_scaled: bool = False,
 ) -> Prepared:
     """Capture ``model`` (``TwoBlocks`` if none is given), lay it out and plan it, on no process group.
 
     ``batch`` is one micro-batch, ``slices`` the parameters that are taken in so many slices; each rank's share of a
-    bucket is a multiple of ``block`` elements.
+    bucket is a multiple of ``block`` elements. ``loss_scaled``: whether backward begins with a scale.
     """
     model = TwoBlocks() if model is None else model
-    dtype = torch.bfloat16 if precision == "bf16" else None
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[precision]
     taken = Batch.of(features() if batch is None else batch, dict(keywords or {}))
     step = capture(model, taken, loss_fn=loss_fn, compute_dtype=dtype, num_micro_batches=num_micro_batches)
     simplify(step)
+    if loss_scaled:
+        ScaleLoss().run(step)
     optimizer = optimizer or sgd(model)
     groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
     slice_parameters(step, named_slices(step, slices or {}))
@@ -273,7 +277,10 @@ def prepare(
     layout = layout_of(step, groups, num_ranks, block)
     binding = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False)
     programs = binding.programs(None, binding.held(dict(model.named_parameters())))
-    plan = decide(step, layout, stage=stage, precision=precision, machine="cpu", options=PolicyOptions(prefetch, keep))
+    plan = decide(
+        step, layout, stage=stage, precision=precision, machine="cpu", options=PolicyOptions(prefetch, keep),
+        loss_scaled=loss_scaled,
+    )  # fmt: skip
     return Prepared(step, layout, programs, plan)
 
 

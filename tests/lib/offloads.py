@@ -73,7 +73,13 @@ def same_tensors(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def prepare_case(
-    case: Case, stage: int, num_ranks: int, num_micro_batches: int = 1, precision: str | None = None
+    case: Case,
+    stage: int,
+    num_ranks: int,
+    num_micro_batches: int = 1,
+    precision: str | None = None,
+    *,
+    loss_scaled: bool = False,
 ) -> Prepared:
     """A case's captured graph and plan, as ``compile`` makes them for its first batch."""
     model = build(case)
@@ -81,6 +87,7 @@ def prepare_case(
     return prepare(
         model, args, keywords=keywords, loss_fn=case.loss_fn, stage=stage, num_ranks=num_ranks,
         optimizer=case.optimizer(model), num_micro_batches=num_micro_batches, precision=precision,
+        loss_scaled=loss_scaled,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.layers import find_units
 from zerofx.capture.tracing_settings import tracing_settings
 from zerofx.disk.cache import MALFORMED, DiskCache, key_of
+from zerofx.ir.casts import ComputeDtype
 from zerofx.ir.graph import StepGraph, Strides, parameter_infos
 from zerofx.ir.serialise import NotStorableError, from_json, same_graph, to_json
 from zerofx.torch_private.capture import fake_mode
@@ -43,7 +44,7 @@ class KeptCapture:
         record: ForwardRecord,
         model: nn.Module,
         batch_names: Sequence[str],
-        compute_dtype: torch.dtype | None,
+        compute_dtype: ComputeDtype,
         strides: Strides,
         gpu: AbsentGpu | None = None,
     ) -> KeptCapture:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import MappingProxyType
 
-import torch
 from torch import nn
 
 from zerofx.capture.blame import explain
@@ -26,6 +25,7 @@ from zerofx.capture.traceable import traceable
 from zerofx.capture.values.watched_calls import CallWatcher
 from zerofx.errors import ZeroFXError, warn, working
 from zerofx.ir.batch import Batch as Batch
+from zerofx.ir.casts import ComputeDtype
 from zerofx.ir.graph import ParameterInfo, StepGraph, Strides, parameter_infos
 from zerofx.torch_private.capture import joint_graph
 
@@ -35,7 +35,7 @@ def capture(
     batch: Batch,
     *,
     loss_fn: Loss = None,
-    compute_dtype: torch.dtype | None = None,
+    compute_dtype: ComputeDtype = None,
     num_micro_batches: int = 1,
     strides: Strides = MappingProxyType({}),
     gpu: AbsentGpu | None = None,
@@ -48,7 +48,8 @@ def capture(
         batch: the batch; only shapes, dtypes and constants are used.
         loss_fn: called as ``loss_fn(outputs, *rest)`` where the model does not return its loss (``calling.py``), or the
             step's whole objective.
-        compute_dtype: the dtype in which the graph reads floating-point parameters and batch tensors; None as they are.
+        compute_dtype: the dtype in which the graph reads floating-point parameters and batch tensors, with the modules
+            that keep theirs, if there are any; None as they are.
         num_micro_batches: what the loss is divided by, where ``batch`` is one of several whose gradients are summed.
         strides: those of parameters whose tensors do not have them now, because their values are elsewhere.
         gpu: the GPU to capture for where it is not here; else the model's device is captured for.
@@ -72,7 +73,7 @@ def _captured(
     model: nn.Module,
     batch: Batch,
     objective: Objective,
-    compute_dtype: torch.dtype | None,
+    compute_dtype: ComputeDtype,
     num_micro_batches: int,
     strides: Strides,
     gpu: AbsentGpu | None,

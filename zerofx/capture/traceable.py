@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zerofx.capture.for_gpu.gpu import AbsentGpu
+from zerofx.capture.kept_modules import computing_in_float32
 from zerofx.capture.layer_annotations import LOSS_LAYER, in_layer, layer_annotations
 from zerofx.capture.loss import Loss, LossModule, Objective
 from zerofx.capture.outside import StandInMaker
@@ -21,7 +22,8 @@ from zerofx.capture.randomness import drawing_with_torch
 from zerofx.capture.values.collective_calls import traceable_collectives
 from zerofx.capture.values.known import KnownValues
 from zerofx.ir.batch import Batch
-from zerofx.ir.graph import Strides, cast_of
+from zerofx.ir.casts import ComputeDtype, cast_of
+from zerofx.ir.graph import Strides
 from zerofx.torch_private.capture import FakeTensorMode, compiling, fake_mode, fake_tensor
 from zerofx.torch_private.checkpoints import without_checkpoints
 from zerofx.torch_private.dispatch import without_log_of_fakes, without_modes
@@ -34,7 +36,7 @@ def traceable(
     model: nn.Module,
     batch: Batch,
     loss_fn: Loss,
-    compute_dtype: torch.dtype | None,
+    compute_dtype: ComputeDtype,
     num_micro_batches: int,
     strides: Strides,
     gpu: AbsentGpu | None = None,
@@ -50,6 +52,7 @@ def traceable(
         without_log_of_fakes(),
         _fake_state(model, mode, compute_dtype, device, strides) as of_model,
         layer_annotations(model),
+        computing_in_float32(compute_dtype),
         compiling(),
         without_checkpoints(),
         traceable_collectives(),
@@ -85,7 +88,7 @@ def tracing_device(model: nn.Module, batch: Batch, gpu: AbsentGpu | None = None)
 def _fake_state(
     model: nn.Module,
     mode: FakeTensorMode,
-    compute_dtype: torch.dtype | None,
+    compute_dtype: ComputeDtype,
     device: torch.device,
     strides: Strides,
 ) -> Iterator[Mapping[int, tuple[dict[str, Any], str]]]:

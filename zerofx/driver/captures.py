@@ -76,7 +76,7 @@ class Captures:
             try:
                 self._recorded[num] = recorded_forward(
                     self._model, self._part(num), cache, loss_fn=self._options.objective,
-                    compute_dtype=self._options.compute_dtype, num_micro_batches=num, strides=self._strides,
+                    compute_dtype=self._options.casts(self._model), num_micro_batches=num, strides=self._strides,
                     gpu=self._gpu,
                 )  # fmt: skip
             except Exception:  # noqa: BLE001 - what the model's own code raises is explained where it is captured
@@ -144,14 +144,14 @@ class Captures:
 
     def _capture(self, num: int) -> StepGraph:
         step = self.as_captured(num)
-        run_preparations(step, self._settings)
+        run_preparations(step, self._settings, loss_scaled=self._options.loss_scale is not None)
         return step
 
     def as_captured(self, num: int) -> StepGraph:
         """The graph of one of ``num`` micro-batches before it is prepared, captured at each call."""
         return capture_by_layer(
-            self._model, self._part(num), loss_fn=self._options.objective, compute_dtype=self._options.compute_dtype,
-            num_micro_batches=num, strides=self._strides, gpu=self._gpu,
+            self._model, self._part(num), loss_fn=self._options.objective,
+            compute_dtype=self._options.casts(self._model), num_micro_batches=num, strides=self._strides, gpu=self._gpu,
             allowed="stamp" not in self._settings.disable,
             check=self._settings.verify == 2, say=self._say, cache=DiskCache(self._settings.cache_dir),
             recorded=self._recorded.get(num),

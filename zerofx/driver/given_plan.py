@@ -44,6 +44,7 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
         "micro-batches": (str(plan.num_micro_batches), _micro_batches(options, plan)),
         "wire": (plan.wire, options.wire),
         "max_grad_norm": (str(plan.max_grad_norm), str(options.max_grad_norm)),
+        "loss": (_loss(plan.loss_scaled), _loss(options.loss_scale is not None)),
         "ranks": (str(plan.num_ranks), str(control.num_ranks)),
         "machine": (plan.machine, machine.name),
     }
@@ -230,6 +231,10 @@ def _describe(bucket: BucketSummary) -> str:
 def _micro_batches(options: CompileOptions, plan: Plan) -> str:
     """The number that is asked for; 1 is what compile has where nothing is."""
     return str(plan.num_micro_batches if options.accumulate in (1, "auto") else options.accumulate)
+
+
+def _loss(scaled: bool) -> str:
+    return "scaled" if scaled else "as it is"
 
 
 def _precision(precision: str | None) -> str:

@@ -223,4 +223,4 @@ def rewrite_traced(model: nn.Module, batch: Batch, options: CompileOptions, say:
         CaptureError: the model cannot be captured.
     """
     watched = [_Watched(normalisation, say) for normalisation in NORMALISATIONS]
-    capture(model, batch, loss_fn=options.objective, compute_dtype=options.compute_dtype, rewrites=watched)
+    capture(model, batch, loss_fn=options.objective, compute_dtype=options.casts(model), rewrites=watched)

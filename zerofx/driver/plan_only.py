@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, get_args
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from zerofx.errors import UsageError, working
 from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
 from zerofx.lowering.lower import LoweredStep
-from zerofx.options import Backend, CompileOptions, PlanOptions, check_names, check_options
+from zerofx.options import Backend, CompileOptions, PlanOptions, Precision, check_names, check_options
 from zerofx.pipeline import check_disabled
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
@@ -126,9 +126,9 @@ def plan(
         options: ``machine``, a ``Machine`` or the name of a built-in one, by default ``"h100-sxm"``, and as for
             ``zerofx.compile`` ``loss_fn``, ``forward``, ``constant`` (what it names needs values), ``memory_budget``,
             ``host_budget``, ``recompute``, ``offload``, ``tile``, ``accumulate``, ``delayed_update``, ``precision``,
-            ``backend``, ``prefetch``, ``keep_gathered``, ``wire`` and ``max_grad_norm``. What a compiled region holds
-            inside is estimated (``scheduler/cost/fusion.py``), an eager one is simulated node by node, to the byte.
-            Times are those of single operators either way.
+            ``backend``, ``prefetch``, ``keep_gathered``, ``wire``, ``max_grad_norm`` and ``loss_scale``. What a
+            compiled region holds inside is estimated (``scheduler/cost/fusion.py``), an eager one is simulated node by
+            node, to the byte. Times are those of single operators either way.
 
     Raises:
         ZeroFXError: as ``zerofx.compile`` would.
@@ -220,11 +220,16 @@ def captured_graph(
         ZeroFXError: the model cannot be captured, or the optimizer is not the model's.
     """
     options = check_options(
-        stage=plan.stage, loss_fn=loss_fn, forward=forward, precision="bf16" if plan.precision == "bf16" else None,
-        machine=machine, accumulate=plan.num_micro_batches, backend=backend,
+        stage=plan.stage, loss_fn=loss_fn, forward=forward, precision=_precision(plan),
+        loss_scale=1.0 if plan.loss_scaled else None, machine=machine, accumulate=plan.num_micro_batches,
+        backend=backend,
     )  # fmt: skip
     captures = _captures(model, batch_to_capture(model, batch, options), options, read_settings())
     return SavedGraph.of(model, optimizer, captures, plan.num_micro_batches, prefer_fused=options.compiles_regions)
+
+
+def _precision(plan: Plan) -> Precision | None:
+    return next((known for known in get_args(Precision) if known == plan.precision), None)
 
 
 def batch_to_capture(model: nn.Module, batch: tuple[Any, ...] | Mapping[str, Any], options: CompileOptions) -> Batch:

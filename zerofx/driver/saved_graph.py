@@ -32,7 +32,7 @@ from zerofx.ir.facts import (
     set_task,
     task_of,
 )
-from zerofx.ir.graph import Clipping, ParameterInfo, StepGraph
+from zerofx.ir.graph import Clipping, ParameterInfo, StepGraph, Unscaling
 from zerofx.ir.serialise import (
     OWN_NAMESPACE,
     TORCH_NAMESPACES,
@@ -136,6 +136,7 @@ class SavedGraph:
             "cut_pieces": sorted(step.cut_pieces),
             "reduced": {str(bucket): node.name for bucket, node in step.reduced.items()},
             "clipping": None if step.clipping is None else _clipping(step.clipping),
+            "unscaling": None if step.unscaling is None else _unscaling(step.unscaling),
             "guarded": step.guarded,
             "groups": dict(self.groups),
             "programs": [_program_data(element) for element in programs],
@@ -164,6 +165,7 @@ def _read(text: str) -> SavedGraph:
         cut_pieces=frozenset(data["cut_pieces"]),
         reduced={int(bucket): by_name[name] for bucket, name in data["reduced"].items()},
         clipping=None if data["clipping"] is None else Clipping(*(by_name[name] for name in data["clipping"])),
+        unscaling=None if data["unscaling"] is None else _read_unscaling(data["unscaling"], by_name),
         guarded=bool(data["guarded"]),
     )
     programs = [_program(entry) for entry in data["programs"]]
@@ -179,6 +181,16 @@ def _read(text: str) -> SavedGraph:
 
 def _clipping(clipping: Clipping) -> list[str]:
     return [clipping.norm.name, clipping.factor.name, clipping.begin.name]
+
+
+def _unscaling(unscaling: Unscaling) -> list[str | None]:
+    largest = unscaling.largest
+    return [unscaling.inverse.name, None if largest is None else largest.name, unscaling.begin.name]
+
+
+def _read_unscaling(data: list[Any], by_name: Mapping[str, fx.Node]) -> Unscaling:
+    inverse, largest, begin = data
+    return Unscaling(by_name[inverse], None if largest is None else by_name[largest], by_name[begin])
 
 
 def _facts(node: fx.Node) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Role(StrEnum):
     SCALAR_STATE = "scalar_state"  # a 0-dim optimizer state, such as Adam's step count
     BUFFER = "buffer"  # a buffer of the model
     INPUT = "input"  # a tensor of the batch
+    LOSS_SCALE = "loss_scale"  # what the loss is multiplied by before backward, shape []; named for its dtype
     OUTSIDE = "outside"  # a tensor that forward or loss_fn reaches outside of the model: a teacher's, say
     CONSTANT = "constant"  # a tensor that the model made or held outside its parameters and buffers
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from zerofx.ir import ops
+from zerofx.ir.casts import ComputeDtype, cast_of
 from zerofx.ir.facts import (
     Origin,
     Placeholder,
@@ -74,7 +75,7 @@ class ParameterInfo:
         return int(torch.Size(self.shape).numel())
 
 
-def parameter_infos(model: nn.Module, compute_dtype: torch.dtype | None, strides: Strides) -> tuple[ParameterInfo, ...]:
+def parameter_infos(model: nn.Module, compute_dtype: ComputeDtype, strides: Strides) -> tuple[ParameterInfo, ...]:
     """The distinct parameters of a model in order; ``compute_dtype`` and ``strides`` as for ``capture``."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
@@ -100,11 +101,6 @@ def _real_stride(stride: tuple[int, ...]) -> tuple[int, ...]:
     return *(2 * elements for elements in stride), 1
 
 
-def cast_of(tensor: torch.Tensor, compute_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a graph reads ``tensor``: ``compute_dtype``, if one is given, for what is floating-point."""
-    return compute_dtype if compute_dtype is not None and tensor.is_floating_point() else tensor.dtype
-
-
 @dataclass(frozen=True)
 class Clipping:
     """How gradients are clipped by the norm of all of them.
@@ -122,18 +118,38 @@ class Clipping:
         return Clipping(copies[self.norm], copies[self.factor], copies[self.begin])
 
 
+@dataclass(frozen=True)
+class Unscaling:
+    """How gradients of a loss that is multiplied by a scale are freed of it, once they are known to be finite.
+
+    ``inverse``, float32 of shape ``[]``, is what they are multiplied by. ``largest``, of shape ``[]``, is the largest
+    magnitude among all of them on all ranks, which is not finite where one of them is not; None where their norm says
+    that. ``begin`` is the first node of their computation, where all reductions are done.
+    """
+
+    inverse: fx.Node
+    largest: fx.Node | None
+    begin: fx.Node
+
+    def copied(self, copies: Mapping[fx.Node, fx.Node]) -> Unscaling:
+        """The same in a copy of the graph."""
+        largest = None if self.largest is None else copies[self.largest]
+        return Unscaling(copies[self.inverse], largest, copies[self.begin])
+
+
 @dataclass
 class StepGraph:
     """An fx graph of a training step with its parameters, gradients and buffer updates by name.
 
     The output node is ``(loss, extras..., buffer updates..., gradients...)``, and after them the gradients' norm where
-    ``clipping`` says how they are clipped; ``num_extras``, ``gradient_names`` and ``mutation_names`` say which
-    is which, and each micro-batch has extras and gradients of its own. ``returned`` is what one of them gives besides
-    its loss. Passes empty both as they turn gradients into reductions
-    and updates into in-place writes; ``reduced`` then holds, by bucket, the node whose value is the bucket's gradient
-    on this rank. ``slices`` says which parameters are there in slices, each a parameter of its own. ``fakes`` remembers
-    the values that passes have asked for. ``cut_pieces`` are the pieces of what is outside ``units`` at whose borders
-    regions end. Where the step is ``guarded``, it ends before its updates if a loss is not finite.
+    ``clipping`` says how they are clipped, ``unscaling`` how they are freed of the loss's scale; ``num_extras``,
+    ``gradient_names`` and ``mutation_names`` say which is which, and each micro-batch has extras and gradients of its
+    own. ``returned`` is what one of them gives besides its loss. Passes empty both as they turn gradients into
+    reductions and updates into in-place writes; ``reduced`` then holds, by bucket, the node whose value is the
+    bucket's gradient on this rank. ``slices`` says which parameters are there in slices, each a parameter of its own.
+    ``fakes`` remembers the values that passes have asked for. ``cut_pieces`` are the pieces of what is outside
+    ``units`` at whose borders regions end. Where the step is ``guarded``, it ends before its updates if a loss is not
+    finite.
     """
 
     graph: fx.Graph
@@ -149,6 +165,7 @@ class StepGraph:
     slices: tuple[SliceDecision, ...] = ()
     cut_pieces: frozenset[str] = frozenset()
     clipping: Clipping | None = None
+    unscaling: Unscaling | None = None
     num_extras: int = 0
     returned: Returned = NOTHING_ELSE
     guarded: bool = False
@@ -172,6 +189,17 @@ class StepGraph:
         node = self._outputs()[0]
         assert isinstance(node, fx.Node)
         return node
+
+    @property
+    def loss_scale(self) -> fx.Node | None:
+        """What the loss is multiplied by before backward, if it is: float32, shape ``[]``."""
+        return next((node for node in self.placeholders(Role.LOSS_SCALE) if tensor(node).dtype is torch.float32), None)
+
+    @property
+    def updates_begin(self) -> fx.Node | None:
+        """Where updates that wait for all reductions begin: the first node of what is computed of all gradients."""
+        of_all = self.unscaling or self.clipping
+        return None if of_all is None else of_all.begin
 
     @property
     def mutations(self) -> dict[str, fx.Node]:
@@ -267,6 +295,7 @@ class StepGraph:
             gradient_names=list(self.gradient_names),
             reduced={bucket: copies[node] for bucket, node in self.reduced.items()},
             clipping=None if self.clipping is None else self.clipping.copied(copies),
+            unscaling=None if self.unscaling is None else self.unscaling.copied(copies),
         )
 
     def calls(self) -> Iterator[fx.Node]:

@@ -22,6 +22,8 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``empty_stored``      a tensor on a slower tier that is still to be written
 ``check_finite``      end the step before its updates, on all ranks, where the loss of one is not finite
 ``next_micro_batch``  a micro-batch is over, and the next one begins; ``carried`` is what it hands on
+``check_gradients``   end the step before its updates where a gradient is not finite: where ``largest`` is not, which is
+                      the same on all ranks; ``outcome`` is what the step gives then
 ``settle``            hold until the host is done with the delayed update of a bucket, started in the step before
 ``part``              a view of some elements of a tensor that enters a region as it stands: one serves them all
 ``mm_into``           a matrix product written over a tensor: ``mm(..., out=)`` for compiled regions, and their kernel
@@ -47,6 +49,8 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``attention``         attention in float32 on a CPU, and its gradients: kernels of ours in the place of ATen's, where a
                       compiled region has them (``zerofx/ir/op_kernels/attention.py``)
 ``square_sum``        the sum of the squares of flat values, in float64: a part of the norm of all gradients
+``largest``           the largest magnitude of flat values, in float64: not finite where a value in memory is not; a
+                      compiled region would look at what it has not rounded yet
 ====================  ==============================================================================================
 """
 
@@ -61,6 +65,7 @@ import torch
 from zerofx.ir.op_kernels import quantise as _quantise
 from zerofx.ir.op_kernels import softmax as _softmax
 from zerofx.ir.op_kernels.attention import empty_results as _empty_results
+from zerofx.ir.op_kernels.norms import largest as _largest
 from zerofx.ir.op_kernels.norms import square_sum as _square_sum
 from zerofx.ir.op_kernels.products import empty_result as _empty_product
 from zerofx.ir.op_kernels.value_gradients import masked_sum as _masked_sum
@@ -100,6 +105,7 @@ _library.define("empty_stored(int numel, ScalarType dtype, str tier, *, Device d
 _library.define("settle(int bucket) -> ()")
 _library.define("check_finite(Tensor loss) -> ()")
 _library.define("next_micro_batch(int number, Tensor[] carried) -> ()")
+_library.define("check_gradients(Tensor largest, Tensor[] outcome) -> ()")
 _library.define("quantise(Tensor values, int num_parts, str encoding, int interleave=1) -> Tensor")
 _library.define("dequantise(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor")
 _library.define("dequantise_sum(Tensor packed, int num_parts, str encoding, ScalarType dtype) -> Tensor")
@@ -115,6 +121,7 @@ _library.define("gather_on_node(Tensor part, int bucket, int num_ranks) -> Tenso
 _library.define("exchange(Tensor parts, int bucket, int num_ranks, str group) -> Tensor")
 _library.define("second_shard(Tensor full, int bucket, int num_ranks) -> Tensor")
 _library.define("square_sum(Tensor values) -> Tensor")
+_library.define("largest(Tensor values) -> Tensor")
 _library.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale) -> (Tensor, Tensor)"
 )
@@ -243,7 +250,7 @@ def _kernel_of(module: str, name: str) -> Callable[..., Any]:
     return launch
 
 
-def _one_sum(values: torch.Tensor) -> torch.Tensor:
+def _one_number(values: torch.Tensor) -> torch.Tensor:
     return values.new_empty(1, dtype=torch.float64)
 
 
@@ -291,6 +298,7 @@ _library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
 _library.impl("bernoulli_into", _bernoulli_into, "CompositeExplicitAutograd")
 _library.impl("checked", _checked, "CompositeExplicitAutograd")
 _library.impl("asserted", _asserted, "CompositeExplicitAutograd")
+_library.impl("largest", _largest, "CompositeExplicitAutograd")
 _library.impl("masked_sum", _masked_sum, "CompositeExplicitAutograd")
 _library.impl("prod_gradient", _prod_gradient, "CompositeExplicitAutograd")
 _library.impl("embedding_gradient", _embedding_gradient, "CompositeExplicitAutograd")
@@ -306,6 +314,7 @@ for _name, _fake in (
     ("settle", _nothing),
     ("check_finite", _nothing),
     ("next_micro_batch", _nothing),
+    ("check_gradients", _nothing),
     ("empty_gradients", _empty_gradients),
     ("broadcast", _nothing),
     ("offload", _copied),
@@ -332,10 +341,11 @@ for _name, _fake in (
     ("gather_on_node", _all_gather),
     ("exchange", _exchange),
     ("second_shard", _reduce_scatter),
-    ("square_sum", _one_sum),
+    ("square_sum", _one_number),
+    ("largest", _one_number),
     ("attention", _attention),
     ("attention_backward", _attention_backward),
-    ("launch_square_sum", _one_sum),
+    ("launch_square_sum", _one_number),
 ):
     _library.impl(_name, _fake, "Meta")
 
@@ -354,6 +364,7 @@ empty_stored = torch.ops.zerofx.empty_stored.default
 settle = torch.ops.zerofx.settle.default
 check_finite = torch.ops.zerofx.check_finite.default
 next_micro_batch = torch.ops.zerofx.next_micro_batch.default
+check_gradients = torch.ops.zerofx.check_gradients.default
 part = torch.ops.zerofx.part.default
 checked = torch.ops.zerofx.checked.default
 asserted = torch.ops.zerofx.asserted.default
@@ -371,6 +382,7 @@ gather_on_node = torch.ops.zerofx.gather_on_node.default
 exchange = torch.ops.zerofx.exchange.default
 second_shard = torch.ops.zerofx.second_shard.default
 square_sum = torch.ops.zerofx.square_sum.default
+largest = torch.ops.zerofx.largest.default
 attention = torch.ops.zerofx.attention.default
 attention_backward = torch.ops.zerofx.attention_backward.default
 
@@ -392,6 +404,7 @@ EVENTS = frozenset(
         settle,
         check_finite,
         next_micro_batch,
+        check_gradients,
         empty_gradients,
         empty_stored,
         part,

@@ -69,6 +69,7 @@ ABOUT_INSTRUCTIONS: Mapping[str, str] = {
     "part": "some rows or elements of a tensor, for a tile that is computed by itself",
     "broadcast": "rank 0's buffers go to all ranks",
     "next_micro_batch": "a micro-batch is over, and the next one begins; a second one may stand for several",
+    "check_gradients": "computation goes on to the updates only if every gradient is finite",
     "check_finite": "computation goes on to the updates only if the loss is finite on every rank",
 }
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zerofx.errors import NonFiniteLossError
+from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError
 from zerofx.ir.buckets import BucketLayout
 from zerofx.runtime.comm.collectives import Joint
 from zerofx.runtime.comm.transport import Group, LostRankError, Pending, Transport
@@ -29,7 +29,8 @@ class Runtime:
         self._scalars: Mapping[int, tuple[float, ...]] = {}
         self._agreed: Callable[[], None] | None = None
         self._joint = Joint()
-        self.stopped_loss: torch.Tensor | None = None  # of the step that ``check_finite`` has ended last
+        # What the step that was ended last has given: ``check_finite`` has its loss, ``check_gradients`` all of it.
+        self.stopped: list[torch.Tensor] | None = None
 
     def begin(self, scalars: Mapping[int, tuple[float, ...]], agreed: Callable[[], None]) -> None:
         """A step begins.
@@ -168,8 +169,18 @@ class Runtime:
         if self._transport is not None:
             is_finite = self._connected().all_true(is_finite)
         if not is_finite:
-            self.stopped_loss = loss
+            self.stopped = [loss]
             raise NonFiniteLossError(f"the loss is {loss.item()} here")
+
+    def check_gradients(self, largest: torch.Tensor, outcome: list[torch.Tensor]) -> None:
+        """End the step before its updates where ``largest``, the largest gradient of all ranks, is not finite.
+
+        Raises:
+            NonFiniteGradientsError: on all ranks.
+        """
+        if not math.isfinite(largest.item()):
+            self.stopped = outcome
+            raise NonFiniteGradientsError(f"the largest gradient is {largest.item()}")
 
     def finish_collectives(self) -> None:
         """After a step that all ranks have left at one place: wait for what they have sent one another."""

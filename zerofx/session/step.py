@@ -14,7 +14,7 @@ from torch import nn
 from zerofx.codegen.kernels.current_device import on_device
 from zerofx.deferred import is_deferred
 from zerofx.driver.asked import describe_request
-from zerofx.errors import NonFiniteLossError, UsageError, working
+from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError, UsageError, working
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep
 from zerofx.options import CompileOptions
@@ -32,10 +32,13 @@ from zerofx.session.guards import LossWatch, claim, release
 from zerofx.session.life import Life
 from zerofx.session.micro_batches import MicroBatches, count_all
 from zerofx.session.steps import Steps
-from zerofx.session.stopped import leave_out, undo
+from zerofx.session.stopped import leave_out, skip, undo
 from zerofx.session.summary import summary
 from zerofx.settings import read_settings
 from zerofx.torch_private.profiler import is_profiling
+
+# A loss scale of 2^16 is below the least number that float32 has after as many steps.
+_MOST_SKIPPED = 200
 
 
 class Step:
@@ -61,7 +64,8 @@ class Step:
         self.settings = read_settings()
         check_disabled(self.settings)
         self.num_steps = 0
-        self.num_skipped = 0  # steps that on_nonfinite="skip" has left out, which ``num_steps`` does not count
+        # Steps that on_nonfinite="skip" or the scale of the loss has left out, which ``num_steps`` does not count.
+        self.num_skipped = 0
         self._losses = LossWatch()
         self._micro_batches = MicroBatches(options.accumulate)
         self._meter: Meter | None = None
@@ -138,6 +142,11 @@ class Step:
                 else:
                     outcome = self._meter(compiled.function, compiled.emitted.functions, *given)
             taken.runtime.end()
+        except NonFiniteGradientsError:
+            self._steps.gradients.put()
+            left = skip(self.num_steps + 1, taken, advance, versions)
+            self.num_skipped += 1
+            return self._returned(compiled, left)
         except NonFiniteLossError as error:
             self._steps.gradients.put()
             raises = self.options.on_nonfinite == "raise"
@@ -149,16 +158,20 @@ class Step:
             if failure is not error:
                 raise failure from error
             raise
-        loss, *others = outcome if isinstance(outcome, tuple) else (outcome,)
-        self._grad_norm = others.pop() if self.options.max_grad_norm is not None else None
+        results = list(outcome) if isinstance(outcome, tuple) else [outcome]
         self._steps.gradients.put()
-        self._count(loss)
+        self._count(results[0])
+        taken.update_scale(is_finite=True)
         taken.finish_step(self.options.delayed_update or 0, self.num_steps, compiled.plan)
-        return (
-            loss
-            if compiled.returned.extras is None
-            else (loss, compiled.extras(others, as_list=self.options.accumulate != 1))
-        )
+        return self._returned(compiled, results)
+
+    def _returned(self, compiled: CompiledStep, outcome: list[torch.Tensor]) -> Any:
+        """What a call returns of a step's outcome; the norm of gradients is noted."""
+        loss, *others = outcome
+        self._grad_norm = others.pop() if self.options.max_grad_norm is not None else None
+        if compiled.returned.extras is None:
+            return loss
+        return loss, compiled.extras(others, as_list=self.options.accumulate != 1)
 
     def _count(self, loss: torch.Tensor) -> None:
         self.num_steps += 1
@@ -178,10 +191,12 @@ class Step:
 
         Memory is that of the last step: give more than one where the step has not run yet, since libraries take memory
         in their first. On CPU torch's profiler records it, and it is left out of the times if there are others.
-        ``print(step)`` compares the outcome with the predictions.
+        ``print(step)`` compares the outcome with the predictions. Steps that are left out for what is not finite are
+        run besides, and not measured.
 
         Raises:
             UsageError: ``num_steps`` is less than one, or, on CPU, a profiler runs on some rank; nothing has run then.
+                Or one step after the other is left out.
         """
         if num_steps < 1:
             raise UsageError(f"expected to measure at least one step, found num_steps={num_steps}")
@@ -191,9 +206,15 @@ class Step:
         self.prepare(*args, **kwargs)
         meter = self._meter = Meter(self._steps.device, num_steps)
         try:
-            for _ in range(num_steps):
+            first_skipped = self.num_skipped
+            while meter.num_runs < num_steps:
                 with meter.whole_step():
                     self(*args, **kwargs)
+                if self.num_skipped - first_skipped > _MOST_SKIPPED:
+                    raise UsageError(
+                        f"expected steps whose losses and gradients are finite to measure, found {_MOST_SKIPPED} that "
+                        f"were left out since they are not: measure with another batch"
+                    )
         finally:
             self._meter = None
         assert self._steps.taken is not None
@@ -263,6 +284,20 @@ class Step:
         if self._grad_norm is None:
             raise UsageError("expected a step to have run, found none yet: call step(batch) first")
         return self._grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        """What the coming step's loss is multiplied by before backward; what a step returns is not.
+
+        Raises:
+            UsageError: losses are not scaled.
+        """
+        if self._steps.scaler is None:
+            raise UsageError(
+                "expected precision='fp16' or loss_scale to be given to zerofx.compile, found neither, with which no "
+                "loss is scaled"
+            )
+        return self._steps.scaler.scale
 
     def tiers(self) -> dict[str, int]:
         """Bytes that this rank holds between steps, by tier: ``device``, and ``host`` and ``nvme`` where used now.

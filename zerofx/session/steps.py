@@ -30,6 +30,7 @@ from zerofx.lowering.load import CompiledStep, load_step, read_edited
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.cuda_graphs.obstacles import machine_obstacle, step_obstacle
+from zerofx.runtime.state.loss_scaler import LossScaler
 from zerofx.runtime.state.optimizer import Advance, hyperparameters
 from zerofx.runtime.state.values import Values
 from zerofx.runtime.tiers.tiers import Tiers
@@ -46,7 +47,7 @@ class Steps:
     """The compiled steps of one model and optimizer, by batch shape and update.
 
     ``taken`` is the model once the first step has been built, ``tiers`` what its plan asks for. ``numbers`` are watched
-    for changes that a step does not see.
+    for changes that a step does not see. ``scaler`` has the loss's scale, if it is scaled.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Steps:
         self._modes = ModeWatch(watched)
         self.numbers = NumberWatch(watched)
         self.values = Values(model, options.weights, life.control)
+        self.scaler = None if options.loss_scale is None else LossScaler(options.loss_scale)
         self._loaded: Path | None = None
         if options.plan is not None:
             self.machine = machine_at_hand(self.device, options, life.control)
@@ -149,7 +151,7 @@ class Steps:
             return compiled, self.taken
         taken = TakenOver(
             self._model, built, self.options, self.values, tiers, self._life,
-            reads_memory=CHANNELS not in self._settings.disable,
+            reads_memory=CHANNELS not in self._settings.disable, scaler=self.scaler,
         )  # fmt: skip
         self.device = compiled.device
         self._owner.keep()

@@ -84,9 +84,10 @@ def leave_out(
     Raises:
         NonFiniteLossError: instead of the warning, if ``raises``.
     """
-    loss = taken.loss_left()
+    (loss,) = taken.outcome_left()
     assert not taken.updated(versions), "a step is left before its updates"
     advance.swap(taken.state)
+    taken.update_scale(is_finite=False)
     where = f"{float(loss)} on rank {life.control.rank}" + (
         ", and one that is not finite on another rank" if loss.isfinite() else ""
     )
@@ -99,3 +100,27 @@ def leave_out(
     taken.mark_stepped()
     warn(text)
     return loss
+
+
+def skip(number: int, taken: TakenOver, advance: Advance, versions: Mapping[int, int]) -> list[torch.Tensor]:
+    """After all ranks have left step ``number`` for its gradients: as if it had not been, but for the loss's scale.
+
+    Warns where the scale falls below 1, and so no scale will do.
+
+    Returns:
+        What the step has given on this rank.
+    """
+    outcome = taken.outcome_left()
+    assert not taken.updated(versions), "a step is left before its updates"
+    assert taken.scaler is not None, "gradients are looked at where the loss is scaled"
+    advance.swap(taken.state)
+    before = taken.scaler.scale
+    taken.update_scale(is_finite=False)
+    taken.mark_stepped()
+    if before >= 1 > taken.scaler.scale:
+        warn(
+            f"expected gradients that are finite at some scale of the loss, found some that are not at a scale of "
+            f"{before:g} in step {number}: look for an overflow in the forward, lower the learning rate, or give "
+            f"precision='bf16'"
+        )
+    return outcome

@@ -20,6 +20,7 @@ from zerofx.runtime.comm.collectives import make_transport
 from zerofx.runtime.executor import Runtime
 from zerofx.runtime.measure.measure import persistent_bytes
 from zerofx.runtime.state.arguments import StepArguments, state_tensors
+from zerofx.runtime.state.loss_scaler import LossScaler
 from zerofx.runtime.state.optimizer import Advance
 from zerofx.runtime.state.optimizer_state import OptimizerState
 from zerofx.runtime.state.state import TrainingState
@@ -35,7 +36,7 @@ class TakenOver:
     """What a step holds of a model and an optimizer, from its first build on. Collective to make.
 
     ``values`` are what the parameters begin with. ``reads_memory``: whether ranks of a host
-    may read each other's memory.
+    may read each other's memory. ``scaler`` has the loss's scale, if it is scaled.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class TakenOver:
         life: Life,
         *,
         reads_memory: bool,
+        scaler: LossScaler | None,
     ) -> None:
         compiled, control = built.compiled, life.control
         device = compiled.device
         self.model, self.layout, self.binding, self.device = model, built.layout, built.binding, device
         self._life, self._tiers, self._outside = life, tiers, options.objective.outside
+        self.scaler = scaler
         with control.together("take the model over"):
             transport = make_transport(
                 life.group, device, control.patience_seconds, tiers.log, reads_memory=reads_memory
@@ -85,7 +88,7 @@ class TakenOver:
 
     def tensors(self, arguments: StepArguments) -> dict[str, torch.Tensor]:
         """What a step reads and writes besides its batch, by name."""
-        return state_tensors(arguments, self.model, self.state, self._outside)
+        return state_tensors(arguments, self.model, self.state, self._outside, self.scaler)
 
     def held_bytes(self, arguments: StepArguments) -> dict[str, int]:
         """Bytes that this rank holds between steps, by tier: the device's, and others' that are used now."""
@@ -124,6 +127,11 @@ class TakenOver:
             self.state.count_delayed()
             if num_steps <= warm_up:
                 self.state.flush()
+
+    def update_scale(self, *, is_finite: bool) -> None:
+        """After a step whose loss is scaled, whose gradients were all finite or not."""
+        if self.scaler is not None:
+            self.scaler.update(is_finite=is_finite)
 
     def mark_stepped(self) -> None:
         """Say that the optimizer's step has been done: torch's schedulers warn where they are stepped before it."""
@@ -168,10 +176,10 @@ class TakenOver:
         self.state.show_parameters()
         self.optimizer_state.give_back()
 
-    def loss_left(self) -> torch.Tensor:
-        """The loss of a step that was left before its updates, whose collectives have ended."""
+    def outcome_left(self) -> list[torch.Tensor]:
+        """What a step has given that was left before its updates, whose collectives have ended: its loss at least."""
         self.runtime.finish_collectives()
         self.runtime.tiers.settle()
-        loss, self.runtime.stopped_loss = self.runtime.stopped_loss, None
-        assert loss is not None
-        return loss
+        outcome, self.runtime.stopped = self.runtime.stopped, None
+        assert outcome is not None
+        return outcome

@@ -18,6 +18,7 @@ from zerofx.errors import UsageError, ZeroFXError
 from zerofx.ir.streams import COLLECTIVE
 from zerofx.optimizers import copy_optimizer
 from zerofx.options import CompileOptions
+from zerofx.precision import LossScale
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.cost.links import Transfer
 from zerofx.scheduler.plan.plan import Plan
@@ -87,7 +88,10 @@ def run_trial(training: Training, plan: Plan, options: CompileOptions, num_steps
         args, keywords = copied.args, copied.keywords
         try:
             # Without a budget: what the peak is, is to be found out.
-            step = Step(copied.model, copied.optimizer, replace(own, plan=plan, memory_budget=None))
+            # And at a scale with which no step is left out.
+            scaling = None if own.loss_scale is None else LossScale.fixed(1.0)
+            alone = replace(own, plan=plan, memory_budget=None, loss_scale=scaling)
+            step = Step(copied.model, copied.optimizer, alone)
             undo.callback(step.abandon)  # a step that has run cannot be: all ranks close it together, if they can
             step.prepare(*args, **keywords)
         except UsageError:

@@ -57,6 +57,7 @@ def _settings(first: Plan, other: Plan) -> Iterator[str]:
         "precision": lambda plan: plan.precision or "of the model",
         "wire": lambda plan: plan.wire,
         "max_grad_norm": lambda plan: str(plan.max_grad_norm),
+        "loss": lambda plan: "scaled" if plan.loss_scaled else "as it is",
         "ranks of a node": lambda plan: "any" if plan.ranks_per_node is None else str(plan.ranks_per_node),
         "machine": lambda plan: plan.machine,
         "memory budget": lambda plan: "none" if plan.memory_budget is None else format_bytes(plan.memory_budget),

@@ -187,13 +187,14 @@ def _why(unit: str, decisions: Sequence[AboutValue]) -> str:
 
 
 def heading(plan: Plan) -> str:
-    """Stage, ranks, micro-batches, precision, clipping and machine in a few words."""
+    """Stage, ranks, micro-batches, precision, scaling, clipping and machine in a few words."""
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
     parts = f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
+    scaled = ", loss scaled" if plan.loss_scaled else ""
     clipped = "" if plan.max_grad_norm is None else f", gradients clipped to a norm of {plan.max_grad_norm:g}"
     return (
-        f"stage {plan.stage} on {ranks}{parts}, {plan.precision or 'precision of the model'}{clipped}, times for "
-        f"{plan.machine}"
+        f"stage {plan.stage} on {ranks}{parts}, {plan.precision or 'precision of the model'}{scaled}{clipped}, times "
+        f"for {plan.machine}"
     )
 
 

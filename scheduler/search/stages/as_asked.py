@@ -37,6 +37,7 @@ def _as_asked(problem: Problem) -> Plan:
         machine=problem.machine.name, options=options.policy, tiles=facts.tiles,
         states=decisions_of(problem.delayed()), max_grad_norm=options.max_grad_norm, gradients=placed,
         each=problem.reduced_each(),
+        loss_scaled=options.loss_scale is not None,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from zerofx.capture.by_layer.repeats import find_repeats
 from zerofx.capture.trace import capture
 from zerofx.driver.plan_only import plan
 from zerofx.ir.batch import Batch
+from zerofx.ir.casts import Casts
 from zerofx.ir.facts import origin
 from zerofx.ir.graph import StepGraph
 
@@ -141,6 +142,12 @@ def test_precision_micro_batches_and_a_loss_function() -> None:
     assert "captured 4" in compare(Deep(), compute_dtype=torch.bfloat16, num_micro_batches=2)
     plain = nn.Sequential(*(Layer() for _ in range(DEPTH)))
     assert "captured 4" in compare(plain, loss_fn=lambda out, x, y: F.mse_loss(out, y))
+
+
+def test_modules_that_keep_float32() -> None:
+    for kept, said in ((nn.LayerNorm, "captured 4 of"), ("layers.7", "captured layer by layer: NotRepeatedError")):
+        model = Deep()
+        assert said in compare(model, compute_dtype=Casts.of(model, torch.bfloat16, (kept,)))
 
 
 @pytest.mark.slow

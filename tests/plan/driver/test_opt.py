@@ -138,6 +138,8 @@ class _Deep(nn.Module):
     "options",
     [
         {"stage": 0, "max_grad_norm": 1.0},
+        {"stage": 1, "precision": "fp16", "accumulate": 2},
+        {"stage": 3, "precision": "fp16", "max_grad_norm": 1.0},
         {"stage": 2, "precision": "bf16", "accumulate": 2, "offload": {"gradients": "host"}},
         {"stage": 3, "memory_budget": 200_000, "backend": "eager", "machine": "h100-sxm"},
         {"stage": 3, "memory_budget": 165_000, "backend": "eager", "machine": "h100-sxm"},
@@ -162,7 +164,7 @@ def test_a_graph_and_a_plan_from_files_give_what_planning_gives(options: dict[st
     # What the plan decides is in the pipeline, all of it.
     blank = replace(
         plan, tiles=(), pieces=(), recomputes=(), extra_keeps=(), offloads=(), parameters=(), gathers=(), reduces=(),
-        gradients=(), states=(), wires=(), slices=(), max_grad_norm=None, num_micro_batches=1,
+        gradients=(), states=(), wires=(), slices=(), max_grad_norm=None, num_micro_batches=1, loss_scaled=False,
     )  # fmt: skip
     again = read_pipeline(pipeline_text(passes))
     assert rewrite(SavedGraph.load(tmp_path / "graph.json"), again, blank, lambda *_: None).step.text() == expected
@@ -172,7 +174,7 @@ def test_a_graph_comes_back_from_its_file_after_any_pass(tmp_path: Path) -> None
     model, batch, path = _Deep(), (torch.zeros(8, 16, dtype=torch.long),), tmp_path / "graph.json"
     optimizer = torch.optim.AdamW(model.parameters())
     planned = zerofx.plan(
-        model, optimizer, batch, world_size=2, memory_budget=165_000, backend="eager", max_grad_norm=1.0
+        model, optimizer, batch, world_size=2, memory_budget=165_000, backend="eager", max_grad_norm=1.0, loss_scale=1.0
     )
     plan, saved = (
         planned.plan,

@@ -15,6 +15,7 @@ from tests.lib.capturing import EmulatedCapturer
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES
 from tests.lib.pairs import Pair, momentum
+from tests.lib.scaling import train_scaled, unlike
 from tests.lib.training import differences, train_compiled, train_plain
 from tests.lib.users import ids
 from zerofx import CompilerError, UsageError, ZeroFXWarning
@@ -59,6 +60,13 @@ def test_a_step_that_clips_is_recorded_with_its_norm(emulated: EmulatedCapturer)
     plain = train_compiled(case, 0, 5, **options)
     assert differences(plain, train_compiled(case, 0, 5, cuda_graphs=True, **options)) == []
     assert len({float(norm) for norm in plain.norms}) == 5 and emulated.num_sessions == 1
+
+
+def test_a_step_whose_loss_is_scaled_is_recorded_and_skips_as_it_does(emulated: EmulatedCapturer) -> None:
+    for options in ({}, {"max_grad_norm": 1e6}):
+        plain = train_scaled("spiky", 0, 40, **options)
+        assert len(plain.skipped) > 3 and plain.skipped[-1] > NUM_WARM_UP_STEPS
+        assert unlike(plain, train_scaled("spiky", 0, 40, cuda_graphs=True, **options)) == []
 
 
 def _ranks() -> list[str]:

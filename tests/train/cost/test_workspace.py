@@ -163,6 +163,8 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     ),
     "transposed convolution": (aten.convolution.default, transposed_convolution),
     "transposed convolution backward": (aten.convolution_backward.default, transposed_backward),
+    "largest": (ops.largest, lambda: (rand(5000),)),
+    "largest of float16": (ops.largest, lambda: (rand(5000).half(),)),
     "masked sum": (ops.masked_sum, lambda: (rand(4, 50, 64), torch.ones(4, 50, dtype=torch.bool), [64])),
     "masked sum of few rows": (ops.masked_sum, lambda: (rand(4, 50, 64), torch.ones(4, dtype=torch.bool), [50, 64])),
     "masked sum of numbers": (ops.masked_sum, lambda: (rand(4, 50), torch.ones(4, 50, dtype=torch.bool), [])),

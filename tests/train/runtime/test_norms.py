@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from zerofx.ir.op_kernels.norms import ROW, square_sum
+from zerofx.ir.op_kernels.norms import ROW, largest, square_sum
 
 
 @pytest.mark.parametrize("numel", [0, 1, ROW - 1, ROW, 5 * ROW + 16])
@@ -29,3 +29,17 @@ def test_what_is_not_finite_stays_so(worst: float) -> None:
     values = torch.ones(2 * ROW)
     values[ROW + 3] = worst
     assert not torch.isfinite(square_sum(values)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_largest_is_not_finite_exactly_where_a_value_is_not(dtype: torch.dtype) -> None:
+    values = torch.randn(2 * ROW).to(dtype)
+    values[ROW] = -torch.finfo(dtype).max
+    found = largest(values)
+    assert found.shape == (1,) and found.dtype == torch.float64 and float(found) == torch.finfo(dtype).max
+    for worst in (math.inf, -math.inf, math.nan):
+        for place in (0, 2 * ROW - 1):
+            other = values.clone()
+            other[place] = worst
+            assert not largest(other).isfinite()
+    assert float(largest(torch.zeros(1, dtype=dtype))) == 0.0

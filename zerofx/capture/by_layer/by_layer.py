@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-import torch
 from torch import fx, nn
 
 from zerofx.capture.by_layer.forward_record import ForwardRecord, record_forward
@@ -36,6 +35,7 @@ from zerofx.capture.trace import capture
 from zerofx.disk.cache import NOT_KEPT, DiskCache
 from zerofx.ir.batch import Batch
 from zerofx.ir.canonical import canonical
+from zerofx.ir.casts import ComputeDtype
 from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import StepGraph, Strides, parameter_infos
 
@@ -45,7 +45,7 @@ def capture_by_layer(
     batch: Batch,
     *,
     loss_fn: Loss = None,
-    compute_dtype: torch.dtype | None = None,
+    compute_dtype: ComputeDtype = None,
     num_micro_batches: int = 1,
     strides: Strides = MappingProxyType({}),
     gpu: AbsentGpu | None = None,
@@ -110,7 +110,7 @@ def recorded_forward(
     cache: DiskCache,
     *,
     loss_fn: Loss = None,
-    compute_dtype: torch.dtype | None = None,
+    compute_dtype: ComputeDtype = None,
     num_micro_batches: int = 1,
     strides: Strides = MappingProxyType({}),
     gpu: AbsentGpu | None = None,
@@ -164,7 +164,7 @@ class _Whole:
     model: nn.Module
     batch: Batch
     loss_fn: Loss
-    compute_dtype: torch.dtype | None
+    compute_dtype: ComputeDtype
     num_micro_batches: int
     strides: Strides
     gpu: AbsentGpu | None

@@ -27,6 +27,7 @@ from zerofx.capture.loss import Loss, LossModule, Objective
 from zerofx.capture.traceable import traceable
 from zerofx.ir.batch import Batch
 from zerofx.ir.canonical import Number
+from zerofx.ir.casts import ComputeDtype
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role
 from zerofx.ir.graph import Strides
 from zerofx.ir.returned import NOTHING_ELSE, Returned
@@ -75,7 +76,7 @@ def record_forward(
     model: nn.Module,
     batch: Batch,
     loss_fn: Loss,
-    compute_dtype: torch.dtype | None,
+    compute_dtype: ComputeDtype,
     num_micro_batches: int,
     strides: Strides,
     gpu: AbsentGpu | None = None,

@@ -1,4 +1,4 @@
-"""The sum of the squares of many values, for the norm of all gradients: the arithmetic of ``square_sum``.
+"""What is asked of many gradients: the sum of their squares, ``square_sum``, and the largest of them, ``largest``.
 
 Norms of rows of ``ROW`` values are taken in float32, as torch takes norms, and their squares added up in float64. So
 the error is that of a row, less than 1e-5 of the sum, however many values there are; ``torch.linalg.vector_norm`` of
@@ -23,6 +23,12 @@ def square_sum(values: torch.Tensor) -> torch.Tensor:
                 norms = torch.linalg.vector_norm(rows, dim=1, dtype=norm_dtype(rows.dtype))
                 total += norms.double().square_().sum()
     return total
+
+
+def largest(values: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude among flat ``values``, float64, shape ``[1]``; infinite or NaN exactly where a value is."""
+    most: torch.Tensor = torch.linalg.vector_norm(values, torch.inf)
+    return most.double().reshape(1)
 
 
 def norm_dtype(dtype: torch.dtype) -> torch.dtype:

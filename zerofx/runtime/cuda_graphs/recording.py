@@ -286,6 +286,9 @@ class _Recorder:
     def check_finite(self, loss: Any) -> None:
         self.call(lambda values, args: values.runtime.check_finite(*args), [loss])
 
+    def check_gradients(self, largest: Any, outcome: list[Any]) -> None:
+        self.call(lambda values, args: values.runtime.check_gradients(*args), [largest, outcome])
+
     def broadcast(self, buffers: list[Any]) -> None:
         self.call(lambda values, args: values.runtime.broadcast(*args), [buffers])
 

@@ -89,6 +89,11 @@ class Meter:
         self._runs: list[_Run] = []
         self._state: Mapping[str, Any] = {}
 
+    @property
+    def num_runs(self) -> int:
+        """Runs that have been measured so far."""
+        return len(self._runs)
+
     def __call__(
         self,
         function: StepFunction,
@@ -117,11 +122,13 @@ class Meter:
         _synchronise(self._device)
         with peak or contextlib.nullcontext():
             log.start(self._device)
-            began = time.perf_counter()
-            outcome = function(timed, state, batch)  # type: ignore[arg-type]  # has a runtime's methods
-            _synchronise(self._device)
-            seconds = time.perf_counter() - began
-            timeline = log.stop()
+            try:
+                began = time.perf_counter()
+                outcome = function(timed, state, batch)  # type: ignore[arg-type]  # has a runtime's methods
+                _synchronise(self._device)
+                seconds = time.perf_counter() - began
+            finally:
+                timeline = log.stop()
         held = persistent_bytes((*state.values(), *batch.values()))
         self._runs.append(
             _Run(
@@ -145,9 +152,11 @@ class Meter:
 
     @contextlib.contextmanager
     def whole_step(self) -> Iterator[None]:
-        """One step runs inside, from its call to its return."""
-        began = time.perf_counter()
+        """One step runs inside, from its call to its return; one that is left out amid it is not measured."""
+        num_before, began = self.num_runs, time.perf_counter()
         yield
+        if self.num_runs == num_before:
+            return
         run = self._runs[-1]
         known = busy_seconds(run.timeline) + run.exposed_seconds + run.own_seconds
         self._runs[-1] = replace(run, between_seconds=max(0.0, time.perf_counter() - began - known))

@@ -13,6 +13,7 @@ from zerofx.capture.outside import Outside
 from zerofx.ir.batch import Batch, micro_batch
 from zerofx.ir.facts import Placeholder, Role, placeholder
 from zerofx.ir.graph import StepGraph, num_bodies
+from zerofx.runtime.state.loss_scaler import LossScaler
 from zerofx.runtime.state.state import TrainingState
 
 
@@ -31,9 +32,11 @@ class StepArguments:
         return StepArguments(named, step.constants, step.num_micro_batches)
 
 
-def state_tensors(step: StepArguments, model: nn.Module, state: TrainingState, outside: Outside) -> dict[str, Any]:
-    """Parameters, optimizer states, buffers, constants, and what is used outside of the model as it is now: what stays
-    between steps."""
+def state_tensors(
+    step: StepArguments, model: nn.Module, state: TrainingState, outside: Outside, scaler: LossScaler | None = None
+) -> dict[str, Any]:
+    """Parameters, optimizer states, buffers, constants, the loss's scale, and what is used outside of the model as it
+    is now: what stays between steps."""
     buffers = dict(model.named_buffers())
     tensors: dict[str, Any] = {}
     for name, facts in step.placeholders.items():
@@ -43,6 +46,9 @@ def state_tensors(step: StepArguments, model: nn.Module, state: TrainingState, o
             tensors[name] = step.constants[facts.name]
         elif facts.role is Role.OUTSIDE:
             tensors[name] = outside.tensor(facts.name)
+        elif facts.role is Role.LOSS_SCALE:
+            assert scaler is not None, "a step whose loss is scaled has a scale"
+            tensors[name] = scaler.tensor(getattr(torch, facts.name), state.device)
         elif facts.bucket is not None:
             tensors[name] = state.buckets[facts.bucket].value(facts.role, facts.name)
     return tensors

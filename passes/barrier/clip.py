@@ -13,6 +13,8 @@
 The update pass multiplies each bucket's gradient by ``clip``. So every update comes after every reduction, and reduced
 gradients live until then.
 
+Where the loss is scaled so is the sum, and the norm is multiplied by the scale's inverse (``unscale.py``).
+
 The sum is taken over slices of buckets, in the order of buckets and then of ranks. At stage 0 too, where each rank has
 all gradients: a slice's sum is taken before slices are gathered again. So the norm has the same bits at every stage and
 with every plan for as many ranks, and gradients are read once by somebody.
@@ -55,7 +57,7 @@ class Clip:
         squares: dict[int, fx.Node] = {}
         for decision in plan.reduces:
             bucket = self.layout.buckets[decision.bucket]
-            own = _own_slice(step, bucket)
+            own = own_slice(step, bucket)
             place = end_of_unit(step, max([own, *consumers(own)])).next  # nodes compare by their place in the graph
             with step.graph.inserting_before(place):
                 squares[bucket.index] = insert_call(
@@ -79,6 +81,8 @@ class Clip:
                 total = insert_call(graph, ops.wait, (gather,), _WHERE, name="squares_of_ranks")
             total = insert_call(graph, _aten.sum.default, (total,), _WHERE)
             root = insert_call(graph, _aten.sqrt.default, (total,), _WHERE)
+            if step.unscaling is not None:
+                root = insert_call(graph, _aten.mul.Tensor, (root, step.unscaling.inverse), _WHERE)
             norm = insert_call(graph, _aten._to_copy.default, (root,), _WHERE, {"dtype": dtype}, name="grad_norm")
             # Operator by operator what clip_grad_norm_ does: max_norm / tensor is a reciprocal and a product.
             more = insert_call(graph, _aten.add.Tensor, (norm, _SMALLEST_NORM), _WHERE)
@@ -89,7 +93,7 @@ class Clip:
         step.set_outputs(step.loss, step.mutations)
 
 
-def _own_slice(step: StepGraph, bucket: Bucket) -> fx.Node:
+def own_slice(step: StepGraph, bucket: Bucket) -> fx.Node:
     """This rank's slice of a bucket's reduced gradient, which at stage 0 is gathered from all ranks again."""
     reduced = step.reduced[bucket.index]
     gather = reduced.args[0]
