@@ -378,7 +378,7 @@ class Step:
     def __repr__(self) -> str:
         return f"<zerofx.Step of {type(self.model).__name__}, stage {self.options.stage}, {self.num_steps} steps done>"
 
-    def load(self, path: str | Path) -> None:
+    def load_source(self, path: str | Path) -> None:
         """Run an edited copy of ``source`` in the place of the step that ran last.
 
         It runs until a batch of another shape or other optimizer options ask for another step. Ranks call it together.
@@ -389,5 +389,5 @@ class Step:
         """
         compiled = self.compiled
         self._life.check_open("load an edited step")
-        self._steps.load(compiled, path)
+        self._steps.load_source(compiled, path)
         self._graphs.forget(compiled)

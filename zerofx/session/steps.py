@@ -193,7 +193,7 @@ class Steps:
         self.taken = None
         self.shapes.forget()
 
-    def load(self, compiled: CompiledStep, path: str | Path) -> None:
+    def load_source(self, compiled: CompiledStep, path: str | Path) -> None:
         """Run the edited file in the place of ``compiled``, the latest step.
 
         Raises:

@@ -189,7 +189,7 @@ def test_steps_that_are_measured_or_edited_run_line_by_line(emulated: EmulatedCa
     assert pair.step.measure(x, labels=y, num_steps=1).region_seconds
     path = tmp_path / "step.py"
     path.write_text(pair.step.source)
-    pair.step.load(path)
+    pair.step.load_source(path)
     assert "every line of" in pair.step.launches.reason
     pair.step(x, labels=y)
     assert emulated.num_sessions == 1
