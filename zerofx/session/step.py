@@ -26,6 +26,7 @@ from zerofx.runtime.measure.measure import Measurement, Meter
 from zerofx.runtime.state.arguments import batch_tensors
 from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.session.checkpointed import Checkpointed
 from zerofx.session.ending import end, end_connections
 from zerofx.session.guards import LossWatch, claim, release
 from zerofx.session.life import Life
@@ -36,7 +37,7 @@ from zerofx.settings import read_settings
 from zerofx.torch_private.profiler import is_profiling
 
 
-class Step:
+class Step(Checkpointed):
     """A training step: ``loss = step(*batch, **kwargs)`` runs forward, backward, reduction and update.
 
     It returns this rank's loss, detached, shape ``[]``: the update has been done, and ``loss.backward()`` is neither

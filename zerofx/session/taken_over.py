@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from zerofx.capture.checks import names
+from zerofx.checkpoints.load import Checked, load_buffers, load_training
+from zerofx.checkpoints.training import Training
 from zerofx.deferred import becoming_real
 from zerofx.driver.driver import Built
 from zerofx.driver.prepared import Earlier
@@ -137,6 +139,28 @@ class TakenOver:
     def names_of(self, buckets: list[int]) -> str:
         """The names of some buckets, for a message."""
         return names([self.layout.buckets[index].name for index in buckets])
+
+    @property
+    def training(self) -> Training:
+        """What a checkpoint is taken of."""
+        return Training(self.model, self.binding.optimizer, self.state, self._tiers, self._life.control)
+
+    def load(self, checked: Checked) -> None:
+        """Take parameters, buffers and optimizer states over from a checkpoint that fits. Collective.
+
+        Where this fails, what is in memory is a mixture, and the step is over.
+        """
+        control = self._life.control
+        try:
+            with control.together("load a checkpoint"), torch.no_grad():
+                self.optimizer_state.take_loaded()
+                self.state.flush()
+                load_training(checked, self.training)
+                load_buffers(checked, control.rank)
+                self._allocate(self.binding.programs(self.state))
+        except BaseException as error:
+            self._life.failure = f"{checked.reader.place} was loaded in part ({type(error).__name__}: {error})"
+            raise
 
     @contextmanager
     def shown(self, *, write_back: bool) -> Iterator[None]:
