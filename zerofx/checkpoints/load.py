@@ -1,4 +1,4 @@
-"""A checkpoint taken over by a step: checked whole first, then read a tensor of a bucket at a time, by any ranks."""
+"""A checkpoint that is to be loaded: found and checked whole, and what of it is not in buckets."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from torch import nn
 
 from zerofx.checkpoints.fitting import check_optimizer, saved_names, warn_of_rounding
 from zerofx.checkpoints.names import ModelNames, number_from, set_extra, set_groups
-from zerofx.checkpoints.pieces import pieces_of
 from zerofx.checkpoints.random_states import saved_random_states, set_random_states
 from zerofx.checkpoints.together import on_all
-from zerofx.checkpoints.training import Training
 from zerofx.checkpoints.user_state import saved_state, take_over
 from zerofx.disk.checkpoint.boxes import Box
 from zerofx.disk.checkpoint.folder import resolve
@@ -23,10 +21,7 @@ from zerofx.disk.checkpoint.marker import Scalar
 from zerofx.disk.checkpoint.plain import from_plain
 from zerofx.disk.checkpoint.reader import STATE, CheckpointReader, state_name
 from zerofx.errors import CheckpointError
-from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.state.on_host import overwrite, shown_on_host
-from zerofx.runtime.state.state import BucketState
 
 _CPU = torch.device("cpu")
 
@@ -46,14 +41,26 @@ class Checked:
     random: dict[str, torch.Tensor]
     scalars: Mapping[str, tuple[Scalar, ...]]
 
-    def history(self, own: str) -> tuple[tuple[str, ...], tuple[Scalar, ...]]:
-        """The optimizer's states of a parameter: names of those with a value for each element, and the others."""
-        name = self.parameter(own)
-        return self.reader.marker.optimizer.states.get(name, ()), self.scalars.get(name, ())
-
     def parameter(self, own: str) -> str:
         """The name in the checkpoint of the parameter that ``named_parameters`` calls ``own``."""
         return self.saved[self.names.parameters[own]]
+
+    def states(self, own: str) -> tuple[str, ...]:
+        return self.reader.marker.optimizer.states.get(self.parameter(own), ())
+
+    def numbers(self, own: str) -> dict[str, Any]:
+        scalars = self.scalars.get(self.parameter(own), ())
+        return {scalar.state: number_from(scalar.value, scalar.dtype, _CPU) for scalar in scalars}
+
+    def read_into(self, into: torch.Tensor, own: str, state: str | None, box: Box) -> None:
+        name = self.parameter(own)
+        if state is None:
+            self.reader.read_into(into, name, box)
+        else:
+            self.reader.read_into(into, state_name(name, state), box, STATE)
+
+    def dtype_of(self, own: str, state: str) -> torch.dtype:
+        return self.reader.dtype_of(state_name(self.parameter(own), state), STATE)
 
 
 def check(
@@ -96,16 +103,6 @@ def load_model(checked: Checked, parameters: Mapping[str, torch.Tensor]) -> None
     checked.reader.close()
 
 
-def load_training(checked: Checked, training: Training) -> None:
-    """Give the buckets of a model that a step has taken over their values, wherever these lie. Collective."""
-    for bucket, held in training.buckets():
-        _load_stored(checked, training, bucket, held)
-        training.state.complete(held)
-        if bucket.trainable:
-            _load_states(checked, training, bucket, held)
-    checked.reader.close()
-
-
 def load_buffers(checked: Checked, rank: int) -> None:
     """Give the model's buffers their values: this rank's own, or rank 0's where there was no such rank."""
     shard = checked.reader.shard(STATE, rank) if rank < checked.reader.marker.num_ranks else None
@@ -135,79 +132,14 @@ def entries_of(checked: Checked, parameters: Mapping[str, torch.Tensor]) -> dict
     no memory."""
     entries: dict[str, dict[str, Any]] = {}
     for own, parameter in parameters.items():
-        states, scalars = checked.history(own)
-        entry: dict[str, Any] = {scalar.state: number_from(scalar.value, scalar.dtype, _CPU) for scalar in scalars}
-        for state in states:
-            dtype = checked.reader.dtype_of(state_name(checked.parameter(own), state), STATE)
+        entry = checked.numbers(own)
+        for state in checked.states(own):
+            dtype = checked.dtype_of(own, state)
             dtype = dtype.to_complex() if parameter.is_complex() else dtype
             entry[state] = torch.zeros((), dtype=dtype).expand(parameter.shape)
         if entry:
             entries[own] = entry
     return entries
-
-
-def check_histories(checked: Checked, layout: BucketLayout) -> None:
-    """Check that the parameters of each bucket have states that are updated together.
-
-    Raises:
-        CheckpointError: they have not.
-    """
-    for bucket in layout.buckets:
-        histories = {
-            (states, tuple((scalar.state, repr(scalar.value), scalar.dtype) for scalar in scalars))
-            for states, scalars in (checked.history(slot.source) for slot in bucket.slots)
-        }
-        if bucket.trainable and len(histories) > 1:
-            raise CheckpointError(
-                f"expected one history of all parameters of {bucket.name}, which are updated together, found that some "
-                f"were trained otherwise than others: give them a param group of their own. Nothing has been loaded"
-            )
-
-
-def _load_stored(checked: Checked, training: Training, bucket: Bucket, held: BucketState) -> None:
-    first, last = training.held(bucket)
-
-    def fill(flat: torch.Tensor) -> None:
-        flat.zero_()
-        for piece in pieces_of(bucket, first, last):
-            checked.reader.read_into(piece.view(flat, first), checked.parameter(piece.source), piece.box)
-
-    overwrite(held.stored, fill, training.tiers)
-    copies = [] if held.master is None else [held.low]
-    copies += [held.delayed["low"]] if "low" in held.delayed else []
-    if copies:
-        with shown_on_host(held.stored, 0, last - first, training.tiers) as stored:
-
-            def convert(flat: torch.Tensor) -> None:
-                flat.copy_(stored)
-
-            for copy in copies:
-                overwrite(copy, convert, training.tiers)
-
-
-def _load_states(checked: Checked, training: Training, bucket: Bucket, held: BucketState) -> None:
-    first, last = training.held(bucket)
-    sources = {slot.source: checked.parameter(slot.source) for slot in bucket.slots}
-    states, scalars = checked.history(bucket.slots[0].source)
-    held.scalars.clear()
-    for name in held.flat.keys() - set(states):
-        del held.flat[name]  # which then begins as it did before the first step
-    for scalar in scalars:
-        value = number_from(scalar.value, scalar.dtype, _CPU)
-        training.state.set_scalar(bucket, scalar.state, value)
-    for state in states:
-        if state not in held.flat:
-            dtype = checked.reader.dtype_of(state_name(next(iter(sources.values())), state), STATE)
-            training.state.set_flat(bucket, state, torch.zeros(last - first, dtype=dtype, device=training.device))
-
-        def fill(flat: torch.Tensor, state: str = state) -> None:
-            flat.zero_()
-            for piece in pieces_of(bucket, first, last):
-                name = state_name(sources[piece.source], state)
-                checked.reader.read_into(piece.view(flat, first), name, piece.box, STATE)
-
-        overwrite(held.flat[state], fill, training.tiers)
-    held.present = frozenset(states) | {scalar.state for scalar in scalars}
 
 
 def _fill_whole(checked: Checked, name: str, tensor: torch.Tensor) -> None:

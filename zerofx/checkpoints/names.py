@@ -12,7 +12,7 @@ from torch import nn
 from zerofx.disk.checkpoint.plain import from_plain, to_plain
 from zerofx.errors import CheckpointError
 
-# How an update is computed, which is a matter of the machine; what it computes is not changed by them.
+# Not taken over: how an update is computed is a matter of the machine, and does not change what it computes.
 _OF_MACHINE = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
 
@@ -68,7 +68,7 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> lis
         plain: dict[str, Any] = {
             key: _to_plain(value, f"param_groups[{number}].{key}")
             for key, value in group.items()
-            if key not in _OF_MACHINE
+            if key not in ("params", "param_names")
         }
         groups.append(plain | {"params": [names[id(parameter)] for parameter in group["params"]]})
     return groups
@@ -76,15 +76,24 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> lis
 
 def set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """Give the param groups the hyperparameters that ``groups_of`` took down; tensors stay the same objects."""
-    for group, plain in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in plain.items():
-            if key == "params":
+    set_groups_from(optimizer, [options_from(plain) for plain in groups])
+
+
+def options_from(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options, from one of what ``groups_of`` gave, and the names of its parameters."""
+    return {key: _from_plain(value) for key, value in plain.items()}
+
+
+def set_groups_from(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """The same with the hyperparameters themselves."""
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            if key in _OF_MACHINE:
                 continue
-            number = _from_plain(value)
             if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(number)
+                group[key].fill_(value)
             else:
-                group[key] = number
+                group[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def number_of(value: Any) -> tuple[Any, str | None]:

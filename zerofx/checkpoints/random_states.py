@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import xxhash
 
@@ -17,23 +19,28 @@ def random_states(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def saved_random_states(reader: CheckpointReader, rank: int) -> dict[str, torch.Tensor]:
-    """What ``rank`` goes on with, by name.
+    """What ``rank`` goes on with of what a checkpoint has, by name."""
+    shard = reader.shard(STATE, rank if rank < reader.marker.num_ranks else 0)
+    states = {name: reader.read_entry(shard, shard.placed[name][0]) for name in (CPU, CUDA) if name in shard.placed}
+    return states if rank < reader.marker.num_ranks else _others(states, rank)
 
-    A rank that there was goes on with its own state. One that is more than there were is seeded from rank 0's state and
-    its own number: what it draws differs from all others, and is the same whenever this checkpoint is loaded.
+
+def states_for(rank: int, saved: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What ``rank`` goes on with of what all ranks had, by name."""
+    return saved[rank] if rank < len(saved) else _others(saved[0], rank)
+
+
+def _others(states: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """Generators for a rank that there was not, from those of rank 0.
+
+    They are seeded from its state and the rank's number: what they draw differs from all others, and is the same
+    whenever this is loaded.
     """
-    source = rank if rank < reader.marker.num_ranks else 0
-    shard = reader.shard(STATE, source)
-    states: dict[str, torch.Tensor] = {}
-    for name in (CPU, CUDA):
-        for placed in shard.placed.get(name, []):
-            states[name] = reader.read_entry(shard, placed)
-    if source != rank:
-        seed = xxhash.xxh3_64_intdigest(states[CPU].numpy().tobytes() + rank.to_bytes(8, "little"))
-        states[CPU] = torch.Generator().manual_seed(seed).get_state()
-        if CUDA in states:
-            states[CUDA] = torch.Generator("cuda").manual_seed(seed).get_state()
-    return states
+    seed = xxhash.xxh3_64_intdigest(states[CPU].numpy().tobytes() + rank.to_bytes(8, "little"))
+    seeded = {CPU: torch.Generator().manual_seed(seed).get_state()}
+    if CUDA in states and torch.cuda.is_available():
+        seeded[CUDA] = torch.Generator("cuda").manual_seed(seed).get_state()
+    return seeded
 
 
 def set_random_states(states: dict[str, torch.Tensor], device: torch.device) -> None:

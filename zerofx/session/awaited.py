@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.checkpoints.load import Checked, entries_of
+from zerofx.checkpoints.load import Checked, entries_of, load_buffers
 from zerofx.errors import UsageError
+from zerofx.session.taken_over import TakenOver
 
 
 class Awaited:
@@ -18,8 +19,8 @@ class Awaited:
     are refused.
     """
 
-    def __init__(self, checked: Checked, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.checked = checked
+    def __init__(self, checked: Checked, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        self._checked, self._rank = checked, rank
         parameters = dict(model.named_parameters())
         optimizer.state.clear()
         for own, entry in entries_of(checked, parameters).items():
@@ -28,6 +29,11 @@ class Awaited:
             optimizer.register_state_dict_pre_hook(_refuse),
             optimizer.register_load_state_dict_pre_hook(_refuse),
         ]
+
+    def take_over(self, taken: TakenOver) -> None:
+        """Give a model and an optimizer that have just been taken over their values. Collective."""
+        checked = self._checked
+        taken.load(checked, str(checked.reader.place), lambda: load_buffers(checked, self._rank))
 
     def end(self) -> None:
         """The states are where they belong, or another checkpoint has been loaded."""

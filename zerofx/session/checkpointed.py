@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.checkpoints.load import Checked, check, check_histories, load_buffers, load_model, load_rest
+from zerofx.checkpoints.fill import check_histories
+from zerofx.checkpoints.load import Checked, check, load_buffers, load_model, load_rest
 from zerofx.checkpoints.names import ModelNames
 from zerofx.checkpoints.save import Numbers, save
 from zerofx.checkpoints.together import on_all
@@ -104,20 +105,73 @@ class Checkpointed:
         self.num_steps, self.num_skipped = checked.reader.marker.num_steps, checked.reader.marker.num_skipped
         return checked.reader.place
 
+    def state_dict(self) -> dict[str, Any]:
+        """The step's state for ``torch.distributed.checkpoint``: a ``Step`` is ``Stateful``. Collective.
+
+        ``dcp.save({"step": step}, ...)`` and ``dcp.load({"step": step}, ...)`` work as with any other object, on any
+        ranks, as do ``{"model": ..., "optimizer": ...}`` of this dictionary, which have the names and the form that
+        DCP's ``get_state_dict`` gives to a plain, DDP or FSDP2 model. Tensors have no values until DCP asks for them,
+        so that saving holds one bucket more than training. DCP pickles its own files; ``save_checkpoint`` does not.
+
+        Raises:
+            UsageError: no step has been prepared yet.
+        """
+        # What DCP is made of takes long to import: only who uses it pays.
+        from zerofx.checkpoints.stateful import state_of
+
+        taken = self._taken_for("take the state of a step")
+        control = self._life.control
+        control.meet("take the state of a step")
+        with working("take the state of a step"), torch.no_grad():
+            with control.together("take the state of a step"):
+                taken.optimizer_state.take_loaded()
+                taken.state.flush()
+            return state_of(taken.training, self._names(), Numbers(self.num_steps, self.num_skipped, {}))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a ``state_dict()`` that DCP has loaded into, or one with whole tensors. Collective.
+
+        ``{"model": model.state_dict()}`` sets parameters and buffers alone; with ``"optimizer"``, as DCP's
+        ``get_optimizer_state_dict`` gives it, states and hyperparameters as well.
+
+        Raises:
+            UsageError: no step has been prepared yet, or there is no ``"model"``.
+            CheckpointError: what is given does not fit; on all ranks, and nothing has been changed.
+        """
+        from zerofx.checkpoints.stateful import MODEL, Loaded
+
+        if MODEL not in state_dict:
+            raise UsageError(f"expected a state dictionary with 'model', found {', '.join(state_dict) or 'nothing'}")
+        taken = self._taken_for("load the state of a step")
+        control = self._life.control
+        control.meet("load the state of a step")
+
+        def loaded() -> Loaded:
+            given = Loaded(state_dict, taken.training, self._names())
+            check_histories(given, taken.layout)
+            return given
+
+        with working("load the state of a step"), torch.no_grad():
+            given = on_all(control, "compare the state with the step", loaded)
+            taken.load(given, "a state dictionary", lambda: given.finish(taken.training), optimizer=given.has_optimizer)
+        self.num_steps = given.own.get("num_steps", self.num_steps)
+        self.num_skipped = given.own.get("num_skipped", self.num_skipped)
+
     def _load(self, checked: Checked, taken: TakenOver | None, own: Mapping[str, Any]) -> None:
         """Change what is in memory: where this fails, the step is over."""
         life, steps, rank = self._life, self._steps, self._life.control.rank
+        place = str(checked.reader.place)
         try:
             if taken is not None:
-                taken.load(checked)
+                taken.load(checked, place, lambda: load_buffers(checked, rank))
             else:
                 if not is_deferred(self.model):
                     load_model(checked, dict(self.model.named_parameters()))
                     load_buffers(checked, rank)
-                steps.await_checkpoint(Awaited(checked, self.model, self.optimizer))
+                steps.await_checkpoint(Awaited(checked, self.model, self.optimizer, rank))
             load_rest(checked, self.model, self.optimizer, steps.device, own)
         except BaseException as error:
-            life.failure = f"the checkpoint {checked.reader.place} was loaded in part ({type(error).__name__}: {error})"
+            life.failure = f"{place} was loaded in part ({type(error).__name__}: {error})"
             raise
 
     def _taken_for(self, purpose: str) -> TakenOver:

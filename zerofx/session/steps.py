@@ -153,7 +153,7 @@ class Steps:
         )  # fmt: skip
         self._owner.keep()
         if self._awaited is not None:
-            taken.load(self._awaited.checked)
+            self._awaited.take_over(taken)
             self.await_checkpoint(None)
         self.device = compiled.device
         self.gradients.put()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zerofx.capture.checks import names
-from zerofx.checkpoints.load import Checked, load_buffers, load_training
+from zerofx.checkpoints.fill import Source, fill_training
 from zerofx.checkpoints.training import Training
 from zerofx.deferred import becoming_real
 from zerofx.driver.driver import Built
@@ -145,21 +145,22 @@ class TakenOver:
         """What a checkpoint is taken of."""
         return Training(self.model, self.binding.optimizer, self.state, self._tiers, self._life.control)
 
-    def load(self, checked: Checked) -> None:
-        """Take parameters, buffers and optimizer states over from a checkpoint that fits. Collective.
+    def load(self, source: Source, name: str, then: Callable[[], None], *, optimizer: bool = True) -> None:
+        """Take parameters, and the optimizer's states, over from ``source``, which fits, and do what is to follow.
 
-        Where this fails, what is in memory is a mixture, and the step is over.
+        Collective. Where this fails, what is in memory is a mixture, and the step is over. ``name`` says what was
+        loaded.
         """
         control = self._life.control
         try:
-            with control.together("load a checkpoint"), torch.no_grad():
+            with control.together(f"load {name}"), torch.no_grad():
                 self.optimizer_state.take_loaded()
                 self.state.flush()
-                load_training(checked, self.training)
-                load_buffers(checked, control.rank)
+                fill_training(source, self.training, optimizer=optimizer)
+                then()
                 self._allocate(self.binding.programs(self.state))
         except BaseException as error:
-            self._life.failure = f"{checked.reader.place} was loaded in part ({type(error).__name__}: {error})"
+            self._life.failure = f"{name} was loaded in part ({type(error).__name__}: {error})"
             raise
 
     @contextmanager

@@ -32,12 +32,11 @@ def _save(folder: str, ways: list[Way]) -> None:
 def _load(folder: str, ways: list[Way]) -> list[str]:
     """Load all that was saved with each way, before the first step or after some."""
     wrong = []
-    for number, way in enumerate(ways):
+    for way in ways:
         step, scheduler = way.step(3)
         for path in sorted(Path(folder).iterdir()):
             place = step.load_checkpoint(path)
-            if number == 0:
-                step.prepare(*next(batches(way.case, 0, 1))[0])
+            step.prepare(*next(batches(way.case, 0, 1))[0])
             own = place / f"whole-{world()[0]}.pt"
             model, optimizer = torch.load(own if own.exists() else place / "whole-0.pt")
             wrong += [f"{path.name} by {way}: {what}" for what in _differences(step, model, optimizer)]
