@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from zerofx.errors import (
     CaptureError,
+    CheckpointError,
     CompilerError,
     InternalError,
     InvalidGraphError,
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Candidate",
     "CaptureError",
+    "CheckpointError",
     "CompilerError",
     "InternalError",
     "InvalidGraphError",

@@ -67,6 +67,10 @@ class PlanError(ZeroFXError, ValueError):
     """A plan does not fit the graph, the machine or the world it is used with."""
 
 
+class CheckpointError(ZeroFXError, RuntimeError):
+    """A checkpoint cannot be written or read, is damaged, or is one of another model or optimizer."""
+
+
 class InternalError(ZeroFXError, RuntimeError):
     """A defect of zerofx itself: an error that it did not mean to raise, which is the cause of this one."""
 

@@ -16,7 +16,7 @@ from zerofx.cli.arguments import make_training, parse_budget, read_machine, trai
 from zerofx.errors import UsageError, ZeroFXError
 from zerofx.scheduler.cost.catalog import built_in_machines
 from zerofx.scheduler.cost.machine import Link, Machine
-from zerofx.units import format_bytes, format_seconds
+from zerofx.units import format_bytes, format_seconds, parse_bytes
 
 
 class _Refused(click.ClickException):
@@ -172,6 +172,34 @@ def opt_command(
         else:
             click.echo(opt.rewritten(source, passes, phase, plan, save, every=print_after_all))
             _say_written(save)
+
+
+@main.command("export")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--format", "form", type=click.Choice(("safetensors", "dcp")), default="safetensors", show_default=True,
+    help="For transformers, or all of it for torch.distributed.checkpoint, whose files are pickles.",
+)  # fmt: skip
+@click.option("--dtype", type=click.Choice(("float32", "bfloat16", "float16")), help="Of numbers that are not whole.")
+@click.option("--shard-size", metavar="SIZE", default="5GB", show_default=True, help="The most bytes in one file.")
+def export_command(checkpoint: Path, out: Path, form: str, dtype: str | None, shard_size: str) -> None:
+    """Write the model of a checkpoint as others read it, a tensor at a time, into a folder that is not there yet.
+
+    CHECKPOINT is what step.save_checkpoint was given, for the latest one there, or what it returned. In OUT are
+    safetensors files with an index, and config.json where the model had one, as from_pretrained opens them.
+    """
+    from zerofx.checkpoints.export import export_distributed, export_model  # as there
+
+    with _clean_errors():
+        most_bytes = parse_bytes(shard_size)
+        if form == "dcp":
+            if dtype is not None:
+                raise UsageError("expected no --dtype with --format dcp, which has all values as they were saved")
+            export_distributed(checkpoint, out)
+        else:
+            export_model(checkpoint, out, dtype=dtype, most_bytes=most_bytes)
+    _say_written(out)
 
 
 @main.command("machines")

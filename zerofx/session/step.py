@@ -27,6 +27,7 @@ from zerofx.runtime.measure.measure import Measurement, Meter
 from zerofx.runtime.state.arguments import batch_tensors
 from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.session.checkpointed import Checkpointed
 from zerofx.session.ending import end, end_connections
 from zerofx.session.guards import LossWatch, claim, release
 from zerofx.session.life import Life
@@ -41,7 +42,7 @@ from zerofx.torch_private.profiler import is_profiling
 _MOST_SKIPPED = 200
 
 
-class Step:
+class Step(Checkpointed):
     """A training step: ``loss = step(*batch, **kwargs)`` runs forward, backward, reduction and update.
 
     It returns this rank's loss, detached, shape ``[]``: the update has been done, and ``loss.backward()`` is neither
@@ -442,7 +443,7 @@ class Step:
     def __repr__(self) -> str:
         return f"<zerofx.Step of {type(self.model).__name__}, stage {self.options.stage}, {self.num_steps} steps done>"
 
-    def load(self, path: str | Path) -> None:
+    def load_source(self, path: str | Path) -> None:
         """Run an edited copy of ``source`` in the place of the step that ran last.
 
         It runs until a batch of another shape or other optimizer options ask for another step. Ranks call it together.
@@ -453,5 +454,5 @@ class Step:
         """
         compiled = self.compiled
         self._life.check_open("load an edited step")
-        self._steps.load(compiled, path)
+        self._steps.load_source(compiled, path)
         self._graphs.forget(compiled)

@@ -36,6 +36,7 @@ from zerofx.runtime.state.values import Values
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.search.target import Target
+from zerofx.session.awaited import Awaited
 from zerofx.session.guards import ModeWatch, NumberWatch, Owner
 from zerofx.session.life import Life
 from zerofx.session.shapes import Shapes
@@ -74,6 +75,7 @@ class Steps:
         self.values = Values(model, options.weights, life.control)
         self.scaler = None if options.loss_scale is None else LossScaler(options.loss_scale)
         self._loaded: Path | None = None
+        self._awaited: Awaited | None = None
         if options.plan is not None:
             self.machine = machine_at_hand(self.device, options, life.control)
             self.options = take_plan(options, self.machine, life.control)
@@ -153,8 +155,11 @@ class Steps:
             self._model, built, self.options, self.values, tiers, self._life,
             reads_memory=CHANNELS not in self._settings.disable, scaler=self.scaler,
         )  # fmt: skip
-        self.device = compiled.device
         self._owner.keep()
+        if self._awaited is not None:
+            self._awaited.take_over(taken)
+            self.await_checkpoint(None)
+        self.device = compiled.device
         self.gradients.put()
         return compiled, taken
 
@@ -191,13 +196,20 @@ class Steps:
             self._control.attempt(purpose, lambda: tiers.prepare(peaks, num_local_ranks))
         return tiers
 
+    def await_checkpoint(self, awaited: Awaited | None) -> None:
+        """Have a checkpoint taken over by the first step that is built, in the place of one that was to be."""
+        if self._awaited is not None:
+            self._awaited.end()
+        self._awaited = awaited
+
     def forget(self) -> None:
         """Let go of all steps and of the model, once the step is closed."""
         self.gradients.remove()
+        self.await_checkpoint(None)
         self.taken = None
         self.shapes.forget()
 
-    def load(self, compiled: CompiledStep, path: str | Path) -> None:
+    def load_source(self, compiled: CompiledStep, path: str | Path) -> None:
         """Run the edited file in the place of ``compiled``, the latest step.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from zerofx.capture.checks import names
+from zerofx.checkpoints.fill import Source, fill_training
+from zerofx.checkpoints.training import Training
 from zerofx.deferred import becoming_real
 from zerofx.driver.driver import Built
 from zerofx.driver.prepared import Earlier
@@ -145,6 +147,29 @@ class TakenOver:
     def names_of(self, buckets: list[int]) -> str:
         """The names of some buckets, for a message."""
         return names([self.layout.buckets[index].name for index in buckets])
+
+    @property
+    def training(self) -> Training:
+        """What a checkpoint is taken of."""
+        return Training(self.model, self.binding.optimizer, self.state, self._tiers, self._life.control)
+
+    def load(self, source: Source, name: str, then: Callable[[], None], *, optimizer: bool = True) -> None:
+        """Take parameters, and the optimizer's states, over from ``source``, which fits, and do what is to follow.
+
+        Collective. Where this fails, what is in memory is a mixture, and the step is over. ``name`` says what was
+        loaded.
+        """
+        control = self._life.control
+        try:
+            with control.together(f"load {name}"), torch.no_grad():
+                self.optimizer_state.take_loaded()
+                self.state.flush()
+                fill_training(source, self.training, optimizer=optimizer)
+                then()
+                self._allocate(self.binding.programs(self.state))
+        except BaseException as error:
+            self._life.failure = f"{name} was loaded in part ({type(error).__name__}: {error})"
+            raise
 
     @contextmanager
     def shown(self, *, write_back: bool) -> Iterator[None]:

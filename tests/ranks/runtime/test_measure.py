@@ -113,7 +113,7 @@ def test_what_runs_between_regions_is_told_from_them(tmp_path: Path) -> None:
     head, last = step.source.rsplit("\n    return ", 1)
     path = tmp_path / "step.py"
     path.write_text(f"import time\n{head}\n    time.sleep(0.2)\n    return {last}")
-    step.load(path)
+    step.load_source(path)
     slow = step.measure(*batch, num_steps=3)
     assert slow.between_seconds >= 0.2
     assert sum(slow.region_seconds.values()) < 0.2

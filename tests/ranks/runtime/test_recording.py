@@ -71,7 +71,7 @@ def test_a_step_whose_loss_is_scaled_is_recorded_and_skips_as_it_does(emulated: 
 
 def _ranks() -> list[str]:
     found = []
-    for stage, options in ((0, {}), (1, {}), (3, {"accumulate": 2})):
+    for stage, options in ((0, {}), (1, {}), (3, {"accumulate": 2, "reduce": "once"})):
         with pytest.MonkeyPatch.context() as patch:
             capturer = emulate(patch)
             plain = train_plain(CASES["gpt"], 4, options.get("accumulate", 1))
@@ -197,7 +197,7 @@ def test_steps_that_are_measured_or_edited_run_line_by_line(emulated: EmulatedCa
     assert pair.step.measure(x, labels=y, num_steps=1).region_seconds
     path = tmp_path / "step.py"
     path.write_text(pair.step.source)
-    pair.step.load(path)
+    pair.step.load_source(path)
     assert "every line of" in pair.step.launches.reason
     pair.step(x, labels=y)
     assert emulated.num_sessions == 1

@@ -81,7 +81,7 @@ def disagree() -> dict[str, str]:
     run(step)
     found["call"] = error_of(lambda: step.full_state_dict() if rank == 1 else run(step))
     run(step)
-    found["file"] = error_of(lambda: step.load(step.source_path if rank == 0 else "nowhere.py"))
+    found["file"] = error_of(lambda: step.load_source(step.source_path if rank == 0 else "nowhere.py"))
     found["last"] = str(step.num_steps)
     return found
 

@@ -316,7 +316,7 @@ def test_a_step_that_fails_halfway_says_what_was_updated(tmp_path: Path) -> None
     lines = pair.step.source.splitlines()
     lines.insert(len(lines) - 1, "    raise KeyboardInterrupt")
     (tmp_path / "step.py").write_text("\n".join(lines))
-    pair.step.load(tmp_path / "step.py")
+    pair.step.load_source(tmp_path / "step.py")
     with pytest.raises(KeyboardInterrupt) as caught:
         pair.step(ids(), labels=ids(1))
     assert "buckets had been updated already (" in caught.value.__notes__[0]
@@ -352,7 +352,7 @@ def test_an_edited_step_runs_in_the_place_of_the_generated(
     model = Summed()
     step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=0.0), backend=backend)
     with pytest.raises(UsageError, match="expected a captured step"):
-        step.load(tmp_path / "none.py")
+        step.load_source(tmp_path / "none.py")
     x = torch.ones(2, 3)
     loss = step(x)
     assert step.source_path.read_text() == step.source
@@ -365,7 +365,7 @@ def test_an_edited_step_runs_in_the_place_of_the_generated(
         return f"{body}    print('edited')\n    return {tail}"
 
     path = edited(step, tmp_path / "edited.py", scale)
-    step.load(path)
+    step.load_source(path)
     torch.testing.assert_close(step(x), 3 * loss)
     assert capsys.readouterr().out == "edited\n"
     assert step.source_path == path
@@ -381,11 +381,11 @@ def test_an_edited_step_runs_in_the_place_of_the_generated(
         if change is not None:
             edited(step, tmp_path / name, change)
         with pytest.raises(PlanError, match=match):
-            step.load(tmp_path / name)
+            step.load_source(tmp_path / name)
     if backend == "inductor":
         path = edited(step, tmp_path / "bad.py", lambda s: s.replace("3 * aten.sum.default(", "3 * aten.summ(", 1))
         with pytest.raises(CompilerError, match="summ"):
-            step.load(path)
+            step.load_source(path)
     torch.testing.assert_close(step(x), 3 * loss)
     with pytest.warns(ZeroFXWarning) as seen:
         torch.testing.assert_close(step(torch.ones(1, 3)), loss / 2)

@@ -168,12 +168,16 @@ class TrainingState:
         for state in self.buckets:
             if not state.delayed:
                 continue
-            source, low = state.delayed.get("low", state.stored), state.low
-            self._tiers.copy_into(low, source).finish(source)
-            if self.sharded and state.full is not None:
-                assert self._transport is not None and isinstance(low, torch.Tensor)
-                self._transport.all_gather_into(state.full, low).finish(None)
+            source = state.delayed.get("low", state.stored)
+            self._tiers.copy_into(state.low, source).finish(source)
+            self.complete(state)
         self._is_stale = False
+
+    def complete(self, state: BucketState) -> None:
+        """Bring what a bucket has whole on the device up to date with all ranks' slices. Collective at stages 1, 2."""
+        if self.sharded and state.full is not None:
+            assert self._transport is not None and isinstance(state.low, torch.Tensor)
+            self._transport.all_gather_into(state.full, state.low).finish(None)
 
     def _place_bucket(self, plan: Plan, bucket: Bucket, state: BucketState) -> bool:
         tier, _ = _planned(plan, bucket)
@@ -216,6 +220,12 @@ class TrainingState:
         state.delayed["grad"] = self._tiers.empty_stored(low.numel(), low.dtype, "host")
         if bucket.has_master:
             state.delayed["low"] = self._tiers.hold(low, "host")
+
+    def set_scalar(self, bucket: Bucket, name: str, value: Any) -> None:
+        """Give a bucket the value of one scalar state: a number, or a tensor of one."""
+        state = self.buckets[bucket.index]
+        device = self._device_of_update(state)
+        state.scalars[name] = value.to(device) if isinstance(value, torch.Tensor) else value
 
     def set_flat(self, bucket: Bucket, name: str, values: torch.Tensor) -> None:
         """Give a bucket the values of one flat state."""

@@ -13,7 +13,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-from zerofx.errors import UsageError
+from zerofx.disk.checkpoint.boxes import Box
+from zerofx.disk.checkpoint.folder import LATEST, resolve
+from zerofx.disk.checkpoint.marker import MARKER
+from zerofx.disk.checkpoint.reader import CheckpointReader
+from zerofx.errors import CheckpointError, UsageError
 from zerofx.torch_private.checkpoint_files import create_read_items_for_chunk_list
 
 if TYPE_CHECKING:
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
 
 _KINDS = (
     "a .safetensors file, a folder with such files, a model.safetensors.index.json, or a folder that "
-    "torch.distributed.checkpoint has saved to"
+    "step.save_checkpoint or torch.distributed.checkpoint has saved to"
 )
 _DTYPES = {
     "F64": torch.float64,
@@ -75,6 +79,8 @@ def open_weights(path: Path) -> WeightFiles:
     try:
         if path.is_file():
             files = _index(path) if path.suffix == ".json" else [path] if path.suffix == ".safetensors" else []
+        elif (path / MARKER).is_file() or (path / LATEST).is_file():
+            return CheckpointFiles(path)
         elif (path / ".metadata").is_file():
             return DistributedFiles(path)
         else:
@@ -82,7 +88,7 @@ def open_weights(path: Path) -> WeightFiles:
             files = _index(indices[0]) if len(indices) == 1 else sorted(path.glob("*.safetensors"))
         if files:
             return SafetensorsFiles(path, files)
-    except UsageError:
+    except (CheckpointError, UsageError):
         raise
     except ModuleNotFoundError as error:
         raise UsageError(
@@ -152,6 +158,28 @@ class SafetensorsFiles:
         if self._open is None or self._open[0] != file:
             self._open = (file, safe_open(file, framework="pt", device="cpu"))
         return self._open[1]
+
+
+class CheckpointFiles:
+    """The model's tensors in a checkpoint of zerofx's, by any number of ranks; of several in a folder the latest."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = resolve(path)
+        self._reader = CheckpointReader(self.path)
+        tensors = self._reader.marker.tensors
+        self.tensors: Mapping[str, FileTensor] = {
+            name: FileTensor(about.shape, about.torch_dtype) for name, about in tensors.items()
+        }
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        about = self._reader.marker.tensors[name]
+        whole = Box.whole(about.stored_shape)
+        box = Box((start, *whole.offsets[1:]), (stop - start, *whole.sizes[1:])) if about.shape else whole
+        values = self._reader.read(name, box)
+        return torch.view_as_complex(values) if about.torch_dtype.is_complex else values
+
+    def release(self) -> None:
+        self._reader.close()
 
 
 class DistributedFiles:

@@ -1,0 +1,274 @@
+"""Checkpoints of one process: what is in them, what they are refused for, and that nothing changes then."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import zerofx
+from tests.lib.checkpoints import UNEVEN, Uneven, Way, train
+from tests.lib.models import batches
+from zerofx import CheckpointError, UsageError
+from zerofx.disk.checkpoint.folder import read_marker
+
+
+def prepared(model: nn.Module | None = None, optimizer: Callable[..., Any] = torch.optim.AdamW) -> zerofx.Step:
+    model = model or Uneven()
+    step = zerofx.compile(model, optimizer(model.parameters(), lr=0.01), backend="eager")
+    step.prepare(*next(batches(UNEVEN, 0, 1))[0])
+    return step
+
+
+def trained(num_steps: int = 2) -> zerofx.Step:
+    step = prepared()
+    for args, _ in batches(UNEVEN, 0, num_steps):
+        step(*args)
+    return step
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint after two steps."""
+    torch.manual_seed(0)
+    step = trained()
+    place = step.save_checkpoint(tmp_path_factory.mktemp("saved"), state={"counter": {"batches": 2}})
+    step.close()
+    return place
+
+
+@contextmanager
+def unchanged(step: zerofx.Step) -> Iterator[None]:
+    """Nothing that is trained, drawn from or counted has changed in the end, and the step goes on."""
+
+    def all_of_it() -> Any:
+        return (
+            step.full_state_dict(), step.optimizer.state_dict()["state"], step.num_steps, torch.get_rng_state()
+        )  # fmt: skip
+
+    before, rates = all_of_it(), [group["lr"] for group in step.optimizer.param_groups]
+    yield
+    torch.testing.assert_close(all_of_it(), before, rtol=0, atol=0)
+    assert [group["lr"] for group in step.optimizer.param_groups] == rates
+    step(*next(batches(UNEVEN, 0, 1))[0])
+
+
+def test_a_checkpoint_has_the_models_names_and_is_read_by_the_library(checkpoint: Path) -> None:
+    model = Uneven()
+    weights = load_file(checkpoint / "model-00000-of-00001.safetensors")
+    assert weights.keys() == model.state_dict().keys() - {"head.weight"}  # which is first.weight
+    assert {name: tensor.shape for name, tensor in weights.items() if name != "transposed"} == {
+        name: tensor.shape for name, tensor in model.state_dict().items() if name not in ("head.weight", "transposed")
+    }
+    states = load_file(checkpoint / "state-00000-of-00001.safetensors")
+    assert {"optimizer.state.up.weight.exp_avg", "random.cpu"} <= states.keys()
+    assert not any("frozen" in name for name in states)
+
+
+def test_latest_is_loaded_and_kept_are_those_saved_last(tmp_path: Path) -> None:
+    step = prepared()
+    for args, _ in batches(UNEVEN, 0, 4):
+        step(*args)
+        latest = step.save_checkpoint(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000004"]
+    assert step.load_checkpoint(tmp_path) == latest
+    assert step.load_checkpoint(tmp_path / "step-00000003").name == "step-00000003" and step.num_steps == 3
+
+
+def test_parameters_have_their_values_before_the_first_step(checkpoint: Path) -> None:
+    model = Uneven()
+    step = zerofx.compile(model, torch.optim.AdamW(model.parameters(), lr=0.01), backend="eager")
+    step.load_checkpoint(checkpoint, state={"counter": {}})
+    other = prepared()
+    other.load_checkpoint(checkpoint, state={"counter": {}})
+    torch.testing.assert_close(dict(model.state_dict()), other.full_state_dict(), rtol=0, atol=0)
+    for refused in (step.optimizer.state_dict, lambda: step.optimizer.load_state_dict({})):
+        with pytest.raises(UsageError, match=r"call step\.prepare\(batch\) first"):
+            refused()
+    (batch,) = (args for args, _ in batches(UNEVEN, 0, 1))
+    torch.manual_seed(1)
+    loss = step(*batch)
+    torch.manual_seed(1)
+    assert torch.equal(loss, other(*batch)) and step.num_steps == 3
+
+
+def test_a_deferred_model_takes_its_values_from_a_checkpoint(checkpoint: Path) -> None:
+    with zerofx.empty_init():
+        model = Uneven()
+    step = zerofx.compile(model, torch.optim.AdamW(model.parameters(), lr=0.01), backend="eager")
+    step.load_checkpoint(checkpoint, state={"counter": {}})
+    step.prepare(*next(batches(UNEVEN, 0, 1))[0])
+    other = prepared()
+    other.load_checkpoint(checkpoint, state={"counter": {}})
+    torch.testing.assert_close(step.full_state_dict(), other.full_state_dict(), rtol=0, atol=0)
+
+
+def test_hyperparameters_and_the_users_state_come_back(tmp_path: Path) -> None:
+    step, scheduler = Way(2).step()
+    train(step, scheduler, batches(UNEVEN, 0, 4))
+    position = {"epoch": 3, "order": torch.arange(5), "names": ("a", 1.5)}
+    step.save_checkpoint(tmp_path, state={"scheduler": scheduler, "position": position})
+    again, fresh = Way(2).step()
+    found: dict[str, Any] = {"stale": True}
+    with pytest.warns(zerofx.ZeroFXWarning, match="stays there: scheduler"):
+        again.load_checkpoint(tmp_path, state={"position": found})
+    again.load_checkpoint(tmp_path, state={"scheduler": fresh, "position": found})
+    assert found.keys() == position.keys() and found["names"] == ("a", 1.5)
+    assert fresh.state_dict() == scheduler.state_dict()
+    assert again.optimizer.param_groups[0]["lr"] == step.optimizer.param_groups[0]["lr"] != 0.01
+
+
+def _flip(place: Path) -> None:
+    path = place / "state-00000-of-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+def _cut(place: Path) -> None:
+    path = place / "model-00000-of-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _edit(place: Path) -> None:
+    path = place / "checkpoint.json"
+    path.write_text(path.read_text().replace('"lr":0.01', '"lr":0.02'))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a byte flipped": (_flip, r"expected the hash \w+ of .*state-00000-of-00001.safetensors"),
+    "a file cut short": (_cut, r"model-00000-of-00001.safetensors \([\d,]+ bytes of [\d,]+\)"),
+    "a file missing": (
+        lambda place: (place / "state-00000-of-00001.safetensors").unlink(), r"state-00000.* \(No such file"
+    ),
+    "another marker": (_edit, r"checkpoint.json .* was changed since"),
+    "no marker": (lambda place: (place / "checkpoint.json").unlink(), r"neither checkpoint.json nor latest"),
+}  # fmt: skip
+
+
+def test_damage_is_found_and_named_before_anything_is_changed(checkpoint: Path, tmp_path: Path) -> None:
+    step = trained(1)
+    for name, (damage, message) in DAMAGES.items():
+        place = tmp_path / name
+        shutil.copytree(checkpoint, place)
+        damage(place)
+        with unchanged(step), pytest.raises(CheckpointError, match=message):
+            step.load_checkpoint(place, state={"counter": {}})
+
+
+class Other(Uneven):
+    """Has a layer more, one less, and one of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Parameter(torch.zeros(2))
+        self.scale = nn.Parameter(torch.ones(3))
+        del self.frozen
+        self.frozen = 0.0  # type: ignore[assignment]  # nothing to add
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = self.down(self.up(self.norm(self.first(x)))) * self.more.sum()
+        return (x + self.scale.sum() - target).sum()
+
+
+def test_another_model_or_optimizer_is_refused_by_what_differs(checkpoint: Path) -> None:
+    model = Other()
+    step = zerofx.compile(model, torch.optim.AdamW(model.parameters(), lr=0.01), backend="eager")
+    with pytest.raises(
+        CheckpointError,
+        match=r"1 missing \(more\), 1 that the model has not \(frozen\), 1 of another shape \(scale \(float32\[\] for "
+        r"float32\[3\]\)\)",
+    ):
+        step.load_checkpoint(checkpoint)
+    with pytest.raises(CheckpointError, match=r"found one of torch\.optim\.adamw\.AdamW"):
+        prepared(optimizer=torch.optim.SGD).load_checkpoint(checkpoint)
+    fitting = Uneven()
+    apart = [{"params": [fitting.scale]}, {"params": [p for p in fitting.parameters() if p is not fitting.scale]}]
+    step = zerofx.compile(fitting, torch.optim.AdamW(apart, lr=0.01), backend="eager")
+    with pytest.raises(CheckpointError, match="found 1 param groups for 2"):
+        step.load_checkpoint(checkpoint)
+
+
+def test_state_that_was_not_saved_is_refused(checkpoint: Path) -> None:
+    step = trained(1)
+    with unchanged(step), pytest.raises(CheckpointError, match=r"found no 'loader' \(there is: 'counter'\)"):
+        step.load_checkpoint(checkpoint, state={"loader": {}})
+    with unchanged(step), pytest.raises(UsageError, match="found 'loader': list"):
+        step.load_checkpoint(checkpoint, state={"loader": []})
+
+
+def test_what_cannot_be_written_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    step = trained(1)
+    first = step.save_checkpoint(tmp_path)
+    there = sorted(tmp_path.rglob("*"))
+    (tmp_path.parent / "a file").touch()
+    with unchanged(step), pytest.raises(CheckpointError, match="give a folder that can be written to"):
+        step.save_checkpoint(tmp_path.parent / "a file" / "inside")
+    with unchanged(step), pytest.raises(CheckpointError, match=r"function at state\.counter\.f"):
+        step.save_checkpoint(tmp_path, state={"counter": {"f": print, "g": lambda: 1}} | {"counter": {"f": lambda: 1}})
+    with pytest.raises(UsageError, match="expected keep to be None"):
+        step.save_checkpoint(tmp_path, keep=0)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1][1]))  # as on a drive that is full
+    try:
+        with pytest.raises(CheckpointError, match="look at the space that is left"):
+            step.save_checkpoint(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before[1])
+        signal.signal(signal.SIGXFSZ, before[0])
+    assert sorted(tmp_path.rglob("*")) == there and step.load_checkpoint(tmp_path) == first
+
+
+def test_a_step_that_has_not_been_prepared_has_nothing_to_save(tmp_path: Path) -> None:
+    model = Uneven()
+    step = zerofx.compile(model, torch.optim.AdamW(model.parameters()), backend="eager")
+    with pytest.raises(UsageError, match="once a step has been prepared"):
+        step.save_checkpoint(tmp_path)
+    step.abandon()
+    with pytest.raises(UsageError, match="found the step closed"):
+        step.load_checkpoint(tmp_path)
+
+
+class Extra(nn.Module):
+    """Keeps a number of its own in the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Uneven()
+        self.seen = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> Any:
+        return self.inner(x, target)
+
+
+def test_extra_state_of_modules_is_saved(tmp_path: Path) -> None:
+    model = Extra()
+    step = prepared(model)
+    model.seen = 7
+    place = step.save_checkpoint(tmp_path)
+    model.seen = 0
+    step.load_checkpoint(place)
+    assert model.seen == 7
+
+
+def test_the_marker_is_json_and_says_what_is_there(checkpoint: Path) -> None:
+    text = json.loads((checkpoint / "checkpoint.json").read_text())["checkpoint"]
+    assert text["num_steps"] == 2 and text["aliases"] == {"head.weight": "first.weight"}
+    assert text["optimizer"]["groups"][0]["lr"] == 0.01
+    assert read_marker(checkpoint).tensors["transposed"].shape == (8, 5, 2)

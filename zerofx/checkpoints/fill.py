@@ -1,0 +1,111 @@
+"""Buckets that are given other values, a tensor of one at a time, wherever they lie."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from zerofx.checkpoints.pieces import pieces_of
+from zerofx.checkpoints.training import Training
+from zerofx.disk.checkpoint.boxes import Box
+from zerofx.errors import CheckpointError
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.runtime.state.on_host import overwrite, shown_on_host
+from zerofx.runtime.state.state import BucketState
+
+
+class Source(Protocol):
+    """Where values come from. ``own`` is what ``named_parameters`` calls a parameter."""
+
+    def states(self, own: str) -> tuple[str, ...]:
+        """The names of the optimizer's states of a parameter that have a value for each element."""
+        ...
+
+    def numbers(self, own: str) -> dict[str, Any]:
+        """The others by name: numbers, or tensors of one."""
+        ...
+
+    def read_into(self, into: torch.Tensor, own: str, state: str | None, box: Box) -> None:
+        """Give ``into``, on the CPU, the values of a box of the parameter, or of one of its states."""
+        ...
+
+    def dtype_of(self, own: str, state: str) -> torch.dtype:
+        """The dtype of a state, of its real and imaginary parts where it is complex."""
+        ...
+
+
+def check_histories(source: Source, layout: BucketLayout) -> None:
+    """Check that the parameters of each bucket have states that are updated together.
+
+    Raises:
+        CheckpointError: they have not.
+    """
+    for bucket in layout.buckets:
+        histories = {
+            (source.states(slot.source), tuple(sorted(map(_comparable, source.numbers(slot.source).items()))))
+            for slot in bucket.slots
+        }
+        if bucket.trainable and len(histories) > 1:
+            raise CheckpointError(
+                f"expected one history of all parameters of {bucket.name}, which are updated together, found that some "
+                f"were trained otherwise than others: give them a param group of their own. Nothing has been loaded"
+            )
+
+
+def fill_training(source: Source, training: Training, *, optimizer: bool = True) -> None:
+    """Give all buckets their values, with the optimizer's states or without. Collective."""
+    for bucket, held in training.buckets():
+        _fill_stored(source, training, bucket, held)
+        training.state.complete(held)
+        if bucket.trainable and optimizer:
+            _fill_states(source, training, bucket, held)
+
+
+def _fill_stored(source: Source, training: Training, bucket: Bucket, held: BucketState) -> None:
+    first, last = training.held(bucket)
+
+    def fill(flat: torch.Tensor) -> None:
+        flat.zero_()
+        for piece in pieces_of(bucket, first, last):
+            source.read_into(piece.view(flat, first), piece.source, None, piece.box)
+
+    overwrite(held.stored, fill, training.tiers)
+    copies = [] if held.master is None else [held.low]
+    copies += [held.delayed["low"]] if "low" in held.delayed else []
+    if copies:
+        with shown_on_host(held.stored, 0, last - first, training.tiers) as stored:
+
+            def convert(flat: torch.Tensor) -> None:
+                flat.copy_(stored)
+
+            for copy in copies:
+                overwrite(copy, convert, training.tiers)
+
+
+def _fill_states(source: Source, training: Training, bucket: Bucket, held: BucketState) -> None:
+    first, last = training.held(bucket)
+    some = bucket.slots[0].source
+    states, numbers = source.states(some), source.numbers(some)
+    held.scalars.clear()
+    for name in held.flat.keys() - set(states):
+        del held.flat[name]  # which then begins as it did before the first step
+    for name, value in numbers.items():
+        training.state.set_scalar(bucket, name, value)
+    for state in states:
+        if state not in held.flat:
+            empty = torch.zeros(last - first, dtype=source.dtype_of(some, state), device=training.device)
+            training.state.set_flat(bucket, state, empty)
+
+        def fill(flat: torch.Tensor, state: str = state) -> None:
+            flat.zero_()
+            for piece in pieces_of(bucket, first, last):
+                source.read_into(piece.view(flat, first), piece.source, state, piece.box)
+
+        overwrite(held.flat[state], fill, training.tiers)
+    held.present = frozenset(states) | numbers.keys()
+
+
+def _comparable(item: tuple[str, Any]) -> tuple[str, str]:
+    name, value = item
+    return (name, f"{value.dtype} {value.item()!r}") if isinstance(value, torch.Tensor) else (name, repr(value))

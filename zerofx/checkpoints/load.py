@@ -1,0 +1,157 @@
+"""A checkpoint that is to be loaded: found and checked whole, and what of it is not in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.checkpoints.fitting import check_optimizer, saved_names, warn_of_rounding
+from zerofx.checkpoints.names import ModelNames, number_from, set_extra, set_groups
+from zerofx.checkpoints.random_states import saved_random_states, set_random_states
+from zerofx.checkpoints.together import on_all
+from zerofx.checkpoints.user_state import saved_state, take_over
+from zerofx.disk.checkpoint.boxes import Box
+from zerofx.disk.checkpoint.folder import resolve
+from zerofx.disk.checkpoint.marker import Scalar
+from zerofx.disk.checkpoint.plain import from_plain
+from zerofx.disk.checkpoint.reader import STATE, CheckpointReader, state_name
+from zerofx.errors import CheckpointError
+from zerofx.runtime.comm.control import Control
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A checkpoint that is whole, and fits model and optimizer.
+
+    ``saved``: names in it by the model's names. ``state``: what is loaded for the user, ``random``: for generators.
+    ``scalars``: the optimizer's numbers by the saved names of parameters.
+    """
+
+    reader: CheckpointReader
+    names: ModelNames
+    saved: Mapping[str, str]
+    state: Mapping[str, Any]
+    random: dict[str, torch.Tensor]
+    scalars: Mapping[str, tuple[Scalar, ...]]
+
+    def parameter(self, own: str) -> str:
+        """The name in the checkpoint of the parameter that ``named_parameters`` calls ``own``."""
+        return self.saved[self.names.parameters[own]]
+
+    def states(self, own: str) -> tuple[str, ...]:
+        return self.reader.marker.optimizer.states.get(self.parameter(own), ())
+
+    def numbers(self, own: str) -> dict[str, Any]:
+        scalars = self.scalars.get(self.parameter(own), ())
+        return {scalar.state: number_from(scalar.value, scalar.dtype, _CPU) for scalar in scalars}
+
+    def read_into(self, into: torch.Tensor, own: str, state: str | None, box: Box) -> None:
+        name = self.parameter(own)
+        if state is None:
+            self.reader.read_into(into, name, box)
+        else:
+            self.reader.read_into(into, state_name(name, state), box, STATE)
+
+    def dtype_of(self, own: str, state: str) -> torch.dtype:
+        return self.reader.dtype_of(state_name(self.parameter(own), state), STATE)
+
+
+def check(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], control: Control
+) -> Checked:
+    """Find a checkpoint, and check all that can be before anything is changed. Collective.
+
+    Raises:
+        CheckpointError: on all ranks.
+    """
+    reader = on_all(control, "find the checkpoint", lambda: CheckpointReader(resolve(path)))
+    control.agree(
+        "load a checkpoint",
+        f"{reader.place.name}\n{reader.marker.to_json()}",
+        "checkpoint",
+        "Give every rank the same.",
+    )
+    on_all(control, "check the files of the checkpoint", lambda: reader.verify(control.rank, control.num_ranks))
+
+    def fit() -> Checked:
+        names = ModelNames.of(model)
+        saved = saved_names(reader.marker, names)
+        ids = {id(parameter): saved[names.parameters[own]] for own, parameter in model.named_parameters()}
+        groups = [[ids[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        check_optimizer(reader.marker, optimizer, groups)
+        given = saved_state(reader, state, control.rank)
+        return Checked(
+            reader, names, saved, given, saved_random_states(reader, control.rank), reader.marker.optimizer.scalars_of()
+        )
+
+    checked = on_all(control, "compare the checkpoint with the model", fit)
+    warn_of_rounding(reader.place, reader.marker, checked.names, checked.saved)
+    return checked
+
+
+def load_model(checked: Checked, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Give whole parameters, by their own names, their values."""
+    for own, parameter in parameters.items():
+        _fill_whole(checked, checked.parameter(own), parameter)
+    checked.reader.close()
+
+
+def load_buffers(checked: Checked, rank: int) -> None:
+    """Give the model's buffers their values: this rank's own, or rank 0's where there was no such rank."""
+    shard = checked.reader.shard(STATE, rank) if rank < checked.reader.marker.num_ranks else None
+    for name, buffer in checked.names.buffers.items():
+        key = f"buffer.{checked.saved[name]}"
+        if shard is not None and key in shard.placed:
+            (placed,) = shard.placed[key]
+            _real(buffer).copy_(checked.reader.read_entry(shard, placed))
+        else:
+            _fill_whole(checked, checked.saved[name], buffer)
+    checked.reader.close()
+
+
+def load_rest(
+    checked: Checked, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, state: Mapping[str, Any]
+) -> None:
+    """Give hyperparameters, random generators, modules' extra state and what is the user's their values."""
+    marker = checked.reader.marker
+    set_extra(model, from_plain(marker.extra.get("modules", {}), _no_tensor))
+    set_groups(optimizer, marker.optimizer.groups)
+    set_random_states(checked.random, device)
+    take_over(state, checked.state)
+
+
+def entries_of(checked: Checked, parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    """What the optimizer had for each parameter, by its own name: numbers, and in the place of tensors zeros that take
+    no memory."""
+    entries: dict[str, dict[str, Any]] = {}
+    for own, parameter in parameters.items():
+        entry = checked.numbers(own)
+        for state in checked.states(own):
+            dtype = checked.dtype_of(own, state)
+            dtype = dtype.to_complex() if parameter.is_complex() else dtype
+            entry[state] = torch.zeros((), dtype=dtype).expand(parameter.shape)
+        if entry:
+            entries[own] = entry
+    return entries
+
+
+def _fill_whole(checked: Checked, name: str, tensor: torch.Tensor) -> None:
+    real = _real(tensor)
+    if real.numel():
+        real.copy_(checked.reader.read(name, Box.whole(real.shape)))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    return torch.view_as_real(detached) if detached.is_complex() else detached
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise CheckpointError(f"expected no tensor among what modules have saved, found {name}")

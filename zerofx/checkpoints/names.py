@@ -1,0 +1,129 @@
+"""What the model's tensors, and the optimizer's groups, are called in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.disk.checkpoint.plain import from_plain, to_plain
+from zerofx.errors import CheckpointError
+
+# Not taken over: how an update is computed is a matter of the machine, and does not change what it computes.
+_OF_MACHINE = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """The model's tensors as its ``state_dict()`` calls them.
+
+    ``parameters``: by ``named_parameters``'s name, that in the checkpoint. ``buffers``: persistent buffers. Of a tensor
+    with several names the first counts; ``aliases`` has it by the others. ``extra``: what modules give by
+    ``get_extra_state``.
+    """
+
+    parameters: dict[str, str]
+    tensors: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+    extra: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelNames:
+        first: dict[int, str] = {}
+        aliases: dict[str, str] = {}
+        extra: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for key, value in model.state_dict(keep_vars=True).items():
+            if not isinstance(value, torch.Tensor) or key.endswith("_extra_state"):
+                extra[key] = value
+            elif id(value) in first:
+                aliases[key] = first[id(value)]
+            else:
+                first[id(value)], tensors[key] = key, value
+        parameters = {name: first.get(id(tensor), name) for name, tensor in model.named_parameters()}
+        tensors |= {parameters[name]: tensor for name, tensor in model.named_parameters()}
+        owned = set(parameters.values())
+        buffers = {name: tensor for name, tensor in tensors.items() if name not in owned}
+        return cls(parameters, tensors, buffers, aliases, extra)
+
+
+def set_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
+    """Give modules what ``get_extra_state`` gave."""
+    for key, value in extra.items():
+        model.get_submodule(key.rpartition("_extra_state")[0].rstrip(".")).set_extra_state(value)
+
+
+def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """The param groups as JSON; ``names`` are those of parameters, by their ids.
+
+    Raises:
+        CheckpointError: a group has what is neither a number, a word, nor a list or tensor of one.
+    """
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        plain: dict[str, Any] = {
+            key: _to_plain(value, f"param_groups[{number}].{key}")
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        groups.append(plain | {"params": [names[id(parameter)] for parameter in group["params"]]})
+    return groups
+
+
+def set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Give the param groups the hyperparameters that ``groups_of`` took down; tensors stay the same objects."""
+    set_groups_from(optimizer, [options_from(plain) for plain in groups])
+
+
+def options_from(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options, from one of what ``groups_of`` gave, and the names of its parameters."""
+    return {key: _from_plain(value) for key, value in plain.items()}
+
+
+def set_groups_from(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """The same with the hyperparameters themselves."""
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            if key in _OF_MACHINE:
+                continue
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def number_of(value: Any) -> tuple[Any, str | None]:
+    """A number, or a tensor of one, as JSON says it: its value, and the tensor's dtype."""
+    if isinstance(value, torch.Tensor):
+        return _to_plain(value.item(), "a number"), str(value.dtype).removeprefix("torch.")
+    return _to_plain(value, "a number"), None
+
+
+def number_from(value: Any, dtype: str | None, device: torch.device) -> Any:
+    """What ``number_of`` was given, a tensor on ``device``."""
+    number = _from_plain(value)
+    return torch.tensor(number, dtype=getattr(torch, dtype), device=device) if dtype is not None else number
+
+
+def _to_plain(value: Any, what: str) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    tensors: dict[str, torch.Tensor] = {}
+    plain = to_plain(value, what, tensors)
+    if tensors:
+        raise CheckpointError(
+            f"expected numbers, words, and lists of them as the optimizer's options, found a tensor of several "
+            f"elements in {what}: keep it in the model, or in what state= saves"
+        )
+    return plain
+
+
+def _from_plain(plain: Any) -> Any:
+    def none(name: str) -> torch.Tensor:
+        raise ValueError(f"no tensor is called {name}")
+
+    return from_plain(plain, none)

@@ -1,0 +1,51 @@
+"""The states of torch's random generators on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import xxhash
+
+from zerofx.disk.checkpoint.reader import STATE, CheckpointReader
+
+CPU, CUDA = "random.cpu", "random.cuda"
+
+
+def random_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """The states of the CPU's generator and of ``device``'s, as bytes, by name."""
+    states = {CPU: torch.get_rng_state()}
+    return states | ({CUDA: torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def saved_random_states(reader: CheckpointReader, rank: int) -> dict[str, torch.Tensor]:
+    """What ``rank`` goes on with of what a checkpoint has, by name."""
+    shard = reader.shard(STATE, rank if rank < reader.marker.num_ranks else 0)
+    states = {name: reader.read_entry(shard, shard.placed[name][0]) for name in (CPU, CUDA) if name in shard.placed}
+    return states if rank < reader.marker.num_ranks else _others(states, rank)
+
+
+def states_for(rank: int, saved: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What ``rank`` goes on with of what all ranks had, by name."""
+    return saved[rank] if rank < len(saved) else _others(saved[0], rank)
+
+
+def _others(states: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """Generators for a rank that there was not, from those of rank 0.
+
+    They are seeded from its state and the rank's number: what they draw differs from all others, and is the same
+    whenever this is loaded.
+    """
+    seed = xxhash.xxh3_64_intdigest(states[CPU].numpy().tobytes() + rank.to_bytes(8, "little"))
+    seeded = {CPU: torch.Generator().manual_seed(seed).get_state()}
+    if CUDA in states and torch.cuda.is_available():
+        seeded[CUDA] = torch.Generator("cuda").manual_seed(seed).get_state()
+    return seeded
+
+
+def set_random_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Have the generators go on from ``states``; those of a device that there is not are left out."""
+    if CPU in states:
+        torch.set_rng_state(states[CPU])
+    if CUDA in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states[CUDA], device)

@@ -1,0 +1,195 @@
+"""A step's state written to files: by each rank what it owns, one tensor of one bucket at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from zerofx.checkpoints.names import ModelNames, groups_of, number_of
+from zerofx.checkpoints.random_states import random_states
+from zerofx.checkpoints.together import on_all, on_first
+from zerofx.checkpoints.training import Part, Training, parts_of, whole_entry
+from zerofx.checkpoints.user_state import WORD, described
+from zerofx.disk.checkpoint.folder import abandon, begin, commit
+from zerofx.disk.checkpoint.marker import Marker, OptimizerInfo, Scalar, TensorInfo
+from zerofx.disk.checkpoint.plain import to_plain
+from zerofx.disk.checkpoint.reader import MODEL, STATE, file_name
+from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, Written, bytes_of, in_order
+from zerofx.errors import CheckpointError
+from zerofx.runtime.state.on_host import shown_on_host
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The steps that a step has done, and has left out; what else it counts, as JSON."""
+
+    num_steps: int
+    num_skipped: int
+    extra: Mapping[str, Any]
+
+
+def save(
+    training: Training,
+    names: ModelNames,
+    numbers: Numbers,
+    state: Mapping[str, Any],
+    folder: Path,
+    keep: int | None,
+) -> Path:
+    """Write a checkpoint into ``folder``, and put it in its place once it is whole; returns where. Collective.
+
+    What is under way for delayed updates has been finished. ``state``: the user's own, as ``check_state`` gives it.
+
+    Raises:
+        CheckpointError: on all ranks; nothing of the folder has been changed then.
+    """
+    control = training.control
+    words, tensors = on_all(control, "take down the state to save", lambda: described(state))
+    buffers = _own_buffers(training, names)
+    markers: list[Marker] = []  # on rank 0, which alone needs it
+    on_first(control, "describe the checkpoint", lambda: markers.append(_marker(training, names, numbers)))
+    part = on_first(control, "begin a checkpoint", lambda: begin(folder, numbers.num_steps))
+    try:
+        written = on_all(control, "write a checkpoint", lambda: _write(training, names, part, words, tensors, buffers))
+        files = {
+            name: file for listed in control.gather(written, "finish a checkpoint") for name, file in listed.items()
+        }
+
+        def finish() -> Path:
+            (marker,) = markers
+            marker.files.update({name: (file.num_bytes, file.digest) for name, file in files.items()})
+            return commit(part, marker, keep)
+
+        return on_first(control, "finish a checkpoint", finish)
+    except BaseException:
+        if control.rank == 0:
+            abandon(part)
+        raise
+
+
+def _own_buffers(training: Training, names: ModelNames) -> dict[str, torch.Tensor]:
+    """The buffers of this rank that are other than rank 0's. Collective."""
+    mine = {
+        name: xxhash.xxh3_128_hexdigest(bytes_of(buffer.detach().cpu().contiguous()))
+        for name, buffer in names.buffers.items()
+    }
+    first = training.control.gather(mine, "compare the buffers")[0]
+    return {name: buffer for name, buffer in names.buffers.items() if mine[name] != first.get(name)}
+
+
+def _write(
+    training: Training,
+    names: ModelNames,
+    folder: Path,
+    words: str,
+    tensors: Mapping[str, torch.Tensor],
+    own_buffers: Mapping[str, torch.Tensor],
+) -> dict[str, Written]:
+    """Write this rank's two files."""
+    control = training.control
+    loose: dict[str, dict[str, torch.Tensor]] = {
+        MODEL: dict(names.buffers) if control.rank == 0 else {},
+        STATE: {
+            **random_states(training.device), **tensors, **{f"buffer.{n}": b for n, b in own_buffers.items()}
+        },
+    }  # fmt: skip
+    parts = list(parts_of(training, names))
+    written = {}
+    for kind in (MODEL, STATE):
+        jobs: dict[Entry, tuple[Part | torch.Tensor, Any]] = {
+            entry: (part, piece) for part in parts if part.kind == kind for entry, piece in part.entries
+        }
+        for name, values in loose[kind].items():
+            real = torch.view_as_real(values) if values.is_complex() else values
+            jobs[whole_entry(name, real)] = (real, None)
+        name = file_name(kind, control.rank, control.num_ranks)
+        entries = in_order(list(jobs))
+        writer = ShardWriter(folder / name, entries, {WORD: words} if kind == STATE else {})
+        with ExitStack() as undo:
+            undo.callback(writer.abandon)
+            for source, listed in groupby(entries, key=lambda entry: id(jobs[entry][0])):
+                del source
+                _write_run(training, writer, [(entry, *jobs[entry]) for entry in listed])
+            written[name] = writer.finish()
+            undo.pop_all()
+    return written
+
+
+def _write_run(training: Training, writer: ShardWriter, run: list[tuple[Entry, Any, Any]]) -> None:
+    """Write entries that lie in one tensor, which is brought to the host once."""
+    source = run[0][1]
+    if isinstance(source, torch.Tensor):
+        ((entry, values, _),) = run
+        writer.write(entry, values.detach().cpu())
+        return
+    first, last = training.owned(source.bucket)
+    with shown_on_host(source.stored, first - source.first, last - source.first, training.tiers) as values:
+        for entry, _, piece in run:
+            writer.write(entry, piece.view(values, first))
+
+
+def _marker(training: Training, names: ModelNames, numbers: Numbers) -> Marker:
+    ids = {id(training.state.parameter(own)): name for own, name in names.parameters.items()}
+    extra: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for key, value in names.extra.items():
+        extra[key] = to_plain(value, key, tensors)
+    if tensors:
+        raise CheckpointError(
+            f"expected get_extra_state() to give what JSON can say, found tensors in {', '.join(tensors)}: keep them "
+            f"in buffers"
+        )
+    return Marker(
+        num_ranks=training.control.num_ranks,
+        num_steps=numbers.num_steps,
+        num_skipped=numbers.num_skipped,
+        saved_at=datetime.now(UTC).isoformat(),
+        tensors={name: TensorInfo.of(tensor) for name, tensor in names.tensors.items()},
+        buffers=tuple(names.buffers),
+        aliases=names.aliases,
+        optimizer=_optimizer(training, names, ids),
+        extra={"numbers": dict(numbers.extra), "modules": extra},
+        about={
+            "torch": torch.__version__,
+            "stage": training.state.stage,
+            "model": type(training.model).__name__,
+            "config": _config(training.model, "config"),
+            "generation_config": _config(training.model, "generation_config"),
+        },
+    )
+
+
+def _optimizer(training: Training, names: ModelNames, ids: Mapping[int, str]) -> OptimizerInfo:
+    states: dict[str, tuple[str, ...]] = {}
+    scalars: dict[tuple[str, str, str | None], tuple[Any, dict[str, None]]] = {}
+    for bucket, held in training.buckets():
+        if not bucket.trainable or not held.present:
+            continue
+        mine = dict.fromkeys(names.parameters[slot.source] for slot in bucket.slots)
+        states |= dict.fromkeys(mine, tuple(name for name in held.flat if name in held.present))
+        for state, value in held.scalars.items():
+            if state in held.present:
+                number, dtype = number_of(value)
+                scalars.setdefault((state, json.dumps(number), dtype), (number, {}))[1].update(mine)
+    kind = type(training.optimizer)
+    return OptimizerInfo(
+        f"{kind.__module__}.{kind.__qualname__}",
+        tuple(groups_of(training.optimizer, ids)),
+        states,
+        tuple(Scalar(key[0], number, key[2], tuple(listed)) for key, (number, listed) in scalars.items()),
+    )
+
+
+def _config(model: Any, name: str) -> Any:
+    """The configuration of a model of transformers', as its ``to_json_string`` gives it; None where it has none."""
+    give: Callable[[], str] | None = getattr(getattr(model, name, None), "to_json_string", None)
+    return json.loads(give()) if give is not None else None

@@ -1,0 +1,212 @@
+"""``step.state_dict()`` and ``load_state_dict()``: all of a step's state by names, for DCP, or from whole tensors."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerofx.capture.checks import names as listed_names
+from zerofx.checkpoints.distributed import Sharded
+from zerofx.checkpoints.names import ModelNames, set_groups_from
+from zerofx.checkpoints.pieces import Piece, pieces_of
+from zerofx.checkpoints.random_states import random_states, set_random_states, states_for
+from zerofx.checkpoints.save import Numbers
+from zerofx.checkpoints.training import Training
+from zerofx.disk.checkpoint.boxes import Box
+from zerofx.errors import CheckpointError
+from zerofx.ir.buckets import Bucket
+from zerofx.runtime.state.on_host import shown_on_host
+from zerofx.runtime.state.state import BucketState
+
+MODEL, OPTIMIZER, OWN = "model", "optimizer", "zerofx"
+
+
+def state_of(training: Training, names: ModelNames, numbers: Numbers) -> dict[str, Any]:
+    """The state, as DCP's ``get_state_dict`` has it, and what else a step goes on from as JSON. Collective.
+
+    Before the first update the optimizer's states are there as they begin, to be loaded into.
+    """
+    latest = _Latest(training)
+    model: dict[str, torch.Tensor] = {}
+    states: dict[str, dict[str, Any]] = {}
+    held_by: dict[str, list[tuple[Bucket, BucketState]]] = {}
+    for bucket, held in training.buckets():
+        for source in dict.fromkeys(slot.source for slot in bucket.slots):
+            held_by.setdefault(source, []).append((bucket, held))
+    for source, places in held_by.items():
+        parameter, name = training.state.parameter(source), names.parameters[source]
+        owned = {p: b for b, _ in places for p in pieces_of(b, *training.owned(b)) if p.source == source}
+        mine = [p for b, _ in places for p in pieces_of(b, *training.held(b)) if p.source == source]
+        first, held = places[0]
+        model[name] = _sharded(latest, parameter, first.dtype, None, owned, mine)
+        if first.trainable:
+            present = held.present or held.flat.keys() | held.scalars.keys()
+            states[name] = {n: _number(v) for n, v in held.scalars.items() if n in present}
+            states[name] |= {
+                n: _sharded(latest, parameter, v.dtype, n, owned, mine) for n, v in held.flat.items() if n in present
+            }
+    for alias, name in names.aliases.items():
+        if name in model:
+            model[alias] = model[name]
+    model |= {name: buffer.detach() for name, buffer in names.buffers.items()}
+    drawn = {
+        name: base64.b64encode(value.numpy().tobytes()).decode()
+        for name, value in random_states(training.device).items()
+    }
+    own = {
+        "num_steps": numbers.num_steps,
+        "num_skipped": numbers.num_skipped,
+        "has_begun": any(held.present for _, held in training.buckets()),
+        "random": training.control.gather(drawn, "take down the random generators"),
+    }
+    ids = {id(training.state.parameter(own_name)): name for own_name, name in names.parameters.items()}
+    groups = [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        | {"params": [ids[id(parameter)] for parameter in group["params"]]}
+        for group in training.optimizer.param_groups
+    ]
+    return {MODEL: model, OPTIMIZER: {"state": states, "param_groups": groups}, OWN: json.dumps(own)}
+
+
+def _sharded(
+    latest: _Latest, like: torch.Tensor, dtype: torch.dtype, state: str | None, owned: Mapping[Piece, Bucket],
+    held: Sequence[Piece],
+) -> Sharded:  # fmt: skip
+    of_model = dtype.to_complex() if like.is_complex() else dtype
+    return Sharded(like, of_model, list(owned), held, lambda piece: latest.read(owned[piece], state, piece))
+
+
+class Loaded:
+    """A state dictionary that is to be taken over: filled by DCP, or with whole tensors.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or nothing has been loaded into it.
+    """
+
+    def __init__(self, state: Mapping[str, Any], training: Training, names: ModelNames) -> None:
+        self._names = names
+        self._model: Mapping[str, Any] = state[MODEL]
+        optimizer = state.get(OPTIMIZER)
+        self.groups: list[dict[str, Any]] | None = optimizer["param_groups"] if optimizer is not None else None
+        entries = optimizer["state"] if optimizer is not None else {}
+        self.own: dict[str, Any] = json.loads(state[OWN]) if OWN in state else {}
+        if not self.own.get("has_begun", True):
+            entries = {}
+        self._states: dict[str, dict[str, torch.Tensor]] = {}
+        self._numbers: dict[str, dict[str, Any]] = {}
+        problems: list[str] = []
+        flat = {slot.source: held.flat.keys() for b, held in training.buckets() for slot in b.slots}
+        for own, name in names.parameters.items():
+            parameter = training.state.parameter(own)
+            problems += _problems(name, self._model.get(name), parameter)
+            entry = {key: value for key, value in entries.get(name, {}).items() if value is not None}
+            self._states[own] = {key: value for key, value in entry.items() if _is_flat(value, key in flat[own])}
+            self._numbers[own] = {key: value for key, value in entry.items() if key not in self._states[own]}
+            for key, value in self._states[own].items():
+                problems += _problems(f"{key} of {name}", value, parameter)
+        for name, buffer in names.buffers.items():
+            problems += _problems(name, self._model.get(name), buffer)
+        if self.groups is not None and len(self.groups) != len(training.optimizer.param_groups):
+            problems.append(f"{len(self.groups)} param groups for {len(training.optimizer.param_groups)}")
+        elif self.groups is not None:
+            known = {id(training.state.parameter(own)): name for own, name in names.parameters.items()}
+            for number, (saved, group) in enumerate(zip(self.groups, training.optimizer.param_groups, strict=True)):
+                if differ := set(saved["params"]) ^ {known[id(parameter)] for parameter in group["params"]}:
+                    problems.append(f"other parameters in param group {number} ({', '.join(sorted(differ)[:3])})")
+        if problems:
+            raise CheckpointError(
+                f"expected a state dictionary of this step, or with whole tensors of this model, found "
+                f"{listed_names(problems)}. Nothing has been loaded"
+            )
+
+    @property
+    def has_optimizer(self) -> bool:
+        return self.groups is not None
+
+    def states(self, own: str) -> tuple[str, ...]:
+        return tuple(self._states[own])
+
+    def numbers(self, own: str) -> dict[str, Any]:
+        return {
+            name: value.detach().cpu().reshape(()).clone() if isinstance(value, torch.Tensor) else value
+            for name, value in self._numbers[own].items()
+        }
+
+    def read_into(self, into: torch.Tensor, own: str, state: str | None, box: Box) -> None:
+        values = self._model[self._names.parameters[own]] if state is None else self._states[own][state]
+        if isinstance(values, Sharded):
+            into.copy_(values.loaded(box))
+        else:
+            real = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
+            into.copy_(box.of(real, Box.whole(real.shape)))
+
+    def dtype_of(self, own: str, state: str) -> torch.dtype:
+        return self._states[own][state].dtype.to_real()
+
+    def finish(self, training: Training) -> None:
+        """Take over what is in no bucket."""
+        for name, buffer in self._names.buffers.items():
+            buffer.copy_(self._model[name])
+        if self.groups is not None:
+            set_groups_from(training.optimizer, self.groups)
+        if "random" in self.own:
+            drawn = [
+                {
+                    name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+                    for name, text in by_name.items()
+                }
+                for by_name in self.own["random"]
+            ]
+            set_random_states(states_for(training.control.rank, drawn), training.device)
+
+
+class _Latest:
+    """What was last read of the buckets: DCP asks for the pieces of one after the other."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._bucket = -1
+        self._values: dict[str | None, torch.Tensor] = {}
+
+    def read(self, bucket: Bucket, state: str | None, piece: Piece) -> torch.Tensor:
+        """The values of a piece on the CPU, which are the caller's own."""
+        training = self._training
+        first, last = training.owned(bucket)
+        begin = training.held(bucket)[0]
+        if bucket.index != self._bucket:
+            self._bucket, self._values = bucket.index, {}
+        if state not in self._values:
+            held = training.state.buckets[bucket.index]
+            stored = held.stored if state is None else held.flat[state]
+            with shown_on_host(stored, first - begin, last - begin, training.tiers) as values:
+                self._values[state] = values.clone()
+        return piece.view(self._values[state], first).clone(memory_format=torch.contiguous_format)
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _number(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _is_flat(value: Any, is_known: bool) -> bool:
+    return isinstance(value, Sharded) or (isinstance(value, torch.Tensor) and (is_known or value.dim() > 0))
+
+
+def _problems(name: str, value: Any, like: torch.Tensor) -> list[str]:
+    if value is None:
+        return [f"nothing for {name}"]
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(like.shape):
+        shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        return [f"{shape} for {name}, which is {list(like.shape)}"]
+    if isinstance(value, Sharded) and not value.is_loaded:
+        return [f"that nothing has been loaded into {name}"]
+    if type(value) not in (torch.Tensor, torch.nn.Parameter, Sharded):
+        return [f"a {type(value).__name__} for {name} (give whole tensors, or load through step.state_dict())"]
+    return []

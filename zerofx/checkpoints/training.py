@@ -1,0 +1,86 @@
+"""What a checkpoint is taken of, and what of it each rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zerofx.checkpoints.names import ModelNames
+from zerofx.checkpoints.pieces import Piece, pieces_of
+from zerofx.disk.checkpoint.boxes import Box
+from zerofx.disk.checkpoint.reader import MODEL, STATE, state_name
+from zerofx.disk.checkpoint.shard_file import Entry
+from zerofx.ir.buckets import Bucket
+from zerofx.runtime.comm.control import Control
+from zerofx.runtime.state.state import BucketState, TrainingState
+from zerofx.runtime.tiers.tiers import Stored, Tiers
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model and an optimizer that a step has taken over, on this rank."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    state: TrainingState
+    tiers: Tiers
+    control: Control
+
+    @property
+    def device(self) -> torch.device:
+        return self.state.device
+
+    def buckets(self) -> Iterator[tuple[Bucket, BucketState]]:
+        yield from zip(self.state.layout.buckets, self.state.buckets, strict=True)
+
+    def owned(self, bucket: Bucket) -> tuple[int, int]:
+        """The first element of a bucket that this rank writes, and the one after the last."""
+        first = self.control.rank * bucket.shard_numel
+        return first, first + bucket.shard_numel
+
+    def held(self, bucket: Bucket) -> tuple[int, int]:
+        """The first element that this rank has of what a bucket stores, and the one after the last."""
+        return self.owned(bucket) if self.state.sharded else (0, bucket.numel)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank writes of one bucket's values, or of one of its optimizer states, ``state``.
+
+    ``first`` is the first element of the bucket that ``stored`` has.
+    """
+
+    bucket: Bucket
+    state: str | None
+    stored: torch.Tensor | Stored
+    first: int
+    entries: tuple[tuple[Entry, Piece], ...]
+
+    @property
+    def kind(self) -> str:
+        return MODEL if self.state is None else STATE
+
+
+def parts_of(training: Training, names: ModelNames) -> Iterator[Part]:
+    """All that this rank writes of parameters and states."""
+    for bucket, held in training.buckets():
+        pieces = list(pieces_of(bucket, *training.owned(bucket)))
+        states = {name: value for name, value in held.flat.items() if name in held.present}
+        for state, stored in ((None, held.stored), *states.items()):
+            entries = tuple((_entry(training, names, piece, state, stored.dtype), piece) for piece in pieces)
+            yield Part(bucket, state, stored, training.held(bucket)[0], entries)
+
+
+def _entry(training: Training, names: ModelNames, piece: Piece, state: str | None, dtype: torch.dtype) -> Entry:
+    parameter = training.state.parameter(piece.source)
+    shape = (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
+    name = names.parameters[piece.source]
+    return Entry(name if state is None else state_name(name, state), dtype, shape, piece.box)
+
+
+def whole_entry(name: str, values: torch.Tensor) -> Entry:
+    """The entry of a tensor that is written whole."""
+    return Entry(name, values.dtype, tuple(values.shape), Box.whole(values.shape))

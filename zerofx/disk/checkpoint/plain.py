@@ -1,0 +1,115 @@
+"""Nested Python values as JSON, without pickles: numbers, words, lists, dictionaries, and tensors that lie elsewhere.
+
+What JSON has no word for is written as a dictionary with one key that begins with ``$``: a tuple as ``{"$tuple":
+[...]}``, bytes in base 64. Tensors are taken out, and written as ``{"$tensor": "name"}``.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerofx.errors import CheckpointError
+
+_NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def to_plain(value: Any, what: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """``value`` as what JSON can say; its tensors are added to ``tensors`` by name. ``what`` names it in errors.
+
+    Raises:
+        CheckpointError: a part of it is neither; says which, and of what type it is.
+    """
+    match value:
+        case None | bool() | str():
+            return value
+        case np.generic():
+            return to_plain(value.item(), what, tensors)
+        case int():
+            return int(value)
+        case float():
+            return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+        case complex():
+            return {"$complex": [to_plain(part, what, tensors) for part in (value.real, value.imag)]}
+        case torch.Tensor():
+            name = f"{what}#{len(tensors)}"
+            tensors[name] = value.detach()
+            return {"$tensor": name}
+        case np.ndarray():
+            return {"$array": to_plain(torch.from_numpy(np.ascontiguousarray(value)), what, tensors)}
+        case bytes() | bytearray():
+            return {"$bytes": base64.b64encode(value).decode()}
+        case torch.dtype() | torch.device():
+            return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
+        case list() | tuple() | set() | frozenset() | deque():
+            items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+            listed = [to_plain(item, f"{what}[{number}]", tensors) for number, item in enumerate(items)]
+            return listed if isinstance(value, list) else {f"${_collection(value)}": listed}
+        case dict():
+            if isinstance(value, defaultdict | OrderedDict) or type(value) is dict or isinstance(value, Mapping):
+                return _dictionary(value, what, tensors)
+    raise CheckpointError(
+        f"expected numbers, words, tensors, lists and dictionaries of them in what is saved, found a "
+        f"{type(value).__module__}.{type(value).__qualname__} at {what}: leave it out of the state, or save what it is "
+        f"made of; nothing is pickled"
+    )
+
+
+def from_plain(plain: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
+    """The value that ``to_plain`` was given; ``tensor_of`` gives a tensor by its name.
+
+    Dictionaries, lists and tuples are plain ones, whatever subclass they were of.
+    """
+    if isinstance(plain, list):
+        return [from_plain(item, tensor_of) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if len(plain) != 1 or not next(iter(plain)).startswith("$"):
+        return {key: from_plain(item, tensor_of) for key, item in plain.items()}
+    ((kind, inner),) = plain.items()
+    match kind:
+        case "$float":
+            return _NUMBERS[inner]
+        case "$complex":
+            return complex(*(from_plain(part, tensor_of) for part in inner))
+        case "$tensor":
+            return tensor_of(inner)
+        case "$array":
+            return from_plain(inner, tensor_of).numpy()
+        case "$bytes":
+            return base64.b64decode(inner)
+        case "$dtype":
+            dtype = getattr(torch, inner, None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"no dtype is called {inner!r}")
+            return dtype
+        case "$device":
+            return torch.device(inner)
+        case "$tuple" | "$set" | "$frozenset" | "$deque":
+            kinds: dict[str, Callable[..., Any]] = {
+                "$tuple": tuple, "$set": set, "$frozenset": frozenset, "$deque": deque
+            }  # fmt: skip
+            return kinds[kind](from_plain(item, tensor_of) for item in inner)
+        case "$dict":
+            return {from_plain(key, tensor_of): from_plain(item, tensor_of) for key, item in inner}
+    raise ValueError(f"{kind} is no kind of value")
+
+
+def _collection(value: Any) -> str:
+    return next(kind.__name__ for kind in (tuple, set, frozenset, deque) if isinstance(value, kind))
+
+
+def _dictionary(value: Mapping[Any, Any], what: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: to_plain(item, f"{what}.{key}", tensors) for key, item in value.items()}
+    pairs = [
+        [to_plain(key, f"{what}.{key}", tensors), to_plain(item, f"{what}.{key}", tensors)]
+        for key, item in value.items()
+    ]
+    return {"$dict": pairs}

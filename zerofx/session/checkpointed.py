@@ -1,0 +1,188 @@
+"""What a step saves and loads: its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.checkpoints.fill import check_histories
+from zerofx.checkpoints.load import Checked, check, load_buffers, load_model, load_rest
+from zerofx.checkpoints.names import ModelNames
+from zerofx.checkpoints.save import Numbers, save
+from zerofx.checkpoints.together import on_all
+from zerofx.checkpoints.user_state import check_state
+from zerofx.deferred import is_deferred
+from zerofx.errors import UsageError, working
+from zerofx.session.awaited import Awaited
+from zerofx.session.life import Life
+from zerofx.session.steps import Steps
+from zerofx.session.taken_over import TakenOver
+
+
+class Checkpointed:
+    """The part of a ``Step`` that saves and loads."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    num_steps: int
+    num_skipped: int
+    _life: Life
+    _steps: Steps
+
+    def save_checkpoint(
+        self, path: str | Path, *, keep: int | None = None, state: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Save all that training goes on from, as a checkpoint of its own in the folder ``path``. Collective.
+
+        That is: parameters and persistent buffers, the optimizer's states and hyperparameters, the number of steps,
+        each rank's random generators, and ``state``. Each rank writes what it owns, a tensor of a bucket at a time,
+        from the tier in which it lies. The checkpoint is there whole or not at all, whenever this is interrupted.
+        Delayed updates are finished first, as by ``flush``. docs/checkpoints.md has the format.
+
+        Args:
+            path: a folder that all ranks can write to; made if it is not there.
+            keep: remove all checkpoints in the folder but so many that were saved last, this one among them; None
+                keeps all.
+            state: more to save, by name: what has ``state_dict()`` and ``load_state_dict()``, such as schedulers and
+                data loaders, and dictionaries; of numbers, words, lists, and tensors. Each rank saves its own.
+
+        Returns:
+            The checkpoint's own folder, ``path/step-00000100`` after 100 steps.
+
+        Raises:
+            UsageError: no step has been prepared yet, or ``keep`` or ``state`` is not as said.
+            CheckpointError: it cannot be written; on all ranks. Other checkpoints are as they were.
+        """
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise UsageError(f"expected keep to be None, or how many checkpoints stay, found {keep!r}")
+        own = check_state(state)
+        taken = self._taken_for("save a checkpoint")
+        control = self._life.control
+        control.meet("save a checkpoint")
+        with working("save a checkpoint"), torch.no_grad():
+            with control.together("save a checkpoint"):
+                taken.optimizer_state.take_loaded()
+                taken.state.flush()
+            numbers = Numbers(self.num_steps, self.num_skipped, {})
+            return save(taken.training, self._names(), numbers, own, Path(path), keep)
+
+    def load_checkpoint(self, path: str | Path, *, state: Mapping[str, Any] | None = None) -> Path:
+        """Go on from a checkpoint, saved by any number of ranks, at any stage, from any tiers. Collective.
+
+        Before anything is changed, all files are checked against their hashes, and names and shapes against the model.
+        Each rank reads what it keeps, a tensor of a bucket at a time, to where that lies. Before the first step
+        parameters have their values at once, and the optimizer's states get theirs when the step is prepared.
+
+        With as many ranks, training goes on bit for bit as it would have; with fewer or more, by rounding apart, and
+        each rank draws random numbers of its own.
+
+        Args:
+            path: what ``save_checkpoint`` was given, for the latest one there, or what it returned.
+            state: what was saved by name is given back to each, by its ``load_state_dict()``; a dictionary is filled.
+
+        Returns:
+            The folder of the checkpoint that was loaded.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it is one of another model or optimizer; on all ranks, and
+                nothing has been changed.
+        """
+        own = check_state(state)
+        life, steps, control = self._life, self._steps, self._life.control
+        life.check_open("load a checkpoint")
+        control.meet("load a checkpoint")
+        with working("load a checkpoint"), torch.no_grad():
+            with life.unguarded():
+                checked = check(Path(path), self.model, self.optimizer, own, control)
+            taken = steps.taken
+            if taken is not None:
+                on_all(control, "compare the checkpoint with the step", lambda: check_histories(checked, taken.layout))
+            self._load(checked, taken, own)
+        self.num_steps, self.num_skipped = checked.reader.marker.num_steps, checked.reader.marker.num_skipped
+        return checked.reader.place
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step's state for ``torch.distributed.checkpoint``: a ``Step`` is ``Stateful``. Collective.
+
+        ``dcp.save({"step": step}, ...)`` and ``dcp.load({"step": step}, ...)`` work as with any other object, on any
+        ranks, as do ``{"model": ..., "optimizer": ...}`` of this dictionary, which have the names and the form that
+        DCP's ``get_state_dict`` gives to a plain, DDP or FSDP2 model. Tensors have no values until DCP asks for them,
+        so that saving holds one bucket more than training. DCP pickles its own files; ``save_checkpoint`` does not.
+
+        Raises:
+            UsageError: no step has been prepared yet.
+        """
+        # What DCP is made of takes long to import: only who uses it pays.
+        from zerofx.checkpoints.stateful import state_of
+
+        taken = self._taken_for("take the state of a step")
+        control = self._life.control
+        control.meet("take the state of a step")
+        with working("take the state of a step"), torch.no_grad():
+            with control.together("take the state of a step"):
+                taken.optimizer_state.take_loaded()
+                taken.state.flush()
+            return state_of(taken.training, self._names(), Numbers(self.num_steps, self.num_skipped, {}))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a ``state_dict()`` that DCP has loaded into, or one with whole tensors. Collective.
+
+        ``{"model": model.state_dict()}`` sets parameters and buffers alone; with ``"optimizer"``, as DCP's
+        ``get_optimizer_state_dict`` gives it, states and hyperparameters as well.
+
+        Raises:
+            UsageError: no step has been prepared yet, or there is no ``"model"``.
+            CheckpointError: what is given does not fit; on all ranks, and nothing has been changed.
+        """
+        from zerofx.checkpoints.stateful import MODEL, Loaded
+
+        if MODEL not in state_dict:
+            raise UsageError(f"expected a state dictionary with 'model', found {', '.join(state_dict) or 'nothing'}")
+        taken = self._taken_for("load the state of a step")
+        control = self._life.control
+        control.meet("load the state of a step")
+
+        def loaded() -> Loaded:
+            given = Loaded(state_dict, taken.training, self._names())
+            check_histories(given, taken.layout)
+            return given
+
+        with working("load the state of a step"), torch.no_grad():
+            given = on_all(control, "compare the state with the step", loaded)
+            taken.load(given, "a state dictionary", lambda: given.finish(taken.training), optimizer=given.has_optimizer)
+        self.num_steps = given.own.get("num_steps", self.num_steps)
+        self.num_skipped = given.own.get("num_skipped", self.num_skipped)
+
+    def _load(self, checked: Checked, taken: TakenOver | None, own: Mapping[str, Any]) -> None:
+        """Change what is in memory: where this fails, the step is over."""
+        life, steps, rank = self._life, self._steps, self._life.control.rank
+        place = str(checked.reader.place)
+        try:
+            if taken is not None:
+                taken.load(checked, place, lambda: load_buffers(checked, rank))
+            else:
+                if not is_deferred(self.model):
+                    load_model(checked, dict(self.model.named_parameters()))
+                    load_buffers(checked, rank)
+                steps.await_checkpoint(Awaited(checked, self.model, self.optimizer, rank))
+            load_rest(checked, self.model, self.optimizer, steps.device, own)
+        except BaseException as error:
+            life.failure = f"{place} was loaded in part ({type(error).__name__}: {error})"
+            raise
+
+    def _taken_for(self, purpose: str) -> TakenOver:
+        self._life.check_open(purpose)
+        if self._steps.taken is None:
+            raise UsageError(
+                f"expected to {purpose} once a step has been prepared, found that none has: call step.prepare(batch), "
+                f"or step(batch), first"
+            )
+        return self._steps.taken
+
+    def _names(self) -> ModelNames:
+        with self._life.unguarded():
+            return ModelNames.of(self.model)
