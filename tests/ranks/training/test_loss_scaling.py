@@ -56,9 +56,22 @@ def test_scales_that_are_no_powers_of_two_are_grad_scalers_too(scaling: dict[str
     assert unlike(expected, train_scaled("spiky", 3, 60, loss_scale=LossScale(**scaling))) == []
 
 
-def test_micro_batches_are_scaled_alike_and_looked_at_together() -> None:
-    expected = train_by_hand("stack", 6, accumulate=2, scaling={})
-    assert unlike(expected, train_scaled("stack", 3, 6, accumulate=2, loss_scale=None)) == []
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_micro_batches_are_scaled_alike_and_looked_at_together(accumulate: int) -> None:
+    expected = train_by_hand("stack", 6, accumulate=accumulate, scaling={})
+    assert unlike(expected, train_scaled("stack", 3, 6, accumulate=accumulate, loss_scale=None)) == []
+
+
+def _each_on_ranks() -> list[str]:
+    options: dict[str, Any] = {"accumulate": 4, "reduce": "each", "loss_scale": None, "max_grad_norm": 1e6}
+    first, other = (train_scaled("stack", stage, 4, **options) for stage in (1, 3))
+    once = train_by_hand("stack", 4, accumulate=4, scaling={})
+    assert first.skipped == once.skipped == [0]
+    return unlike(first, other)
+
+
+def test_slices_of_each_micro_batch_are_unscaled_together() -> None:
+    assert run_ranks(_each_on_ranks, 2) == [[], []]
 
 
 @pytest.mark.parametrize("name", ["stack", "spiky"])
@@ -158,6 +171,24 @@ def test_a_step_that_is_left_out_gives_all_it_has_and_changes_no_bit() -> None:
     with step.full_parameters():
         assert torch.equal(expected.half()(x.half(), calm.half()), loss)  # that of the parameters before it
     assert not step.grad_norm.isfinite()
+
+
+@pytest.mark.parametrize("accumulate", [3, 5])
+def test_a_step_of_micro_batches_that_is_left_out_gives_what_each_has(accumulate: int) -> None:
+    def forward(model: nn.Module, x: Tensor, spikes: Tensor) -> tuple[Tensor, Tensor]:
+        loss = model(x, spikes[0])
+        return loss, loss.detach() * 2
+
+    model = Spiky()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = zerofx.compile(
+        model, optimizer, 0, backend="eager", precision="fp16", forward=forward, accumulate=accumulate,
+        loss_scale=LossScale(4096.0),
+    )  # fmt: skip
+    x = torch.randn(30, 6)
+    (calm, each), (skipped, each_skipped) = (step(x, torch.full((30,), spike)) for spike in (0.0, 6e4))
+    assert step.num_skipped == 1 and len(each) == accumulate
+    assert torch.equal(calm, skipped) and torch.equal(torch.stack(each), torch.stack(each_skipped))
 
 
 def test_a_scale_below_one_says_that_no_scale_will_do() -> None:
