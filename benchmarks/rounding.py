@@ -50,12 +50,12 @@ def made_up() -> dict[str, Tensor]:
 def of_training(num_steps: int) -> dict[str, Tensor]:
     """Gradients and parameters of a small GPT after some steps, each flat, in whole blocks."""
     from gpt import GPT  # of the examples' folder
-    from text import VOCAB, batches, load_source
+    from text import VOCAB, Batches, load_source
 
     torch.manual_seed(0)
     model = GPT(VOCAB, 128, 4, 4, TOKENS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for tokens, targets in itertools.islice(batches(load_source()[0], TOKENS, 4), num_steps):
+    for tokens, targets in itertools.islice(Batches(load_source()[0], TOKENS, 4), num_steps):
         optimizer.zero_grad()
         model(tokens, targets).backward()
         optimizer.step()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zerofx
 from common import World, join_world
 from gpt import GPT
-from text import VOCAB, batches, load_prose, load_source, validation_batches
+from text import VOCAB, Batches, load_prose, load_source, validation_batches
 
 DIM, DEPTH, HEADS, BLOCK = 96, 3, 4, 64  # BLOCK is in bytes of text
 BATCH_SIZE = 16  # sequences per process and step
@@ -51,7 +51,7 @@ def train(
 ) -> zerofx.Step:
     """Train for `args.steps` steps on `data`; gives the step, which holds the sharded parameters."""
     step = zerofx.compile(model, optimizer, stage=3, backend=args.backend)
-    stream = batches(data, BLOCK, BATCH_SIZE, rank=world.rank, world_size=world.size)
+    stream = Batches(data, BLOCK, BATCH_SIZE, rank=world.rank, world_size=world.size)
     for index in range(args.steps):
         tokens, targets = next(stream)
         loss = step(tokens.to(world.device), targets.to(world.device))

@@ -51,24 +51,41 @@ def load_prose() -> tuple[Tensor, Tensor]:
     return data[:cut], data[cut:]
 
 
-def batches(
-    data: Tensor, block: int, batch_size: int, *, rank: int = 0, world_size: int = 1, seed: int = 0
-) -> Iterator[tuple[Tensor, Tensor]]:
+class Batches:
     """Endless random (tokens, targets), each int64 [batch_size, block]; targets are the tokens one place on.
 
     All ranks draw the same positions for the whole batch and each keeps its own share of them, so one process with a
-    batch of 16 and two processes with a batch of 8 see the same data.
+    batch of 16 and two processes with a batch of 8 see the same data. The state is that of the generator, which is the
+    same on all ranks, so that others can go on from it, however many they are.
     """
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(len(data) - block, (batch_size * world_size,), generator=generator)
-        yield _windows(data, starts[rank * batch_size : (rank + 1) * batch_size], block)
+
+    def __init__(
+        self, data: Tensor, block: int, batch_size: int, *, rank: int = 0, world_size: int = 1, seed: int = 0
+    ) -> None:
+        self._data, self._block, self._batch_size = data, block, batch_size
+        self._rank, self._world_size = rank, world_size
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        num_rows = self._batch_size * self._world_size
+        starts = torch.randint(len(self._data) - self._block, (num_rows,), generator=self._generator)
+        first = self._rank * self._batch_size
+        return _windows(self._data, starts[first : first + self._batch_size], self._block)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._generator.set_state(state["generator"])
 
 
 def validation_batches(
     data: Tensor, block: int, batch_size: int, num_batches: int, *, rank: int = 0, world_size: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """`num_batches` (tokens, targets) for this rank, as `batches` gives, spread evenly and always the same."""
+    """`num_batches` (tokens, targets) for this rank, as `Batches` gives, spread evenly and always the same."""
     count = batch_size * num_batches * world_size
     starts = torch.linspace(0, len(data) - block - 1, count, dtype=torch.float64).long()
     for mine in starts.view(world_size, num_batches, batch_size)[rank]:

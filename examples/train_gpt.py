@@ -2,6 +2,10 @@
 
 python examples/train_gpt.py
 torchrun --nproc-per-node 2 examples/train_gpt.py
+torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --resume runs/gpt
+
+With --resume it saves to that folder as it goes, also where it is stopped (Ctrl-C, SIGTERM), and goes on from what is
+there, with as many processes or not; --global-batch has them train on as many sequences a step.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +22,8 @@ from tqdm import tqdm
 import zerofx
 from common import World, join_world
 from gpt import GPT, generate
-from text import VOCAB, batches, decode, encode, load_source, unigram_entropy, validation_batches
+from logs import Log
+from text import VOCAB, Batches, decode, encode, load_source, unigram_entropy, validation_batches
 
 DIM, DEPTH, HEADS, BLOCK = 128, 4, 4, 128  # BLOCK is in bytes of text
 BATCH_SIZE = 16  # sequences per process and step
@@ -30,30 +36,43 @@ def main(args: argparse.Namespace, world: World) -> None:
     model = GPT(VOCAB, DIM, DEPTH, HEADS, BLOCK).to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: learning_rate_factor(done, args.steps))
-    stream = batches(train, BLOCK, BATCH_SIZE, rank=world.rank, world_size=world.size)
+    num_micro_batches = micro_batches(args.global_batch, world.size)
+    batch_size = BATCH_SIZE * num_micro_batches
+    stream = Batches(train, BLOCK, batch_size, rank=world.rank, world_size=world.size)
 
     def next_batch() -> tuple[Tensor, Tensor]:
         tokens, targets = next(stream)
         return tokens.to(world.device), targets.to(world.device)
 
-    batch = next_batch()
     world.print(f"compiling stage {args.stage} for {world.size} process(es), backend {args.backend} ...")
-    started = time.perf_counter()
     step = zerofx.compile(
-        model, optimizer, stage=args.stage, example_batch=batch, precision=args.precision, backend=args.backend
+        model, optimizer, stage=args.stage, precision=args.precision, backend=args.backend, accumulate=num_micro_batches
     )
-    loss = step(*batch)  # the first call compiles the kernels
-    scheduler.step()
-    world.print(f"ready after {time.perf_counter() - started:.1f} s\n\n{step}\n\n{step.schedule()}\n")
+    state = {"scheduler": scheduler, "data": stream}
+    run = zerofx.Run(step, args.resume, every=args.every, keep=args.keep, state=state) if args.resume else None
+    log = Log(args.resume, rank=world.rank, resumed_from=run.resumed_from if run is not None else None)
+    if run is not None and run.resumed_from is not None:
+        world.print(f"going on from {run.resumed_from}")
 
-    progress = tqdm(range(1, args.steps), desc="training", unit="step", mininterval=1.0, disable=world.rank != 0)
-    started = time.perf_counter()
-    for done in progress:
-        loss = step(*next_batch())
+    first = started = time.perf_counter()
+    numbers = run.steps(args.steps) if run is not None else iter(range(1, args.steps + 1))
+    progress = tqdm(numbers, "training", args.steps, initial=step.num_steps, unit="step", disable=world.rank != 0)
+    batch = None
+    for num_timed, number in enumerate(progress):
+        loss = step(*(batch := next_batch()))  # the first call compiles the kernels
         scheduler.step()
-        if done % 10 == 0:  # reading the loss waits for the device, so not at every step
-            speed = done * BATCH_SIZE * BLOCK * world.size / (time.perf_counter() - started)
+        if num_timed == 0:
+            world.print(f"ready after {time.perf_counter() - first:.1f} s\n\n{step}\n\n{step.schedule()}\n")
+            started = time.perf_counter()
+        if number % 10 == 0 or number == args.steps:  # reading the loss waits for the device, so not at every step
+            seconds = time.perf_counter() - started
+            speed = num_timed * batch_size * BLOCK * world.size / seconds if num_timed else 0.0
             progress.set_postfix(loss=f"{loss.item():.3f}", tokens_per_s=f"{speed:,.0f}")
+            log.write(number, loss=loss.item(), learning_rate=float(scheduler.get_last_lr()[0]), tokens_per_s=speed)
+    log.close()
+    if batch is None or (run is not None and run.stopped):
+        world.print("stopped and saved" if batch is not None else "nothing left to do")
+        return
 
     with step.full_parameters():  # all processes gather the parameters together
         model.eval()
@@ -69,6 +88,17 @@ def main(args: argparse.Namespace, world: World) -> None:
     world.print(f"predicted peak    {predicted / 2**20:.2f} MiB on each device")
     world.print(f"measured peak     {measured / 2**20:.2f} MiB ({(measured - predicted) / predicted:+.1%})")
     world.print(f"generated step    {step.source_path}")
+
+
+def micro_batches(global_batch: int | None, num_processes: int) -> int:
+    """How many micro-batches a process has, for so many sequences a step in all."""
+    if global_batch is None:
+        return 1
+    if global_batch % (BATCH_SIZE * num_processes):
+        raise SystemExit(
+            f"--global-batch has to be a multiple of {BATCH_SIZE} sequences for {num_processes} process(es)"
+        )
+    return global_batch // (BATCH_SIZE * num_processes)
 
 
 def learning_rate_factor(done: int, steps: int) -> float:
@@ -93,6 +123,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="what to shard (default: %(default)s)")
     parser.add_argument("--backend", default="inductor", choices=["inductor", "eager"], help="default: %(default)s")
     parser.add_argument("--precision", choices=["bf16", "fp16"], help="default: as the model is, fp32")
+    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="save to it, and go on from what is there")
+    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints (default: %(default)s)")
+    parser.add_argument("--keep", type=int, default=2, help="how many checkpoints stay (default: %(default)s)")
+    parser.add_argument("--global-batch", type=int, help=f"sequences a step (default: {BATCH_SIZE} for each process)")
     return parser.parse_args()
 
 

@@ -25,7 +25,7 @@ from tabulate import tabulate
 
 import zerofx
 from gpt import GPT
-from text import VOCAB, batches, load_source
+from text import VOCAB, Batches, load_source
 from zerofx.units import format_bytes, parse_bytes
 
 
@@ -100,7 +100,7 @@ def train_plainly(args: argparse.Namespace) -> GPT:
 
 def one_batch() -> tuple[torch.Tensor, torch.Tensor]:
     """The text that every step trains on: tokens and targets, each int64 [1, BLOCK]."""
-    return next(batches(load_source()[0], BLOCK, 1))
+    return next(Batches(load_source()[0], BLOCK, 1))
 
 
 def report(number: int, loss: float, began: float) -> None:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerofx
 from common import World, join_world
-from text import VOCAB, batches, load_source
+from text import VOCAB, Batches, load_source
 
 BLOCK, BATCH_SIZE = 128, 8  # bytes of text, sequences per process and step
 
@@ -36,7 +36,7 @@ def main(args: argparse.Namespace, world: World) -> None:
     model.to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     train, _ = load_source()
-    stream = batches(train, BLOCK, BATCH_SIZE, rank=world.rank, world_size=world.size)
+    stream = Batches(train, BLOCK, BATCH_SIZE, rank=world.rank, world_size=world.size)
 
     # No loss_fn: the model is called with its own arguments, and the loss is the `.loss` of what it returns.
     step = zerofx.compile(model, optimizer, stage=3, backend=args.backend)

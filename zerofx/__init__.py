@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zerofx.scheduler.cost.machine import Machine
     from zerofx.scheduler.cost.measured import MeasuredCosts
     from zerofx.scheduler.plan.plan import Plan
+    from zerofx.session.run import Run
     from zerofx.session.step import Step
     from zerofx.tuning.capacity import SearchResult, largest_micro_batch, smallest_world
     from zerofx.tuning.result import Candidate, TuneResult
@@ -56,6 +57,7 @@ __all__ = [
     "PlanError",
     "PlannedStep",
     "RankMismatchError",
+    "Run",
     "SearchResult",
     "ShardedParametersError",
     "Step",
@@ -81,6 +83,7 @@ if not TYPE_CHECKING:  # a type checker is to see the names above, and no others
         "Plan": "zerofx.scheduler.plan.plan",
         "PlannedStep": "zerofx.driver.plan_only",
         "SearchResult": "zerofx.tuning.capacity",
+        "Run": "zerofx.session.run",
         "Step": "zerofx.session.step",
         "TuneResult": "zerofx.tuning.result",
         "compile": "zerofx.api",

@@ -21,7 +21,7 @@ import zerofx
 from benchmarks.gpu.case import Answers
 from benchmarks.models import Shape, llama
 from gpt import GPT
-from text import VOCAB, batches, load_source
+from text import VOCAB, Batches, load_source
 from train_gpt import BLOCK, DEPTH, DIM, HEADS
 
 LEARNING_RATE = 1e-3
@@ -40,7 +40,7 @@ def make_model(name: str, device: torch.device) -> nn.Module:
 def make_batches(name: str, num_steps: int, num_sequences: int, device: torch.device) -> list[Batch]:
     """The batches of all steps: the same in each process."""
     listed = []
-    for tokens, targets in itertools.islice(batches(load_source()[0], BLOCK, num_sequences), num_steps):
+    for tokens, targets in itertools.islice(Batches(load_source()[0], BLOCK, num_sequences), num_steps):
         names = {"input_ids": tokens, "labels": tokens} if name == "llama" else {"tokens": tokens, "targets": targets}
         listed.append({key: value.to(device) for key, value in names.items()})
     return listed

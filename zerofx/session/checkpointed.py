@@ -17,6 +17,7 @@ from zerofx.checkpoints.together import on_all
 from zerofx.checkpoints.user_state import check_state
 from zerofx.deferred import is_deferred
 from zerofx.errors import UsageError, working
+from zerofx.runtime.comm.control import Control
 from zerofx.session.awaited import Awaited
 from zerofx.session.life import Life
 from zerofx.session.steps import Steps
@@ -156,6 +157,11 @@ class Checkpointed:
             taken.load(given, "a state dictionary", lambda: given.finish(taken.training), optimizer=given.has_optimizer)
         self.num_steps = given.own.get("num_steps", self.num_steps)
         self.num_skipped = given.own.get("num_skipped", self.num_skipped)
+
+    @property
+    def side_channel(self) -> Control:
+        """What ranks agree over outside of steps."""
+        return self._life.control
 
     def _load(self, checked: Checked, taken: TakenOver | None, own: Mapping[str, Any]) -> None:
         """Change what is in memory: where this fails, the step is over."""
