@@ -89,6 +89,7 @@ class Outcome:
     losses: list[float]
     state: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
+    scaled: tuple[float, int]  # the loss's scale, and the steps that it has left out
 
     def differences(self, other: Outcome) -> list[str]:
         """What is not the same to the bit."""
@@ -100,6 +101,7 @@ class Outcome:
             for name, value in entry.items():
                 same = torch.equal(torch.as_tensor(value), torch.as_tensor(other.optimizer["state"][index][name]))
                 wrong += [] if same else [f"{name} of parameter {index}"]
+        wrong += [] if self.scaled == other.scaled else [f"scales {self.scaled} and {other.scaled}"]
         return wrong + ([] if self.optimizer["param_groups"] == other.optimizer["param_groups"] else ["param groups"])
 
 
@@ -114,7 +116,8 @@ def train(
 
 
 def outcome(step: zerofx.Step, losses: list[float]) -> Outcome:
-    return Outcome(losses, step.full_state_dict(), step.optimizer.state_dict())
+    scale = 1.0 if step.options.loss_scale is None else step.loss_scale
+    return Outcome(losses, step.full_state_dict(), step.optimizer.state_dict(), (scale, step.num_skipped))
 
 
 def train_and_save(way: Way, folder: str) -> Outcome:
@@ -135,7 +138,7 @@ def resume(way: Way, folder: str, *, prepared: bool = False) -> Outcome:
     if prepared:
         train(step, scheduler, given[:3])
     step.load_checkpoint(Path(folder, str(way)), state={"scheduler": scheduler})
-    assert step.num_steps == STEPS
+    assert step.num_steps + step.num_skipped == STEPS
     found = outcome(step, train(step, scheduler, given[STEPS:]))
     step.close()
     return found

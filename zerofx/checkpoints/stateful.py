@@ -60,6 +60,7 @@ def state_of(training: Training, names: ModelNames, numbers: Numbers) -> dict[st
     own = {
         "num_steps": numbers.num_steps,
         "num_skipped": numbers.num_skipped,
+        **numbers.extra,
         "has_begun": any(held.present for _, held in training.buckets()),
         "random": training.control.gather(drawn, "take down the random generators"),
     }

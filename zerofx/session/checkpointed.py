@@ -16,12 +16,15 @@ from zerofx.checkpoints.save import Numbers, save
 from zerofx.checkpoints.together import on_all
 from zerofx.checkpoints.user_state import check_state
 from zerofx.deferred import is_deferred
-from zerofx.errors import UsageError, working
+from zerofx.errors import CheckpointError, UsageError, working
 from zerofx.runtime.comm.control import Control
+from zerofx.runtime.state.loss_scaler import LossScaler
 from zerofx.session.awaited import Awaited
 from zerofx.session.life import Life
 from zerofx.session.steps import Steps
 from zerofx.session.taken_over import TakenOver
+
+_SCALE = "loss_scale"  # the key of the scale's state among a checkpoint's numbers
 
 
 class Checkpointed:
@@ -40,9 +43,9 @@ class Checkpointed:
         """Save all that training goes on from, as a checkpoint of its own in the folder ``path``. Collective.
 
         That is: parameters and persistent buffers, the optimizer's states and hyperparameters, the number of steps,
-        each rank's random generators, and ``state``. Each rank writes what it owns, a tensor of a bucket at a time,
-        from the tier in which it lies. The checkpoint is there whole or not at all, whenever this is interrupted.
-        Delayed updates are finished first, as by ``flush``. docs/checkpoints.md has the format.
+        the loss's scale, each rank's random generators, and ``state``. Each rank writes what it owns, a tensor of a
+        bucket at a time, from the tier in which it lies. The checkpoint is there whole or not at all, whenever this is
+        interrupted. Delayed updates are finished first, as by ``flush``. docs/checkpoints.md has the format.
 
         Args:
             path: a folder that all ranks can write to; made if it is not there.
@@ -68,8 +71,7 @@ class Checkpointed:
             with control.together("save a checkpoint"):
                 taken.optimizer_state.take_loaded()
                 taken.state.flush()
-            numbers = Numbers(self.num_steps, self.num_skipped, {})
-            return save(taken.training, self._names(), numbers, own, Path(path), keep)
+            return save(taken.training, self._names(), self._numbers(), own, Path(path), keep)
 
     def load_checkpoint(self, path: str | Path, *, state: Mapping[str, Any] | None = None) -> Path:
         """Go on from a checkpoint, saved by any number of ranks, at any stage, from any tiers. Collective.
@@ -102,8 +104,11 @@ class Checkpointed:
             taken = steps.taken
             if taken is not None:
                 on_all(control, "compare the checkpoint with the step", lambda: check_histories(checked, taken.layout))
+            marker = checked.reader.marker
+            scale = self._scale_in(marker.extra.get("numbers", {}))
             self._load(checked, taken, own)
-        self.num_steps, self.num_skipped = checked.reader.marker.num_steps, checked.reader.marker.num_skipped
+            self._take_scale(scale)
+        self.num_steps, self.num_skipped = marker.num_steps, marker.num_skipped
         return checked.reader.place
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,7 +132,7 @@ class Checkpointed:
             with control.together("take the state of a step"):
                 taken.optimizer_state.take_loaded()
                 taken.state.flush()
-            return state_of(taken.training, self._names(), Numbers(self.num_steps, self.num_skipped, {}))
+            return state_of(taken.training, self._names(), self._numbers())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a ``state_dict()`` that DCP has loaded into, or one with whole tensors. Collective.
@@ -154,7 +159,9 @@ class Checkpointed:
 
         with working("load the state of a step"), torch.no_grad():
             given = on_all(control, "compare the state with the step", loaded)
+            scale = self._scale_in(given.own)
             taken.load(given, "a state dictionary", lambda: given.finish(taken.training), optimizer=given.has_optimizer)
+            self._take_scale(scale)
         self.num_steps = given.own.get("num_steps", self.num_steps)
         self.num_skipped = given.own.get("num_skipped", self.num_skipped)
 
@@ -188,6 +195,32 @@ class Checkpointed:
                 f"or step(batch), first"
             )
         return self._steps.taken
+
+    def _numbers(self) -> Numbers:
+        scaler = self._steps.scaler
+        return Numbers(self.num_steps, self.num_skipped, {} if scaler is None else {_SCALE: scaler.state_dict()})
+
+    def _scale_in(self, numbers: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The state of the loss's scale among the numbers of a checkpoint, as far as both have one.
+
+        Raises:
+            CheckpointError: it is none; nothing has been changed.
+        """
+        state: Mapping[str, Any] | None = numbers.get(_SCALE)
+        if state is None or self._steps.scaler is None:
+            return None
+        try:
+            LossScaler(self._steps.scaler.policy).load_state_dict(state)
+        except (UsageError, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"expected the state of a loss scale in the checkpoint, found {state!r}: it is damaged, load another"
+            ) from error
+        return state
+
+    def _take_scale(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None:
+            assert self._steps.scaler is not None, "a scale is taken where there is one"
+            self._steps.scaler.load_state_dict(state)
 
     def _names(self) -> ModelNames:
         with self._life.unguarded():

@@ -8,15 +8,19 @@ from pathlib import Path
 
 import pytest
 
+import zerofx
 from tests.lib.checkpoints import Outcome, Way, resume, train_and_save
 from tests.lib.distributed import run_ranks
 
 TIERS = [("device", "host", "host"), ("device", "nvme", "device"), ("nvme", "nvme", "device"), ("host", "nvme", "host")]
+# A scale that has grown, has been lowered, and is some steps old where it is saved.
+GROWING = {"loss_scale": zerofx.LossScale(init_scale=2.0**22, growth_interval=4)}
 QUICK = [
     Way(0, "bf16", 4),
     Way(1, None, 1, ("device", "nvme", "host")),
     Way(2, "bf16", 1, ("device", "host", "host")),
     Way(3, None, 4),
+    Way(3, "fp16", 4, options=GROWING),
 ]
 
 
@@ -53,6 +57,7 @@ def test_two_ranks_go_on_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_all_ways_go_on_bit_for_bit(num_ranks: int, tmp_path: Path) -> None:
     ways = [Way(*way) for way in itertools.product(range(4), (None, "bf16"), (1, 4))]
+    ways += [Way(*way, options=GROWING) for way in itertools.product(range(4), ("fp16",), (1, 4))]
     ways += [
         Way(stage, "bf16", 1, tiers) for stage in range(4) for tiers in TIERS if stage == 3 or tiers[0] == "device"
     ]
