@@ -20,6 +20,7 @@ from zerofx.errors import UsageError, working
 from zerofx.runtime.comm.control import Control
 from zerofx.session.awaited import Awaited
 from zerofx.session.life import Life
+from zerofx.session.micro_batches import MicroBatches
 from zerofx.session.steps import Steps
 from zerofx.session.taken_over import TakenOver
 
@@ -33,6 +34,7 @@ class Checkpointed:
     num_skipped: int
     _life: Life
     _steps: Steps
+    _micro_batches: MicroBatches
 
     def save_checkpoint(
         self, path: str | Path, *, keep: int | None = None, state: Mapping[str, Any] | None = None
@@ -95,6 +97,7 @@ class Checkpointed:
         own = check_state(state)
         life, steps, control = self._life, self._steps, self._life.control
         life.check_open("load a checkpoint")
+        self._micro_batches.check_empty("load a checkpoint")
         control.meet("load a checkpoint")
         with working("load a checkpoint"), torch.no_grad():
             with life.unguarded():
@@ -182,6 +185,7 @@ class Checkpointed:
 
     def _taken_for(self, purpose: str) -> TakenOver:
         self._life.check_open(purpose)
+        self._micro_batches.check_empty(purpose)
         if self._steps.taken is None:
             raise UsageError(
                 f"expected to {purpose} once a step has been prepared, found that none has: call step.prepare(batch), "

@@ -239,6 +239,25 @@ def test_a_step_that_has_not_been_prepared_has_nothing_to_save(tmp_path: Path) -
         step.load_checkpoint(tmp_path)
 
 
+def test_nothing_is_saved_or_loaded_between_micro_batches(checkpoint: Path, tmp_path: Path) -> None:
+    model = Uneven()
+    step = zerofx.compile(model, torch.optim.AdamW(model.parameters(), lr=0.01), backend="eager", accumulate=2)
+    for args, _ in batches(UNEVEN, 0, 2):
+        step.micro(*args)
+    step.update()
+    ((args, _),) = batches(UNEVEN, 0, 1)
+    step.micro(*args)
+    calls: list[Callable[[], Path]] = [
+        lambda: step.save_checkpoint(tmp_path), lambda: step.load_checkpoint(checkpoint)
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(UsageError, match="micro"):
+            call()
+    step.micro(*args)
+    step.update()
+    assert step.save_checkpoint(tmp_path).name == "step-00000002"
+
+
 class Extra(nn.Module):
     """Keeps a number of its own in the state."""
 
