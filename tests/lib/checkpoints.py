@@ -135,7 +135,7 @@ def resume(way: Way, folder: str, *, prepared: bool = False) -> Outcome:
     if prepared:
         train(step, scheduler, given[:3])
     step.load_checkpoint(Path(folder, str(way)), state={"scheduler": scheduler})
-    assert step.num_steps == STEPS
+    assert step.num_steps + step.num_skipped == STEPS
     found = outcome(step, train(step, scheduler, given[STEPS:]))
     step.close()
     return found

@@ -24,6 +24,8 @@ from zerofx.session.micro_batches import MicroBatches
 from zerofx.session.steps import Steps
 from zerofx.session.taken_over import TakenOver
 
+_SCALE = "loss_scale"
+
 
 class Checkpointed:
     """The part of a ``Step`` that saves and loads."""
@@ -70,8 +72,7 @@ class Checkpointed:
             with control.together("save a checkpoint"):
                 taken.optimizer_state.take_loaded()
                 taken.state.flush()
-            numbers = Numbers(self.num_steps, self.num_skipped, {})
-            return save(taken.training, self._names(), numbers, own, Path(path), keep)
+            return save(taken.training, self._names(), self._numbers(), own, Path(path), keep)
 
     def load_checkpoint(self, path: str | Path, *, state: Mapping[str, Any] | None = None) -> Path:
         """Go on from a checkpoint, saved by any number of ranks, at any stage, from any tiers. Collective.
@@ -106,7 +107,8 @@ class Checkpointed:
             if taken is not None:
                 on_all(control, "compare the checkpoint with the step", lambda: check_histories(checked, taken.layout))
             self._load(checked, taken, own)
-        self.num_steps, self.num_skipped = checked.reader.marker.num_steps, checked.reader.marker.num_skipped
+        marker = checked.reader.marker
+        self._set_numbers(Numbers(marker.num_steps, marker.num_skipped, marker.extra.get("numbers", {})))
         return checked.reader.place
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,7 +132,7 @@ class Checkpointed:
             with control.together("take the state of a step"):
                 taken.optimizer_state.take_loaded()
                 taken.state.flush()
-            return state_of(taken.training, self._names(), Numbers(self.num_steps, self.num_skipped, {}))
+            return state_of(taken.training, self._names(), self._numbers())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a ``state_dict()`` that DCP has loaded into, or one with whole tensors. Collective.
@@ -158,8 +160,7 @@ class Checkpointed:
         with working("load the state of a step"), torch.no_grad():
             given = on_all(control, "compare the state with the step", loaded)
             taken.load(given, "a state dictionary", lambda: given.finish(taken.training), optimizer=given.has_optimizer)
-        self.num_steps = given.own.get("num_steps", self.num_steps)
-        self.num_skipped = given.own.get("num_skipped", self.num_skipped)
+        self._set_numbers(given.numbers_after(self._numbers()))
 
     @property
     def side_channel(self) -> Control:
@@ -192,6 +193,17 @@ class Checkpointed:
                 f"or step(batch), first"
             )
         return self._steps.taken
+
+    def _numbers(self) -> Numbers:
+        scaler = self._steps.scaler
+        return Numbers(
+            self.num_steps, self.num_skipped, {_SCALE: scaler.state_dict()} if scaler is not None else {}
+        )  # fmt: skip
+
+    def _set_numbers(self, numbers: Numbers) -> None:
+        self.num_steps, self.num_skipped = numbers.num_steps, numbers.num_skipped
+        if self._steps.scaler is not None and _SCALE in numbers.extra:
+            self._steps.scaler.load_state_dict(numbers.extra[_SCALE])
 
     def _names(self) -> ModelNames:
         with self._life.unguarded():

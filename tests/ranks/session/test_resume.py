@@ -16,7 +16,7 @@ QUICK = [
     Way(0, "bf16", 4),
     Way(1, None, 1, ("device", "nvme", "host")),
     Way(2, "bf16", 1, ("device", "host", "host")),
-    Way(3, None, 4),
+    Way(3, "fp16", 4),
 ]
 
 
@@ -52,7 +52,7 @@ def test_two_ranks_go_on_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_all_ways_go_on_bit_for_bit(num_ranks: int, tmp_path: Path) -> None:
-    ways = [Way(*way) for way in itertools.product(range(4), (None, "bf16"), (1, 4))]
+    ways = [Way(*way) for way in itertools.product(range(4), (None, "bf16", "fp16"), (1, 4))]
     ways += [
         Way(stage, "bf16", 1, tiers) for stage in range(4) for tiers in TIERS if stage == 3 or tiers[0] == "device"
     ]
