@@ -60,7 +60,7 @@ def state_of(training: Training, names: ModelNames, numbers: Numbers) -> dict[st
     own = {
         "num_steps": numbers.num_steps,
         "num_skipped": numbers.num_skipped,
-        **numbers.extra,
+        "extra": dict(numbers.extra),
         "has_begun": any(held.present for _, held in training.buckets()),
         "random": training.control.gather(drawn, "take down the random generators"),
     }
@@ -127,6 +127,13 @@ class Loaded:
     @property
     def has_optimizer(self) -> bool:
         return self.groups is not None
+
+    def numbers_after(self, before: Numbers) -> Numbers:
+        """What a step counts from here on; what is not given is as ``before``."""
+        own = self.own
+        return Numbers(
+            own.get("num_steps", before.num_steps), own.get("num_skipped", before.num_skipped), own.get("extra", {})
+        )
 
     def states(self, own: str) -> tuple[str, ...]:
         return tuple(self._states[own])

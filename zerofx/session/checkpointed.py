@@ -16,15 +16,15 @@ from zerofx.checkpoints.save import Numbers, save
 from zerofx.checkpoints.together import on_all
 from zerofx.checkpoints.user_state import check_state
 from zerofx.deferred import is_deferred
-from zerofx.errors import CheckpointError, UsageError, working
+from zerofx.errors import UsageError, working
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.state.loss_scaler import LossScaler
 from zerofx.session.awaited import Awaited
 from zerofx.session.life import Life
+from zerofx.session.micro_batches import MicroBatches
 from zerofx.session.steps import Steps
 from zerofx.session.taken_over import TakenOver
 
-_SCALE = "loss_scale"  # the key of the scale's state among a checkpoint's numbers
+_SCALE = "loss_scale"
 
 
 class Checkpointed:
@@ -36,6 +36,7 @@ class Checkpointed:
     num_skipped: int
     _life: Life
     _steps: Steps
+    _micro_batches: MicroBatches
 
     def save_checkpoint(
         self, path: str | Path, *, keep: int | None = None, state: Mapping[str, Any] | None = None
@@ -97,6 +98,7 @@ class Checkpointed:
         own = check_state(state)
         life, steps, control = self._life, self._steps, self._life.control
         life.check_open("load a checkpoint")
+        self._micro_batches.check_empty("load a checkpoint")
         control.meet("load a checkpoint")
         with working("load a checkpoint"), torch.no_grad():
             with life.unguarded():
@@ -104,11 +106,9 @@ class Checkpointed:
             taken = steps.taken
             if taken is not None:
                 on_all(control, "compare the checkpoint with the step", lambda: check_histories(checked, taken.layout))
-            marker = checked.reader.marker
-            scale = self._scale_in(marker.extra.get("numbers", {}))
             self._load(checked, taken, own)
-            self._take_scale(scale)
-        self.num_steps, self.num_skipped = marker.num_steps, marker.num_skipped
+        marker = checked.reader.marker
+        self._set_numbers(Numbers(marker.num_steps, marker.num_skipped, marker.extra.get("numbers", {})))
         return checked.reader.place
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,11 +159,8 @@ class Checkpointed:
 
         with working("load the state of a step"), torch.no_grad():
             given = on_all(control, "compare the state with the step", loaded)
-            scale = self._scale_in(given.own)
             taken.load(given, "a state dictionary", lambda: given.finish(taken.training), optimizer=given.has_optimizer)
-            self._take_scale(scale)
-        self.num_steps = given.own.get("num_steps", self.num_steps)
-        self.num_skipped = given.own.get("num_skipped", self.num_skipped)
+        self._set_numbers(given.numbers_after(self._numbers()))
 
     @property
     def side_channel(self) -> Control:
@@ -189,6 +186,7 @@ class Checkpointed:
 
     def _taken_for(self, purpose: str) -> TakenOver:
         self._life.check_open(purpose)
+        self._micro_batches.check_empty(purpose)
         if self._steps.taken is None:
             raise UsageError(
                 f"expected to {purpose} once a step has been prepared, found that none has: call step.prepare(batch), "
@@ -198,29 +196,14 @@ class Checkpointed:
 
     def _numbers(self) -> Numbers:
         scaler = self._steps.scaler
-        return Numbers(self.num_steps, self.num_skipped, {} if scaler is None else {_SCALE: scaler.state_dict()})
+        return Numbers(
+            self.num_steps, self.num_skipped, {_SCALE: scaler.state_dict()} if scaler is not None else {}
+        )  # fmt: skip
 
-    def _scale_in(self, numbers: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The state of the loss's scale among the numbers of a checkpoint, as far as both have one.
-
-        Raises:
-            CheckpointError: it is none; nothing has been changed.
-        """
-        state: Mapping[str, Any] | None = numbers.get(_SCALE)
-        if state is None or self._steps.scaler is None:
-            return None
-        try:
-            LossScaler(self._steps.scaler.policy).load_state_dict(state)
-        except (UsageError, AttributeError, TypeError) as error:
-            raise CheckpointError(
-                f"expected the state of a loss scale in the checkpoint, found {state!r}: it is damaged, load another"
-            ) from error
-        return state
-
-    def _take_scale(self, state: Mapping[str, Any] | None) -> None:
-        if state is not None:
-            assert self._steps.scaler is not None, "a scale is taken where there is one"
-            self._steps.scaler.load_state_dict(state)
+    def _set_numbers(self, numbers: Numbers) -> None:
+        self.num_steps, self.num_skipped = numbers.num_steps, numbers.num_skipped
+        if self._steps.scaler is not None and _SCALE in numbers.extra:
+            self._steps.scaler.load_state_dict(numbers.extra[_SCALE])
 
     def _names(self) -> ModelNames:
         with self._life.unguarded():

@@ -19,7 +19,6 @@ QUICK = [
     Way(0, "bf16", 4),
     Way(1, None, 1, ("device", "nvme", "host")),
     Way(2, "bf16", 1, ("device", "host", "host")),
-    Way(3, None, 4),
     Way(3, "fp16", 4, options=GROWING),
 ]
 

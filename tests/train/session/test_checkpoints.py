@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import shutil
 import signal
@@ -237,6 +238,44 @@ def test_a_step_that_has_not_been_prepared_has_nothing_to_save(tmp_path: Path) -
     step.abandon()
     with pytest.raises(UsageError, match="found the step closed"):
         step.load_checkpoint(tmp_path)
+
+
+def test_nothing_is_saved_or_loaded_between_micro_batches(checkpoint: Path, tmp_path: Path) -> None:
+    model = Uneven()
+    step = zerofx.compile(model, torch.optim.AdamW(model.parameters(), lr=0.01), backend="eager", accumulate=2)
+    for args, _ in batches(UNEVEN, 0, 2):
+        step.micro(*args)
+    step.update()
+    ((args, _),) = batches(UNEVEN, 0, 1)
+    step.micro(*args)
+    calls: list[Callable[[], Path]] = [
+        lambda: step.save_checkpoint(tmp_path), lambda: step.load_checkpoint(checkpoint)
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(UsageError, match="micro"):
+            call()
+    step.micro(*args)
+    step.update()
+    assert step.save_checkpoint(tmp_path).name == "step-00000002"
+
+
+def test_the_scale_of_the_loss_is_saved(tmp_path: Path) -> None:
+    def scaled() -> zerofx.Step:
+        model = Uneven()
+        step = zerofx.compile(model, torch.optim.SGD(model.parameters(), lr=1e-3), backend="eager", precision="fp16")
+        step.prepare(*next(batches(UNEVEN, 0, 1))[0])
+        return step
+
+    step, fresh = scaled(), scaled().loss_scale
+    ((x, target), _) = next(batches(UNEVEN, 0, 1))
+    for factor in (1.0, math.inf, 1.0):
+        step(x * factor, target)
+    counted = (step.loss_scale, step.num_steps, step.num_skipped)
+    assert step.num_skipped >= 1 and step.loss_scale < fresh
+    step.save_checkpoint(tmp_path)
+    again = scaled()
+    again.load_checkpoint(tmp_path)
+    assert (again.loss_scale, again.num_steps, again.num_skipped) == counted
 
 
 class Extra(nn.Module):

@@ -22,7 +22,7 @@ class LossScaler:
     """
 
     def __init__(self, policy: LossScale) -> None:
-        self.policy = policy
+        self._policy = policy
         self._scale = _float32(policy.init_scale)
         self._num_good_steps = 0
         self._tensors: dict[torch.dtype, torch.Tensor] = {}
@@ -48,16 +48,16 @@ class LossScaler:
         A product is taken in double precision and rounded to float32, and the scale does not grow past its range.
         """
         if not is_finite:
-            self._set(_float32(self._scale * self.policy.backoff_factor), 0)
-        elif self._num_good_steps + 1 == self.policy.growth_interval:
-            grown = _float32(self._scale * self.policy.growth_factor)
+            self._set(_float32(self._scale * self._policy.backoff_factor), 0)
+        elif self._num_good_steps + 1 == self._policy.growth_interval:
+            grown = _float32(self._scale * self._policy.growth_factor)
             self._set(grown if math.isfinite(grown) else self._scale, 0)
         else:
             self._num_good_steps += 1
 
     def state_dict(self) -> dict[str, Any]:
         """The state, by the names and in the types that ``torch.amp.GradScaler.state_dict`` has."""
-        policy = self.policy
+        policy = self._policy
         values = (
             self._scale, policy.growth_factor, policy.backoff_factor, policy.growth_interval, self._num_good_steps,
         )  # fmt: skip
