@@ -2,7 +2,7 @@
 
 python examples/train_gpt.py
 torchrun --nproc-per-node 2 examples/train_gpt.py
-torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --resume runs/gpt
+torchrun --nproc-per-node 2 examples/train_gpt.py --resume runs/gpt
 
 With --resume it saves to that folder as it goes, also where it is stopped (Ctrl-C, SIGTERM), and goes on from what is
 there, with as many processes or not; --global-batch has them train on as many sequences a step.

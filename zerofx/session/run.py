@@ -34,7 +34,7 @@ class Run:
             scheduler.step()
 
     It goes on from the latest checkpoint in the folder, if there is one, saved by as many ranks or not: so the same
-    script starts a run, and takes it up again after anything, also under ``torchrun --max-restarts``.
+    script starts a run, and takes it up again after anything.
 
     Args:
         step: what ``zerofx.compile`` gave, before its first step or after.
