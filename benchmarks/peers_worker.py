@@ -38,7 +38,7 @@ def main() -> None:
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
     request = json.loads(sys.argv[1])
-    device = _join(request["device"], alone=request["contender"]["family"] not in _NEED_A_GROUP)
+    device = join(request["device"], alone=request["contender"]["family"] not in _NEED_A_GROUP)
     shape = SHAPES[request["shape"]]
     work = make_workload(shape, device, getattr(torch, request["dtype"]), int(os.environ["RANK"]))
     num_parameters = sum(p.numel() for p in work.model.parameters())
@@ -56,7 +56,7 @@ def main() -> None:
     facts.setdefault("flops", request["contender"].get("accumulate", 1) * model_flops(shape, num_parameters))
     answers.write(json.dumps(facts) + "\n")
     for line in sys.stdin:
-        _meet()
+        meet()
         seconds = [_timed(step, device) for _ in range(int(line))]
         answers.write(json.dumps(seconds) + "\n")
     if dist.is_initialized():
@@ -78,7 +78,7 @@ def _hold_to(cap_bytes: int | None, device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / whole), device)
 
 
-def _join(kind: str, *, alone: bool) -> torch.device:
+def join(kind: str, *, alone: bool) -> torch.device:
     """This rank's device; the process group of all, where there are several or it is not to be ``alone``."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
@@ -94,7 +94,8 @@ def _join(kind: str, *, alone: bool) -> torch.device:
     return device
 
 
-def _meet() -> None:
+def meet() -> None:
+    """Wait for the other ranks."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -112,7 +113,7 @@ def _measure(step: TrainStep, device: torch.device) -> dict[str, int | None]:
     """Bytes of one step on this rank: the most that is allocated, what is held between steps, the most that is resident
     (since the step was ready), and what is sent to other ranks."""
     gc.collect()
-    _meet()
+    meet()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         held = torch.cuda.memory_allocated(device)
@@ -135,7 +136,7 @@ def _measure(step: TrainStep, device: torch.device) -> dict[str, int | None]:
     if step.sent_bytes is not None:
         sent = step.sent_bytes()
     held = _held_bytes() + step.hidden_bytes
-    _meet()
+    meet()
     with CpuPeak() as peak:
         step.run()
     return {

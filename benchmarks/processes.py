@@ -90,12 +90,16 @@ class Ranks:
             lines.append(json.loads(line))
         return lines
 
-    def run(self, num_steps: int) -> list[tuple[float, float]]:
-        """The seconds of each of ``num_steps`` steps, those of the slowest rank, and the CPU seconds of all ranks."""
+    def send(self, line: str) -> None:
+        """Say ``line`` to every rank."""
         for process in self._processes:
             stream = _stream(process.stdin)
-            stream.write(f"{num_steps}\n")
+            stream.write(f"{line}\n")
             stream.flush()
+
+    def run(self, num_steps: int) -> list[tuple[float, float]]:
+        """The seconds of each of ``num_steps`` steps, those of the slowest rank, and the CPU seconds of all ranks."""
+        self.send(str(num_steps))
         by_step = zip(*self.read(), strict=True)
         return [(max(wall for wall, _ in ranks), sum(cpu for _, cpu in ranks)) for ranks in by_step]
 
