@@ -45,6 +45,7 @@ def test_a_tiny_model_trains_from_the_drive_as_it_does_without_zerofx(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["generated"]
 
 
+@pytest.mark.slow
 def test_125_million_parameters_train_where_plain_training_does_not_fit(tmp_path: Path) -> None:
     size = ("--size", "125M", "--steps", "2")
     capped = run(tmp_path, *size, "--budget", "300MiB", "--cap", CAP, "--digest")

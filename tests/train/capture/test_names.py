@@ -283,7 +283,8 @@ def test_no_name_of_a_node_is_put_together_to_find_it() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("insert_call", "add_placeholder")):
                 given = [*node.args[:1], *(word.value for word in node.keywords if word.arg == "name")]
-                for text in (one for one in given if isinstance(one, ast.JoinedStr)):
+                # A name may be handed to what makes it that of a micro-batch.
+                for text in (part for one in given for part in ast.walk(one) if isinstance(part, ast.JoinedStr)):
                     made.add(id(text))
                     makers.add(_beginning(text))
             if isinstance(node, ast.JoinedStr):

@@ -31,6 +31,7 @@ def attempt(model: torch.nn.Module, batch: Any, machine: Machine, budget: int, w
         return error.least_bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(names=OPERATORS, depth=st.integers(2, 4), share=st.floats(0, 1), link=st.sampled_from([1e7, 1e9, 1e11]))
 def test_the_joint_plan_is_never_slower_than_the_better_of_the_two(

@@ -117,6 +117,7 @@ def test_a_single_tile_is_refused() -> None:
         zerofx.compile(model, sgd(model), tile={"layers.0": 1})
 
 
+@pytest.mark.slow
 def test_a_gpts_least_peak_falls_with_chains_in_tiles() -> None:
     model = GPT(64, 32, 2, 4, 128)
     ids = torch.randint(64, (4, 129))
