@@ -114,12 +114,7 @@ class Reduce:
             for number, pair in enumerate(earlier):
                 partial = _add(step, bucket, partial, *pair, place(decision.earlier[number], number), plan, number)
             if started is not buffer:
-                started = _finish(step, plan, bucket, buffer, started, place(decision.wait_after))
-            if partial is not None:
-                done = started.next if started.next.target is _aten.div_.Tensor else started
-                with step.graph.inserting_after(done):
-                    where = Origin(bucket.name, Phase.UPDATE)
-                    started = insert_call(step.graph, _aten.add_.Tensor, (partial, started), where)
+                started = _finish(step, plan, bucket, buffer, started, place(decision.wait_after), partial)
             step.reduced[bucket.index] = started
         if plan.stage == 0 and plan.num_ranks > 1:
             _await_sums(step, plan, self.layout, place)
@@ -297,14 +292,8 @@ def _add(
 ) -> fx.Node:
     """Await a body's reduction after ``anchor``, and add it to the ``partial`` sum of this rank's slices, if any."""
     where = Origin(bucket.name, Phase.BACKWARD)
-    anchor = max(anchor, started)
-    while _goes_first(anchor.next):
-        anchor = anchor.next
-    with step.graph.inserting_before(anchor.next):
-        grad = insert_call(step.graph, ops.wait, (started, buffer), where, name=_name(f"grad_{bucket.index}", body))
-        rest = divisors(bucket.compute_dtype, plan.num_ranks)[1]
-        if rest != 1:
-            insert_call(step.graph, _aten.div_.Tensor, (grad, rest), where)
+    with step.graph.inserting_before(_place_to_await(started, anchor)):
+        grad = _average(step, bucket, buffer, started, where, body)
         if partial is not None:
             insert_call(step.graph, _aten.add_.Tensor, (partial, grad), where)
             return partial
@@ -337,21 +326,44 @@ def divisors(dtype: torch.dtype, num_ranks: int) -> tuple[int, float]:
     return first, int(rest) if rest.is_integer() else rest
 
 
-def _finish(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, started: fx.Node, anchor: fx.Node) -> fx.Node:
-    """Await a reduction; returns its result, or at stage 0 the started gather of the sum."""
+def _finish(
+    step: StepGraph,
+    plan: Plan,
+    bucket: Bucket,
+    buffer: fx.Node,
+    started: fx.Node,
+    anchor: fx.Node,
+    partial: fx.Node | None,
+) -> fx.Node:
+    """Await the last reduction, and add it to the ``partial`` sum of the earlier ones, if any.
+
+    Returns the result, or at stage 0 the started gather of the sum.
+    """
     where = Origin(bucket.name, Phase.UPDATE)
-    anchor = max(anchor, started)
-    while _goes_first(anchor.next):
-        anchor = anchor.next
-    with step.graph.inserting_before(anchor.next):
-        grad = insert_call(step.graph, ops.wait, (started, buffer), where, name=f"grad_{bucket.index}")
-        set_task(grad, Job.GRADIENT, bucket.index)
-        rest = divisors(bucket.compute_dtype, plan.num_ranks)[1]
-        if rest != 1:
-            insert_call(step.graph, _aten.div_.Tensor, (grad, rest), where)
+    with step.graph.inserting_before(_place_to_await(started, anchor)):
+        grad = set_task(_average(step, bucket, buffer, started, where), Job.GRADIENT, bucket.index)
         if plan.stage == 0:
             name = f"gather_grad_{bucket.index}"
             return insert_call(step.graph, ops.all_gather_into, (buffer, grad, bucket.index), where, name=name)
+        return grad if partial is None else insert_call(step.graph, _aten.add_.Tensor, (partial, grad), where)
+
+
+def _place_to_await(started: fx.Node, anchor: fx.Node) -> fx.Node:
+    """The node before which a reduction is awaited that is to be after ``anchor``."""
+    anchor = max(anchor, started)
+    while _goes_first(anchor.next):
+        anchor = anchor.next
+    return anchor.next
+
+
+def _average(
+    step: StepGraph, bucket: Bucket, buffer: fx.Node, started: fx.Node, where: Origin, body: int = 0
+) -> fx.Node:
+    """This rank's slice of the average over the ranks, awaited at the insertion point."""
+    grad = insert_call(step.graph, ops.wait, (started, buffer), where, name=_name(f"grad_{bucket.index}", body))
+    rest = divisors(bucket.compute_dtype, bucket.num_ranks)[1]
+    if rest != 1:
+        insert_call(step.graph, _aten.div_.Tensor, (grad, rest), where)
     return grad
 
 

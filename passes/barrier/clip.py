@@ -31,11 +31,11 @@ from torch import fx
 
 from zerofx.errors import PlanError
 from zerofx.ir import ops
-from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.edit import consumers, end_of_unit
+from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Origin, Phase
 from zerofx.ir.graph import Clipping, StepGraph, insert_call
 from zerofx.ir.op_kernels.norms import norm_dtype
+from zerofx.passes.barrier.numbers import numbers_of_slices, of_all_ranks
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
@@ -54,17 +54,7 @@ class Clip:
         assert plan.max_grad_norm is not None
         if any(decision.delayed for decision in plan.states):
             raise PlanError("expected no delayed updates together with max_grad_norm, found some: make the plan anew")
-        squares: dict[int, fx.Node] = {}
-        for decision in plan.reduces:
-            bucket = self.layout.buckets[decision.bucket]
-            own = own_slice(step, bucket)
-            place = end_of_unit(step, max([own, *consumers(own)])).next  # nodes compare by their place in the graph
-            with step.graph.inserting_before(place):
-                squares[bucket.index] = insert_call(
-                    step.graph, ops.square_sum, (own,), Origin(bucket.name, Phase.UPDATE),
-                    name=f"squares_{bucket.index}", fake=step.fake((1,), torch.float64),
-                )  # fmt: skip
-        self._norm(step, plan, [squares[index] for index in sorted(squares)])
+        self._norm(step, plan, numbers_of_slices(step, plan, self.layout, ops.square_sum, "squares"))
 
     def _norm(self, step: StepGraph, plan: Plan, squares: list[fx.Node]) -> None:
         """The norm of all gradients, and the factor for them, where the step ends."""
@@ -75,11 +65,7 @@ class Clip:
         with graph.inserting_before(step.output):
             together = insert_call(graph, _aten.cat.default, (squares,), _WHERE, name="squares")
             total = insert_call(graph, _aten.sum.dim_IntList, (together, [0], True), _WHERE)
-            if plan.num_ranks > 1:
-                args = (total, ops.NO_BUCKET, plan.num_ranks)
-                gather = insert_call(graph, ops.all_gather, args, _WHERE, name="gather_squares")
-                total = insert_call(graph, ops.wait, (gather,), _WHERE, name="squares_of_ranks")
-            total = insert_call(graph, _aten.sum.default, (total,), _WHERE)
+            total = insert_call(graph, _aten.sum.default, (of_all_ranks(step, plan, total, "squares"),), _WHERE)
             root = insert_call(graph, _aten.sqrt.default, (total,), _WHERE)
             if step.unscaling is not None:
                 root = insert_call(graph, _aten.mul.Tensor, (root, step.unscaling.inverse), _WHERE)
@@ -91,13 +77,3 @@ class Clip:
             factor = insert_call(graph, _aten.clamp.default, (ratio, None, 1.0), _WHERE, name="clip")
         step.clipping = Clipping(norm, factor, together)
         step.set_outputs(step.loss, step.mutations)
-
-
-def own_slice(step: StepGraph, bucket: Bucket) -> fx.Node:
-    """This rank's slice of a bucket's reduced gradient, which at stage 0 is gathered from all ranks again."""
-    reduced = step.reduced[bucket.index]
-    gather = reduced.args[0]
-    if isinstance(gather, fx.Node) and gather.target is ops.all_gather_into:
-        assert isinstance(gather.args[1], fx.Node)
-        return gather.args[1]
-    return reduced

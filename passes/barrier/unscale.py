@@ -29,10 +29,9 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import BucketLayout
-from zerofx.ir.edit import consumers, end_of_unit
 from zerofx.ir.facts import Origin, Phase
 from zerofx.ir.graph import StepGraph, Unscaling, insert_call
-from zerofx.passes.barrier.clip import own_slice
+from zerofx.passes.barrier.numbers import numbers_of_slices, of_all_ranks
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
@@ -68,23 +67,10 @@ class Unscale:
 
     def _largest(self, step: StepGraph, plan: Plan) -> tuple[fx.Node, fx.Node]:
         """The largest magnitude, and the first node of its computation where the step ends."""
-        graph, by_bucket = step.graph, dict[int, fx.Node]()
-        for decision in plan.reduces:
-            bucket = self.layout.buckets[decision.bucket]
-            where, own = Origin(bucket.name, Phase.UPDATE), own_slice(step, bucket)
-            place = end_of_unit(step, max([own, *consumers(own)])).next  # nodes compare by their place in the graph
-            with graph.inserting_before(place):
-                by_bucket[bucket.index] = insert_call(
-                    graph, ops.largest, (own,), where, name=f"largest_{bucket.index}",
-                    fake=step.fake((1,), torch.float64),
-                )  # fmt: skip
+        graph, parts = step.graph, numbers_of_slices(step, plan, self.layout, ops.largest, "largest")
         with graph.inserting_before(step.output):
-            parts = [by_bucket[index] for index in sorted(by_bucket)]
             together = insert_call(graph, _aten.cat.default, (parts,), _WHERE, name="largest_of_buckets")
             largest = insert_call(graph, _aten.amax.default, (together, [0], True), _WHERE)
-            if plan.num_ranks > 1:
-                args = (largest, ops.NO_BUCKET, plan.num_ranks)
-                gather = insert_call(graph, ops.all_gather, args, _WHERE, name="gather_largest")
-                largest = insert_call(graph, ops.wait, (gather,), _WHERE, name="largest_of_ranks")
+            largest = of_all_ranks(step, plan, largest, "largest")
             largest = insert_call(graph, _aten.amax.default, (largest,), _WHERE, name="largest_gradient")
         return largest, together

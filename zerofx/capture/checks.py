@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -208,6 +208,12 @@ def check_batch(model: nn.Module, batch: Batch) -> None:
             raise UsageError(f"expected plain tensors in a batch, found that {name} is a {type(tensor).__name__}")
         if tensor.layout is not torch.strided:
             raise UsageError(f"expected dense tensors in a batch, found that {name} has layout {tensor.layout}")
+
+
+def misfits(missing: Sequence[str], unexpected: Sequence[str], other: Sequence[str]) -> str:
+    """What of a model's tensors is not as it is saved, in words; empty where all is."""
+    kinds = (("missing", missing), ("that the model has not", unexpected), ("of another shape", other))
+    return ", ".join(f"{len(listed)} {what} ({names(listed)})" for what, listed in kinds if listed)
 
 
 def names(items: Iterable[str], limit: int = 5) -> str:

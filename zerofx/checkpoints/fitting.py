@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from zerofx.capture.checks import misfits
 from zerofx.capture.checks import names as listed_names
 from zerofx.checkpoints.names import ModelNames
 from zerofx.disk.checkpoint.marker import Marker, TensorInfo
@@ -37,14 +38,10 @@ def saved_names(marker: Marker, names: ModelNames) -> dict[str, str]:
         for name, saved in by_name.items()
         if not _fits(marker.tensors[saved], names.tensors[name])
     ]
-    problems = [
-        f"{len(listed)} {what} ({listed_names(listed)})"
-        for what, listed in (("missing", missing), ("that the model has not", unexpected), ("of another shape", other))
-        if listed
-    ]
+    problems = misfits(missing, unexpected, other)
     if problems:
         raise CheckpointError(
-            f"expected a checkpoint with the {len(names.tensors)} tensors of this model, found {', '.join(problems)}: "
+            f"expected a checkpoint with the {len(names.tensors)} tensors of this model, found {problems}: "
             f"load a checkpoint of this very model. Nothing has been loaded"
         )
     return by_name

@@ -66,12 +66,8 @@ class Checkpointed:
             raise UsageError(f"expected keep to be None, or how many checkpoints stay, found {keep!r}")
         own = check_state(state)
         taken = self._taken_for("save a checkpoint")
-        control = self._life.control
-        control.meet("save a checkpoint")
         with working("save a checkpoint"), torch.no_grad():
-            with control.together("save a checkpoint"):
-                taken.optimizer_state.take_loaded()
-                taken.state.flush()
+            self._finish_updates(taken, "save a checkpoint")
             return save(taken.training, self._names(), self._numbers(), own, Path(path), keep)
 
     def load_checkpoint(self, path: str | Path, *, state: Mapping[str, Any] | None = None) -> Path:
@@ -126,12 +122,8 @@ class Checkpointed:
         from zerofx.checkpoints.stateful import state_of
 
         taken = self._taken_for("take the state of a step")
-        control = self._life.control
-        control.meet("take the state of a step")
         with working("take the state of a step"), torch.no_grad():
-            with control.together("take the state of a step"):
-                taken.optimizer_state.take_loaded()
-                taken.state.flush()
+            self._finish_updates(taken, "take the state of a step")
             return state_of(taken.training, self._names(), self._numbers())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -193,6 +185,13 @@ class Checkpointed:
                 f"or step(batch), first"
             )
         return self._steps.taken
+
+    def _finish_updates(self, taken: TakenOver, purpose: str) -> None:
+        """Have all that training goes on from in its place on every rank. Collective."""
+        self._life.control.meet(purpose)
+        with self._life.control.together(purpose):
+            taken.optimizer_state.take_loaded()
+            taken.state.flush()
 
     def _numbers(self) -> Numbers:
         scaler = self._steps.scaler

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from zerofx.capture.checks import names
+from zerofx.capture.checks import misfits
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import UsageError, warn
 from zerofx.ir.buckets import Bucket, Slot
@@ -53,15 +53,11 @@ def match(model: nn.Module, files: WeightFiles) -> dict[str, tuple[str, ...]]:
         for key, tensor in state.items()
         if (name := prefix + key) in files.tensors and not _fits(files, name, tensor)
     ]
-    problems = [
-        f"{len(listed)} {what} ({names(listed)})"
-        for what, listed in (("missing", missing), ("that the model has not", unexpected), ("of another shape", other))
-        if listed
-    ]
+    problems = misfits(missing, unexpected, other)
     if problems:
         raise UsageError(
             f"expected the {len(keys)} tensors of {type(model).__name__}.state_dict() at {files.path}, found "
-            f"{', '.join(problems)}: give weights of this very model, with the names of its state_dict()"
+            f"{problems}: give weights of this very model, with the names of its state_dict()"
         )
     _warn_of_rounding(files, prefix, state)
     everything = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
