@@ -323,11 +323,11 @@ def _event(node: fx.Node, names: Mapping[fx.Node, str], dead: tuple[str, ...], n
     args, _ = _arguments(node, names)
     if node.target is ops.hyperparameters or node.target is ops.empty_gradients:
         args = args[:1]
-    in_place = (("in_place", True),) if node.kwargs.get("in_place") else ()
+    how = tuple((name, node.kwargs[name]) for name in ("in_place", "over") if node.kwargs.get(name))
     assert callable(node.target)
     function = RUNTIME + node.target.__name__.partition(".")[0]
     targets = () if value(node) is None else (names[node],)
-    return Call(function, args, in_place, targets, dead=dead, note=note)
+    return Call(function, args, how, targets, dead=dead, note=note)
 
 
 def _function(node: fx.Node, launches: Mapping[Any, Any]) -> str:

@@ -33,6 +33,7 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.communicators import over
 from zerofx.ir.edit import after, consumers, end_of_unit, is_view_of, named, start_of_unit, view_again
 from zerofx.ir.facts import DEVICE, Job, Origin, Role, origin, placeholder, set_task, set_tier, tier_of
 from zerofx.ir.graph import StepGraph, insert_call
@@ -97,7 +98,8 @@ def _add_residency(
             full = _bring_up(graph, bucket, number, decision, shard, where)
         if bucket.num_ranks > 1:
             pending = insert_call(
-                graph, ops.all_gather, (full, bucket.index, bucket.num_ranks), where, name=f"gather_{number}",
+                graph, ops.all_gather, (full, bucket.index, bucket.num_ranks), where, dict(over(bucket.gathered_over)),
+                name=f"gather_{number}",
                 fake=step.fake((bucket.numel,), bucket.compute_dtype),
             )  # fmt: skip
             set_task(pending, Job.GATHER, number)

@@ -25,6 +25,7 @@ from torch import fx
 from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.communicators import over
 from zerofx.ir.facts import DEVICE, Origin, Phase, Placeholder, Role, placeholder, set_tier, tier_of
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.scheduler.plan.plan import Plan
@@ -43,7 +44,7 @@ class Shard:
         for bucket in self.layout.buckets:
             used = [slot for slot in bucket.slots if by_name[slot.name].users]
             tier = parameter_tier(plan, bucket)
-            if plan.gathers_parameters or tier != DEVICE:
+            if bucket.is_gathered(plan.stage) or tier != DEVICE:
                 shard = set_tier(add_shard(step, bucket), tier)
                 full = _gather_at_start(step, bucket, shard) if used else shard
             else:
@@ -52,8 +53,7 @@ class Shard:
                     (bucket.numel,), bucket.compute_dtype,
                 )  # fmt: skip
             if bucket.has_master:
-                local = bucket.shard_numel if plan.shards_optimizer else bucket.numel
-                add_master(step, bucket, local)
+                add_master(step, bucket, bucket.updated_numel(plan.stage))
             for slot in reversed(used):
                 with step.graph.inserting_after(full if full.op == "call_function" else step.last_placeholder()):
                     view = insert_call(
@@ -108,5 +108,6 @@ def _gather_at_start(step: StepGraph, bucket: Bucket, shard: fx.Node) -> fx.Node
             if bucket.num_ranks == 1:
                 return up
 
-        pending = insert_call(step.graph, ops.all_gather, (up, bucket.index, bucket.num_ranks), where, fake=whole)
+        args, how = (up, bucket.index, bucket.num_ranks), dict(over(bucket.gathered_over))
+        pending = insert_call(step.graph, ops.all_gather, args, where, how, fake=whole)
         return insert_call(step.graph, ops.wait, (pending,) if up is shard else (pending, up), where)

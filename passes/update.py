@@ -132,10 +132,10 @@ def _update_bucket(
     decision = state_decision(plan, bucket)
     side = DEVICE if decision is None else decision.update
     on_host = side == HOST
-    local = bucket.shard_numel if plan.shards_optimizer else bucket.numel
+    local = bucket.updated_numel(plan.stage)
     full = known.placeholders.get((Role.FULL, bucket.index))
     shard = known.placeholders.get((Role.SHARD, bucket.index))
-    if full is not None and plan.shards_optimizer:
+    if full is not None and bucket.is_cut(plan.stage):
         shard = add_shard(step, bucket, alias_of=full.name)
     low = shard if shard is not None else full
     assert low is not None
@@ -173,7 +173,7 @@ def _update_bucket(
             new = copy_into(step, bucket, low, delayed.get("low", master))
             left.append(copy_into(step, bucket, delayed["grad"], reduced))
             _update_later(step, bucket, program, stored | scalars | delayed, where)
-            if full is not None and plan.shards_optimizer:
+            if full is not None and bucket.is_cut(plan.stage):
                 await_copies(step, [new])  # the gather below reads it
                 gathers.append((bucket, _gather_into(step, bucket, full, low)))
             else:
@@ -192,7 +192,7 @@ def _update_bucket(
         written |= await_copies(step, meanwhile)
         if master is not None:
             up = new_values(step, bucket, low, tensors["param"], side)
-            if full is not None and plan.shards_optimizer:
+            if full is not None and bucket.is_cut(plan.stage):
                 await_copies(step, up)  # the gather below reads it
             else:
                 left += up
@@ -201,7 +201,7 @@ def _update_bucket(
             await_copies(step, down)
         else:
             left += down
-        if full is not None and plan.shards_optimizer:
+        if full is not None and bucket.is_cut(plan.stage):
             gathers.append((bucket, _gather_into(step, bucket, full, low)))
     return left
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from zerofx.precision import LossScale
     from zerofx.scheduler.cost.machine import Machine
     from zerofx.scheduler.cost.measured import MeasuredCosts
+    from zerofx.scheduler.plan.mesh import Mesh
     from zerofx.scheduler.plan.plan import Plan
     from zerofx.session.run import Run
     from zerofx.session.step import Step
@@ -51,6 +52,7 @@ __all__ = [
     "Machine",
     "MeasuredCosts",
     "MemoryBudgetError",
+    "Mesh",
     "NonFiniteLossError",
     "OptimizerError",
     "Plan",
@@ -80,6 +82,7 @@ if not TYPE_CHECKING:  # a type checker is to see the names above, and no others
         "LossScale": "zerofx.precision",
         "Machine": "zerofx.scheduler.cost.machine",
         "MeasuredCosts": "zerofx.scheduler.cost.measured",
+        "Mesh": "zerofx.scheduler.plan.mesh",
         "Plan": "zerofx.scheduler.plan.plan",
         "PlannedStep": "zerofx.driver.plan_only",
         "SearchResult": "zerofx.tuning.capacity",

@@ -19,6 +19,7 @@ from zerofx.options import (
     CudaGraphs,
     Kept,
     LossScale,
+    MeshLike,
     Offload,
     OnNonfinite,
     Precision,
@@ -65,6 +66,7 @@ def compile(
     constant: Collection[str] = (),
     loss_scale: LossScale | float | None = None,
     keep_fp32: Collection[Kept] = (),
+    mesh: MeshLike | None = None,
 ) -> Step:
     """Compile a model's training step: forward, loss, backward, reductions and update as one planned graph.
 
@@ -117,6 +119,8 @@ def compile(
         loss_scale: what the loss is multiplied by before backward: a ``LossScale``, as ``torch.amp.GradScaler`` has it,
             or a number that stays; None for the defaults of the former with ``precision="fp16"``, and else for none.
         keep_fp32: modules that compute in float32 with a ``precision``, by type, name or pattern of names.
+        mesh: the axes that ranks lie along, outer to inner ``replicate`` and ``shard``, by numbers of ranks
+            (``{"replicate": 2, "shard": 4}``) or a ``DeviceMesh`` with these names; None for all along ``shard``.
 
     Returns:
         A ``Step``: ``loss = step(*batch, **kwargs)``, or ``loss, extras`` where ``forward`` returns a pair. Its ranks
@@ -132,7 +136,7 @@ def compile(
         tile=tile, host_budget=host_budget,
         weights=weights, delayed_update=delayed_update, wire=wire, cuda_graphs=cuda_graphs,
         max_grad_norm=max_grad_norm, forward=forward, on_nonfinite=on_nonfinite, constant=constant,
-        loss_scale=loss_scale, keep_fp32=keep_fp32,
+        loss_scale=loss_scale, keep_fp32=keep_fp32, mesh=mesh,
     )  # fmt: skip
     check_training(model, optimizer, options, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):

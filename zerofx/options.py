@@ -28,10 +28,13 @@ from zerofx.errors import UsageError, warn
 from zerofx.ir.casts import Casts, ComputeDtype
 from zerofx.ir.casts import Kept as Kept
 from zerofx.ir.op_kernels.quantise import BLOCK
+from zerofx.meshes import MeshLike as MeshLike
+from zerofx.meshes import mesh_of
 from zerofx.precision import LossScale as LossScale
 from zerofx.precision import check_kept, dtype_of, loss_scale_of
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.residency import PolicyOptions
+from zerofx.scheduler.plan.mesh import SHARD, Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.units import parse_bytes
 
@@ -68,6 +71,7 @@ class TuneOptions(TypedDict, total=False):
     max_grad_norm: float | None
     loss_scale: LossScale | float | None
     keep_fp32: Collection[Kept]
+    mesh: MeshLike | None
 
 
 class PlanOptions(TuneOptions, total=False):
@@ -125,6 +129,7 @@ class CompileOptions:
     constant: tuple[str, ...] = field(default=(), metadata=_left_out_of("plan", "step"))  # the batch has their values
     loss_scale: LossScale | None = None
     keep_fp32: tuple[Kept, ...] = ()
+    mesh: Mesh | None = None
 
     def texts(self, purpose: Purpose) -> list[str]:
         """The options that are compared for ``purpose``, a line each."""
@@ -199,6 +204,7 @@ def check_options(
     constant: Collection[str] = (),
     loss_scale: LossScale | float | None = None,
     keep_fp32: Collection[Kept] = (),
+    mesh: MeshLike | None = None,
 ) -> CompileOptions:
     """The options as one object.
 
@@ -296,7 +302,17 @@ def check_options(
         constant=tuple(constant),
         loss_scale=scaling,
         keep_fp32=tuple(keep_fp32),
+        mesh=_checked_mesh(mesh),
     )
+
+
+def _checked_mesh(given: object) -> Mesh | None:
+    mesh = mesh_of(given)
+    if mesh is not None and mesh.world != SHARD:
+        raise UsageError(
+            f"expected all ranks along the axis 'shard' of a mesh, found {mesh}: give their number to 'shard'"
+        )
+    return mesh
 
 
 def _check_offload(offload: object, accumulate: Accumulate, *, given: bool, budget: bool) -> None:

@@ -7,6 +7,7 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.communicators import over
 from zerofx.ir.edit import consumers, end_of_unit
 from zerofx.ir.facts import Origin, Phase
 from zerofx.ir.graph import StepGraph, insert_call
@@ -40,7 +41,8 @@ def of_all_ranks(step: StepGraph, plan: Plan, number: fx.Node, what: str) -> fx.
         return number
     where = Origin("", Phase.UPDATE)
     args = (number, ops.NO_BUCKET, plan.num_ranks)
-    gather = insert_call(step.graph, ops.all_gather, args, where, name=f"gather_{what}")
+    how = dict(over(plan.mesh.world))
+    gather = insert_call(step.graph, ops.all_gather, args, where, how, name=f"gather_{what}")
     return insert_call(step.graph, ops.wait, (gather,), where, name=f"{what}_of_ranks")
 
 

@@ -18,6 +18,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_bytes, storage_source
 from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.communicators import axes_of
 from zerofx.ir.facts import Role, delayed_bucket, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of, times_run
@@ -28,6 +29,7 @@ from zerofx.scheduler.cost.machine import Machine, collective_latency, collectiv
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.wire_volume import collective_of, node_wire_bytes
 from zerofx.scheduler.plan.facts import Prediction
+from zerofx.scheduler.plan.mesh import Axes, Mesh
 from zerofx.scheduler.plan.plan import Plan
 
 _STEPS_TO_SETTLE = 8  # simulated steps until each begins with the same delayed updates under way; two, as a rule
@@ -126,7 +128,7 @@ class Simulation:
 def simulate(
     step: StepGraph,
     machine: Machine,
-    num_ranks: int,
+    mesh: Mesh,
     *,
     on_cpu: bool,
     fused: bool = False,
@@ -141,9 +143,9 @@ def simulate(
     collectives = [
         node for node, times in times_run(step).items() for _ in range(times) if node.target in ops.COLLECTIVES
     ]
-    sent = node_wire_bytes(collectives, num_ranks, machine.ranks_per_node, pairwise=on_cpu)
+    sent = node_wire_bytes(collectives, mesh, machine.ranks_per_node, pairwise=on_cpu)
     for _ in range(_STEPS_TO_SETTLE):
-        simulation = Simulation(_timings(step, machine, num_ranks, measured, before), live, sent)
+        simulation = Simulation(_timings(step, machine, mesh, measured, before), live, sent)
         left = _under_way(simulation)
         if left == before:
             break
@@ -162,11 +164,11 @@ def _under_way(simulation: Simulation) -> dict[int, float]:
 
 
 def _timings(
-    step: StepGraph, machine: Machine, num_ranks: int, measured: Mapping[str, float] | None, before: Mapping[int, float]
+    step: StepGraph, machine: Machine, mesh: Mesh, measured: Mapping[str, float] | None, before: Mapping[int, float]
 ) -> dict[fx.Node, NodeTiming]:
     """A timing for each call; ``before`` are the seconds that delayed updates of the last step still take."""
     timings: dict[fx.Node, NodeTiming] = {}
-    compute_free = collective_free = 0.0
+    compute_free, collective_free = 0.0, dict[Axes, float]()  # by communicator
     host_free = max(before.values(), default=0.0)
     settled = dict(before)
     landed: dict[fx.Node, float] = {}  # when what is kept in a slower tier was last copied
@@ -180,20 +182,23 @@ def _timings(
         elif loop is not None and node is loop.end:
             # The rounds after the first take as long as it; what is under way at its end is so at theirs.
             skipped = (loop.num_rounds - 1) * (compute_free - loop_begun)
-            compute_free, collective_free = compute_free + skipped, collective_free + skipped
+            compute_free += skipped
+            collective_free = {axes: seconds + skipped for axes, seconds in collective_free.items()}
             link_free = {stream: seconds + skipped for stream, seconds in link_free.items()}
             done = {started: seconds + skipped for started, seconds in done.items()}
         if node.target in ops.COLLECTIVES:
             together.append(node)
             if num_gathers_after(node):
                 continue
-            start = max(collective_free, compute_free)
-            for entry, timing in zip(together, _collectives(together, start, num_ranks, machine), strict=True):
+            axes = axes_of(node, mesh)
+            ends = start = max(collective_free.get(axes, 0.0), compute_free)
+            for entry, timing in zip(together, _collectives(together, start, mesh, machine), strict=True):
                 timings[entry] = timing
-                collective_free = timing.start_seconds + timing.seconds
-            done.update(dict.fromkeys(together, collective_free))
+                ends = timing.start_seconds + timing.seconds
+            collective_free[axes] = ends
+            done.update(dict.fromkeys(together, ends))
             if node.target is ops.broadcast:
-                compute_free = collective_free
+                compute_free = ends
             together = []
         elif node.target in ops.TRANSFERS:
             legs = _legs(node, machine, compute_free, link_free)
@@ -279,7 +284,9 @@ def predict(step: StepGraph, plan: Plan, layout: BucketLayout, simulation: Simul
         exposed_seconds=simulation.exposed_seconds,
         flops=simulation.flops,
         link_bytes=simulation.link_bytes,
-        node_wire_bytes={} if plan.wire == "exact" else simulation.node_wire_bytes,
+        node_wire_bytes={}
+        if plan.wire == "exact" and plan.replicate == plan.model == 1
+        else simulation.node_wire_bytes,
         least_seconds=plan.prediction.least_seconds if plan.prediction is not None else None,
     )
 
@@ -293,7 +300,7 @@ def model_state_bytes(step: StepGraph, plan: Plan, layout: BucketLayout) -> int:
     """
     total = 0
     for bucket in layout.buckets:
-        total += bucket.shard_bytes if plan.gathers_parameters else bucket.full_bytes
+        total += bucket.shard_bytes if bucket.is_gathered(plan.stage) else bucket.full_bytes
         if bucket.trainable:
             total += gradient_bytes(bucket, plan)
     for role in (Role.MASTER, Role.STATE):
@@ -306,13 +313,13 @@ def gradient_bytes(bucket: Bucket, plan: Plan) -> int:
     return bucket.shard_bytes if plan.stage >= 2 else bucket.full_bytes
 
 
-def _collectives(together: list[fx.Node], start: float, num_ranks: int, machine: Machine) -> list[NodeTiming]:
+def _collectives(together: list[fx.Node], start: float, mesh: Mesh, machine: Machine) -> list[NodeTiming]:
     """What starts as one collective at ``start``: one latency, which is the first one's, and the bytes of all."""
     timings: list[NodeTiming] = []
-    first = collective_of(together[0], num_ranks, machine.ranks_per_node)
-    latency = collective_latency(first.kind, num_ranks, machine)
+    first = collective_of(together[0], mesh, machine.ranks_per_node)
+    latency = collective_latency(first.kind, first.num_ranks, machine, ranks_on_node=first.ranks_on_node)
     for node in together:
-        one = collective_of(node, num_ranks, machine.ranks_per_node)
+        one = collective_of(node, mesh, machine.ranks_per_node)
         alone = collective_seconds(one.kind, one.full_bytes, one.num_ranks, machine, ranks_on_node=one.ranks_on_node)
         seconds = alone - (latency if timings else 0.0)
         sent = wire_bytes(one.kind, one.full_bytes, one.num_ranks)

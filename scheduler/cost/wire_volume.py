@@ -14,29 +14,39 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_bytes, tensors_of
+from zerofx.ir.communicators import axes_of
 from zerofx.ir.facts import tensor
-from zerofx.scheduler.cost.machine import CollectiveKind
+from zerofx.scheduler.cost.machine import CollectiveKind, Machine, collective_seconds
+from zerofx.scheduler.plan.mesh import Axes, Mesh
 
 WITHIN, ACROSS = "within", "across"
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective: what it is, bytes of the whole tensor, its ranks, and how many of them are on one node.
-
-    ``one_place``: its ranks have the same place on their nodes, so that each rank of a node is in another group.
-    """
+    """A collective: what it is, bytes of the whole tensor, its ranks, and how many of them are on one node."""
 
     kind: CollectiveKind
     full_bytes: int
     num_ranks: int
     ranks_on_node: int
-    one_place: bool = False
 
 
-def collective_of(node: fx.Node, num_ranks: int, ranks_per_node: int) -> Collective:
-    """What a collective's node stands for in a world of ``num_ranks``."""
-    local = min(num_ranks, ranks_per_node)
+def ranks_on_node(mesh: Mesh, axes: Axes, ranks_per_node: int) -> int:
+    """How many ranks of the first group along ``axes`` are on its first node."""
+    return sum(rank < ranks_per_node for rank in mesh.members(0, axes))
+
+
+def seconds_along(kind: CollectiveKind, num_bytes_full: int, mesh: Mesh, axes: Axes, machine: Machine) -> float:
+    """``collective_seconds`` among the ranks along ``axes``."""
+    local = ranks_on_node(mesh, axes, machine.ranks_per_node)
+    return collective_seconds(kind, num_bytes_full, mesh.size(axes), machine, ranks_on_node=local)
+
+
+def collective_of(node: fx.Node, mesh: Mesh, ranks_per_node: int) -> Collective:
+    """What a collective's node stands for on a mesh."""
+    axes = axes_of(node, mesh)
+    num_ranks, local = mesh.size(axes), ranks_on_node(mesh, axes, ranks_per_node)
     if node.target is ops.broadcast:
         size = sum(storage_bytes(t) for source in node.all_input_nodes for t in tensors_of(source))
         return Collective("broadcast", size, num_ranks, local)
@@ -53,18 +63,18 @@ def collective_of(node: fx.Node, num_ranks: int, ranks_per_node: int) -> Collect
         (_, _, members, group) = node.args
         assert isinstance(members, int)
         on_node = {"all": local, "node": members, "across": 1}[str(group)]
-        return Collective("all_to_all", size, members, on_node, one_place=group == "across")
+        return Collective("all_to_all", size, members, on_node)
     return Collective("all_gather", size, num_ranks, local)
 
 
 def node_wire_bytes(
-    collectives: Iterable[fx.Node], num_ranks: int, ranks_per_node: int, *, pairwise: bool
+    collectives: Iterable[fx.Node], mesh: Mesh, ranks_per_node: int, *, pairwise: bool
 ) -> dict[str, int]:
     """What the first node's ranks send in all ``collectives``; ``pairwise``: gathers are no rings, as on a CPU."""
     within = across = 0
     for node in collectives:
-        one = collective_of(node, num_ranks, ranks_per_node)
-        inside, outside = _sent(one, min(num_ranks, ranks_per_node), pairwise=pairwise)
+        one = collective_of(node, mesh, ranks_per_node)
+        inside, outside = _sent(one, min(mesh.num_ranks, ranks_per_node), pairwise=pairwise)
         within, across = within + inside, across + outside
     return {WITHIN: within, ACROSS: across}
 
@@ -73,9 +83,8 @@ def _sent(one: Collective, local: int, *, pairwise: bool) -> tuple[int, int]:
     others = one.num_ranks - one.ranks_on_node
     if one.kind == "broadcast":  # from the first rank alone
         return one.full_bytes * (one.ranks_on_node - 1), one.full_bytes * others
-    part = one.full_bytes // one.num_ranks
-    if one.one_place:
-        return 0, local * others * part
+    # Each rank of a node is in a group, which has as many ranks there as any.
+    part = one.full_bytes // one.num_ranks * (local // one.ranks_on_node)
     if pairwise or one.kind == "all_to_all" or not others:
         return one.ranks_on_node * (one.ranks_on_node - 1) * part, one.ranks_on_node * others * part
     return (one.ranks_on_node - 1) * (one.num_ranks - 1) * part, (one.num_ranks - 1) * part

@@ -22,10 +22,12 @@ from zerofx.ir.facts import Job, Task
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_bodies
 from zerofx.ir.streams import COLLECTIVE
-from zerofx.scheduler.cost.machine import Machine, collective_latency, collective_seconds
+from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.replay import Event, Start, Wait, end_seconds, events_of
 from zerofx.scheduler.cost.simulate import Simulation
+from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.plan.decisions import GatherDecision
+from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.units import format_seconds
 
@@ -105,7 +107,7 @@ class _Gather:
     def of(number: int, node: fx.Node, plan: Plan, layout: BucketLayout, machine: Machine, position: int) -> _Gather:
         decision = plan.gathers[number]
         bucket = layout.buckets[decision.bucket]
-        seconds = collective_seconds("all_gather", bucket.full_bytes, bucket.num_ranks, machine)
+        seconds = seconds_along("all_gather", bucket.full_bytes, bucket.mesh, bucket.gathered_over, machine)
         away = any(decision.bucket == parameters.bucket for parameters in plan.parameters)
         return _Gather(number, node.name, bucket, position, seconds, not away)
 
@@ -128,13 +130,13 @@ def _joined(decision: GatherDecision, first: _Gather, with_it: GatherDecision, l
 
 
 def _latency(layout: BucketLayout, machine: Machine) -> float:
-    return collective_latency("all_gather", layout.num_ranks, machine)
+    return seconds_along("all_gather", 0, layout.mesh, SHARD, machine)
 
 
 def _transfer(bucket: Bucket, machine: Machine) -> float:
     """Seconds of a bucket's gather that its bytes take."""
-    whole = collective_seconds("all_gather", bucket.full_bytes, bucket.num_ranks, machine)
-    return whole - collective_latency("all_gather", bucket.num_ranks, machine)
+    whole = seconds_along("all_gather", bucket.full_bytes, bucket.mesh, bucket.gathered_over, machine)
+    return whole - seconds_along("all_gather", 0, bucket.mesh, bucket.gathered_over, machine)
 
 
 @dataclass(frozen=True)

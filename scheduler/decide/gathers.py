@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase
-from zerofx.scheduler.cost.machine import Machine, collective_seconds
+from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.timeline import Place
+from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.decide.residency import PolicyOptions, Residency
 from zerofx.units import format_bytes, format_seconds
 
@@ -39,8 +40,8 @@ def keep_menus(
         if times[bucket] < 2 or options.keeps(bucket):
             continue
         overlapping = _overlapping_seconds(bucket, Phase.BACKWARD, seconds) if options.prefetch else 0.0
-        gather = collective_seconds("all_gather", bucket.full_bytes, bucket.num_ranks, machine)
-        reduction = collective_seconds("reduce_scatter", bucket.full_bytes, bucket.num_ranks, machine)
+        gather = seconds_along("all_gather", bucket.full_bytes, bucket.mesh, bucket.gathered_over, machine)
+        reduction = seconds_along("reduce_scatter", bucket.full_bytes, bucket.mesh, bucket.gathered_over, machine)
         if not bucket.trainable:
             reduction = 0.0
         exposed = max(0.0, gather + reduction - overlapping) - max(0.0, reduction - overlapping)
@@ -71,8 +72,9 @@ def prefetch_menu(
         units[bucket.unit] += bucket.full_bytes
     hidden = 0.0
     for residency in residencies:
-        gather = collective_seconds("all_gather", residency.bucket.full_bytes, layout.num_ranks, machine)
-        hidden += min(gather, _overlapping_seconds(residency.bucket, Phase.FORWARD, seconds))
+        bucket = residency.bucket
+        gather = seconds_along("all_gather", bucket.full_bytes, bucket.mesh, bucket.gathered_over, machine)
+        hidden += min(gather, _overlapping_seconds(bucket, Phase.FORWARD, seconds))
     largest = max(units.values(), default=0)
     return tuple(Gathering(ahead * largest, 0.0 if ahead else hidden) for ahead in range(prefetch, -1, -1))
 
@@ -84,7 +86,7 @@ def reduction_menu(
     held, hidden = 0, 0.0
     for bucket in filter(lambda bucket: bucket.trainable, layout.buckets):
         held = max(held, bucket.full_bytes + bucket.shard_bytes)
-        reduction = collective_seconds("reduce_scatter", bucket.full_bytes, bucket.num_ranks, machine)
+        reduction = seconds_along("reduce_scatter", bucket.full_bytes, bucket.mesh, bucket.gathered_over, machine)
         hidden += min(reduction, _overlapping_seconds(bucket, Phase.BACKWARD, seconds))
     return Gathering(held, 0.0), Gathering(0, hidden)
 

@@ -21,8 +21,9 @@ from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.facts import Phase
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_bodies
-from zerofx.scheduler.cost.machine import Machine, collective_seconds, copy_seconds, first_with_room
+from zerofx.scheduler.cost.machine import Machine, copy_seconds, first_with_room
 from zerofx.scheduler.cost.timeline import Place, Run, runs
+from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.plan.decisions import GradientDecision
 from zerofx.scheduler.plan.tiers import Tier
 from zerofx.units import format_bytes, format_seconds
@@ -126,7 +127,7 @@ def gradient_menus(
         overlapping = seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
         levels = [Waiting(size, 0.0)]
         if in_slices and slice_bytes(bucket) < size:
-            reduction = collective_seconds("reduce_scatter", size, bucket.num_ranks, machine)
+            reduction = seconds_along("reduce_scatter", size, bucket.mesh, bucket.gathered_over, machine)
             exposed = (num_micro_batches - 1) * max(0.0, reduction - overlapping)
             counted = exposed if stage == 1 else 0.0
             levels.append(Waiting(slice_bytes(bucket), counted, each=True, exposed_seconds=exposed))

@@ -43,8 +43,10 @@ def issued_ahead(
     places = [bodies[run[0].first] for run in together]
     issued = []
     for number, gather in ((n, gather) for n, run in enumerate(together) for gather in run):
-        # On one rank there is nothing to issue ahead: a bucket that comes from a slower tier is copied, not gathered.
-        units = min(number - places.index(places[number]), distance) if layout.num_ranks > 1 else 0
+        # Without slices nothing is issued ahead: a bucket that comes from a slower tier is copied, not gathered.
+        units = (
+            min(number - places.index(places[number]), distance) if layout.buckets[gather.bucket].num_ranks > 1 else 0
+        )
         earlier = together[number - units][0]
         hidden = f", issued {units} ahead to hide behind {layout.buckets[earlier.bucket].name}" if units else ""
         issued.append(replace(gather, issue=earlier.first, reason=gather.reason + hidden))

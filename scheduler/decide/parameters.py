@@ -57,7 +57,8 @@ def parameter_menus(
     for bucket in layout.buckets:
         size = bucket.shard_bytes
         tier = first_with_room(left, size)
-        if not size or tier is None:
+        # A slice whose parts several ranks update is put together where they can reach it.
+        if not size or tier is None or bucket.num_parts > 1:
             continue
         left[tier] -= size
         up, down = copy_seconds(size, tier, "device", machine), copy_seconds(size, "device", tier, machine)

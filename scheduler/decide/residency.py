@@ -107,10 +107,12 @@ def decide(
     or else a copy that is made here. ``each``: the buckets whose gradients are reduced in each micro-batch, with
     reasons. ``identity`` is the captured graph's, if it is known.
     """
-    sharded = stage == 3 and layout.num_ranks > 1
+    sharded = any(bucket.is_gathered(stage) for bucket in layout.buckets)
     identity = identity or identify(step)
     away = {decision.bucket for decision in parameters}
-    resident = frozenset(bucket.index for bucket in layout.buckets if not sharded and bucket.index not in away)
+    resident = frozenset(
+        bucket.index for bucket in layout.buckets if not bucket.is_gathered(stage) and bucket.index not in away
+    )
     if carried_out is not None:
         step = carried_out
     elif recomputes or tiles:
@@ -123,6 +125,8 @@ def decide(
     return Plan(
         stage=stage,
         num_ranks=layout.num_ranks,
+        replicate=layout.mesh.replicate,
+        model=layout.mesh.model,
         precision=precision,
         machine=machine,
         graph=identity.fingerprint,
@@ -164,6 +168,8 @@ def summarise(bucket: Bucket) -> BucketSummary:
         shard_numel=bucket.shard_numel,
         dtype=str(bucket.dtype),
         compute_dtype=str(bucket.compute_dtype),
+        gathered_over=bucket.gathered_over,
+        states_over=bucket.states_over,
     )
 
 

@@ -76,7 +76,7 @@ def state_menus(
     for bucket in layout.buckets:
         num_bytes = state_bytes.get(bucket.index, 0)
         if num_bytes:
-            local = bucket.shard_numel if stage >= 1 else bucket.numel
+            local = bucket.updated_numel(stage)
             overlapping = 0.0 if clipped else seconds.get((bucket.unit, Phase.BACKWARD), 0.0)
             ways[bucket] = [
                 _off_the_device(bucket, num_bytes, local, overlapping, tier, machine, clipped=clipped) for tier in tiers
@@ -157,7 +157,7 @@ def delayed_placements(layout: BucketLayout, state_bytes: Mapping[int, int], sta
     for bucket in layout.buckets:
         if not bucket.trainable:
             continue
-        local = bucket.shard_numel if stage >= 1 else bucket.numel
+        local = bucket.updated_numel(stage)
         num_bytes = state_bytes.get(bucket.index, 0)
         master = 0 if bucket.has_master else local * bucket.dtype.itemsize
         handed_over = (2 if bucket.has_master else 1) * local * bucket.compute_dtype.itemsize

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from zerofx.scheduler.plan.mesh import SHARD, Axes
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -33,7 +35,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class BucketSummary:
-    """What a plan must know of a bucket to be recognised: its name, elements and dtypes."""
+    """What a plan must know of a bucket to be recognised: its name, elements, dtypes, and the axes that it is cut along
+    (``zerofx/ir/buckets.py``)."""
 
     name: str
     group: int | None
@@ -41,6 +44,8 @@ class BucketSummary:
     shard_numel: int
     dtype: str
     compute_dtype: str
+    gathered_over: Axes = SHARD
+    states_over: Axes = SHARD
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from zerofx.errors import PlanError
+from zerofx.scheduler.plan.mesh import SHARD
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -21,18 +22,23 @@ _FORMAT = 1
 # Entries that a plan has only where they say something.
 _LEFT_OUT: dict[str, Any] = {
     "wire": "exact", "ranks_per_node": None, "wires": (), "pieces": (), "max_grad_norm": None, "loss_scaled": False,
+    "replicate": 1, "model": 1,
 }  # fmt: skip
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
     """All that a plan holds, as dicts, but for what most plans say nothing of: the wire, pieces, clipping, scaling,
-    what tiles are of, where gathered sums are awaited, what is reduced in each micro-batch."""
+    axes of the mesh, what tiles are of, where gathered sums are awaited, what is reduced in each micro-batch."""
     data = asdict(plan)
     for reduce in data["reduces"]:
         if reduce["gathered_after"] == "":
             del reduce["gathered_after"]
         if not reduce["earlier"]:
             del reduce["earlier"]
+    for bucket in data["buckets"]:
+        for name in ("gathered_over", "states_over"):
+            if bucket[name] == SHARD:
+                del bucket[name]
     for tile in data["tiles"]:
         if tile["over"] == "rows":
             del tile["over"]

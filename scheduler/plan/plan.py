@@ -24,6 +24,7 @@ from zerofx.scheduler.plan.decisions import (
 )
 from zerofx.scheduler.plan.facts import BucketSummary, GraphSummary, Prediction
 from zerofx.scheduler.plan.json_format import as_data, read_plan, to_text
+from zerofx.scheduler.plan.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Plan:
     ``max_grad_norm`` is what the norm of all gradients is clipped to, None for gradients as they are. ``loss_scaled``:
     whether they are of a loss that is multiplied by a scale, and looked at before the first update. ``wire`` is what
     the plan was free to send (``"exact"``, or one of ``zerofx.ir.op_kernels.quantise.ENCODINGS``), and
-    ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan.
+    ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan. ``replicate`` and ``model`` are
+    the ranks on those axes of the mesh; ``num_ranks`` are all there are.
     """
 
     stage: int
@@ -66,6 +68,8 @@ class Plan:
     wire: str = "exact"
     ranks_per_node: int | None = None
     wires: tuple[WireDecision, ...] = ()
+    replicate: int = 1
+    model: int = 1
     prediction: Prediction | None = field(default=None, compare=False)
     summary: GraphSummary | None = field(default=None, compare=False)
 
@@ -86,9 +90,14 @@ class Plan:
         return self.max_grad_norm is not None or self.loss_scaled
 
     @property
+    def mesh(self) -> Mesh:
+        """The ranks that the plan is for."""
+        return Mesh(self.replicate, self.num_ranks // (self.replicate * self.model), self.model)
+
+    @property
     def gathers_parameters(self) -> bool:
-        """Whether parameters are sharded: stage 3 on more than one rank."""
-        return self.stage == 3 and self.num_ranks > 1
+        """Whether parameters are sharded: stage 3 on more than one rank that does not only replicate."""
+        return self.stage == 3 and self.num_ranks > self.replicate
 
     @property
     def has_residencies(self) -> bool:

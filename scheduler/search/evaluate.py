@@ -76,7 +76,7 @@ def simulate_step(
     """
     costs, machine, fused = target.costs, target.machine, target.compiles_regions
     measured = costs.of_nodes(regions_of(instructions), machine) if costs is not None else None
-    simulation = simulate(step, machine, layout.num_ranks, on_cpu=target.on_cpu, fused=fused, measured=measured)
+    simulation = simulate(step, machine, layout.mesh, on_cpu=target.on_cpu, fused=fused, measured=measured)
     if fused:
         live = _live_when_compiled(simulation.live, step, instructions, target)
         simulation = replace(simulation, live=live)

@@ -96,7 +96,7 @@ Item = Activations | Keeping | Prefetching | Awaiting | States | Parameters | Ac
 def items_of(question: Question, leaning: Leaning) -> list[Item]:
     """All that can be decided, in a fixed order."""
     items: list[Item] = list(_activations(question, leaning))
-    if question.stage == 3 and question.layout.num_ranks > 1:
+    if any(bucket.is_gathered(question.stage) for bucket in question.layout.buckets):
         asked, seconds = question.asked, question.captured.seconds_of_one
         gathered = residencies(question.captured.tiled, question.layout, asked)
         items += [

@@ -175,7 +175,7 @@ class Problem:
         num_bytes = {}
         for index, program in self.rehearsal.programs.items():
             bucket = self.layout.buckets[index]
-            local = bucket.shard_numel if self.options.stage >= 1 else bucket.numel
+            local = bucket.updated_numel(self.options.stage)
             master = bucket.dtype.itemsize if bucket.has_master else 0
             num_bytes[index] = local * (master + sum(state.dtype.itemsize for state in program.states))
         return num_bytes

@@ -27,6 +27,7 @@ from zerofx.scheduler.analysis.slices import Slices, named_slices
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.evaluate import Rehearsal
 from zerofx.scheduler.search.target import Target
@@ -247,6 +248,7 @@ def prepare(
     *,
     stage: int = 3,
     num_ranks: int = 2,
+    mesh: Mesh | None = None,
     prefetch: int = 1,
     keep: tuple[str, ...] | str = (),
     optimizer: torch.optim.Optimizer | None = None,
@@ -274,7 +276,7 @@ def prepare(
     groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
     slice_parameters(step, named_slices(step, slices or {}))
     accumulate(step, num_micro_batches, taken.divided_names())
-    layout = layout_of(step, groups, num_ranks, block)
+    layout = layout_of(step, groups, mesh or Mesh(shard=num_ranks), block)
     binding = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False)
     programs = binding.programs(None, binding.held(dict(model.named_parameters())))
     plan = decide(

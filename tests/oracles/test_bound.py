@@ -34,6 +34,7 @@ from zerofx.scheduler.cost.simulate import predict, simulate
 from zerofx.scheduler.decide.activations import Segment, segments
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.plan.decisions import OffloadDecision, RecomputeDecision
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.bound import Exchange, bound, convex_hull, least_seconds_to_free, with_least_seconds
 from zerofx.scheduler.search.graph_facts import Captured
@@ -102,7 +103,7 @@ class Case:
         simplify(step)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
-        layout = layout_of(step, groups, num_ranks)
+        layout = layout_of(step, groups, Mesh(shard=num_ranks))
         programs = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False).programs(None)
         return Case(step, layout, dict(programs), stage)
 
@@ -116,7 +117,7 @@ class Case:
             pieces=Captured(self.step, MACHINE).pieces_without(set(dropped)),
         )  # fmt: skip
         done = self.carry_out(made)
-        prediction = predict(done, made, self.layout, simulate(done, MACHINE, self.layout.num_ranks, on_cpu=True))
+        prediction = predict(done, made, self.layout, simulate(done, MACHINE, self.layout.mesh, on_cpu=True))
         return made.with_prediction(prediction)
 
     def carry_out(self, made: Plan) -> StepGraph:

@@ -37,6 +37,7 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.simulate import predict, simulate
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.plan.facts import Prediction
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.evaluate import Rehearsal
 from zerofx.scheduler.search.graph_facts import Captured
@@ -207,7 +208,7 @@ def recomputed(step: StepGraph, plan: Plan) -> StepGraph:
 
 def fitted(step: StepGraph, machine: Machine, budget: int) -> Plan | None:
     """The planner's plan for a step without parameters' passes, or None where it finds none."""
-    layout = BucketLayout((), 1)
+    layout = BucketLayout((), Mesh())
     question = Question(Captured(step, machine), layout, 0, None, budget, recompute=True)
     rehearsal = WithoutParameters(step, layout, {}, target(machine))
     work = Prepared(
@@ -229,7 +230,7 @@ class WithoutParameters(Rehearsal):
 
     def predicted(self, plan: Plan) -> Prediction:
         copy = recomputed(self.captured, plan)
-        return predict(copy, plan, self.layout, simulate(copy, self.target.machine, 1, on_cpu=False))
+        return predict(copy, plan, self.layout, simulate(copy, self.target.machine, Mesh(), on_cpu=False))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,7 @@ def fill_training(source: Source, training: Training, *, optimizer: bool = True)
     """Give all buckets their values, with the optimizer's states or without. Collective."""
     for bucket, held in training.buckets():
         _fill_stored(source, training, bucket, held)
-        training.state.complete(held)
+        training.state.complete(bucket, held)
         if bucket.trainable and optimizer:
             _fill_states(source, training, bucket, held)
 

@@ -38,12 +38,14 @@ class Training:
 
     def owned(self, bucket: Bucket) -> tuple[int, int]:
         """The first element of a bucket that this rank writes, and the one after the last."""
-        first = self.control.rank * bucket.shard_numel
-        return first, first + bucket.shard_numel
+        return bucket.owned(self.control.rank)
 
     def held(self, bucket: Bucket) -> tuple[int, int]:
         """The first element that this rank has of what a bucket stores, and the one after the last."""
-        return self.owned(bucket) if self.state.sharded else (0, bucket.numel)
+        if not bucket.is_cut(self.state.stage):
+            return 0, bucket.numel
+        first = bucket.first_of_part(self.control.rank)
+        return first, first + bucket.part_numel
 
 
 @dataclass(frozen=True)

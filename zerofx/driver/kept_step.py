@@ -20,6 +20,7 @@ from zerofx.ir.serialise import decoded, decoded_constant, encoded, encoded_cons
 from zerofx.lowering.load import StepProgram
 from zerofx.runtime.state.arguments import StepArguments
 from zerofx.scheduler.cost.liveness import MemoryEvent
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import RegionMemory
 from zerofx.torch_private.capture import fake_mode
@@ -70,7 +71,7 @@ class KeptStep:
         return json.dumps({
             "plan": self.plan_text,
             "decisions_hash": self.decisions_hash,
-            "layout": [self.layout.num_ranks, [bucket_data(bucket) for bucket in self.layout.buckets]],
+            "layout": layout_data(self.layout),
             "gradients": self.gradients,
             "variant": self.variant,
             "memory": _memory_data(self.memory),
@@ -110,13 +111,12 @@ class KeptStep:
             {name: decoded_constant(*constant) for name, constant in data["constants"].items()},
             data["num_micro_batches"],
         )
-        num_ranks, buckets = data["layout"]
         return KeptStep(
             StepProgram(
                 Plan.from_json(data["plan"]), EmittedStep("", file.functions, file), arguments, regions,
                 data["num_regions"], torch.device(data["device"]), NOTHING_ELSE,
             ),
-            data["plan"], data["decisions_hash"], BucketLayout(tuple(map(bucket_of, buckets)), num_ranks),
+            data["plan"], data["decisions_hash"], read_layout(data["layout"]),
             tuple(data["gradients"]), data["variant"], _memory(data["memory"]), _memory(data["measured"]),
         )  # fmt: skip
 
@@ -129,18 +129,30 @@ def _memory(data: Mapping[str, list[list[Any]]]) -> RegionMemory:
     return {key: tuple(MemoryEvent(*event) for event in events) for key, events in data.items()}
 
 
-def bucket_data(bucket: Bucket) -> list[Any]:
-    """A bucket as JSON has it."""
+def layout_data(layout: BucketLayout) -> list[Any]:
+    """Buckets, and the axes of the mesh that they are for, as JSON has them."""
+    mesh = layout.mesh
+    return [[mesh.replicate, mesh.shard, mesh.model], [_bucket_data(bucket) for bucket in layout.buckets]]
+
+
+def read_layout(data: list[Any]) -> BucketLayout:
+    """What ``layout_data`` was given."""
+    mesh = Mesh(*data[0])
+    return BucketLayout(tuple(_bucket_of(bucket, mesh) for bucket in data[1]), mesh)
+
+
+def _bucket_data(bucket: Bucket) -> list[Any]:
     slots = [
         [slot.name, slot.shape, slot.stride, slot.offset, slot.numel, slot.whole, slot.first_row, slot.is_complex]
         for slot in bucket.slots
     ]
     dtypes = [encoded(bucket.dtype), encoded(bucket.compute_dtype)]
-    return [bucket.index, bucket.name, bucket.unit, bucket.group, *dtypes, slots, bucket.shard_numel, bucket.num_ranks]
+    axes = [bucket.gathered_over, bucket.states_over, bucket.crossed_over]
+    return [bucket.index, bucket.name, bucket.unit, bucket.group, *dtypes, slots, bucket.shard_numel, axes]
 
 
-def bucket_of(data: list[Any]) -> Bucket:
-    """What ``bucket_data`` was given."""
-    index, name, unit, group, dtype, compute_dtype, slots, shard_numel, num_ranks = data
+def _bucket_of(data: list[Any], mesh: Mesh) -> Bucket:
+    index, name, unit, group, dtype, compute_dtype, slots, shard_numel, axes = data
     of_bucket = tuple(Slot(source, tuple(shape), tuple(stride), *rest) for source, shape, stride, *rest in slots)
-    return Bucket(index, name, unit, group, decoded(dtype), decoded(compute_dtype), of_bucket, shard_numel, num_ranks)
+    dtypes = decoded(dtype), decoded(compute_dtype)
+    return Bucket(index, name, unit, group, *dtypes, of_bucket, shard_numel, mesh, *map(tuple, axes))

@@ -25,6 +25,7 @@ from zerofx.errors import UsageError, working
 from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
 from zerofx.lowering.lower import LoweredStep
+from zerofx.meshes import mesh_for
 from zerofx.options import Backend, CompileOptions, PlanOptions, Precision, check_names, check_options
 from zerofx.pipeline import check_disabled
 from zerofx.progress import watched
@@ -33,6 +34,7 @@ from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.runtime.state.optimizer import group_of_parameters
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import matmul_seconds_at_peak
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.planner import make_plan
 from zerofx.scheduler.search.target import Target
@@ -110,7 +112,7 @@ def plan(
     batch: tuple[Any, ...] | Mapping[str, Any],
     stage: int = 3,
     *,
-    world_size: int = 1,
+    world_size: int | None = None,
     **options: Unpack[PlanOptions],
 ) -> PlannedStep:
     """Plan a training step without hardware.
@@ -122,23 +124,23 @@ def plan(
         batch: one rank's batch of one step: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors
             will do.
         stage: as for ``zerofx.compile``.
-        world_size: number of ranks.
+        world_size: number of ranks; None for those of ``mesh``, or one.
         options: ``machine``, a ``Machine`` or the name of a built-in one, by default ``"h100-sxm"``, and as for
             ``zerofx.compile`` ``loss_fn``, ``forward``, ``constant`` (what it names needs values), ``memory_budget``,
             ``host_budget``, ``recompute``, ``offload``, ``tile``, ``accumulate``, ``delayed_update``, ``precision``,
-            ``backend``, ``prefetch``, ``keep_gathered``, ``wire``, ``max_grad_norm`` and ``loss_scale``. What a
-            compiled region holds inside is estimated (``scheduler/cost/fusion.py``), an eager one is simulated node by
-            node, to the byte. Times are those of single operators either way.
+            ``backend``, ``prefetch``, ``keep_gathered``, ``wire``, ``max_grad_norm``, ``loss_scale`` and ``mesh``.
+            What a compiled region holds inside is estimated (``scheduler/cost/fusion.py``), an eager one is simulated
+            node by node, to the byte. Times are those of single operators either way.
 
     Raises:
         ZeroFXError: as ``zerofx.compile`` would.
     """
-    check_world_size(world_size)
     check_names(options, PlanOptions, "plan")
     options.setdefault("machine", "h100-sxm")
     checked = check_options(stage=stage, **options)
+    mesh = planned_mesh(checked, world_size)
     with working("plan a step"):
-        return plan_captured(capture_for_plans(model, optimizer, batch, checked), world_size)
+        return plan_captured(capture_for_plans(model, optimizer, batch, checked), mesh)
 
 
 @dataclass(frozen=True)
@@ -154,14 +156,17 @@ class CapturedStep:
         return self.request.machine
 
 
-def check_world_size(world_size: int) -> None:
-    """Check a number of ranks.
+def planned_mesh(options: CompileOptions, world_size: int | None) -> Mesh:
+    """The mesh to plan for: that of the options, or ``world_size`` ranks along ``shard``, or one.
 
     Raises:
-        UsageError: it is below 1.
+        UsageError: ``world_size`` is below 1, or not the mesh's.
     """
+    if world_size is None:
+        return options.mesh or Mesh()
     if world_size < 1:
         raise UsageError(f"expected a world_size of at least 1, found {world_size}")
+    return mesh_for(options.mesh, world_size)
 
 
 def capture_for_plans(
@@ -181,7 +186,7 @@ def capture_for_plans(
     check_disabled(settings)
     taken = batch_to_capture(model, batch, options)
     assert options.machine is not None, "plans are made for a machine that is named"
-    request = Request(model, optimizer, taken, options, settings, 1, options.machine, verbose)
+    request = Request(model, optimizer, taken, options, settings, Mesh(), options.machine, verbose)
     captures = _captures(model, taken, options, settings, verbose=verbose)
     with watched("capturing the model", show=verbose), collecting_recent_garbage_only():
         captured = captures.first
@@ -244,20 +249,20 @@ def batch_to_capture(model: nn.Module, batch: tuple[Any, ...] | Mapping[str, Any
     return ConstantArguments(options.constant, model, options.objective.forward).of(taken)
 
 
-def plan_captured(captured: CapturedStep, world_size: int, *, verbose: bool = True) -> PlannedStep:
-    """Plan a captured step for ``world_size`` ranks; ``verbose``: show how long it takes, and what was decided.
+def plan_captured(captured: CapturedStep, mesh: Mesh, *, verbose: bool = True) -> PlannedStep:
+    """Plan a captured step for the ranks of ``mesh``; ``verbose``: show how long it takes, and what was decided.
 
     Raises:
         MemoryBudgetError: no plan fits the memory budget among the options.
         OptimizerError: the optimizer cannot be run on flat shards.
     """
     with collecting_recent_garbage_only():
-        return _planned(captured, world_size, verbose=verbose)
+        return _planned(captured, mesh, verbose=verbose)
 
 
-def _planned(captured: CapturedStep, world_size: int, *, verbose: bool) -> PlannedStep:
-    options, machine = captured.request.options, captured.machine.for_ranks(world_size)
-    request = replace(captured.request, num_ranks=world_size, machine=machine, verbose=verbose)
+def _planned(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedStep:
+    options, machine = captured.request.options, captured.machine.for_ranks(mesh.num_ranks)
+    request = replace(captured.request, mesh=mesh, machine=machine, verbose=verbose)
     prepared = prepare(request, captured.captures)
     target = Target.of(
         machine, options, request.settings, prepared.captured.device, on_cpu=machine.is_cpu, verbose=verbose

@@ -21,13 +21,14 @@ from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.runtime.state.state import TrainingState
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.search.stages.parameter_slices import slices_asked, slices_of
 from zerofx.settings import Settings
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for: a step of this model, optimizer and batch, for a number of ranks of a machine.
+    """What is asked for: a step of this model, optimizer and batch, for the ranks of a mesh on a machine.
 
     ``verbose``: whether this rank shows how long it takes.
     """
@@ -37,9 +38,14 @@ class Request:
     batch: Batch
     options: CompileOptions
     settings: Settings
-    num_ranks: int
+    mesh: Mesh
     machine: Machine
     verbose: bool
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks."""
+        return self.mesh.num_ranks
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,7 @@ def _laid_out(
 ) -> Prepared:
     """A model's first step: its parameters in buckets, and the update of each."""
     options, captured = request.options, captures.first
-    layout = layout_of(captured, groups, request.num_ranks, options.block)
+    layout = layout_of(captured, groups, request.mesh, options.block)
     check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
     binding = OptimizerBinding(request.optimizer, layout, captured.device, prefer_fused=options.compiles_regions)
     binding.programs(None, binding.held(dict(request.model.named_parameters())))

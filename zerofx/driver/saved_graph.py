@@ -18,7 +18,7 @@ from torch import fx, nn
 from zerofx.disk.cache import MALFORMED
 from zerofx.disk.own_files import write_text
 from zerofx.driver.captures import Captures
-from zerofx.driver.kept_step import bucket_data, bucket_of
+from zerofx.driver.kept_step import layout_data, read_layout
 from zerofx.errors import UsageError
 from zerofx.ir.buckets import BucketLayout, layout_of
 from zerofx.ir.facts import (
@@ -48,9 +48,10 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.optimizers.program import ScalarStateSpec, StateSpec
 from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.torch_private.capture import fake_mode
 
-_FORMAT = 1
+_FORMAT = 2
 _NAMESPACES = TORCH_NAMESPACES | {OWN_NAMESPACE}
 
 
@@ -82,7 +83,7 @@ class SavedGraph:
         step = captures.as_captured(num)
         step.guarded = captures.guarded
         groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
-        layout = layout_of(step, groups, 1)
+        layout = layout_of(step, groups, Mesh())
         programs = OptimizerBinding(optimizer, layout, step.device, prefer_fused=prefer_fused).programs(None)
         update_of = {slot.name: program for index, program in programs.items() for slot in layout.buckets[index].slots}
         try:
@@ -142,7 +143,7 @@ class SavedGraph:
             "programs": [_program_data(element) for element in programs],
             "program_of": {name: place[id(item)] for name, item in self.programs.items()},
             "divided": sorted(self.divided),
-            "layout": None if layout is None else [layout.num_ranks, list(map(bucket_data, layout.buckets))],
+            "layout": None if layout is None else layout_data(layout),
         })  # fmt: skip
 
 
@@ -175,7 +176,7 @@ def _read(text: str) -> SavedGraph:
         data["groups"],
         {name: programs[number] for name, number in data["program_of"].items()},
         frozenset(data["divided"]),
-        None if layout is None else BucketLayout(tuple(map(bucket_of, layout[1])), layout[0]),
+        None if layout is None else read_layout(layout),
     )
 
 

@@ -1,8 +1,13 @@
 """Flat buckets: which parameters are gathered, reduced and updated together, and each one's place in its buffer.
 
-A bucket is one flat buffer. Its parameters lie in it in registration order, each at a 64-byte boundary (torch's own
+A bucket is one flat buffer. On a mesh it is cut along axes, one inside the other: parameters and gradients along
+``gathered_over``, what the optimizer updates along ``states_over``, which begins with those. What is cut along
+``("shard", "replicate")`` is in slices along ``shard`` first, each of which is in parts along ``replicate``. Axes with
+one rank cut nothing.
+
+A bucket's parameters lie in it in registration order, each at a 64-byte boundary (torch's own
 allocation alignment, so kernels see the addresses they would see without zerofx, and choose the same code path). The
-buffer is padded so that all ranks hold equal contiguous slices, again at 64-byte boundaries.
+buffer is padded so that all ranks hold equal contiguous slices, and parts of slices, again at 64-byte boundaries.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import torch
 
 from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import ParameterInfo, StepGraph
+from zerofx.scheduler.plan.mesh import SHARD, Axes, Mesh
 from zerofx.scheduler.plan.units import unit_of
 
 ALIGNMENT_BYTES = 64
@@ -72,7 +78,8 @@ class Bucket:
 
     ``group`` is the index of the optimizer's param group, or None for parameters that are not trained (frozen, or
     without a gradient in this model). ``dtype`` is that of the stored (master) values, ``compute_dtype`` that of the
-    gathered ones.
+    gathered ones. Gradients are summed along ``gathered_over`` and then along ``crossed_over``; on both, ranks have
+    their own samples, or the axis is one of those whose ranks have parts of one gradient.
     """
 
     index: int
@@ -83,7 +90,58 @@ class Bucket:
     compute_dtype: torch.dtype
     slots: tuple[Slot, ...]
     shard_numel: int
-    num_ranks: int
+    mesh: Mesh
+    gathered_over: Axes = SHARD
+    states_over: Axes = SHARD
+    crossed_over: Axes = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Slices that parameters and gradients are cut into: the ranks along ``gathered_over``."""
+        return self.mesh.size(self.gathered_over)
+
+    @property
+    def parts_over(self) -> Axes:
+        """The axes along which a slice of the parameters is cut into parts for the optimizer."""
+        return self.states_over[len(self.gathered_over) :]
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a slice, of which the optimizer updates one."""
+        return self.mesh.size(self.parts_over)
+
+    @property
+    def part_numel(self) -> int:
+        """Elements of what one rank updates of a bucket whose states are cut: of a slice, or a part of one."""
+        return self.shard_numel // self.num_parts
+
+    def first_of_slice(self, rank: int) -> int:
+        """The first element of a rank's slice of the parameters."""
+        return self.mesh.index(rank, self.gathered_over) * self.shard_numel
+
+    def first_of_part(self, rank: int) -> int:
+        """The first element of what a rank updates where states are cut."""
+        return self.mesh.index(rank, self.states_over) * self.part_numel
+
+    def owned(self, rank: int) -> tuple[int, int]:
+        """The first element that no other rank has to answer for, and the one after the last: ranks share a bucket
+        along all axes that its gradients are summed along, whatever is cut."""
+        axes = (*self.gathered_over, *self.crossed_over)
+        each = self.numel // self.mesh.size(axes)
+        first = self.mesh.index(rank, axes) * each
+        return first, first + each
+
+    def is_gathered(self, stage: int) -> bool:
+        """Whether ranks keep slices of its parameters, which are gathered for each use."""
+        return stage == 3 and self.num_ranks > 1
+
+    def is_cut(self, stage: int) -> bool:
+        """Whether a rank updates a part of it, not all."""
+        return stage >= 1 and self.num_ranks * self.num_parts > 1
+
+    def updated_numel(self, stage: int) -> int:
+        """Elements that a rank updates."""
+        return self.part_numel if stage >= 1 else self.numel
 
     @property
     def numel(self) -> int:
@@ -134,10 +192,23 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """All buckets of a model for a number of ranks."""
+    """All buckets of a model for the ranks of a mesh."""
 
     buckets: tuple[Bucket, ...]
-    num_ranks: int
+    mesh: Mesh
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks."""
+        return self.mesh.num_ranks
+
+    @property
+    def groups(self) -> tuple[Axes, ...]:
+        """The axes that the collectives of a step run over, without those of one rank, in an order of their own."""
+        sets = {self.mesh.world}
+        for bucket in self.buckets:
+            sets |= {bucket.mesh.occupied(axes) for axes in (bucket.gathered_over, bucket.crossed_over)} - {()}
+        return tuple(sorted(sets))
 
     @property
     def has_slices(self) -> bool:
@@ -153,7 +224,7 @@ class BucketLayout:
         raise KeyError(name)
 
 
-def layout_of(step: StepGraph, groups: Mapping[str, int], num_ranks: int, block: int = 1) -> BucketLayout:
+def layout_of(step: StepGraph, groups: Mapping[str, int], mesh: Mesh, block: int = 1) -> BucketLayout:
     """The buckets of a captured graph's parameters; ``groups`` and ``block`` as for ``make_layout``."""
     order = step.positions()
     first_use = {
@@ -161,7 +232,7 @@ def layout_of(step: StepGraph, groups: Mapping[str, int], num_ranks: int, block:
         for node in step.placeholders(Role.PARAMETER)
         if node.users
     }
-    return make_layout(step.parameters, groups, step.units, first_use, num_ranks, block)
+    return make_layout(step.parameters, groups, step.units, first_use, mesh, block)
 
 
 def make_layout(
@@ -169,7 +240,7 @@ def make_layout(
     groups: Mapping[str, int],
     units: Iterable[str],
     first_use: Mapping[str, int],
-    num_ranks: int,
+    mesh: Mesh,
     block: int = 1,
 ) -> BucketLayout:
     """Divide parameters into buckets.
@@ -179,7 +250,7 @@ def make_layout(
         groups: param-group index of each trained parameter, by name.
         units: repeated layers (see ``zerofx.capture.layers``).
         first_use: position in the graph of each parameter's first use; parameters that are never used are absent.
-        num_ranks: number of equal slices.
+        mesh: the ranks that slices are for.
         block: slices are a multiple of this many elements: what is quantised together must not cross a slice.
 
     A parameter outside all units goes with its neighbours in time: those that are first used between the same two
@@ -198,14 +269,19 @@ def make_layout(
         key = (unit, gap, groups.get(info.source), info.dtype, info.compute_dtype, of_slice)
         members.setdefault(key, []).append(info)
     order = sorted(members, key=lambda key: min(first_use.get(p.name, len(first_use) * 1_000) for p in members[key]))
-    buckets = []
+    buckets, crossed = [], mesh.occupied(("replicate",))
     for index, key in enumerate(order):
         unit, gap, group, dtype, compute_dtype, of_slice = key
-        slots, shard_numel = _place(members[key], compute_dtype, num_ranks, block)
+        slots, shard_numel = _place(members[key], compute_dtype, mesh.size(SHARD), mesh.size(crossed), block)
         name = of_slice or unit or _common_name([p.name for p in members[key]])
         unit = of_slice or unit or f"loose.{gap}"
-        buckets.append(Bucket(index, name, unit, group, dtype, compute_dtype, slots, shard_numel, num_ranks))
-    return BucketLayout(tuple(buckets), num_ranks)
+        buckets.append(
+            Bucket(
+                index, name, unit, group, dtype, compute_dtype, slots, shard_numel, mesh,
+                states_over=(*SHARD, *crossed), crossed_over=crossed,
+            )
+        )  # fmt: skip
+    return BucketLayout(tuple(buckets), mesh)
 
 
 def _first_use_of_units(
@@ -220,9 +296,9 @@ def _first_use_of_units(
 
 
 def _place(
-    parameters: Sequence[ParameterInfo], compute_dtype: torch.dtype, num_ranks: int, block: int
+    parameters: Sequence[ParameterInfo], compute_dtype: torch.dtype, num_slices: int, num_parts: int, block: int
 ) -> tuple[tuple[Slot, ...], int]:
-    """Slots in order, and the elements of one rank's slice."""
+    """Slots in order, and the elements of a slice of ``num_parts`` parts."""
     align = ALIGNMENT_BYTES // compute_dtype.itemsize
     slots, offset = [], 0
     for info in parameters:
@@ -239,7 +315,8 @@ def _place(
             )
         )
         offset += _round_up(info.numel, align)
-    return tuple(slots), _round_up(-(-offset // num_ranks), math.lcm(align, block))
+    part = _round_up(-(-offset // (num_slices * num_parts)), math.lcm(align, block))
+    return tuple(slots), part * num_parts
 
 
 def _dense_stride(info: ParameterInfo) -> tuple[int, ...]:

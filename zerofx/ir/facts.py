@@ -33,6 +33,7 @@ class Role(StrEnum):
     PARAMETER = "parameter"  # one tensor of the model; gone after the shard pass
     FULL = "full"  # a whole flat bucket that stays on the device
     SHARD = "shard"  # this rank's slice of a flat bucket, in the compute dtype
+    PART = "part"  # what this rank updates of a slice whose other parts other ranks update
     MASTER = "master"  # this rank's fp32 slice, where the compute dtype is lower
     STATE = "state"  # one flat optimizer state of a bucket
     DELAYED = "delayed"  # what a delayed update hands over: "grad", the gradient, and "low", the parameters' new values

@@ -11,6 +11,7 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``all_gather_into``   the same into a full buffer that exists, of which this rank's slice is already up to date
 ``reduce_scatter``    start summing a flat gradient buffer over the ranks; the result is this rank's slice
 ``reduce_scatter_into``  the same into this rank's slice of the buffer, which the result is
+                      ``over``, of these four: the axes of the mesh that its ranks are on (``ir/communicators.py``)
 ``wait``              the value of what was started; ``source`` is the buffer that it still reads until then
 ``release``           the end of a gathered bucket's residency
 ``empty_gradients``   a flat gradient buffer whose padding is zero and whose slots are still to be written
@@ -74,10 +75,15 @@ from zerofx.ir.op_kernels.value_gradients import prod_gradient as _prod_gradient
 NO_BUCKET = -1  # in the place of a bucket's index: a collective that is about all of them
 
 _library = torch.library.Library("zerofx", "DEF")  # torch unregisters the operators when this object goes
-_library.define("all_gather(Tensor shard, int bucket, int num_ranks, int more=0, *, bool in_place=False) -> Tensor")
-_library.define("all_gather_into(Tensor(a!) full, Tensor shard, int bucket) -> Tensor(a!)")
-_library.define("reduce_scatter(Tensor gradients, int bucket, int num_ranks) -> Tensor")
-_library.define("reduce_scatter_into(Tensor(a!) gradients, int bucket, int num_ranks) -> Tensor(a!)")
+_library.define(
+    "all_gather(Tensor shard, int bucket, int num_ranks, int more=0, *, bool in_place=False, str over='shard') "
+    "-> Tensor"
+)
+_library.define("all_gather_into(Tensor(a!) full, Tensor shard, int bucket, *, str over='shard') -> Tensor(a!)")
+_library.define("reduce_scatter(Tensor gradients, int bucket, int num_ranks, *, str over='shard') -> Tensor")
+_library.define(
+    "reduce_scatter_into(Tensor(a!) gradients, int bucket, int num_ranks, *, str over='shard') -> Tensor(a!)"
+)
 _library.define("wait(Tensor(a) pending, Tensor? source=None) -> Tensor(a)")
 _library.define("release(Tensor full) -> ()")
 _library.define("empty_gradients(int bucket, int numel, *, ScalarType dtype, Device device) -> Tensor")
@@ -134,20 +140,20 @@ _library.define("part(Tensor(a) whole, int[] size, int[] stride, int offset) -> 
 
 
 def _all_gather(
-    shard: torch.Tensor, bucket: int, num_ranks: int, more: int = 0, *, in_place: bool = False
+    shard: torch.Tensor, bucket: int, num_ranks: int, more: int = 0, *, in_place: bool = False, over: str = "shard"
 ) -> torch.Tensor:
     return shard.new_empty(shard.numel() * num_ranks)
 
 
-def _all_gather_into(full: torch.Tensor, shard: torch.Tensor, bucket: int) -> torch.Tensor:
+def _all_gather_into(full: torch.Tensor, shard: torch.Tensor, bucket: int, *, over: str = "shard") -> torch.Tensor:
     return full
 
 
-def _reduce_scatter(gradients: torch.Tensor, bucket: int, num_ranks: int) -> torch.Tensor:
+def _reduce_scatter(gradients: torch.Tensor, bucket: int, num_ranks: int, *, over: str = "shard") -> torch.Tensor:
     return gradients.new_empty(gradients.numel() // num_ranks)
 
 
-def _reduce_scatter_into(gradients: torch.Tensor, bucket: int, num_ranks: int) -> torch.Tensor:
+def _reduce_scatter_into(gradients: torch.Tensor, bucket: int, num_ranks: int, *, over: str = "shard") -> torch.Tensor:
     return gradients.narrow(0, 0, gradients.numel() // num_ranks)
 
 
@@ -393,7 +399,8 @@ def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:
 
 
 REDUCTIONS = frozenset({reduce_scatter, reduce_scatter_into})
-COLLECTIVES = frozenset({all_gather, all_gather_into, *REDUCTIONS, broadcast, gather_on_node, exchange})
+OVER_AXES = frozenset({all_gather, all_gather_into, *REDUCTIONS})  # which say the axes of the mesh that they run over
+COLLECTIVES = frozenset({*OVER_AXES, broadcast, gather_on_node, exchange})
 TRANSFERS = frozenset({offload, reload, copy_into})
 EVENTS = frozenset(
     {

@@ -12,8 +12,10 @@ import torch
 from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError
 from zerofx.ir.buckets import BucketLayout
 from zerofx.runtime.comm.collectives import Joint
+from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.comm.transport import Group, LostRankError, Pending, Transport
 from zerofx.runtime.tiers.tiers import Stored, Tiers
+from zerofx.scheduler.plan.mesh import Mesh
 
 T = TypeVar("T")
 
@@ -21,10 +23,11 @@ T = TypeVar("T")
 class Runtime:
     """One instance serves every step of a compiled model. Its methods are named like the operators they run."""
 
-    def __init__(self, layout: BucketLayout, transport: Transport | None, device: torch.device, tiers: Tiers) -> None:
+    def __init__(self, layout: BucketLayout, communicators: Communicators, device: torch.device, tiers: Tiers) -> None:
         self.tiers = tiers
         self._layout = layout
-        self._transport = transport
+        self._communicators = communicators
+        self._transport = communicators.world
         self._device = device
         self._scalars: Mapping[int, tuple[float, ...]] = {}
         self._agreed: Callable[[], None] | None = None
@@ -54,8 +57,12 @@ class Runtime:
 
     def close(self) -> None:
         """After the last step of all ranks: let go of what moves tensors between them."""
-        if self._transport is not None:
-            self._transport.close()
+        self._communicators.close()
+
+    @property
+    def mesh(self) -> Mesh:
+        """All ranks."""
+        return self._layout.mesh
 
     @property
     def has_communicated(self) -> bool:
@@ -89,40 +96,53 @@ class Runtime:
         return buffer
 
     def all_gather(
-        self, shard: torch.Tensor, bucket: int, num_ranks: int, more: int = 0, *, in_place: bool = False
+        self,
+        shard: torch.Tensor,
+        bucket: int,
+        num_ranks: int,
+        more: int = 0,
+        *,
+        in_place: bool = False,
+        over: str = "shard",
     ) -> Pending[torch.Tensor]:
         full = shard.new_empty(shard.numel() * num_ranks)
-        whole = self._connected().read_in_place(full, shard) if in_place else None
+        whole = self._along(over).read_in_place(full, shard) if in_place else None
         if whole is None:
-            return self.all_gather_onto(full, shard, more, bucket)
+            return self.all_gather_onto(full, shard, more, bucket, over=over)
         if not more:
-            self._start_joint()
+            self._start_joint(over)
         return Pending(whole, lambda _source: whole)
 
     def all_gather_onto(
-        self, full: torch.Tensor, shard: torch.Tensor, more: int = 0, bucket: int = -1
+        self, full: torch.Tensor, shard: torch.Tensor, more: int = 0, bucket: int = -1, *, over: str = "shard"
     ) -> Pending[torch.Tensor]:
         """``all_gather``, with the buffer that it makes."""
         if not more and not self._joint.num_parts:
-            return _told(self._connected().all_gather_into(full, shard), "gather", bucket)
+            return _told(self._along(over).all_gather_into(full, shard), "gather", bucket)
         pending = self._joint.add(full, shard)
         if not more:
-            self._start_joint()
+            self._start_joint(over)
         return _told(pending, "gather", bucket)
 
-    def _start_joint(self) -> None:
+    def _start_joint(self, over: str) -> None:
         if self._joint.num_parts:
-            self._joint.start(self._connected())
+            self._joint.start(self._along(over))
             self._joint = Joint()
 
-    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, bucket: int) -> Pending[torch.Tensor]:
-        return _told(self._connected().all_gather_into(full, shard), "gather", bucket)
+    def all_gather_into(
+        self, full: torch.Tensor, shard: torch.Tensor, bucket: int, *, over: str = "shard"
+    ) -> Pending[torch.Tensor]:
+        return _told(self._along(over).all_gather_into(full, shard), "gather", bucket)
 
-    def reduce_scatter(self, gradients: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
-        return _told(self._connected().reduce_scatter(gradients), "reduction", bucket)
+    def reduce_scatter(
+        self, gradients: torch.Tensor, bucket: int, num_ranks: int, *, over: str = "shard"
+    ) -> Pending[torch.Tensor]:
+        return _told(self._along(over).reduce_scatter(gradients), "reduction", bucket)
 
-    def reduce_scatter_into(self, gradients: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
-        return _told(self._connected().reduce_scatter(gradients, in_place=True), "reduction", bucket)
+    def reduce_scatter_into(
+        self, gradients: torch.Tensor, bucket: int, num_ranks: int, *, over: str = "shard"
+    ) -> Pending[torch.Tensor]:
+        return _told(self._along(over).reduce_scatter(gradients, in_place=True), "reduction", bucket)
 
     def gather_on_node(self, part: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
         return _told(
@@ -207,6 +227,11 @@ class Runtime:
             transport.broadcast(buffers)
         except LostRankError as error:
             raise LostRankError(f"{error} (awaited in the broadcast of buffers)") from error
+
+    def _along(self, axes: str) -> Transport:
+        """The transport between this rank's group along some axes of the mesh."""
+        self._connected()
+        return self._communicators.over(axes)
 
     def _connected(self) -> Transport:
         assert self._transport is not None, "a step for one rank has no collectives"

@@ -10,6 +10,7 @@ import torch
 from zerofx.capture.counted import total_of
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
+from zerofx.ir.communicators import written
 from zerofx.ir.ops import NO_BUCKET
 from zerofx.runtime.executor import Runtime
 
@@ -91,9 +92,10 @@ def _joined(batches: Sequence[Batch]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return first.rebuild(tuple(tensors))
 
 
-def count_all(batch: Batch, runtime: Runtime, num_ranks: int) -> None:
+def count_all(batch: Batch, runtime: Runtime) -> None:
     """Let a batch that counts the terms of its loss know those of all ranks. Collective, where it does."""
     total = total_of(batch)
-    if total is not None and num_ranks > 1:
-        pending = runtime.all_gather(total.reshape(1), NO_BUCKET, num_ranks)
+    if total is not None and runtime.mesh.num_ranks > 1:
+        axes = written(runtime.mesh.world)
+        pending = runtime.all_gather(total.reshape(1), NO_BUCKET, runtime.mesh.num_ranks, over=axes)
         total.copy_(runtime.wait(pending).sum())

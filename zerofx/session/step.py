@@ -135,7 +135,7 @@ class Step(Checkpointed):
         try:
             taken.runtime.begin(advance.values, agreed)
             with torch.no_grad():
-                count_all(batch, taken.runtime, self._control.num_ranks)
+                count_all(batch, taken.runtime)
                 state = taken.tensors(compiled.arguments)
                 given = (taken.runtime, state, batch_tensors(compiled.arguments, batch, self.options.compute_dtype))
                 if self._meter is None:

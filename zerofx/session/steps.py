@@ -27,6 +27,7 @@ from zerofx.driver.prepared import Request
 from zerofx.errors import UsageError, ZeroFXError, warn
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep, load_step, read_edited
+from zerofx.meshes import mesh_for
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.cuda_graphs.obstacles import machine_obstacle, step_obstacle
@@ -62,6 +63,7 @@ class Steps:
     ) -> None:
         self._model, self._optimizer, self._life, self._owner = model, optimizer, life, owner
         self.options, self._settings, self._control = options, settings, life.control
+        self._mesh = mesh_for(options.mesh, life.control.num_ranks)
         self.shapes = Shapes(options.max_shapes)
         self.taken: TakenOver | None = None
         self.tiers: Tiers | None = None
@@ -140,7 +142,7 @@ class Steps:
             # A capture has the same device.
             machine = self.machine or machine_at_hand(tracing_device(self._model, batch), self.options, self._control)
             request = Request(
-                self._model, self._optimizer, batch, self.options, self._settings, self._control.num_ranks, machine,
+                self._model, self._optimizer, batch, self.options, self._settings, self._mesh, machine,
                 verbose=self._control.rank == 0,
             )  # fmt: skip
             built = build_step(request, self.taken.earlier if self.taken is not None else None, self._control)

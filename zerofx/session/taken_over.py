@@ -19,6 +19,7 @@ from zerofx.errors import warn
 from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.collectives import make_transport
+from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.executor import Runtime
 from zerofx.runtime.measure.measure import persistent_bytes
 from zerofx.runtime.state.arguments import StepArguments, state_tensors
@@ -64,11 +65,12 @@ class TakenOver:
             )
             if transport is not None:
                 control.on_failure(transport.abort)
-            self.state = TrainingState(model, built.layout, options.stage, transport, tiers)
-            weights = values.source(self.state.parameters, device, transport)
+            communicators = Communicators(transport, built.layout.mesh, built.layout.groups)
+            self.state = TrainingState(model, built.layout, options.stage, communicators, tiers)
+            weights = values.source(self.state.parameters, device, communicators)
             with becoming_real(model):
                 self.state.take_over(weights, compiled.plan)
-        self.runtime = Runtime(built.layout, transport, device, tiers)
+        self.runtime = Runtime(built.layout, communicators, device, tiers)
         if self.runtime.notice:
             warn(self.runtime.notice)
         self.optimizer_state = OptimizerState(built.binding, self.state, control)

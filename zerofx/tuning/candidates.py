@@ -46,7 +46,7 @@ class Planner:
             MemoryBudgetError: none of them fits.
         """
         candidates: list[Candidate] = []
-        for variation in variations(self._request.options, self._request.num_ranks):
+        for variation in variations(self._request.options, self._request.mesh):
             candidates.append(self._judged(self._candidate(variation, None), candidates))
         if not any(candidate.is_open for candidate in candidates):
             raise MemoryBudgetError(
@@ -74,7 +74,7 @@ class Planner:
         costs = MeasuredCosts.of(seconds, regions, self.target.machine, transfers, self._request.num_ranks)
         known = list(candidates)
         if self.budget is not None:  # without one, nothing of a plan depends on costs
-            for variation in variations(self._request.options, self._request.num_ranks):
+            for variation in variations(self._request.options, self._request.mesh):
                 candidate = self._candidate(variation, costs)
                 if candidate.plan is not None and not self._judged(candidate, known).outcome:
                     known.append(replace(candidate, name=f"{candidate.name}, corrected"))

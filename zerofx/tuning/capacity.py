@@ -21,12 +21,13 @@ from zerofx.driver.plan_only import (
     CapturedStep,
     PlannedStep,
     capture_for_plans,
-    check_world_size,
     plan_captured,
+    planned_mesh,
 )
 from zerofx.errors import MemoryBudgetError, UsageError
 from zerofx.options import CompileOptions, PlanOptions, check_names, check_options
 from zerofx.progress import watched
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.search.problem import BudgetMissedError
 from zerofx.units import format_bytes
 
@@ -80,7 +81,7 @@ def largest_micro_batch(
     stage: int = 3,
     *,
     limit: int = 4096,
-    world_size: int = 1,
+    world_size: int | None = None,
     **plan_options: Unpack[PlanOptions],
 ) -> SearchResult:
     """The most samples that one rank can take in one step.
@@ -90,7 +91,7 @@ def largest_micro_batch(
             called once for each n that is tried.
         model, optimizer, stage: as for ``zerofx.plan``.
         limit: where to stop: nothing above it is tried.
-        world_size: number of ranks.
+        world_size: number of ranks; None for those of ``mesh``, or one.
         plan_options: other keywords of ``zerofx.plan``. ``memory_budget`` is what must hold the peak; without one it is
             the device's memory. With ``recompute="auto"`` a batch fits if it does with values computed again.
 
@@ -100,13 +101,13 @@ def largest_micro_batch(
     """
     if plan_options.get("accumulate", 1) != 1:
         raise UsageError("expected no accumulate for largest_micro_batch, which looks for the size of one micro-batch")
-    check_world_size(world_size)
     _check_limit(limit)
     options = _options(stage, plan_options, "largest_micro_batch")
+    mesh = planned_mesh(options, world_size)
 
     def attempt(samples: int) -> PlannedStep:
         return plan_captured(
-            capture_for_plans(model, optimizer, make_batch(samples), options, verbose=False), world_size, verbose=False
+            capture_for_plans(model, optimizer, make_batch(samples), options, verbose=False), mesh, verbose=False
         )
 
     with _Trials("micro-batch", attempt).watched() as trials:
@@ -151,12 +152,16 @@ def smallest_world(
     """
     if "world_size" in plan_options:
         raise UsageError("expected no world_size for smallest_world, which looks for it: give it to zerofx.plan")
+    if plan_options.get("mesh") is not None:
+        raise UsageError(
+            "expected no mesh for smallest_world, which looks for a number of ranks along shard: give it to zerofx.plan"
+        )
     _check_limit(limit)
     captured = capture_for_plans(model, optimizer, batch, _options(stage, plan_options, "smallest_world"))
     node = captured.machine.ranks_per_node
 
     def attempt(ranks: int) -> PlannedStep:
-        return plan_captured(captured, ranks, verbose=False)
+        return plan_captured(captured, Mesh(shard=ranks), verbose=False)
 
     with _Trials("ranks", attempt).watched() as trials:
         missed = 0

@@ -32,6 +32,7 @@ from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.ir.batch import Batch
 from zerofx.lowering.lower import lower
+from zerofx.meshes import mesh_for
 from zerofx.options import CompileOptions, TuneOptions, check_names, check_options
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
@@ -175,8 +176,8 @@ class _Tuner:
         batch = constant.of(Batch.of(training.args, named))
         check_batch(training.model, batch)
         request = Request(
-            training.model, training.optimizer, batch, self._options, self._settings, self._control.num_ranks,
-            self._machine, verbose=self._control.rank == 0,
+            training.model, training.optimizer, batch, self._options, self._settings,
+            mesh_for(self._options.mesh, self._control.num_ranks), self._machine, verbose=self._control.rank == 0,
         )  # fmt: skip
         captures = Captures(training.model, batch, self._options, self._settings, verbose=request.verbose)
         # A candidate is compared with others of the same buckets.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zerofx.options import CompileOptions
+from zerofx.scheduler.plan.mesh import Mesh
 
 _PREFETCHES = (0, 2, 4)  # units to gather ahead, besides what was asked for
 
@@ -20,9 +21,9 @@ class Variation:
     searched: bool = True
 
 
-def variations(options: CompileOptions, num_ranks: int) -> tuple[Variation, ...]:
+def variations(options: CompileOptions, mesh: Mesh) -> tuple[Variation, ...]:
     """All variations for what was asked, that first. Several may lead to one plan."""
-    gathers = options.stage == 3 and num_ranks > 1
+    gathers = options.stage == 3 and mesh.num_ranks > mesh.replicate
     return (
         Variation("as asked", options),
         *_recomputing(options),

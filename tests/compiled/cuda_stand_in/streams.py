@@ -214,7 +214,7 @@ def on_streams() -> Iterator[Streams]:
         patched.setattr(distributed, "reduce_single", _given(streams, distributed.reduce_single))
         patched.setattr(nccl, "gather_coalesced", _coalesced)
         patched.setattr(dist, "all_to_all_single", _given(streams, dist.all_to_all_single))
-        patched.setattr(collectives, "PointToPoint", lambda group, log, _patience, **_: Nccl(group, CPU, log))
+        patched.setattr(collectives, "over_gloo", lambda group, log, _patience, **_: Nccl(group, CPU, log))
         patched.setattr(tiers, "ThreadCopies", lambda log: CudaCopies(CPU, log))
         yield streams
         streams.finish()

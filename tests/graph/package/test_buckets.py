@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from zerofx.ir.buckets import ALIGNMENT_BYTES, Bucket, BucketLayout, make_layout
 from zerofx.ir.graph import ParameterInfo
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.units import unit_of
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -47,7 +48,7 @@ def _layouts(draw: st.DrawFn) -> tuple[list[ParameterInfo], dict[str, int], Buck
     groups = {info.name: draw(st.integers(0, 2)) for info in infos if draw(st.booleans())}
     used = draw(st.permutations([info.name for info in infos if draw(st.booleans())]))
     first_use = {name: position for position, name in enumerate(used)}
-    return infos, groups, make_layout(infos, groups, _UNITS, first_use, draw(st.integers(1, 9)))
+    return infos, groups, make_layout(infos, groups, _UNITS, first_use, Mesh(shard=draw(st.integers(1, 9))))
 
 
 def _aligned(bucket: Bucket, offset: int) -> bool:
@@ -137,7 +138,7 @@ def test_parameters_outside_units_share_a_bucket_when_they_are_used_together() -
     names = ["embed.weight", "embed.positions", "layers.0.w", "layers.1.w", "norm.weight", "head.weight"]
     infos = [ParameterInfo(n, (n,), (4,), (1,), torch.float32, torch.float32, True) for n in names]
     layout = make_layout(
-        infos, dict.fromkeys(names, 0), ("layers.0", "layers.1"), {n: i for i, n in enumerate(names)}, 2
+        infos, dict.fromkeys(names, 0), ("layers.0", "layers.1"), {n: i for i, n in enumerate(names)}, Mesh(shard=2)
     )
     assert [[slot.name for slot in bucket.slots] for bucket in layout.buckets] == [
         ["embed.weight", "embed.positions"], ["layers.0.w"], ["layers.1.w"], ["norm.weight", "head.weight"],

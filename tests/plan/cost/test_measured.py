@@ -35,7 +35,7 @@ def regions(prepared: Prepared) -> list[Region]:
 
 def simulated(prepared: Prepared, costs: MeasuredCosts | None) -> Simulation:
     measured = costs.of_nodes(regions(prepared), CPU) if costs is not None else None
-    return simulate(prepared.step, CPU, prepared.layout.num_ranks, on_cpu=True, measured=measured)
+    return simulate(prepared.step, CPU, prepared.layout.mesh, on_cpu=True, measured=measured)
 
 
 def seconds_of(region: Region, simulation: Simulation) -> float:

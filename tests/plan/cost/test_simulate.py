@@ -16,6 +16,7 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.streams import STREAMS, stream_of
 from zerofx.scheduler.cost.machine import Link, Machine, collective_seconds, copy_seconds
 from zerofx.scheduler.cost.simulate import Leg, Simulation, predict, simulate
+from zerofx.scheduler.plan.mesh import Mesh
 
 CASES = [(stage, ranks, prefetch) for stage in range(4) for ranks in (2, 4) for prefetch in (0, 1, 2)]
 CPU = Machine.named("cpu")
@@ -25,7 +26,7 @@ def simulated(
     stage: int = 3, num_ranks: int = 2, prefetch: int = 1, machine: Machine = CPU
 ) -> tuple[StepGraph, Simulation]:
     step = prepare(TwoBlocks(), stage=stage, num_ranks=num_ranks, prefetch=prefetch).run().step
-    return step, simulate(step, machine, num_ranks, on_cpu=True)
+    return step, simulate(step, machine, Mesh(shard=num_ranks), on_cpu=True)
 
 
 def with_latency(seconds: float) -> Machine:
@@ -79,7 +80,7 @@ def test_one_rank_sends_and_waits_for_nothing(stage: int) -> None:
 
 def test_the_prediction_is_the_simulations_sums() -> None:
     prepared = prepare(TwoBlocks(), num_ranks=2).run()
-    simulation = simulate(prepared.step, CPU, 2, on_cpu=True)
+    simulation = simulate(prepared.step, CPU, Mesh(shard=2), on_cpu=True)
     found = predict(prepared.step, prepared.plan, prepared.layout, simulation)
     assert found.peak_bytes == {"device": simulation.live.peak_bytes}
     assert sum(found.peak_live.values()) == simulation.live.peak_bytes

@@ -22,6 +22,7 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.simulate import Simulation, simulate
 from zerofx.scheduler.decide.overlap import hide_collectives
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import BudgetMissedError
 
@@ -62,7 +63,7 @@ def simulated(plan: Plan) -> tuple[StepGraph, BucketLayout, Simulation]:
     step = one.step.clone()
     run_quietly(step, plan, one.layout, one.programs, graphs.settings())
     verify(step, "prefetch", plan)
-    return step, one.layout, simulate(step, Machine.named("cpu"), RANKS, on_cpu=True)
+    return step, one.layout, simulate(step, Machine.named("cpu"), Mesh(shard=RANKS), on_cpu=True)
 
 
 @cache

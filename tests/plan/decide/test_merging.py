@@ -23,6 +23,7 @@ from zerofx.pipeline import run_quietly
 from zerofx.scheduler.cost.machine import Link, Machine, collective_latency, collective_seconds
 from zerofx.scheduler.cost.simulate import Simulation, simulate
 from zerofx.scheduler.decide.coalesce import merge_gathers
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 
 DIM, ROWS, RANKS = 32, 64, 4
@@ -93,9 +94,9 @@ class Merged:
 def merge(link: Machine, limit: int = NO_LIMIT, widths: tuple[int, ...] = SMALL, keep: bool = False) -> Merged:
     one = prepared(widths, keep)
     step = plainly(widths, keep)
-    plain = simulate(step, link, RANKS, on_cpu=True)
+    plain = simulate(step, link, Mesh(shard=RANKS), on_cpu=True)
     plan = merge_gathers(one.plan, step, one.layout, plain, link, limit)
-    return Merged(plan, plain, simulate(carried_out(one, plan), link, RANKS, on_cpu=True))
+    return Merged(plan, plain, simulate(carried_out(one, plan), link, Mesh(shard=RANKS), on_cpu=True))
 
 
 def test_where_latency_dominates_gathers_are_merged_and_the_step_is_shorter() -> None:
@@ -186,10 +187,10 @@ def test_updates_that_run_beside_the_next_step_do_not_count_as_computation(flops
     link = replace(link, host=replace(link.host, flops=flops))  # too slow to be done in time, and done at once
     delaying = with_delayed_updates(3)
     step = carried_out(delaying, delaying.plan)
-    plain = simulate(step, link, 2, on_cpu=True)
+    plain = simulate(step, link, Mesh(shard=2), on_cpu=True)
     plan = merge_gathers(delaying.plan, step, delaying.layout, plain, link, NO_LIMIT)
     assert any(gather.merged for gather in plan.gathers)
-    assert simulate(carried_out(delaying, plan), link, 2, on_cpu=True).step_seconds < plain.step_seconds
+    assert simulate(carried_out(delaying, plan), link, Mesh(shard=2), on_cpu=True).step_seconds < plain.step_seconds
 
 
 @cache

@@ -22,6 +22,7 @@ from zerofx.scheduler.cost.machine import Link, Machine, Nvme, copy_seconds
 from zerofx.scheduler.cost.timeline import runs, seconds_by_place
 from zerofx.scheduler.decide.activations import Level, Segment, menu, segments
 from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, away_seconds, entries, joint_menu, place
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.graph_facts import Captured
 from zerofx.scheduler.search.items import Activations, items_of, plan_of
@@ -45,7 +46,7 @@ def question(machine: Machine, layers: int = 6, num_micro_batches: int = 1) -> Q
     step = capture(model, batch, compute_dtype=torch.bfloat16, num_micro_batches=num_micro_batches)
     simplify(step)
     accumulate(step, num_micro_batches, batch.divided_names())
-    layout = layout_of(step, {p.name: 0 for p in step.parameters}, 1)
+    layout = layout_of(step, {p.name: 0 for p in step.parameters}, Mesh())
     return Question(Captured(step, machine), layout, 0, "bf16", 1, recompute=True, tiers=("host",))
 
 

@@ -15,6 +15,7 @@ from zerofx.codegen.regions import Region, cut
 from zerofx.ir.buckets import layout_of
 from zerofx.ir.facts import Phase, origin
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
+from zerofx.scheduler.plan.mesh import Mesh
 
 
 def _residencies(prepared: Prepared) -> list[tuple[str, str, str]]:
@@ -106,7 +107,7 @@ def test_a_frozen_bucket_is_gathered_but_not_reduced() -> None:
 def test_without_a_trained_bucket_nothing_is_reduced() -> None:
     prepared = prepare(TwoBlocks())
     prepared.step.set_outputs(prepared.step.loss, {}, {})
-    layout = layout_of(prepared.step, {}, 2)
+    layout = layout_of(prepared.step, {}, Mesh(shard=2))
     plan = decide(prepared.step, layout, stage=3, precision=None, machine="cpu", options=PolicyOptions())
     assert plan.reduces == () and plan.gathers
 

@@ -76,7 +76,7 @@ def across(step: PlannedStep, nodes: Iterable[fx.Node] | None = None) -> int:
     taken = step.lowered.graph.calls() if nodes is None else nodes
     sent = node_wire_bytes(
         [node for node in taken if node.target in COLLECTIVES],
-        step.plan.num_ranks, step.machine.ranks_per_node, pairwise=False,
+        step.plan.mesh, step.machine.ranks_per_node, pairwise=False,
     )  # fmt: skip
     return sent["across"]
 

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from tests.lib.distributed import run_ranks
 from zerofx.ir.buckets import BucketLayout
 from zerofx.runtime.comm.collectives import make_transport
+from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.comm.nccl import gather_coalesced
 from zerofx.runtime.comm.transport import Pending
 from zerofx.runtime.executor import Runtime
 from zerofx.runtime.tiers.tiers import Tiers
+from zerofx.scheduler.plan.mesh import SHARD, Mesh
 from zerofx.torch_private.distributed import gather_single, reduce_single
 
 CPU = torch.device("cpu")
@@ -47,7 +49,9 @@ class Recorded:
 
 
 def runtime(transport: Recorded) -> Runtime:
-    found = Runtime(BucketLayout(buckets=(), num_ranks=1), transport, CPU, Tiers(CPU, []))  # type: ignore[arg-type]  # what is used of one
+    mesh = Mesh()
+    communicators = Communicators(transport, mesh, [SHARD])  # type: ignore[arg-type]  # what is used of one
+    found = Runtime(BucketLayout((), mesh), communicators, CPU, Tiers(CPU, []))
     found.begin({}, lambda: None)
     return found
 

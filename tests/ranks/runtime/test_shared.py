@@ -19,11 +19,13 @@ from tests.lib.models import CASES, batches
 from tests.lib.training import build, differences, train_compiled, train_plain
 from zerofx.ir.buckets import BucketLayout
 from zerofx.runtime.comm.collectives import make_transport
+from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.comm.gloo import PointToPoint
 from zerofx.runtime.comm.same_host import channels, shared
 from zerofx.runtime.comm.transport import Transport
 from zerofx.runtime.executor import Runtime
 from zerofx.runtime.tiers.tiers import Tiers
+from zerofx.scheduler.plan.mesh import SHARD, Mesh
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name that is shared is Linux's")
 CPU = torch.device("cpu")
@@ -36,7 +38,8 @@ def _transport() -> Transport:
 
 
 def _runtime(transport: Transport) -> Runtime:
-    found = Runtime(BucketLayout(buckets=(), num_ranks=dist.get_world_size()), transport, CPU, Tiers(CPU, []))
+    mesh = Mesh(shard=dist.get_world_size())
+    found = Runtime(BucketLayout((), mesh), Communicators(transport, mesh, [SHARD]), CPU, Tiers(CPU, []))
     found.begin({}, lambda: None)
     return found
 

@@ -18,6 +18,7 @@ from zerofx.scheduler.cost.machine import Link, Machine, Nvme
 from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.decide.parameters import ParameterLevel, copies_menu, parameter_menus
 from zerofx.scheduler.decide.residency import PolicyOptions, residencies
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import Tier
 
@@ -31,7 +32,7 @@ def menus(
         model = GPT(512, 512, 2, 8, 128)
         ids = torch.zeros(1, 128, dtype=torch.long)
     step = capture(model, Batch.of((ids, ids), {}), compute_dtype=torch.bfloat16)
-    layout = layout_of(step, {p.name: 0 for p in step.parameters}, num_ranks)
+    layout = layout_of(step, {p.name: 0 for p in step.parameters}, Mesh(shard=num_ranks))
     held = {bucket.index: state_bytes * bucket.shard_numel for bucket in layout.buckets}
     space: dict[Tier, int] = {"host": capacity}
     found = parameter_menus(
@@ -76,7 +77,7 @@ def test_copies_ahead_hold_a_bucket_and_copies_at_once_are_waited_for() -> None:
         model = GPT(512, 512, 2, 8, 128)
         ids = torch.zeros(1, 128, dtype=torch.long)
     step = capture(model, Batch.of((ids, ids), {}))
-    layout = layout_of(step, {p.name: 0 for p in step.parameters}, 1)
+    layout = layout_of(step, {p.name: 0 for p in step.parameters}, Mesh())
     ahead, at_once = copies_menu(layout, {}, "host", H100)
     assert ahead.num_bytes == max(bucket.full_bytes for bucket in layout.buckets) and ahead.seconds == 0
     assert at_once.num_bytes == 0 and at_once.seconds > 0

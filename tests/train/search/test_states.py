@@ -16,6 +16,7 @@ from zerofx.ir.buckets import layout_of
 from zerofx.scheduler.cost.machine import Link, Machine
 from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.decide.states import Placement, state_menus
+from zerofx.scheduler.plan.mesh import Mesh
 
 H100 = Machine.named("h100-sxm")
 
@@ -25,7 +26,7 @@ def menus(machine: Machine, num_ranks: int = 1, stage: int = 3) -> list[tuple[Pl
         model = GPT(512, 512, 2, 8, 128)
         ids = torch.zeros(1, 128, dtype=torch.long)
     step = capture(model, Batch.of((ids, ids), {}), compute_dtype=torch.bfloat16)
-    layout = layout_of(step, {p.name: 0 for p in step.parameters}, num_ranks)
+    layout = layout_of(step, {p.name: 0 for p in step.parameters}, Mesh(shard=num_ranks))
     held = {bucket.index: 12 * bucket.shard_numel for bucket in layout.buckets}
     return list(state_menus(layout, held, stage, seconds_by_place(step, machine), machine, ("host",)).values())
 
@@ -59,7 +60,7 @@ def test_states_that_do_not_all_fit_the_host_leave_room_for_activations() -> Non
         model = GPT(512, 512, 12, 8, 128)
         ids = torch.zeros(1, 128, dtype=torch.long)
     step = capture(model, Batch.of((ids, ids), {}), compute_dtype=torch.bfloat16)
-    layout = layout_of(step, {p.name: 0 for p in step.parameters}, 1)
+    layout = layout_of(step, {p.name: 0 for p in step.parameters}, Mesh())
     held = {bucket.index: 12 * bucket.shard_numel for bucket in layout.buckets}
 
     def on_host(host_bytes: int, activation_bytes: int) -> int:

@@ -18,6 +18,7 @@ from tests.lib.tuning import WIDTH, check, noisy, peak_of, rows, tune
 from tests.lib.users import adamw, eager_step, ids, same_parameters, tiny, untouched
 from zerofx import MemoryBudgetError, Plan, UsageError, ZeroFXWarning
 from zerofx.options import check_options
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.tuning import tuner as tuning
 from zerofx.tuning.variations import variations
 
@@ -125,7 +126,7 @@ def test_arguments_are_checked(options: Mapping[str, Any], message: str) -> None
 def test_variations_change_what_may_be_changed() -> None:
     def names(stage: int = 3, num_ranks: int = 2, **changed: Any) -> list[str]:
         options = check_options(stage=stage, backend="eager", **changed)
-        return [variation.name for variation in variations(options, num_ranks)]
+        return [variation.name for variation in variations(options, Mesh(shard=num_ranks))]
 
     leanings = ["as asked", "recompute nothing", "recompute all"]
     assert names(num_ranks=1) == names(stage=2) == leanings

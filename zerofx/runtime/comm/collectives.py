@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zerofx.runtime.comm.gloo import PointToPoint
+from zerofx.runtime.comm.gloo import over_gloo
 from zerofx.runtime.comm.groups import gloo_over
 from zerofx.runtime.comm.nccl import Nccl
 from zerofx.runtime.comm.transport import Pending, Transport
@@ -34,7 +34,7 @@ def make_transport(
     if device.type == "cuda":
         return Nccl(group, device, log)
     own = gloo_over(group, timedelta(seconds=patience_seconds))
-    return PointToPoint(own, log, patience_seconds, reads_memory=reads_memory)
+    return over_gloo(own, log, patience_seconds, reads_memory=reads_memory)
 
 
 def is_on_cpu(device: torch.device) -> bool:

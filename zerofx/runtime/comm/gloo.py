@@ -2,63 +2,51 @@
 
 That is faster than gloo's own all-gather and reduce-scatter, takes no hidden buffers, and lets the sum be taken in rank
 order: results depend neither on timing nor on how parameters are divided into buckets.
-
-The gloo group is the step's own: a rank whose step fails closes its connections there, and its lines to other ranks of
-its host, so that the others fail too rather than wait for it, and the user's process group stays as it is.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from zerofx.ir.streams import COLLECTIVE
-from zerofx.runtime.comm.groups import close_connections, destroyed_with
-from zerofx.runtime.comm.patience import wait_for
-from zerofx.runtime.comm.same_host.channels import GlooChannel, MemoryChannel, Message, open_channels
-from zerofx.runtime.comm.same_host.shared import share_memory
-from zerofx.runtime.comm.transport import Group, LostRankError, Pending, Transport, members_of
+from zerofx.runtime.comm.connections import Connections
+from zerofx.runtime.comm.same_host.channels import MemoryChannel, Message
+from zerofx.runtime.comm.same_host.shared import SharedBuckets, share_memory
+from zerofx.runtime.comm.transport import Group, Groups, Pending, Transport, members_of
 from zerofx.runtime.measure.spans import SpanLog
-from zerofx.runtime.tiers.copies import Workers
 
-_SLOW = (
-    "rank {} and rank {} run on one machine and cannot read each other's memory, so that what they send goes through "
-    "gloo, which is slower: run them in one container and as one user, and see that kernel.yama.ptrace_scope is 0"
-)
+
+def over_gloo(
+    group: dist.ProcessGroup, log: SpanLog, patience_seconds: float, *, reads_memory: bool = True
+) -> PointToPoint:
+    """The transport among all ranks of a gloo group that nobody else uses; arguments as for ``Connections``."""
+    connections = Connections(group, log, patience_seconds, reads_memory=reads_memory)
+    shared = share_memory(group, connections.reads_all)
+    return PointToPoint(connections, range(connections.num_ranks), shared)
 
 
 class PointToPoint(Transport):
-    """Messages between all pairs of ranks of a gloo group that nobody else uses.
+    """Messages between all pairs of the ranks ``members``, of all that ``connections`` lead to."""
 
-    ``log`` notes how long they take; ``patience_seconds`` is the group's timeout. ``reads_memory``: whether ranks of
-    one host may read each other's memory.
-    """
+    def __init__(self, connections: Connections, members: Sequence[int], shared: SharedBuckets | None = None) -> None:
+        self._connections, self._members, self._shared = connections, list(members), shared
+        self.rank, self.num_ranks = self._members.index(connections.rank), len(self._members)
+        self._peers = [member for member in self._members if member != connections.rank]
 
-    def __init__(
-        self, group: dist.ProcessGroup, log: SpanLog, patience_seconds: float, *, reads_memory: bool = True
-    ) -> None:
-        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.sent_to = Counter()
-        self._group, self._patience_seconds = group, patience_seconds
-        self._end = destroyed_with(self, group)
-        self._peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
-        self._next_tag = 0
-        self._readers = Workers("messages")
-        self._channels = open_channels(group, self._readers, patience_seconds, reads_memory=reads_memory)
-        near = [
-            peer for peer, channel in self._channels.items() if isinstance(channel, GlooChannel) and channel.is_near
-        ]
-        self.notice = _SLOW.format(self.rank, ", ".join(map(str, near))) if near and reads_memory else ""
-        self._shared = share_memory(
-            group, all(isinstance(channel, MemoryChannel) for channel in self._channels.values())
-        )
-        self._log = log
-        self._watch: _Watch | None = None
-        self._started: list[list[Message]] = []  # what has not been awaited yet
+    @property
+    def sent_to(self) -> Counter[int]:  # type: ignore[override]  # read only
+        return self._connections.sent_to
+
+    @property
+    def notice(self) -> str:  # type: ignore[override]  # read only
+        return self._connections.notice
+
+    def among(self, groups: Groups) -> PointToPoint:
+        (members,) = (group for group in groups if self._connections.rank in group)
+        return PointToPoint(self._connections, members)
 
     def share(self, shard: torch.Tensor) -> torch.Tensor:
         return self._shared.share(shard) if self._shared is not None else shard
@@ -67,21 +55,20 @@ class PointToPoint(Transport):
         whole = self._shared.read(full, shard) if self._shared is not None else None
         if whole is not None:
             for peer in self._peers:  # each reads it, and no less than if it were sent
-                self.sent_to[peer] += shard.nbytes
+                self._connections.sent_to[peer] += shard.nbytes
         return whole
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
-        return self._gathered(full, shard, list(range(self.num_ranks)))
+        return self._gathered(full, shard, self._members)
 
     def gather_on_node(self, full: torch.Tensor, part: torch.Tensor, size: int) -> Pending[torch.Tensor]:
-        return self._gathered(full, part, members_of("node", self.rank, size, self.num_ranks))
+        return self._gathered(full, part, self._of_nodes("node", size))
 
     def all_gather_many(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Pending[None]:
         # Their messages leave back to back, which is all that a group of gathers can save here.
-        everyone = list(range(self.num_ranks))
         pairs = zip(fulls, shards, strict=True)
-        works = [work for full, shard in pairs for work in self._gather(full, shard, everyone)]
-        arrived = self._under_way(works, sum(shard.nbytes for shard in shards) * len(self._peers))
+        works = [work for full, shard in pairs for work in self._gather(full, shard, self._members)]
+        arrived = self._connections.under_way(works, sum(shard.nbytes for shard in shards) * len(self._peers))
 
         def finish(_source: object) -> None:
             arrived()
@@ -94,15 +81,20 @@ class PointToPoint(Transport):
         adds = self._adder()
         works: list[Message] = []
         if num_shard:
-            tag = self._tag()
+            tag = self._connections.tag()
             slices = gradients.chunk(self.num_ranks)
             own = slices[self.rank]
             if adds:
                 works.append(adds(own, own, received[0], tag) if in_place else adds(received[0], own, None, tag))
             else:
-                works += [self._receive(buffer, peer, tag) for buffer, peer in zip(received, self._peers, strict=True)]
-            works += [self._send(slices[peer], peer, tag) for peer in self._peers]
-        arrived = self._under_way(works, received[0].nbytes * len(self._peers))
+                pairs = zip(received, self._peers, strict=True)
+                works += [self._connections.receive(buffer, peer, tag) for buffer, peer in pairs]
+            works += [
+                self._connections.send(slices[place], member, tag)
+                for place, member in enumerate(self._members)
+                if place != self.rank
+            ]
+        arrived = self._connections.under_way(works, received[0].nbytes * len(self._peers))
 
         def finish(source: torch.Tensor | None) -> torch.Tensor:
             assert source is not None
@@ -124,15 +116,15 @@ class PointToPoint(Transport):
         received = torch.empty_like(parts)
         works: list[Message] = []
         if parts.numel():
-            tag = self._tag()
-            members = members_of(group, self.rank, size, self.num_ranks)
-            own = members.index(self.rank)
+            tag = self._connections.tag()
+            members = self._of_nodes(group, size)
+            own = members.index(self._connections.rank)
             sent, into = parts.chunk(size), received.chunk(size)
             others = [place for place in range(size) if place != own]
-            works += [self._receive(into[place], members[place], tag) for place in others]
-            works += [self._send(sent[place], members[place], tag) for place in others]
+            works += [self._connections.receive(into[place], members[place], tag) for place in others]
+            works += [self._connections.send(sent[place], members[place], tag) for place in others]
             into[own].copy_(sent[own])
-        arrived = self._under_way(works, parts.nbytes // size * (size - 1))
+        arrived = self._connections.under_way(works, parts.nbytes // size * (size - 1))
 
         def finish(_source: object) -> torch.Tensor:
             arrived()
@@ -142,49 +134,25 @@ class PointToPoint(Transport):
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
-            self._broadcast(tensor)
-            if self.rank == 0:
-                self.sent_to.update(dict.fromkeys(self._peers, tensor.nbytes))
+            self._connections.broadcast(tensor)
 
     def all_true(self, here: bool) -> bool:
-        # Memory of Python's: what is planned is the device's.
-        flag = torch.frombuffer(bytearray([here]), dtype=torch.uint8)
-        work = dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
-        assert work is not None
-        try:
-            wait_for(work, self._patience_seconds)
-        except RuntimeError as error:
-            who = f"rank {self._peers[0]}" if len(self._peers) == 1 else "a rank"
-            raise LostRankError(f"{who} did not come in time, or is gone: {str(error).splitlines()[0]}") from error
-        return bool(flag[0])
+        return self._connections.all_true(here)
 
     def settle(self) -> None:
-        for works in self._started:
-            while works:
-                works.pop().wait()
-        self._started.clear()
-
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        work = dist.broadcast(tensor, group=self._group, group_src=0, async_op=True)
-        assert work is not None
-        try:
-            wait_for(work, self._patience_seconds)
-        except RuntimeError as error:
-            who = "rank 0" if self.rank else f"rank {self._peers[0]}" if len(self._peers) == 1 else "a rank"
-            raise LostRankError(f"{who} did not come in time, or is gone: {str(error).splitlines()[0]}") from error
+        self._connections.settle()
 
     def abort(self) -> None:
-        self._hang_up()
-        close_connections(self._group)
+        self._connections.abort()
 
     def close(self) -> None:
-        self._stop_watching()
-        self._readers.close()
-        self._hang_up()
-        self._end()
+        self._connections.close()
+
+    def _of_nodes(self, group: Group, size: int) -> list[int]:
+        return [self._members[place] for place in members_of(group, self.rank, size, self.num_ranks)]
 
     def _gathered(self, full: torch.Tensor, shard: torch.Tensor, members: list[int]) -> Pending[torch.Tensor]:
-        arrived = self._under_way(self._gather(full, shard, members), shard.nbytes * (len(members) - 1))
+        arrived = self._connections.under_way(self._gather(full, shard, members), shard.nbytes * (len(members) - 1))
 
         def finish(_source: object) -> torch.Tensor:
             arrived()
@@ -196,83 +164,16 @@ class PointToPoint(Transport):
         works: list[Message] = []
         slices = dict(zip(members, full.chunk(len(members)), strict=True)) if full.numel() else {}
         if slices:
-            tag = self._tag()
-            peers = [peer for peer in members if peer != self.rank]
-            works += [self._receive(slices[peer], peer, tag) for peer in peers]
-            works += [self._send(shard, peer, tag) for peer in peers]
-            own = slices[self.rank]
+            tag = self._connections.tag()
+            peers = [peer for peer in members if peer != self._connections.rank]
+            works += [self._connections.receive(slices[peer], peer, tag) for peer in peers]
+            works += [self._connections.send(shard, peer, tag) for peer in peers]
+            own = slices[self._connections.rank]
             if own.data_ptr() != shard.data_ptr():
                 own.copy_(shard)
         return works
 
     def _adder(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], Message] | None:
         """What receives and adds at once: of two ranks, whose sum has no order."""
-        channel = self._channels[self._peers[0]] if len(self._peers) == 1 else None
+        channel = self._connections.channels[self._peers[0]] if len(self._peers) == 1 else None
         return channel.receive_added if isinstance(channel, MemoryChannel) else None
-
-    def _under_way(self, works: list[Message], num_bytes: int) -> Callable[[], None]:
-        """What waits for messages, ``num_bytes`` of them sent; as a step is measured, a thread sees them come."""
-        self._started = [*(work for work in self._started if work), works]
-        if self._log.running and works:
-            self._watch = self._watch or _Watch(self._log)
-            return self._watch.see(works, num_bytes)
-        if not self._log.running:
-            self._stop_watching()
-
-        def arrived() -> None:
-            while works:
-                works.pop().wait()
-
-        return arrived
-
-    def _hang_up(self) -> None:
-        for channel in self._channels.values():
-            channel.close()
-
-    def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-
-    def _tag(self) -> int:
-        self._next_tag += 1
-        return self._next_tag
-
-    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        self.sent_to[peer] += tensor.nbytes
-        return self._channels[peer].send(tensor, tag)
-
-    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        return self._channels[peer].receive(tensor, tag)
-
-
-class _Watch:
-    """A thread that notes when messages have come: whoever waits for them may come later than they do.
-
-    Collectives are taken to run one after the other, as in predictions: one begins where the one before it ends.
-    """
-
-    def __init__(self, log: SpanLog) -> None:
-        self._log = log
-        self._workers = Workers("messages")
-        self._free = 0.0
-
-    def see(self, works: list[Message], num_bytes: int) -> Callable[[], None]:
-        began = time.perf_counter()
-
-        def watch() -> None:
-            for work in works:
-                work.wait()
-            begin, self._free = max(began, self._free), time.perf_counter()
-            self._log.add(COLLECTIVE, begin, self._free, num_bytes)
-
-        seen = self._workers.submit(watch)
-
-        def arrived() -> None:
-            seen.result()
-            works.clear()  # here: what is freed by another thread is not in what is measured
-
-        return arrived
-
-    def close(self) -> None:
-        self._workers.close()

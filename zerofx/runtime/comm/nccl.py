@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from zerofx.ir.streams import COLLECTIVE
 from zerofx.runtime.comm.groups import destroy
-from zerofx.runtime.comm.transport import Group, Pending, T, Transport, members_of
+from zerofx.runtime.comm.transport import Group, Groups, Pending, T, Transport, members_of
 from zerofx.runtime.measure.spans import SpanLog
 from zerofx.torch_private import distributed
 
@@ -28,15 +28,26 @@ class Nccl(Transport):
     and take more memory than planned meanwhile.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, log: SpanLog) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, log: SpanLog, whole: Nccl | None = None) -> None:
+        """``whole``: the transport between all ranks, where ``group`` is of some, and made for this one."""
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.sent_to = Counter()
+        self._whole = whole
+        self._inner: list[Nccl] = []  # between some of these ranks
+        self.sent_to: Counter[int] = Counter() if whole is None else whole.sent_to
         self._group = group
+        everyone = dist.get_process_group_ranks(group)
+        all_ranks = everyone if whole is None else dist.get_process_group_ranks(whole._group)
+        self._numbers = [all_ranks.index(rank) for rank in everyone]  # of the members, among all ranks
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._log = log
         self._flag = torch.ones((), dtype=torch.uint8, device=device)
         self._groups: dict[tuple[Group, int], dist.ProcessGroup] = {}
+
+    def among(self, groups: Groups) -> Nccl:
+        inner = Nccl(self._new_group(groups), self._device, self._log, self)
+        self._inner.append(inner)
+        return inner
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]:
         return self._gathered(full, shard, "all", self.num_ranks)
@@ -68,13 +79,14 @@ class Nccl(Transport):
             if parts.numel():
                 dist.all_to_all_single(received, parts, group=own)
 
-        return self._start(received, launch, dict.fromkeys(peers, parts.nbytes // size))
+        sent = {self._numbers[peer]: parts.nbytes // size for peer in peers}
+        return self._start(received, launch, sent)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             dist.broadcast(tensor, group=self._group, group_src=0)
             if self.rank == 0:
-                self.sent_to.update(dict.fromkeys(range(1, self.num_ranks), tensor.nbytes))
+                self.sent_to.update(dict.fromkeys(self._numbers[1:], tensor.nbytes))
 
     def all_true(self, here: bool) -> bool:
         self._flag.fill_(here)
@@ -82,18 +94,19 @@ class Nccl(Transport):
         return bool(self._flag.item())
 
     def settle(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        for transport in (self, *self._inner):
+            torch.cuda.current_stream(self._device).wait_stream(transport._stream)
 
     def abort(self) -> None:
         """What the failed step let go of is not used again before the collectives that it started are done.
 
         NCCL's watchdog ends ranks that wait too long.
         """
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self.settle()
 
     def close(self) -> None:
         self._stream.synchronize()
-        destroy(list(self._groups.values()))
+        destroy([*self._groups.values(), *([] if self._whole is None else [self._group])])
         self._groups.clear()
 
     def _gathered(self, full: torch.Tensor, shard: torch.Tensor, group: Group, size: int) -> Pending[torch.Tensor]:
@@ -109,21 +122,26 @@ class Nccl(Transport):
         """What a ring over this rank's group sends of slices of ``num_bytes``, by rank."""
         members = members_of(group, self.rank, size, self.num_ranks)
         following = members[(members.index(self.rank) + 1) % size]
-        return {following: num_bytes * (size - 1)}
+        return {self._numbers[following]: num_bytes * (size - 1)}
 
     def _group_of(self, group: Group, size: int) -> dist.ProcessGroup:
         """The group of this rank. All ranks make all groups, at the same place of the step that first needs them."""
         if group == "all":
             return self._group
         if (group, size) not in self._groups:
-            everyone = dist.get_process_group_ranks(self._group)
             kinds = {tuple(members_of(group, rank, size, self.num_ranks)) for rank in range(self.num_ranks)}
-            for members in sorted(kinds):
-                new_group = dist.new_group([everyone[rank] for rank in members])
-                if self.rank in members:
-                    assert isinstance(new_group, dist.ProcessGroup)
-                    self._groups[group, size] = new_group
+            self._groups[group, size] = self._new_group(sorted(kinds))
         return self._groups[group, size]
+
+    def _new_group(self, groups: Groups) -> dist.ProcessGroup:
+        """This rank's of ``groups``, all of which all ranks make."""
+        everyone, own = dist.get_process_group_ranks(self._group), None
+        for members in groups:
+            new_group = dist.new_group([everyone[rank] for rank in members])
+            if self.rank in members:
+                own = new_group
+        assert isinstance(own, dist.ProcessGroup)
+        return own
 
     def _start(
         self, result: T, launch: Callable[[], None], sent: Mapping[int, int], unheld: Sequence[torch.Tensor] = ()

@@ -14,6 +14,7 @@ from zerofx.errors import RankMismatchError
 T = TypeVar("T")
 
 Group = Literal["all", "node", "across"]
+Groups = Sequence[Sequence[int]]  # of ranks, each rank in one
 
 
 class LostRankError(RankMismatchError):
@@ -46,12 +47,20 @@ def members_of(group: Group, rank: int, size: int, num_ranks: int) -> list[int]:
 
 
 class Transport(Protocol):
-    """Moves slices between ranks. ``sent_to`` counts what this rank has sent to each other, payload only."""
+    """Moves slices between the ranks of a group, this one number ``rank`` of ``num_ranks``.
+
+    ``sent_to`` counts what this rank has sent to each other, by its number among all ranks, payload only.
+    """
 
     rank: int
     num_ranks: int
     sent_to: Counter[int]
     notice: str = ""  # what makes it slower than it could be, and what to do
+
+    def among(self, groups: Groups) -> Transport:
+        """A transport between the ranks of this rank's group, to be closed before this one. Collective, of all ranks,
+        with the same ``groups``."""
+        ...
 
     def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor) -> Pending[torch.Tensor]: ...
 

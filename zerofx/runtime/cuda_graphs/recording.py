@@ -262,26 +262,30 @@ class _Recorder:
         return self.call(lambda values, args: values.runtime.hyperparameters(*args), [bucket])
 
     def all_gather(
-        self, shard: Any, bucket: int, num_ranks: int, more: int = 0, *, in_place: bool = False
+        self, shard: Any, bucket: int, num_ranks: int, more: int = 0, *, in_place: bool = False, over: str = "shard"
     ) -> _Late | _Gather:
         if isinstance(shard, _Late):
-            return self.call(lambda values, args: values.runtime.all_gather(*args), [shard, bucket, num_ranks, more])
+            args = [shard, bucket, num_ranks, more]
+            return self.call(lambda values, args: values.runtime.all_gather(*args, over=over), args)
         like = self._state[shard.name] if isinstance(shard, _Given) else shard
         self._open(work=False)
         full = like.new_empty(like.numel() * num_ranks)
-        started = self.call(lambda values, args: values.runtime.all_gather_onto(*args), [full, shard, more])
+        args = [full, shard, more]
+        started = self.call(lambda values, args: values.runtime.all_gather_onto(*args, over=over), args)
         return _Gather(started, full)
 
-    def all_gather_into(self, full: Any, shard: Any, bucket: int) -> _Late | _Gather:
-        started = self.call(lambda values, args: values.runtime.all_gather_into(*args), [full, shard, bucket])
+    def all_gather_into(self, full: Any, shard: Any, bucket: int, *, over: str = "shard") -> _Late | _Gather:
+        args = [full, shard, bucket]
+        started = self.call(lambda values, args: values.runtime.all_gather_into(*args, over=over), args)
         return _Gather(started, full) if isinstance(full, torch.Tensor) else started
 
-    def reduce_scatter(self, gradients: Any, bucket: int, num_ranks: int) -> _Late:
-        return self.call(lambda values, args: values.runtime.reduce_scatter(*args), [gradients, bucket, num_ranks])
+    def reduce_scatter(self, gradients: Any, bucket: int, num_ranks: int, *, over: str = "shard") -> _Late:
+        args = [gradients, bucket, num_ranks]
+        return self.call(lambda values, args: values.runtime.reduce_scatter(*args, over=over), args)
 
-    def reduce_scatter_into(self, gradients: Any, bucket: int, num_ranks: int) -> _Late:
-        arguments = [gradients, bucket, num_ranks]
-        return self.call(lambda values, args: values.runtime.reduce_scatter_into(*args), arguments)
+    def reduce_scatter_into(self, gradients: Any, bucket: int, num_ranks: int, *, over: str = "shard") -> _Late:
+        args = [gradients, bucket, num_ranks]
+        return self.call(lambda values, args: values.runtime.reduce_scatter_into(*args, over=over), args)
 
     def check_finite(self, loss: Any) -> None:
         self.call(lambda values, args: values.runtime.check_finite(*args), [loss])

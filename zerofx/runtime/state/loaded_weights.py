@@ -13,8 +13,8 @@ from zerofx.capture.checks import misfits
 from zerofx.deferred import DeferredTensor
 from zerofx.errors import UsageError, warn
 from zerofx.ir.buckets import Bucket, Slot
+from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.comm.transport import Transport
 from zerofx.runtime.state.weights import copy_overlap, in_order_of
 from zerofx.torch_private.modules import buffer_table
 
@@ -108,20 +108,21 @@ class LoadedWeights:
         files: WeightFiles,
         keys: Mapping[str, tuple[str, ...]],
         device: torch.device,
-        transport: Transport | None,
+        communicators: Communicators,
         control: Control,
     ) -> None:
         self._files = files
         self._keys = keys
         self._device = device
-        self._transport = transport
+        self._communicators = communicators
         self._control = control
 
     def flat(self, bucket: Bucket, start: int, stop: int) -> torch.Tensor:
-        if self._transport is not None and stop - start == bucket.numel and bucket.num_ranks > 1:
-            first = self._transport.rank * bucket.shard_numel
+        if stop - start == bucket.numel and bucket.num_ranks > 1:
+            transport = self._communicators.along(bucket.gathered_over)
+            first = transport.rank * bucket.shard_numel
             mine = self.flat(bucket, first, first + bucket.shard_numel)
-            return self._transport.all_gather_into(mine.new_empty(bucket.numel), mine).finish(None)
+            return transport.all_gather_into(mine.new_empty(bucket.numel), mine).finish(None)
 
         def read() -> torch.Tensor:
             part = torch.zeros(stop - start, dtype=bucket.dtype, device=self._device)

@@ -119,7 +119,7 @@ class OptimizerState:
                 whole = torch.zeros(bucket.numel, dtype=values[0].dtype.to_real(), device=self._state.device)
                 for slot, value in zip(bucket.slots, values, strict=True):
                     slot.view(whole).copy_(slot.box(value))
-                self._state.set_flat(bucket, name, self._state.slice(whole).clone())
+                self._state.set_flat(bucket, name, self._state.slice(bucket, whole).clone())
             mine.present = states.present
 
 

@@ -14,10 +14,11 @@ from zerofx.ir.buckets import Bucket, BucketLayout, Slot
 from zerofx.ir.facts import DEVICE, Role
 from zerofx.ir.graph import Strides
 from zerofx.optimizers import UpdateProgram
-from zerofx.runtime.comm.transport import Transport
+from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.state.weights import Weights, whole_bucket
 from zerofx.runtime.tiers.tiers import Stored, Tiers
 from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.plan.mesh import Axes
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.torch_private.tensors import version_of
 
@@ -27,7 +28,8 @@ class BucketState:
     """One bucket's tensors on this rank.
 
     ``full`` ([numel], compute dtype) stays on the device at stages 0 to 2. ``shard`` ([shard_numel], compute dtype) is
-    this rank's slice, at stages 1 and 2 a view of ``full``; ``tier`` is where it lives. ``master`` holds the stored
+    this rank's slice, at stages 1 and 2 a view of ``full``; ``tier`` is where it lives. ``part`` ([part_numel]), where
+    the optimizer updates a part of a slice, is a view of that part. ``master`` holds the stored
     values where their dtype is another, or where the update runs on the host and ``shard`` is not in a slower tier.
     ``flat`` and ``scalars`` are the optimizer's states; ``present`` names those that have their values. ``decision``
     says in which tier ``master`` and ``flat`` are; None is the device. ``delayed`` is what a delayed update hands over
@@ -43,6 +45,7 @@ class BucketState:
     scalars: dict[str, Any] = field(default_factory=dict)
     present: frozenset[str] = frozenset()
     delayed: dict[str, Stored] = field(default_factory=dict)
+    part: torch.Tensor | None = None
 
     def forget(self) -> None:
         """Let go of the optimizer's states, which then begin as they did before the first step."""
@@ -52,14 +55,15 @@ class BucketState:
 
     @property
     def low(self) -> torch.Tensor | Stored:
-        """What the model computes with, in the compute dtype: this rank's slice, or the whole bucket at stage 0."""
-        values = self.shard if self.shard is not None else self.full
+        """What this rank updates of what the model computes with, in the compute dtype: a slice, or a part of one, or
+        the whole bucket at stage 0."""
+        values = next((values for values in (self.part, self.shard, self.full) if values is not None), None)
         assert values is not None
         return values
 
     @property
     def stored(self) -> torch.Tensor | Stored:
-        """The values that the optimizer updates: this rank's slice, or the whole bucket at stage 0."""
+        """The values that the optimizer updates, as ``low`` has them, in the stored dtype."""
         return self.master if self.master is not None else self.low
 
     @property
@@ -79,6 +83,8 @@ class BucketState:
                 return self.full
             case Role.SHARD:
                 return self.shard
+            case Role.PART:
+                return self.part
             case Role.MASTER:
                 return self.master
             case Role.STATE:
@@ -95,13 +101,14 @@ class TrainingState:
     """All buckets' tensors, taken over from a model."""
 
     def __init__(
-        self, model: nn.Module, layout: BucketLayout, stage: int, transport: Transport | None, tiers: Tiers
+        self, model: nn.Module, layout: BucketLayout, stage: int, communicators: Communicators, tiers: Tiers
     ) -> None:
         self.layout = layout
         self.stage = stage
         self.model = model
         self.device = tiers.device
-        self._transport = transport
+        self._communicators = communicators
+        self._transport = communicators.world
         self._tiers = tiers
         self._tensors = _distinct_parameters(model)
         self.buckets: list[BucketState] = []
@@ -109,15 +116,16 @@ class TrainingState:
 
     @property
     def sharded(self) -> bool:
-        """Whether a rank updates a slice of each bucket."""
-        return self.stage >= 1 and self.layout.num_ranks > 1
+        """Whether other ranks update parts of what this one does not."""
+        return any(bucket.is_cut(self.stage) for bucket in self.layout.buckets)
 
     @property
     def resident(self) -> bool:
         """Whether the model's parameters are whole, in their own dtype, on the device."""
         on_device = all(state.tier == DEVICE and not state.delayed for state in self.buckets)
         in_place = on_device and not self.layout.has_slices
-        return self._keeps_full and in_place and not any(bucket.has_master for bucket in self.layout.buckets)
+        are_whole = not any(bucket.is_gathered(self.stage) for bucket in self.layout.buckets)
+        return are_whole and in_place and not any(bucket.has_master for bucket in self.layout.buckets)
 
     def take_over(self, weights: Weights, plan: Plan) -> None:
         """Move the model's parameters into flat buckets with the values of ``weights``, a bucket at a time.
@@ -131,7 +139,7 @@ class TrainingState:
         for bucket in self.layout.buckets:
             self.buckets.append(self._divide(bucket, weights.flat(bucket, *self._kept(bucket))))
             if not self._place_bucket(plan, bucket, self.buckets[-1]):
-                self._share(self.buckets[-1])
+                self._share(bucket, self.buckets[-1])
         self.hide_parameters()
 
     def place(self, plan: Plan) -> bool:
@@ -165,19 +173,26 @@ class TrainingState:
         if not self._is_stale:
             return
         self.settle()
-        for state in self.buckets:
+        for bucket, state in zip(self.layout.buckets, self.buckets, strict=True):
             if not state.delayed:
                 continue
             source = state.delayed.get("low", state.stored)
             self._tiers.copy_into(state.low, source).finish(source)
-            self.complete(state)
+            self.complete(bucket, state)
         self._is_stale = False
 
-    def complete(self, state: BucketState) -> None:
-        """Bring what a bucket has whole on the device up to date with all ranks' slices. Collective at stages 1, 2."""
-        if self.sharded and state.full is not None:
-            assert self._transport is not None and isinstance(state.low, torch.Tensor)
-            self._transport.all_gather_into(state.full, state.low).finish(None)
+    def complete(self, bucket: Bucket, state: BucketState) -> None:
+        """Bring what a bucket has on the device besides what this rank updates up to date. Collective."""
+        if not bucket.is_cut(self.stage):
+            return
+        if state.part is not None:
+            self._gather_into(state.shard if state.shard is not None else state.full, state.part, bucket.parts_over)
+        if state.full is not None and state.shard is not None:
+            self._gather_into(state.full, state.shard, bucket.gathered_over)
+
+    def _gather_into(self, full: torch.Tensor | Stored | None, own: torch.Tensor | Stored, axes: Axes) -> torch.Tensor:
+        assert isinstance(full, torch.Tensor) and isinstance(own, torch.Tensor), "what is gathered is on the device"
+        return self._communicators.along(axes).all_gather_into(full, own).finish(None)
 
     def _place_bucket(self, plan: Plan, bucket: Bucket, state: BucketState) -> bool:
         tier, _ = _planned(plan, bucket)
@@ -189,13 +204,14 @@ class TrainingState:
         if needs_master != (state.master is not None) or (needs_master and regroups):
             state.master = self._put(state, self.load(state.stored)) if needs_master else None
         if moves:
+            assert state.part is None, "a slice whose parts several ranks update stays on the device"
             low = self.load(state.low)
             state.full = state.shard = None
             if tier != DEVICE:
                 state.shard = self._tiers.hold(low, tier)
-            elif self.sharded:
+            elif bucket.is_cut(self.stage):
                 state.shard = low
-                self._share(state)
+                self._share(bucket, state)
             else:
                 state.full = low
             state.tier = tier
@@ -209,10 +225,11 @@ class TrainingState:
                 self._make_delayed(bucket, state)
         return moves or was_delayed != bool(state.delayed)
 
-    def _share(self, state: BucketState) -> None:
+    def _share(self, bucket: Bucket, state: BucketState) -> None:
         """Put a slice that is gathered from the device where other ranks can read it, if they can. Collective."""
-        if self._transport is not None and not self._keeps_full and isinstance(state.shard, torch.Tensor):
-            state.shard = self._transport.share(state.shard)
+        if bucket.is_gathered(self.stage) and isinstance(state.shard, torch.Tensor):
+            state.shard = self._communicators.along(bucket.gathered_over).share(state.shard)
+            state.part = self._part(bucket, state.shard)
 
     def _make_delayed(self, bucket: Bucket, state: BucketState) -> None:
         low = state.low
@@ -293,7 +310,7 @@ class TrainingState:
         for bucket in self.layout.buckets:
             state = self.buckets[bucket.index]
             whole = whole_bucket(bucket, self._tensors, self.device)
-            mine = self.slice(whole)
+            mine = self.slice(bucket, whole)
             if isinstance(state.master, Stored):
                 state.master = self._put(state, mine.clone())
             elif state.master is not None:
@@ -304,23 +321,32 @@ class TrainingState:
                 state.low.copy_(mine)
             if state.full is not None and state.full is not state.low:
                 state.full.copy_(whole)
+            if state.full is None and state.part is not None:
+                assert isinstance(state.shard, torch.Tensor)
+                first, last = self._kept(bucket)
+                state.shard.copy_(whole[first:last])
             if "low" in state.delayed:
                 state.delayed["low"] = self._tiers.hold(mine.to(bucket.compute_dtype), "host")
 
     def gather(self, bucket: Bucket, stored: torch.Tensor) -> torch.Tensor:
-        """A flat tensor ``[bucket.numel]`` from every rank's slice; the tensor itself where ranks hold it whole."""
-        if not self.sharded:
-            return stored
-        assert self._transport is not None
-        full = stored.new_empty(bucket.numel)
-        return self._transport.all_gather_into(full, stored).finish(None)
+        """A flat tensor ``[bucket.numel]`` from what every rank updates; the tensor itself where all hold it whole."""
+        if bucket.is_cut(self.stage):
+            for axes in (bucket.parts_over, bucket.gathered_over):
+                size = bucket.mesh.size(axes)
+                if size > 1:
+                    stored = self._gather_into(stored.new_empty(stored.numel() * size), stored, axes)
+        return stored
 
-    def slice(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a flat tensor, or all of it where ranks hold it whole."""
-        if not self.sharded:
+    def slice(self, bucket: Bucket, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank updates of a flat tensor ``[bucket.numel]``; a view, or all of it where all hold it whole."""
+        if not bucket.is_cut(self.stage):
             return whole
-        assert self._transport is not None
-        return whole.chunk(self.layout.num_ranks)[self._transport.rank] if whole.numel() else whole
+        first = bucket.first_of_part(self._rank)
+        return whole[first : first + bucket.part_numel]
+
+    @property
+    def _rank(self) -> int:
+        return self._transport.rank if self._transport is not None else 0
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -335,30 +361,40 @@ class TrainingState:
             for slot in bucket.slots:
                 yield bucket, state, slot
 
-    @property
-    def _keeps_full(self) -> bool:
-        """Whether buckets stay whole on the device between steps."""
-        return self.stage < 3 or self.layout.num_ranks == 1
-
     def _kept(self, bucket: Bucket) -> tuple[int, int]:
         """The first element that this rank keeps of a bucket's flat buffer, and the one after the last."""
-        if self._keeps_full:
+        if not bucket.is_gathered(self.stage):
             return 0, bucket.numel
-        assert self._transport is not None
-        first = self._transport.rank * bucket.shard_numel
+        first = bucket.first_of_slice(self._rank)
         return first, first + bucket.shard_numel
 
     def _divide(self, bucket: Bucket, values: torch.Tensor) -> BucketState:
         """A bucket's tensors from the stored values that this rank keeps (``_kept``), which become its own."""
         low = values.to(bucket.compute_dtype)
-        full = low if self._keeps_full else None
-        shard = None
-        if self.sharded:
-            shard = self.slice(low) if self._keeps_full else low
+        keeps_full, is_cut = not bucket.is_gathered(self.stage), bucket.is_cut(self.stage)
+        full = low if keeps_full else None
+        shard = None if keeps_full else low
+        if keeps_full and is_cut and bucket.num_ranks > 1:
+            first = bucket.first_of_slice(self._rank)
+            shard = low[first : first + bucket.shard_numel]
+        part = self._part(bucket, low if shard is None else shard) if is_cut else None
         master = None
         if bucket.has_master:
-            master = self.slice(values).clone() if self.sharded and self._keeps_full else values
-        return BucketState(full, shard, master)
+            master = values
+            if keeps_full and is_cut:
+                master = self.slice(bucket, values).clone()
+            elif part is not None:
+                own = self._part(bucket, values)
+                assert own is not None
+                master = own.clone()
+        return BucketState(full, shard, master, part=part)
+
+    def _part(self, bucket: Bucket, shard: torch.Tensor) -> torch.Tensor | None:
+        """What this rank updates of a slice, a view; None where that is all of it."""
+        if bucket.num_parts == 1:
+            return None
+        first = bucket.first_of_part(self._rank) - bucket.first_of_slice(self._rank)
+        return shard[first : first + bucket.part_numel]
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         if self._transport is not None and tensor.numel():

@@ -11,8 +11,8 @@ from torch import nn
 
 from zerofx.capture.checks import device_of
 from zerofx.deferred import adopt_meta, check_recipes, make_buffers
+from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.comm.transport import Transport
 from zerofx.runtime.state.loaded_weights import LoadedWeights, describe, match
 from zerofx.runtime.state.weights import ModelWeights, Weights
 
@@ -37,11 +37,13 @@ class Values:
         if self._files is not None:
             control.agree("read weights", describe(self._files, self._keys), "weights", "Give every rank the same.")
 
-    def source(self, tensors: Mapping[str, torch.Tensor], device: torch.device, transport: Transport | None) -> Weights:
+    def source(
+        self, tensors: Mapping[str, torch.Tensor], device: torch.device, communicators: Communicators
+    ) -> Weights:
         """The values of the parameters ``tensors``. Buffers that are in files are given their values by this call."""
         if self._files is None:
-            return ModelWeights(tensors, device, transport, self._control)
-        weights = LoadedWeights(self._files, self._keys, device, transport, self._control)
+            return ModelWeights(tensors, device, communicators.world, self._control)
+        weights = LoadedWeights(self._files, self._keys, device, communicators, self._control)
         weights.fill_buffers(self._model)
         return weights
 

@@ -17,6 +17,7 @@ from zerofx.ir.micro_batches import loop_bodies, loop_of
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.simulate import simulate
 from zerofx.scheduler.decide.activations import segments
+from zerofx.scheduler.plan.mesh import Mesh
 
 aten = torch.ops.aten
 
@@ -179,7 +180,7 @@ def test_what_a_loop_hands_on_is_made_in_each_round() -> None:
 
 def test_a_loop_is_planned_as_long_as_its_rounds() -> None:
     machine, numbers = Machine.named("cpu"), (4, 5, 12)
-    simulations = [simulate(in_micro_batches(n).run().step, machine, 2, on_cpu=True) for n in numbers]
+    simulations = [simulate(in_micro_batches(n).run().step, machine, Mesh(shard=2), on_cpu=True) for n in numbers]
 
     def grows_with_the_rounds(values: Sequence[float]) -> None:
         four, five, twelve = values

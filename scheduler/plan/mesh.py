@@ -1,0 +1,90 @@
+"""A mesh: the ranks of a step along three axes, and the groups that they form. Plain data.
+
+Ranks are numbered from the innermost axis out: on ``Mesh(replicate=2, shard=4, model=8)`` ranks 0 to 7 are a ``model``
+group, those with the same place there in ranks 0 to 31 a ``shard`` group. What communicates most is innermost, and lies
+within a node where it fits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from zerofx.errors import UsageError
+
+Axis = Literal["replicate", "shard", "model"]
+Axes = tuple[Axis, ...]
+
+AXES: Axes = ("replicate", "shard", "model")  # outer to inner
+SHARD: Axes = ("shard",)  # what one axis is called
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks along ``replicate`` (the same slices), ``shard`` (slices of one bucket) and ``model`` (one computation).
+
+    Raises:
+        UsageError: an axis has no rank.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    model: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            size = getattr(self, axis)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise UsageError(
+                    f"expected a number of ranks, 1 or more, on the axis {axis!r} of a mesh, found {size!r}"
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks on all axes."""
+        return self.size(AXES)
+
+    @property
+    def world(self) -> Axes:
+        """The axes that all ranks lie along; ``("shard",)`` for one rank."""
+        return self.occupied(AXES) or SHARD
+
+    def size(self, axes: Axes) -> int:
+        """Ranks of a group along ``axes``."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def occupied(self, axes: Axes) -> Axes:
+        """Those of ``axes`` with more than one rank, outer to inner."""
+        return tuple(axis for axis in AXES if axis in axes and getattr(self, axis) > 1)
+
+    def place(self, rank: int, axis: Axis) -> int:
+        """A rank's number along an axis."""
+        return rank // self._stride(axis) % self.size((axis,))
+
+    def index(self, rank: int, axes: Axes) -> int:
+        """A rank's number among those along ``axes``, the first of them counting most: its slice of what is cut along
+        the first, each part of that along the second, and so on."""
+        number = 0
+        for axis in axes:
+            number = number * self.size((axis,)) + self.place(rank, axis)
+        return number
+
+    def members(self, rank: int, axes: Axes) -> tuple[int, ...]:
+        """The ranks of the group along ``axes`` that ``rank`` is in, in order: those with its place on other axes."""
+        first = rank - sum(self.place(rank, axis) * self._stride(axis) for axis in axes)
+        ways = [range(0, self.size((axis,)) * self._stride(axis), self._stride(axis)) for axis in axes]
+        return tuple(sorted(first + sum(steps) for steps in itertools.product(*ways)))
+
+    def groups(self, axes: Axes) -> tuple[tuple[int, ...], ...]:
+        """All groups along ``axes``, in order; every rank is in one."""
+        firsts = (rank for rank in range(self.num_ranks) if not any(self.place(rank, axis) for axis in axes))
+        return tuple(self.members(rank, axes) for rank in firsts)
+
+    def _stride(self, axis: Axis) -> int:
+        """By how much the numbers of neighbours along an axis differ."""
+        return self.size(AXES[AXES.index(axis) + 1 :])
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {self.size((axis,))}" for axis in self.world)

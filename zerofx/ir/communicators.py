@@ -1,0 +1,41 @@
+"""The axes of the mesh that a collective runs over: an argument of its node, left out where it is ``shard`` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import get_args
+
+from torch import fx
+
+from zerofx.ir import ops
+from zerofx.scheduler.plan.mesh import SHARD, Axes, Axis, Mesh
+
+_SEPARATOR = ","
+
+
+def over(axes: Axes) -> Mapping[str, str]:
+    """The keyword arguments of a collective's node that runs over ``axes``."""
+    return {} if axes == SHARD else {"over": written(axes)}
+
+
+def written(axes: Axes) -> str:
+    """Axes as a node has them: ``"replicate,shard"``."""
+    return _SEPARATOR.join(axes)
+
+
+def read(text: str) -> Axes:
+    """What ``written`` was given."""
+    known: dict[str, Axis] = {axis: axis for axis in get_args(Axis)}
+    return tuple(known[axis] for axis in text.split(_SEPARATOR))
+
+
+def axes_of(node: fx.Node, mesh: Mesh) -> Axes:
+    """The axes that a collective's node runs over: a broadcast, and what knows nodes, over all."""
+    if node.target in ops.OVER_AXES:
+        return read(str(node.kwargs.get("over", written(SHARD))))
+    return mesh.world
+
+
+def in_order(sets: Iterable[Axes]) -> list[Axes]:
+    """Distinct sets of axes in an order that is the same on all ranks."""
+    return sorted(set(sets))

@@ -1,0 +1,164 @@
+"""What the transports of a rank on a CPU have in common: its lines to all other ranks, and what is under way there.
+
+The gloo group is the step's own: a rank whose step fails closes its connections there, and its lines to other ranks of
+its host, so that the others fail too rather than wait for it, and the user's process group stays as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from zerofx.ir.streams import COLLECTIVE
+from zerofx.runtime.comm.groups import close_connections, destroyed_with
+from zerofx.runtime.comm.patience import wait_for
+from zerofx.runtime.comm.same_host.channels import GlooChannel, MemoryChannel, Message, open_channels
+from zerofx.runtime.comm.transport import LostRankError
+from zerofx.runtime.measure.spans import SpanLog
+from zerofx.runtime.tiers.copies import Workers
+
+_SLOW = (
+    "rank {} and rank {} run on one machine and cannot read each other's memory, so that what they send goes through "
+    "gloo, which is slower: run them in one container and as one user, and see that kernel.yama.ptrace_scope is 0"
+)
+
+
+class Connections:
+    """Messages between all pairs of ranks of a gloo group that nobody else uses. All ranks start the same collectives
+    in the same order, each in its own group of ranks: by their number messages are told apart.
+
+    ``log`` notes how long they take; ``patience_seconds`` is the group's timeout. ``reads_memory``: whether ranks of
+    one host may read each other's memory. ``sent_to`` counts what this rank has sent to each other, payload only.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, log: SpanLog, patience_seconds: float, *, reads_memory: bool) -> None:
+        self.group = group
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.sent_to: Counter[int] = Counter()
+        self.log = log
+        self._patience_seconds = patience_seconds
+        self._end = destroyed_with(self, group)
+        self._others = [rank for rank in range(self.num_ranks) if rank != self.rank]
+        self._numbers = itertools.count(1)
+        self._readers = Workers("messages")
+        self.channels = open_channels(group, self._readers, patience_seconds, reads_memory=reads_memory)
+        near = [rank for rank, channel in self.channels.items() if isinstance(channel, GlooChannel) and channel.is_near]
+        self.notice = _SLOW.format(self.rank, ", ".join(map(str, near))) if near and reads_memory else ""
+        self._watch: _Watch | None = None
+        self._started: list[list[Message]] = []  # what has not been awaited yet
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether this rank reads the memory of all others."""
+        return all(isinstance(channel, MemoryChannel) for channel in self.channels.values())
+
+    def tag(self) -> int:
+        """The number of a collective that starts: the same on all ranks."""
+        return next(self._numbers)
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
+        self.sent_to[rank] += tensor.nbytes
+        return self.channels[rank].send(tensor, tag)
+
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
+        return self.channels[rank].receive(tensor, tag)
+
+    def under_way(self, works: list[Message], num_bytes: int) -> Callable[[], None]:
+        """What waits for messages, ``num_bytes`` of them sent; as a step is measured, a thread sees them come."""
+        self._started = [*(work for work in self._started if work), works]
+        if self.log.running and works:
+            self._watch = self._watch or _Watch(self.log)
+            return self._watch.see(works, num_bytes)
+        if not self.log.running:
+            self._stop_watching()
+
+        def arrived() -> None:
+            while works:
+                works.pop().wait()
+
+        return arrived
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite a tensor by rank 0's."""
+        who = "rank 0" if self.rank else self._any_other()
+        self._wait(dist.broadcast(tensor, group=self.group, group_src=0, async_op=True), who)
+        if self.rank == 0:
+            self.sent_to.update(dict.fromkeys(self._others, tensor.nbytes))
+
+    def all_true(self, here: bool) -> bool:
+        # Memory of Python's: what is planned is the device's.
+        flag = torch.frombuffer(bytearray([here]), dtype=torch.uint8)
+        self._wait(dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group, async_op=True), self._any_other())
+        return bool(flag[0])
+
+    def settle(self) -> None:
+        for works in self._started:
+            while works:
+                works.pop().wait()
+        self._started.clear()
+
+    def abort(self) -> None:
+        self._hang_up()
+        close_connections(self.group)
+
+    def close(self) -> None:
+        self._stop_watching()
+        self._readers.close()
+        self._hang_up()
+        self._end()
+
+    def _wait(self, work: dist.Work | None, who: str) -> None:
+        assert work is not None
+        try:
+            wait_for(work, self._patience_seconds)
+        except RuntimeError as error:
+            raise LostRankError(f"{who} did not come in time, or is gone: {str(error).splitlines()[0]}") from error
+
+    def _any_other(self) -> str:
+        return f"rank {self._others[0]}" if len(self._others) == 1 else "a rank"
+
+    def _hang_up(self) -> None:
+        for channel in self.channels.values():
+            channel.close()
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+
+class _Watch:
+    """A thread that notes when messages have come: whoever waits for them may come later than they do.
+
+    Collectives are taken to run one after the other, as in predictions: one begins where the one before it ends.
+    """
+
+    def __init__(self, log: SpanLog) -> None:
+        self._log = log
+        self._workers = Workers("messages")
+        self._free = 0.0
+
+    def see(self, works: list[Message], num_bytes: int) -> Callable[[], None]:
+        began = time.perf_counter()
+
+        def watch() -> None:
+            for work in works:
+                work.wait()
+            begin, self._free = max(began, self._free), time.perf_counter()
+            self._log.add(COLLECTIVE, begin, self._free, num_bytes)
+
+        seen = self._workers.submit(watch)
+
+        def arrived() -> None:
+            seen.result()
+            works.clear()  # here: what is freed by another thread is not in what is measured
+
+        return arrived
+
+    def close(self) -> None:
+        self._workers.close()
