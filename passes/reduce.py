@@ -24,7 +24,7 @@ are divided before it too, as FSDP2 does, by a power of two near the root of the
 
     div_(grads_0, 2); reduce_0 = reduce_scatter(grads_0, 0, 4); ...; grad_0 = wait(reduce_0, grads_0); div_(grad_0, 2)
 
-At stage 0 every rank updates the whole bucket: an all-reduce in its two halves, both of them in the buffer.
+Where every rank updates the whole bucket, as at stage 0: an all-reduce in its two halves, both of them in the buffer.
 
     reduce_0 = reduce_scatter_into(grads_0, 0, 2)
     ...
@@ -54,6 +54,7 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import aliased_input, is_view, storage_source
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
+from zerofx.ir.communicators import over
 from zerofx.ir.edit import after, consumers, end_of_unit, named, start_of_unit
 from zerofx.ir.facts import Job, Origin, Phase, is_random, origin, set_task
 from zerofx.ir.graph import StepGraph, insert_call
@@ -96,7 +97,7 @@ class Reduce:
         pending = {
             bucket.index: [
                 _issue(step, plan, bucket, buffer, number if number < len(buffers[bucket.index]) - 1 else None)
-                if plan.num_ranks > 1
+                if bucket.num_reduced > 1
                 else buffer
                 for number, buffer in enumerate(buffers[bucket.index])
             ]
@@ -116,8 +117,7 @@ class Reduce:
             if started is not buffer:
                 started = _finish(step, plan, bucket, buffer, started, place(decision.wait_after), partial)
             step.reduced[bucket.index] = started
-        if plan.stage == 0 and plan.num_ranks > 1:
-            _await_sums(step, plan, self.layout, place)
+        _await_sums(step, plan, self.layout, place)
 
 
 def _name(name: str, body: int) -> str:
@@ -132,7 +132,7 @@ def _reduces_each(step: StepGraph, plan: Plan, bucket: Bucket, decision: ReduceD
     """
     if not decision.earlier:
         return False
-    if plan.stage == 0 or plan.num_ranks == 1 or len(decision.earlier) != step.num_bodies - 1:
+    if not bucket.is_cut(plan.stage) or bucket.num_reduced == 1 or len(decision.earlier) != step.num_bodies - 1:
         raise PlanError(
             f"expected {bucket.name} to be reduced in each of {step.num_bodies} bodies of micro-batches at stages 1 to "
             f"3, on several ranks, found {decision} at stage {plan.stage} on {plan.num_ranks}: make the plan anew"
@@ -263,18 +263,19 @@ def _issue(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, body: i
     place = end_of_unit(step, last_write)
     while place.next.target is ops.release:
         place = place.next
-    size, dtype = (bucket.shard_numel,), bucket.compute_dtype
+    size, dtype = (bucket.numel // bucket.num_reduced,), bucket.compute_dtype
     # Which slice is a rank's own is known where it runs: the first stands for it.
-    in_buffer = plan.stage == 0
-    first = divisors(bucket.compute_dtype, bucket.num_ranks)[0]
+    in_buffer = not bucket.is_cut(plan.stage)
+    first = divisors(bucket.compute_dtype, bucket.mesh.num_samples(bucket.reduced_over))[0]
     if first != 1:
         with step.graph.inserting_after(place):
             place = insert_call(step.graph, _aten.div_.Tensor, (buffer, first), Origin(bucket.name, Phase.BACKWARD))
     with step.graph.inserting_after(place):
         started = insert_call(
             step.graph, ops.reduce_scatter_into if in_buffer else ops.reduce_scatter,
-            (buffer, bucket.index, bucket.num_ranks),
-            Origin(bucket.name, Phase.BACKWARD), name=_name(f"reduce_{bucket.index}", body or 0),
+            (buffer, bucket.index, bucket.num_reduced),
+            Origin(bucket.name, Phase.BACKWARD), dict(over(bucket.reduced_over)),
+            name=_name(f"reduce_{bucket.index}", body or 0),
             fake=step.fake_view(buffer, size, (1,), 0) if in_buffer else step.fake(size, dtype),
         )  # fmt: skip
     return started if body is not None else set_task(started, Job.REDUCTION, bucket.index)
@@ -337,14 +338,14 @@ def _finish(
 ) -> fx.Node:
     """Await the last reduction, and add it to the ``partial`` sum of the earlier ones, if any.
 
-    Returns the result, or at stage 0 the started gather of the sum.
+    Returns the result, or where all ranks update with all of it the started gather of the sum.
     """
     where = Origin(bucket.name, Phase.UPDATE)
     with step.graph.inserting_before(_place_to_await(started, anchor)):
         grad = set_task(_average(step, bucket, buffer, started, where), Job.GRADIENT, bucket.index)
-        if plan.stage == 0:
-            name = f"gather_grad_{bucket.index}"
-            return insert_call(step.graph, ops.all_gather_into, (buffer, grad, bucket.index), where, name=name)
+        if not bucket.is_cut(plan.stage):
+            args, how = (buffer, grad, bucket.index), dict(over(bucket.reduced_over))
+            return insert_call(step.graph, ops.all_gather_into, args, where, how, name=f"gather_grad_{bucket.index}")
         return grad if partial is None else insert_call(step.graph, _aten.add_.Tensor, (partial, grad), where)
 
 
@@ -361,17 +362,24 @@ def _average(
 ) -> fx.Node:
     """This rank's slice of the average over the ranks, awaited at the insertion point."""
     grad = insert_call(step.graph, ops.wait, (started, buffer), where, name=_name(f"grad_{bucket.index}", body))
-    rest = divisors(bucket.compute_dtype, bucket.num_ranks)[1]
+    rest = divisors(bucket.compute_dtype, bucket.mesh.num_samples(bucket.reduced_over))[1]
     if rest != 1:
         insert_call(step.graph, _aten.div_.Tensor, (grad, rest), where)
     return grad
 
 
 def _await_sums(step: StepGraph, plan: Plan, layout: BucketLayout, place: Callable[[str | None], fx.Node]) -> None:
-    """Await what stage 0 gathers of its sums; ``place`` gives the node that a decision's comes after."""
-    gathers = {decision.wait_after: step.reduced[decision.bucket] for decision in plan.reduces}
+    """Await what is gathered of sums that all ranks update with; ``place`` gives the node that a decision's comes
+    after."""
+    gathers = {
+        decision.wait_after: step.reduced[decision.bucket]
+        for decision in plan.reduces
+        if step.reduced[decision.bucket].target is ops.all_gather_into
+    }
     awaited: list[fx.Node] = []
     for decision in plan.reduces:
+        if step.reduced[decision.bucket].target is not ops.all_gather_into:
+            continue
         gather = step.reduced[decision.bucket]
         # What is gathered starts before anything gathered earlier is awaited. Nodes compare by their place.
         earlier = [gather, *awaited[-1:]]

@@ -8,6 +8,14 @@
                                             ...
                                             wait(gather_into_0)                     # where the step ends
 
+On a mesh a rank may update a part of a slice, whose parts are on other replicas: new values rise part by part, first
+into the slice, at stage 3 the one that is gathered in the next step, and at stages 1 and 2 from there into the whole:
+
+    gather_part_0 = all_gather_into(shard_0, part_0, over='replicate')
+    ...                                                                 # the next update, or where the step ends
+    wait(gather_part_0)
+    gather_into_0 = all_gather_into(params_0, shard_0)
+
 Where the compute dtype is lower than the stored one, the update works on the fp32 master slice with the gradient cast
 to its dtype, and the new values are cast into the slice that the graph computes with. Neither a whole buffer that stays
 on the device nor a slice that is gathered is touched before its last reader of this step has run.
@@ -60,7 +68,8 @@ from zerofx.passes.lib.placed_states import (
     start_descent,
     state_decision,
 )
-from zerofx.passes.shard import add_master, add_shard
+from zerofx.passes.lib.rising import Rising, finish, go_on, start, what_is_updated
+from zerofx.passes.shard import add_master
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
@@ -77,7 +86,7 @@ class Update:
     name: str = "update"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
-        gathers: list[tuple[Bucket, fx.Node]] = []
+        rising: list[Rising] = []
         copies: list[Started] = []
         written: dict[int, fx.Node] = {}
         begin, factors = step.updates_begin, _factors(step)
@@ -88,12 +97,11 @@ class Update:
         for decision in plan.reduces:
             bucket, last = self.layout.buckets[decision.bucket], step.output.prev
             program = self.programs[bucket.index]
-            copies = _update_bucket(step, plan, bucket, program, known, copies, gathers, written, begin, factors)
+            copies = _update_bucket(step, plan, bucket, program, known, copies, rising, written, begin, factors)
             begin = None if begin is None else last.next
         with step.graph.inserting_before(step.output):
             await_copies(step, copies)
-            for bucket, gather in gathers:
-                insert_call(step.graph, ops.wait, (gather,), Origin(bucket.name, Phase.UPDATE))
+        finish(step, rising)
 
 
 @dataclass(frozen=True)
@@ -117,16 +125,16 @@ def _update_bucket(
     program: UpdateProgram,
     known: _Known,
     earlier: Sequence[Started],
-    gathers: list[tuple[Bucket, fx.Node]],
+    rising: list[Rising],
     written: dict[int, fx.Node],
-    start: fx.Node | None,
+    begin: fx.Node | None,
     factors: Mapping[str, Sequence[fx.Node]],
 ) -> list[Started]:
     """Insert the update after the waits of ``earlier`` copies; returns the copies that are still to be awaited.
 
-    At stages 1 and 2 the started gather of the new values is added to ``gathers``, and the last wait for what a bucket
-    copies back to ``written``. ``start``: where states start on their way that the plan does not say it of.
-    ``factors`` are what gradients are multiplied by, one after the other, by the tier that they are on.
+    The started gather of the new values, where other ranks need them, is added to ``rising``, and the last wait for
+    what a bucket copies back to ``written``. ``begin``: where states start on their way that the plan does not say it
+    of. ``factors`` are what gradients are multiplied by, one after the other, by the tier that they are on.
     """
     graph, where = step.graph, Origin(bucket.name, Phase.UPDATE)
     decision = state_decision(plan, bucket)
@@ -134,11 +142,7 @@ def _update_bucket(
     on_host = side == HOST
     local = bucket.updated_numel(plan.stage)
     full = known.placeholders.get((Role.FULL, bucket.index))
-    shard = known.placeholders.get((Role.SHARD, bucket.index))
-    if full is not None and bucket.is_cut(plan.stage):
-        shard = add_shard(step, bucket, alias_of=full.name)
-    low = shard if shard is not None else full
-    assert low is not None
+    low, levels = what_is_updated(step, plan, bucket, full, known.placeholders.get((Role.SHARD, bucket.index)))
     away = tier_of(low) != DEVICE
     master = known.placeholders.get((Role.MASTER, bucket.index))
     if master is None and on_host and not away:
@@ -152,7 +156,7 @@ def _update_bucket(
     scalars = _add_scalars(step, bucket, program)
     reduced = step.reduced[bucket.index]
     # A gather reads the slice until it is done; its own readers, the release among them, come after that.
-    readers = consumers(full) if full is not None else _readers_of_gathered(low)
+    readers = consumers(full) if full is not None else _readers_of_gathered(levels[0].into if levels else low)
     # Nodes compare by their place in the graph.
     end = end_of_unit(step, max([reduced, *consumers(reduced), *readers])).next
     if step.updates_begin is not None:
@@ -161,7 +165,8 @@ def _update_bucket(
     if decision is not None and decision.behind is not None:
         # Where that bucket's buffers are free only after this update's place, there is no time to read ahead.
         free = min(written.get(decision.behind, end.prev), end.prev)
-    placed = PlacedStates(step, known.by_name, bucket, stored, decision, free, start)
+    placed = PlacedStates(step, known.by_name, bucket, stored, decision, free, begin)
+    go_on(step, rising, end)
     with graph.inserting_before(end):
         # What is written to nvme is still being written while the next bucket is updated on the host.
         meanwhile = [reload for reload in earlier if reload.node < end and on_host and leads_to_nvme(reload)]
@@ -173,9 +178,9 @@ def _update_bucket(
             new = copy_into(step, bucket, low, delayed.get("low", master))
             left.append(copy_into(step, bucket, delayed["grad"], reduced))
             _update_later(step, bucket, program, stored | scalars | delayed, where)
-            if full is not None and bucket.is_cut(plan.stage):
+            if levels:
                 await_copies(step, [new])  # the gather below reads it
-                gathers.append((bucket, _gather_into(step, bucket, full, low)))
+                rising += start(step, bucket, levels)
             else:
                 left.append(new)
             return left
@@ -192,7 +197,7 @@ def _update_bucket(
         written |= await_copies(step, meanwhile)
         if master is not None:
             up = new_values(step, bucket, low, tensors["param"], side)
-            if full is not None and bucket.is_cut(plan.stage):
+            if levels:
                 await_copies(step, up)  # the gather below reads it
             else:
                 left += up
@@ -201,8 +206,7 @@ def _update_bucket(
             await_copies(step, down)
         else:
             left += down
-        if full is not None and bucket.is_cut(plan.stage):
-            gathers.append((bucket, _gather_into(step, bucket, full, low)))
+        rising += start(step, bucket, levels)
     return left
 
 
@@ -225,13 +229,6 @@ def _on_host(step: StepGraph, plan: Plan, factors: Sequence[fx.Node]) -> dict[st
             down = set_tier(insert_call(graph, ops.offload, (copy, HOST), where, name=name), HOST)
             copies.append(set_tier(insert_call(graph, ops.wait, (down, copy), where, name=f"{factor.name}_down"), HOST))
     return {HOST: copies}
-
-
-def _gather_into(step: StepGraph, bucket: Bucket, full: fx.Node, low: fx.Node) -> fx.Node:
-    """Start gathering the new values at the insertion point."""
-    where = Origin(bucket.name, Phase.UPDATE)
-    args = (full, low, bucket.index)
-    return insert_call(step.graph, ops.all_gather_into, args, where, name=f"gather_into_{bucket.index}")
 
 
 def _add_delayed(step: StepGraph, bucket: Bucket, local: int) -> dict[str, fx.Node]:

@@ -37,7 +37,19 @@ from zerofx.errors import InvalidGraphError
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs, storage_source
 from zerofx.ir.edit import consumers
-from zerofx.ir.facts import DEVICE, Phase, Role, copied_from, delayed_bucket, is_random, origin, placeholder, tier_of
+from zerofx.ir.facts import (
+    DEVICE,
+    Job,
+    Phase,
+    Role,
+    copied_from,
+    delayed_bucket,
+    is_random,
+    origin,
+    placeholder,
+    task_of,
+    tier_of,
+)
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of
 from zerofx.ir.streams import num_gathers_after, runs_on_host, slice_gathered
@@ -192,8 +204,10 @@ def _bucket_gathered(gather: fx.Node) -> int | None:
 
 
 def _check_updates(step: StepGraph, after: str, order: dict[fx.Node, int]) -> None:
+    parts = list(step.placeholders(Role.PART))
     for shard in step.placeholders(Role.SHARD):
-        writers = [reader for reader in consumers(shard) if shard in mutated_inputs(reader)]
+        owners = [shard, *(part for part in parts if placeholder(part).bucket == placeholder(shard).bucket)]
+        writers = [reader for owner in owners for reader in consumers(owner) if owner in mutated_inputs(reader)]
         for started in (user for user in shard.users if user.target in (ops.all_gather, ops.reload, ops.quantise)):
             done = max(order[user] for user in (started, *started.users))
             for writer in writers:
@@ -221,7 +235,7 @@ def _check_clipped(step: StepGraph, after: str, order: dict[fx.Node, int]) -> No
     rules += [("scaling", order[check], "gradients are known to be finite") for check in checks]
     if not rules:
         return
-    for role in (Role.FULL, Role.SHARD, Role.MASTER, Role.STATE):
+    for role in (Role.FULL, Role.SHARD, Role.PART, Role.MASTER, Role.STATE):
         for stored in step.placeholders(role):
             for writer in (reader for reader in consumers(stored) if stored in mutated_inputs(reader)):
                 for rule, known, what in rules:
@@ -232,6 +246,7 @@ def _check_clipped(step: StepGraph, after: str, order: dict[fx.Node, int]) -> No
 def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     gathered = [_bucket_gathered(node) for node in _parameter_gathers(step)]
     reduced = [node.args[1] for node in step.calls() if _is_reduction(node)]
+    crossing = [node.args[1] for node in step.calls() if node.target in ops.REDUCTIONS and not _is_reduction(node)]
     wanted = [decision.bucket for decision in plan.reduces for _ in (*decision.earlier, decision.wait_after)]
     offloaded = [
         f"{node.all_input_nodes[0].name} to {node.args[1]}"
@@ -268,6 +283,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         ("gathers buckets", gathered, [decision.bucket for decision in plan.gathers]),
         ("merges gathers with as many after them", launched, merged if plan.num_ranks > 1 else []),
         ("reduces buckets", reduced, wanted if plan.num_ranks > 1 else []),
+        ("sums across replicas", crossing, [r.bucket for r in plan.reduces if r.crossed_after != ""]),
         ("keeps states of buckets", sorted(placed), states),
         (
             "keeps parameters of buckets",
@@ -308,8 +324,11 @@ def _check_reductions(step: StepGraph, after: str) -> None:
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    """Whether a bucket's reduction starts here: the hop across nodes belongs to one that has."""
-    return node.target in ops.REDUCTIONS or (node.target is ops.exchange and node.args[3] != "across")
+    """Whether a bucket's reduction starts here: a hop across nodes or replicas belongs to one that has."""
+    if node.target in ops.REDUCTIONS:
+        task = task_of(node)
+        return task is None or task.job is not Job.CROSSING
+    return node.target is ops.exchange and node.args[3] != "across"
 
 
 def _planned_wire(plan: Plan) -> list[str]:

@@ -34,7 +34,7 @@ from zerofx.precision import LossScale as LossScale
 from zerofx.precision import check_kept, dtype_of, loss_scale_of
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.residency import PolicyOptions
-from zerofx.scheduler.plan.mesh import SHARD, Mesh
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.units import parse_bytes
 
@@ -302,15 +302,21 @@ def check_options(
         constant=tuple(constant),
         loss_scale=scaling,
         keep_fp32=tuple(keep_fp32),
-        mesh=_checked_mesh(mesh),
+        mesh=_checked_mesh(mesh, wire),
     )
 
 
-def _checked_mesh(given: object) -> Mesh | None:
+def _checked_mesh(given: object, wire: Wire) -> Mesh | None:
     mesh = mesh_of(given)
-    if mesh is not None and mesh.world != SHARD:
+    if mesh is not None and mesh.replicate > 1 and wire != "exact":
         raise UsageError(
-            f"expected all ranks along the axis 'shard' of a mesh, found {mesh}: give their number to 'shard'"
+            f"expected wire='exact' on a mesh of several replicas, found wire={wire!r} on {mesh}: what is sent in few "
+            f"bits, or from second shards, knows nodes on one axis; give all ranks to 'shard', or leave wire out"
+        )
+    if mesh is not None and mesh.model > 1:
+        raise UsageError(
+            f"expected one rank on the axis 'model' of a mesh, found {mesh.model}: no computation is shared by several "
+            f"ranks yet; give their number to 'shard' or 'replicate'"
         )
     return mesh
 

@@ -17,6 +17,7 @@ from zerofx.errors import UsageError, working
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
+from zerofx.passes.across import Across
 from zerofx.passes.barrier.check_gradients import CheckGradients
 from zerofx.passes.barrier.clip import Clip
 from zerofx.passes.barrier.guard_loss import GuardLoss
@@ -118,6 +119,8 @@ PLAN = (
     Listed(Direct),  # products written straight into those buffers
     # Gradients that wait for the next micro-batch elsewhere.
     Listed(Gradients, {"gradients": ("bucket", "tier", "free_after", "reload_before")}, lambda plan, _: plan.gradients),
+    # Sums of slices, summed again across replicas.
+    Listed(Across, {"reduces": ("crossed_after",)}, lambda plan, _: plan.replicate > 1),
     # The largest of all gradients, and what frees them of the loss's scale.
     Listed(Unscale, {"loss_scaled": ()}, lambda plan, _: plan.loss_scaled),
     # The norm of all gradients, and a factor.
@@ -135,7 +138,7 @@ PLAN = (
     Listed(QuantiseReductions, {"wires": ("reduce", "hop_after")}, lambda plan, _: plan.wires),
     Listed(GuardLoss, when=lambda _, guarded: guarded),  # no update where a loss is not finite, if that is asked for
     # Gathers that ranks of one host need not copy.
-    Listed(InPlace, when=lambda plan, _: plan.gathers and plan.num_ranks > 1, optional=True),
+    Listed(InPlace, when=lambda plan, _: plan.gathers and plan.num_ranks > plan.replicate == 1, optional=True),
 )
 
 # A region of the planned graph, in front of Inductor.

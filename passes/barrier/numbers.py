@@ -47,10 +47,9 @@ def of_all_ranks(step: StepGraph, plan: Plan, number: fx.Node, what: str) -> fx.
 
 
 def _own_slice(step: StepGraph, bucket: Bucket) -> fx.Node:
-    """This rank's slice of a bucket's reduced gradient, which at stage 0 is gathered from all ranks again."""
-    reduced = step.reduced[bucket.index]
-    gather = reduced.args[0]
-    if isinstance(gather, fx.Node) and gather.target is ops.all_gather_into:
+    """What no other rank has of a bucket's reduced gradient, which at stage 0 is gathered from all ranks again."""
+    own = step.reduced[bucket.index]
+    while isinstance(gather := own.args[0], fx.Node) and gather.target is ops.all_gather_into:
         assert isinstance(gather.args[1], fx.Node)
-        return gather.args[1]
-    return reduced
+        own = gather.args[1]
+    return own

@@ -34,6 +34,7 @@ OF_ROLE: Mapping[Role, Category] = {
     Role.PARAMETER: Category.PARAMETERS,
     Role.FULL: Category.PARAMETERS,
     Role.SHARD: Category.PARAMETERS,
+    Role.PART: Category.PARAMETERS,
     Role.MASTER: Category.PARAMETERS,
     Role.STATE: Category.OPTIMIZER,
     Role.DELAYED: Category.OPTIMIZER,

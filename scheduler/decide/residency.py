@@ -25,7 +25,7 @@ from zerofx.ir.text import target_name, type_name
 from zerofx.passes.divide import divide
 from zerofx.passes.recompute import put_off, recompute
 from zerofx.passes.tile import tile
-from zerofx.scheduler.decide.overlap import awaited_later, gathered_later, issued_ahead
+from zerofx.scheduler.decide.overlap import awaited_later, crossed, gathered_later, issued_ahead
 from zerofx.scheduler.plan.decisions import (
     GatherDecision,
     GradientDecision,
@@ -293,13 +293,15 @@ def _reduces_of(
     nodes = list(step.graph.nodes)
     at_once = [ReduceDecision(index, nodes[last].name, _why_at_once(layout.buckets[index])) for last, index in complete]
     if not options.hide_reductions:
-        return tuple(at_once)
+        return crossed(at_once, layout, later=False) if stage is not None else tuple(at_once)
     # Slices of weights are held for communication that overlaps with computation, or else not.
     hidden = tuple(
         early if layout.buckets[early.bucket].is_slice and not options.prefetch else late
         for early, late in zip(at_once, awaited_later(at_once, layout), strict=True)
     )
-    return gathered_later(hidden) if stage == 0 and layout.num_ranks > 1 else hidden
+    if stage is None:
+        return hidden
+    return crossed(gathered_later(hidden) if stage == 0 and layout.num_ranks > 1 else hidden, layout, later=True)
 
 
 def _why_at_once(bucket: Bucket) -> str:

@@ -38,6 +38,9 @@ class ReduceDecision:
     With several micro-batches their gradients are added up, and reduced after the last one. Where ``earlier`` has a
     position for each body of a micro-batch but the last (``zerofx/ir/micro_batches.py``), each micro-batch's are
     reduced by themselves instead, awaited after that node (None: where the body ends), and added to this rank's slice.
+
+    On a mesh, sums of slices are summed again across replicas from there on, once, which is awaited after
+    ``crossed_after``: None as above, ``""`` where there is nothing to cross.
     """
 
     bucket: int
@@ -45,11 +48,13 @@ class ReduceDecision:
     reason: str
     gathered_after: str | None = ""
     earlier: tuple[str | None, ...] = ()
+    crossed_after: str | None = ""
 
     @property
     def updated_after(self) -> str | None:
         """The node after which the bucket is updated; None means at the end of the step."""
-        return self.wait_after if self.gathered_after == "" else self.gathered_after
+        places = (self.gathered_after, self.crossed_after, self.wait_after)
+        return next((place for place in places if place != ""), None)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ def as_data(plan: Plan) -> dict[str, Any]:
     for reduce in data["reduces"]:
         if reduce["gathered_after"] == "":
             del reduce["gathered_after"]
+        if reduce["crossed_after"] == "":
+            del reduce["crossed_after"]
         if not reduce["earlier"]:
             del reduce["earlier"]
     for bucket in data["buckets"]:

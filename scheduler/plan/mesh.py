@@ -55,6 +55,10 @@ class Mesh:
         """Ranks of a group along ``axes``."""
         return math.prod(getattr(self, axis) for axis in axes)
 
+    def num_samples(self, axes: Axes) -> int:
+        """By how much a sum along ``axes`` is divided for an average: ranks along ``model`` share their samples."""
+        return self.size(tuple(axis for axis in axes if axis != "model"))
+
     def occupied(self, axes: Axes) -> Axes:
         """Those of ``axes`` with more than one rank, outer to inner."""
         return tuple(axis for axis in AXES if axis in axes and getattr(self, axis) > 1)

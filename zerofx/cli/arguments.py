@@ -116,6 +116,21 @@ def parse_budget(_context: click.Context, _option: click.Parameter, text: str | 
     return fraction if 0 < fraction <= 1 else text
 
 
+def parse_mesh(_context: click.Context, _option: click.Parameter, text: str | None) -> dict[str, int] | None:
+    """Numbers of ranks by axis, from ``replicate=2,shard=8``."""
+    if text is None:
+        return None
+    sizes: dict[str, int] = {}
+    for entry in text.split(","):
+        axis, _, size = entry.strip().partition("=")
+        if not size.isdigit():
+            raise click.BadParameter(
+                f"expected axes with numbers of ranks, such as replicate=2,shard=8, found {entry!r}"
+            )
+        sizes[axis] = int(size)
+    return sizes
+
+
 def _parse_offload(_context: click.Context, _option: click.Parameter, text: str) -> Offload:
     name, equals, tier = text.partition("=")
     return cast(Offload, {name: tier} if equals else text)  # whether it can be is for `check_options` to say

@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 import zerofx
 from zerofx.choices import Backend
-from zerofx.cli.arguments import make_training, parse_budget, read_machine, training_options, world
+from zerofx.cli.arguments import make_training, parse_budget, parse_mesh, read_machine, training_options, world
 from zerofx.errors import UsageError, ZeroFXError
 from zerofx.scheduler.cost.catalog import built_in_machines
 from zerofx.scheduler.cost.machine import Link, Machine
@@ -33,7 +33,8 @@ def main() -> None:
 
 @main.command("plan")
 @click.argument("where", metavar="MODULE:FUNCTION")
-@click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks.")
+@click.option("--world-size", type=click.IntRange(min=1), help="Number of ranks; else those of the mesh, or one.")
+@click.option("--mesh", metavar="AXES", callback=parse_mesh, help="Ranks by axis: replicate=2,shard=8; else all shard.")
 @click.option(
     "--machine", default="h100-sxm", show_default=True, help="See `zerofx machines`; or a .json of a Machine."
 )

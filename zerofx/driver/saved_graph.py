@@ -51,7 +51,7 @@ from zerofx.scheduler.plan.decisions import SliceDecision
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.torch_private.capture import fake_mode
 
-_FORMAT = 2
+_FORMAT = 1
 _NAMESPACES = TORCH_NAMESPACES | {OWN_NAMESPACE}
 
 

@@ -101,6 +101,21 @@ class Bucket:
         return self.mesh.size(self.gathered_over)
 
     @property
+    def reduced_over(self) -> Axes:
+        """The axes along which a reduction of gradients sums them first."""
+        return self.gathered_over if self.num_ranks > 1 else self.crossed_over
+
+    @property
+    def num_reduced(self) -> int:
+        """Slices that the first reduction leaves gradients in."""
+        return self.mesh.size(self.reduced_over)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the sums of slices are summed again, along ``crossed_over``."""
+        return self.num_ranks > 1 and self.mesh.size(self.crossed_over) > 1
+
+    @property
     def parts_over(self) -> Axes:
         """The axes along which a slice of the parameters is cut into parts for the optimizer."""
         return self.states_over[len(self.gathered_over) :]
@@ -176,6 +191,11 @@ class Bucket:
     def shard_bytes(self) -> int:
         """Bytes of one rank's slice in the compute dtype."""
         return self.shard_numel * self.compute_dtype.itemsize
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of what a rank updates of a slice in the compute dtype."""
+        return self.part_numel * self.compute_dtype.itemsize
 
     def padding(self) -> tuple[tuple[int, int], ...]:
         """``(start, end)`` of the elements that belong to no parameter."""

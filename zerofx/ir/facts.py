@@ -75,6 +75,7 @@ class Job(StrEnum):
     RELOAD = "reload"  # starts the copy of a slice to the device; of a decision about a gather
     GATHER = "gather"  # starts a gather; of a decision about a gather
     REDUCTION = "reduction"  # starts the reduction of a bucket's gradients; of a bucket
+    CROSSING = "crossing"  # starts the reduction of what that gives across replicas; of a bucket
     GRADIENT = "gradient"  # awaits that reduction; of a bucket
 
 

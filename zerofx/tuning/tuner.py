@@ -42,6 +42,7 @@ from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
 from zerofx.scheduler.cost.links import Transfer
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
+from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.session.guards import claim, release
 from zerofx.settings import read_settings
 from zerofx.torch_private.profiler import is_profiling
@@ -92,6 +93,11 @@ def tune(
     """
     check_names(options, TuneOptions, "tune")
     checked = check_options(stage=stage, machine=machine, **options)
+    if checked.mesh is not None and checked.mesh.world != SHARD:
+        raise UsageError(
+            f"expected a mesh of one axis for zerofx.tune, which measures one link between ranks, found "
+            f"{checked.mesh}: tune with all ranks along 'shard', or plan with zerofx.plan(mesh=...)"
+        )
     check_training(model, optimizer, checked)
     make_buffers(model)
     for name, number, least in (("num_steps", num_steps, 2), ("num_candidates", num_candidates, 1)):

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from zerofx.scheduler.plan.decisions import GatherDecision, OffloadDecision, ReduceDecision
+from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
 from zerofx.scheduler.plan.text.overview import D, by_unit, count_values, tiles_words, wire_words
@@ -53,6 +54,7 @@ def _settings(first: Plan, other: Plan) -> Iterator[str]:
     fields: dict[str, Callable[[Plan], str]] = {
         "stage": lambda plan: str(plan.stage),
         "ranks": lambda plan: str(plan.num_ranks),
+        "mesh": lambda plan: "one axis" if plan.mesh.world == SHARD else str(plan.mesh),
         "micro-batches": lambda plan: str(plan.num_micro_batches),
         "precision": lambda plan: plan.precision or "of the model",
         "wire": lambda plan: plan.wire,
@@ -151,6 +153,8 @@ def _ahead(gathers: list[tuple[GatherDecision, int]]) -> str:
 
 def _awaited(reduce: ReduceDecision) -> str:
     where = reduce.wait_after or "the end of the step"
+    if reduce.crossed_after != "":
+        where += f", across replicas after {reduce.crossed_after or 'the end of the step'}"
     if reduce.gathered_after == "":
         return where
     return f"{where}, the sum after {reduce.gathered_after or 'the end of the step'}"

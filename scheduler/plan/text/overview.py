@@ -12,6 +12,7 @@ from tabulate import tabulate
 
 from zerofx.scheduler.plan.decisions import OffloadDecision, RecomputeDecision, TileDecision, WireDecision
 from zerofx.scheduler.plan.facts import BucketSummary
+from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
 from zerofx.scheduler.plan.text.reasons import reasons
@@ -189,6 +190,8 @@ def _why(unit: str, decisions: Sequence[AboutValue]) -> str:
 def heading(plan: Plan) -> str:
     """Stage, ranks, micro-batches, precision, scaling, clipping and machine in a few words."""
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
+    if plan.mesh.world != SHARD:
+        ranks += f" ({plan.mesh})"
     parts = f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
     scaled = ", loss scaled" if plan.loss_scaled else ""
     clipped = "" if plan.max_grad_norm is None else f", gradients clipped to a norm of {plan.max_grad_norm:g}"
@@ -222,7 +225,7 @@ def _line(plan: Plan, alike: Sequence[int], gathers: Counter[int]) -> list[str]:
         format_count(first.num_parameters),
         _dtype(first.compute_dtype) + ("" if first.dtype == first.compute_dtype else f" ({_dtype(first.dtype)} kept)"),
         format_bytes(first.shard_numel * itemsize(first)),
-        format_bytes(first.shard_numel * plan.num_ranks * itemsize(first)),
+        format_bytes(first.shard_numel * plan.mesh.size(first.gathered_over) * itemsize(first)),
         "frozen" if first.group is None else str(first.group),
         str(gathers[alike[0]]) if plan.has_residencies else "",
     ]

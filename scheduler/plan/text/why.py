@@ -62,6 +62,8 @@ def _of_node(plan: Plan, name: str) -> Iterator[str]:
             yield f"reduction of {plan.buckets[reduce.bucket].name}: awaited after it: {reduce.reason}"
         if name and reduce.gathered_after == name and plan.num_ranks > 1:
             yield f"reduction of {plan.buckets[reduce.bucket].name}: its sum is there after it: {reduce.reason}"
+        if name and reduce.crossed_after == name:
+            yield f"reduction of {plan.buckets[reduce.bucket].name}: summed across replicas after it: {reduce.reason}"
     for wire in plan.wires:
         if wire.hop_after == name and plan.num_ranks > 1:
             yield f"reduction of {plan.buckets[wire.bucket].name}: its hop across nodes begins after it: {wire.reason}"
@@ -95,11 +97,10 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
     for index, bucket in enumerate(plan.buckets):
         if not _related(bucket.name, name):
             continue
-        whole = bucket.shard_numel * plan.num_ranks * itemsize(bucket)
+        num_slices = plan.mesh.size(bucket.gathered_over)
+        whole = bucket.shard_numel * num_slices * itemsize(bucket)
         yield f"bucket {bucket.name}: {bucket.num_parameters} parameters, {format_bytes(whole)} whole" + (
-            f", {format_bytes(whole // plan.num_ranks)} on each of {plan.num_ranks} ranks"
-            if plan.gathers_parameters
-            else ""
+            f", {format_bytes(whole // num_slices)} on each of {num_slices} ranks" if plan.gathers_parameters else ""
         )
         yield from (_gather(gather) for gather in plan.gathers if gather.bucket == index)
         where = [decision for decision in plan.parameters if decision.bucket == index]

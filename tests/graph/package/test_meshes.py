@@ -53,7 +53,7 @@ def test_what_is_no_mesh_is_refused(given: Any, message: str) -> None:
 
 def test_a_mesh_has_as_many_ranks_as_there_are() -> None:
     assert mesh_for(None, 4) == mesh_of({"shard": 4}) == Mesh(shard=4)
-    with pytest.raises(UsageError, match="expected a mesh of 4 rank.*found replicate 2 x shard 3, which is 6"):
+    with pytest.raises(UsageError, match=r"expected a mesh of 4 rank.*found replicate 2 x shard 3, which is 6"):
         mesh_for(mesh_of({"shard": 3, "replicate": 2}), 4)
 
 

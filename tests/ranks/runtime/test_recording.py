@@ -96,7 +96,7 @@ class _Buffers:
     def empty_gradients(self, bucket: int) -> torch.Tensor:
         return torch.zeros(4)
 
-    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, bucket: int) -> None:
+    def all_gather_into(self, full: torch.Tensor, shard: torch.Tensor, bucket: int, *, over: str) -> None:
         full.fill_(1.0)
 
     def wait(self, pending: None, source: None) -> torch.Tensor:

@@ -16,7 +16,16 @@ from tests.lib.budgets import small_machine
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, Stack, batches, sgd
 from tests.lib.offloads import check_measured, parameters_away, placing, prepare_case
-from tests.lib.training import Trained, build, differences, step_of, train_compiled, train_plain, world
+from tests.lib.training import (
+    Trained,
+    build,
+    differences,
+    step_of,
+    train_compiled,
+    train_plain,
+    without_key_biases,
+    world,
+)
 from tests.ranks.training.test_states import PLACES
 from zerofx import Plan, UsageError
 
@@ -29,13 +38,6 @@ ROUNDING = 1e-6  # sums of squares are taken in other orders
 
 def unclipped(trained: Trained) -> Trained:
     return replace(trained, norms=[])
-
-
-def without_key_biases(trained: Trained) -> Trained:
-    """Softmax takes their gradients away: Adam divides what is left of them, which is rounding, by itself."""
-    thirds = {name: value.chunk(3) for name, value in trained.state.items() if name.endswith("attention.qkv.bias")}
-    kept = {name: torch.cat([query, value]) for name, (query, _key, value) in thirds.items()}
-    return replace(trained, state=trained.state | kept)
 
 
 @pytest.mark.parametrize("name", ["gpt", "stack", "tied", "param groups"])

@@ -1,0 +1,135 @@
+"""Sum the slices of gradients again, across replicas: the second hop of a reduction on a mesh.
+
+    reduce_0 = reduce_scatter(grads_0, 0, 4)     |   reduce_0 = reduce_scatter(grads_0, 0, 4)           # within shard
+    ...                                          |   ...
+    grad_0 = wait(reduce_0, grads_0)             |   grad_0 = wait(reduce_0, grads_0)
+    div_(grad_0, 4)                              |   div_(grad_0, 4)
+                                                 |   cross_0 = reduce_scatter(grad_0, 0, 2, over='replicate')
+                                                 |   ...                                              # as the plan says
+                                                 |   part_grad_0 = wait(cross_0, grad_0)
+                                                 |   div_(part_grad_0, 2)
+
+What is left is a part of the slice, which its rank updates; the update pass gathers the new values. Where all replicas
+update the whole slice, or at stage 0 the whole bucket, it is an all-reduce in its two halves, both in the slice:
+
+    cross_0 = reduce_scatter_into(grad_0, 0, 2, over='replicate')
+    ...                                                                                     # as the plan says
+    part_grad_0 = wait(cross_0, grad_0); div_(part_grad_0, 2)
+    gather_cross_0 = all_gather_into(grad_0, part_grad_0, 0, over='replicate')
+    slice_grad_0 = wait(gather_cross_0)
+
+Sums of several micro-batches cross once: what is reduced in each of them is added up before.
+
+Does not handle: buckets whose gradients are summed along one axis alone, which is the reduce pass's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zerofx.errors import PlanError
+from zerofx.ir import ops
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.communicators import over
+from zerofx.ir.edit import after, end_of_unit, named
+from zerofx.ir.facts import Job, Origin, Phase, set_task, tensor
+from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.passes.reduce import divisors
+from zerofx.scheduler.plan.plan import Plan
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Across:
+    """Reduce what gradients were reduced to across replicas, and leave the results in ``StepGraph.reduced``."""
+
+    layout: BucketLayout
+    name: str = "across"
+
+    def run(self, step: StepGraph, plan: Plan) -> None:
+        by_name = step.by_name()
+        decided = [(self.layout.buckets[decision.bucket], decision) for decision in plan.reduces]
+        for bucket, decision in decided:
+            if bucket.crosses != (decision.crossed_after != ""):
+                raise PlanError(
+                    f"expected a decision about gradients across replicas for the buckets that cross, found {decision} "
+                    f"for {bucket.name} on {plan.mesh}: make the plan anew"
+                )
+        # Every hop is started before one is awaited after another's start, as decisions may ask.
+        crossing = [(bucket, decision) for bucket, decision in decided if bucket.crosses]
+        sums = {bucket.index: _sum_of_slice(step, bucket) for bucket, _ in crossing}
+        started = {bucket.index: _start(step, plan, bucket, sums[bucket.index]) for bucket, _ in crossing}
+        started_after = {decision.wait_after: started[bucket.index] for bucket, decision in crossing}
+        for bucket, decision in crossing:
+            place = step.output.prev
+            if decision.crossed_after is not None:
+                place = end_of_unit(step, after(named(by_name, decision.crossed_after)))
+            # Nodes compare by their place in the graph.
+            cross = started[bucket.index]
+            place = max(place, cross, started_after.get(decision.crossed_after, cross))
+            _finish(step, plan, bucket, sums[bucket.index], cross, place)
+
+
+def _sum_of_slice(step: StepGraph, bucket: Bucket) -> fx.Node:
+    """What the first hop has left, whether or not all ranks gather it then."""
+    reduced = step.reduced[bucket.index]
+    gather = reduced.args[0]
+    if isinstance(gather, fx.Node) and gather.target is ops.all_gather_into:
+        assert isinstance(gather.args[1], fx.Node)
+        return gather.args[1]
+    return reduced
+
+
+def _stays_in_slice(plan: Plan, bucket: Bucket) -> bool:
+    """Whether replicas all have the whole sum in the end."""
+    return bucket.num_parts == 1 or not bucket.is_cut(plan.stage)
+
+
+def _start(step: StepGraph, plan: Plan, bucket: Bucket, total: fx.Node) -> fx.Node:
+    """Start the second hop where the first has been awaited."""
+    where, num_replicas = Origin(bucket.name, Phase.UPDATE), bucket.mesh.size(bucket.crossed_over)
+    place, in_slice = total, _stays_in_slice(plan, bucket)
+    while place.next.target is _aten.div_.Tensor and place.next.args[0] is total:
+        place = place.next  # the average over the ranks of the first
+    size, dtype = (tensor(total).numel() // num_replicas,), tensor(total).dtype
+    first = divisors(dtype, num_replicas)[0]
+    with step.graph.inserting_before(place.next):
+        if first != 1:
+            insert_call(step.graph, _aten.div_.Tensor, (total, first), where)
+        started = insert_call(
+            step.graph, ops.reduce_scatter_into if in_slice else ops.reduce_scatter,
+            (total, bucket.index, num_replicas), where, dict(over(bucket.crossed_over)), name=f"cross_{bucket.index}",
+            fake=step.fake_view(total, size, (1,), 0) if in_slice else step.fake(size, dtype),
+        )  # fmt: skip
+    return set_task(started, Job.CROSSING, bucket.index)
+
+
+def _finish(step: StepGraph, plan: Plan, bucket: Bucket, total: fx.Node, cross: fx.Node, place: fx.Node) -> None:
+    """Await the second hop after ``place``, and have the whole slice where replicas need it."""
+    graph, where, index = step.graph, Origin(bucket.name, Phase.UPDATE), bucket.index
+    while place.next.target in (ops.release, *ops.REDUCTIONS):
+        place = place.next
+    rest = divisors(tensor(total).dtype, bucket.mesh.size(bucket.crossed_over))[1]
+    with graph.inserting_before(place.next):
+        result = part = insert_call(graph, ops.wait, (cross, total), where, name=f"part_grad_{index}")
+        if rest != 1:
+            insert_call(graph, _aten.div_.Tensor, (part, rest), where)
+        if _stays_in_slice(plan, bucket):
+            args, how = (total, part, index), dict(over(bucket.crossed_over))
+            gather = insert_call(graph, ops.all_gather_into, args, where, how, name=f"gather_cross_{index}")
+            result = insert_call(graph, ops.wait, (gather,), where, name=f"slice_grad_{index}")
+    whole = step.reduced[index]
+    if whole is total:
+        step.reduced[index] = result
+        return
+    # At stage 0 the whole is gathered of slices that have crossed.
+    gather_whole = whole.args[0]
+    assert isinstance(gather_whole, fx.Node)
+    gather_whole.replace_input_with(total, result)
+    result.append(gather_whole)
+    if whole < gather_whole:
+        gather_whole.append(whole)
