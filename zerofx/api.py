@@ -25,6 +25,7 @@ from zerofx.options import (
     Precision,
     Recompute,
     Reduce,
+    StatesOver,
     Tiling,
     Wire,
     check_options,
@@ -67,6 +68,7 @@ def compile(
     loss_scale: LossScale | float | None = None,
     keep_fp32: Collection[Kept] = (),
     mesh: MeshLike | None = None,
+    states_over: StatesOver = "auto",
 ) -> Step:
     """Compile a model's training step: forward, loss, backward, reductions and update as one planned graph.
 
@@ -121,6 +123,8 @@ def compile(
         keep_fp32: modules that compute in float32 with a ``precision``, by type, name or pattern of names.
         mesh: the axes that ranks lie along, outer to inner ``replicate`` and ``shard``, by numbers of ranks
             (``{"replicate": 2, "shard": 4}``) or a ``DeviceMesh`` with these names; None for all along ``shard``.
+        states_over: ``"mesh"`` for optimizer states in parts of slices, one on each replica, ``"shard"`` for slices
+            that every replica has, ``"auto"`` for what is faster.
 
     Returns:
         A ``Step``: ``loss = step(*batch, **kwargs)``, or ``loss, extras`` where ``forward`` returns a pair. Its ranks
@@ -136,7 +140,7 @@ def compile(
         tile=tile, host_budget=host_budget,
         weights=weights, delayed_update=delayed_update, wire=wire, cuda_graphs=cuda_graphs,
         max_grad_norm=max_grad_norm, forward=forward, on_nonfinite=on_nonfinite, constant=constant,
-        loss_scale=loss_scale, keep_fp32=keep_fp32, mesh=mesh,
+        loss_scale=loss_scale, keep_fp32=keep_fp32, mesh=mesh, states_over=states_over,
     )  # fmt: skip
     check_training(model, optimizer, options, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):

@@ -22,6 +22,7 @@ from zerofx.choices import OffloadWord as OffloadWord
 from zerofx.choices import Precision as Precision
 from zerofx.choices import Recompute as Recompute
 from zerofx.choices import Reduce as Reduce
+from zerofx.choices import StatesOver as StatesOver
 from zerofx.choices import Tiling as Tiling
 from zerofx.choices import Wire as Wire
 from zerofx.errors import UsageError, warn
@@ -72,6 +73,7 @@ class TuneOptions(TypedDict, total=False):
     loss_scale: LossScale | float | None
     keep_fp32: Collection[Kept]
     mesh: MeshLike | None
+    states_over: StatesOver
 
 
 class PlanOptions(TuneOptions, total=False):
@@ -130,6 +132,7 @@ class CompileOptions:
     loss_scale: LossScale | None = None
     keep_fp32: tuple[Kept, ...] = ()
     mesh: Mesh | None = None
+    states_over: StatesOver = "auto"
 
     def texts(self, purpose: Purpose) -> list[str]:
         """The options that are compared for ``purpose``, a line each."""
@@ -205,6 +208,7 @@ def check_options(
     loss_scale: LossScale | float | None = None,
     keep_fp32: Collection[Kept] = (),
     mesh: MeshLike | None = None,
+    states_over: StatesOver = "auto",
 ) -> CompileOptions:
     """The options as one object.
 
@@ -303,7 +307,17 @@ def check_options(
         loss_scale=scaling,
         keep_fp32=tuple(keep_fp32),
         mesh=_checked_mesh(mesh, wire),
+        states_over=_checked_states(states_over),
     )
+
+
+def _checked_states(states_over: StatesOver) -> StatesOver:
+    if states_over not in get_args(StatesOver):
+        raise UsageError(
+            f"expected states_over 'mesh' (optimizer states in parts of slices, one on each replica), 'shard' (in "
+            f"slices, which every replica has) or 'auto' (as is faster), found {states_over!r}"
+        )
+    return states_over
 
 
 def _checked_mesh(given: object, wire: Wire) -> Mesh | None:

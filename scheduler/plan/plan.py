@@ -40,7 +40,8 @@ class Plan:
     whether they are of a loss that is multiplied by a scale, and looked at before the first update. ``wire`` is what
     the plan was free to send (``"exact"``, or one of ``zerofx.ir.op_kernels.quantise.ENCODINGS``), and
     ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan. ``replicate`` and ``model`` are
-    the ranks on those axes of the mesh; ``num_ranks`` are all there are.
+    the ranks on those axes of the mesh; ``num_ranks`` are all there are. ``states_reason``: why replicas update
+    parts of slices each, or all of them the whole.
     """
 
     stage: int
@@ -70,6 +71,7 @@ class Plan:
     wires: tuple[WireDecision, ...] = ()
     replicate: int = 1
     model: int = 1
+    states_reason: str = ""
     prediction: Prediction | None = field(default=None, compare=False)
     summary: GraphSummary | None = field(default=None, compare=False)
 
@@ -93,6 +95,11 @@ class Plan:
     def mesh(self) -> Mesh:
         """The ranks that the plan is for."""
         return Mesh(self.replicate, self.num_ranks // (self.replicate * self.model), self.model)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether replicas update parts of a slice each."""
+        return any(bucket.states_over != bucket.gathered_over for bucket in self.buckets)
 
     @property
     def gathers_parameters(self) -> bool:

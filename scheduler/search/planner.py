@@ -17,11 +17,13 @@ from zerofx.scheduler.search.stages.lower_bound import LowerBound
 from zerofx.scheduler.search.stages.micro_batches import MicroBatches
 from zerofx.scheduler.search.stages.moves import Moves
 from zerofx.scheduler.search.stages.parameter_slices import ParameterSlices
+from zerofx.scheduler.search.stages.replicas import Replicas
 from zerofx.scheduler.search.stages.rungs import Rungs
 from zerofx.scheduler.search.stages.wire import Wire
 from zerofx.scheduler.search.target import Target
 
 STAGES: Final[tuple[Stage, ...]] = (
+    Replicas(),  # states in parts of slices on each replica, or whole slices on all where that is exposed less
     ParameterSlices(),  # huge parameters whole, or else in the fewest slices with which a plan fits
     MicroBatches(),  # as many as asked, or those with the fastest plan
     LaterUpdates(),  # a plan that fits in later steps too, whose updates take other bytes

@@ -66,6 +66,10 @@ class Work(Protocol):
         """The same with parameters in slices."""
         ...
 
+    def with_whole_slices(self) -> Work:
+        """The same where every replica updates whole slices."""
+        ...
+
 
 @dataclass(frozen=True)
 class Problem:

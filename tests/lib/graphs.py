@@ -196,6 +196,9 @@ class Prepared:
         assert not slices, "its parameters stay whole"
         return self
 
+    def with_whole_slices(self) -> Prepared:
+        raise AssertionError("its layout is given")
+
     def rehearsal(self, target: Target) -> Rehearsal:
         return Rehearsal(self.step, self.layout, self.programs, target)
 
@@ -249,6 +252,7 @@ def prepare(
     stage: int = 3,
     num_ranks: int = 2,
     mesh: Mesh | None = None,
+    in_parts: bool = True,
     prefetch: int = 1,
     keep: tuple[str, ...] | str = (),
     optimizer: torch.optim.Optimizer | None = None,
@@ -276,7 +280,7 @@ def prepare(
     groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
     slice_parameters(step, named_slices(step, slices or {}))
     accumulate(step, num_micro_batches, taken.divided_names())
-    layout = layout_of(step, groups, mesh or Mesh(shard=num_ranks), block)
+    layout = layout_of(step, groups, mesh or Mesh(shard=num_ranks), block, in_parts=in_parts)
     binding = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False)
     programs = binding.programs(None, binding.held(dict(model.named_parameters())))
     plan = decide(

@@ -11,7 +11,7 @@ import click
 from tabulate import tabulate
 
 import zerofx
-from zerofx.choices import Backend
+from zerofx.choices import Backend, StatesOver
 from zerofx.cli.arguments import make_training, parse_budget, parse_mesh, read_machine, training_options, world
 from zerofx.errors import UsageError, ZeroFXError
 from zerofx.scheduler.cost.catalog import built_in_machines
@@ -34,6 +34,10 @@ def main() -> None:
 @main.command("plan")
 @click.argument("where", metavar="MODULE:FUNCTION")
 @click.option("--world-size", type=click.IntRange(min=1), help="Number of ranks; else those of the mesh, or one.")
+@click.option(
+    "--states-over", type=click.Choice(get_args(StatesOver)), default="auto", show_default=True,
+    help="Axes that optimizer states are sliced over, where there are replicas.",
+)  # fmt: skip
 @click.option("--mesh", metavar="AXES", callback=parse_mesh, help="Ranks by axis: replicate=2,shard=8; else all shard.")
 @click.option(
     "--machine", default="h100-sxm", show_default=True, help="See `zerofx machines`; or a .json of a Machine."

@@ -178,8 +178,8 @@ def _agree_on_plan(
         return (given if given is not None else make_plan(prepared, target, options, memory_budget)).to_json()
 
     plan = Plan.from_json(control.share("share the plan", planned))
-    if plan.slices != prepared.captures.slices and prepared.may_be_sliced:
-        prepared = control.attempt("prepare slices of parameters", lambda: prepared.sliced(plan.slices))
+    if prepared.may_be_sliced and not prepared.is_for(plan):
+        prepared = control.attempt("prepare slices of parameters", lambda: prepared.for_plan(plan))
         prepared.agree(control)
     captured = prepared.captured
     if plan.num_micro_batches != captured.num_micro_batches:

@@ -51,6 +51,7 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
         "machine": (plan.machine, machine.name),
     }
     _refuse(_changed(settings), "Give the options that the plan was made with, or leave plan out to have one made.")
+    _check_states(plan, options)
     check_budget(plan, options, machine)
     if options.recompute == "none" and plan.recomputes:
         raise UsageError(
@@ -70,6 +71,16 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
     if control.rank == 0 and (options.policy.prefetch, tuple(options.policy.keep)) != (default.prefetch, default.keep):
         warn("prefetch and keep_gathered have no effect with a plan: it says when every bucket is gathered")
     return replace(options, plan=plan)
+
+
+def _check_states(plan: Plan, options: CompileOptions) -> None:
+    """Check that a plan has states over the axes that they are asked to be over."""
+    planned = "mesh" if plan.has_parts else "shard"
+    if options.states_over not in ("auto", planned) and plan.mesh.replicate > 1:
+        raise UsageError(
+            f"expected states_over={planned!r} with a plan that has optimizer states so, found "
+            f"{options.states_over!r}: leave it out, or leave plan out to have another made"
+        )
 
 
 def _check_gradients(plan: Plan, options: CompileOptions) -> None:

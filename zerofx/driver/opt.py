@@ -154,7 +154,7 @@ def _layout(step: StepGraph, saved: SavedGraph, plan: Plan) -> BucketLayout:
     Raises:
         PlanError: they are not the plan's.
     """
-    layout = layout_of(step, saved.groups, plan.mesh, 1 if plan.wire == "exact" else BLOCK)
+    layout = layout_of(step, saved.groups, plan.mesh, 1 if plan.wire == "exact" else BLOCK, in_parts=plan.has_parts)
     if tuple(map(summarise, layout.buckets)) != plan.buckets:
         raise PlanError(
             f"expected a graph with the buckets that the plan is for "

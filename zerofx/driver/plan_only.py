@@ -128,7 +128,8 @@ def plan(
         options: ``machine``, a ``Machine`` or the name of a built-in one, by default ``"h100-sxm"``, and as for
             ``zerofx.compile`` ``loss_fn``, ``forward``, ``constant`` (what it names needs values), ``memory_budget``,
             ``host_budget``, ``recompute``, ``offload``, ``tile``, ``accumulate``, ``delayed_update``, ``precision``,
-            ``backend``, ``prefetch``, ``keep_gathered``, ``wire``, ``max_grad_norm``, ``loss_scale`` and ``mesh``.
+            ``backend``, ``prefetch``, ``keep_gathered``, ``wire``, ``max_grad_norm``, ``loss_scale``, ``mesh`` and
+            ``states_over``.
             What a compiled region holds inside is estimated (``scheduler/cost/fusion.py``), an eager one is simulated
             node by node, to the byte. Times are those of single operators either way.
 
@@ -268,6 +269,6 @@ def _planned(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedSte
         machine, options, request.settings, prepared.captured.device, on_cpu=machine.is_cpu, verbose=verbose
     )
     decided = make_plan(prepared, target, options, budget_bytes(options.memory_budget, machine))
-    prepared = prepared.sliced(decided.slices)
+    prepared = prepared.for_plan(decided)
     lowered = lower_step(prepared, prepared.graph(decided.num_micro_batches), decided, target)
     return PlannedStep(lowered, prepared.layout, machine)

@@ -22,6 +22,7 @@ from zerofx.runtime.state.state import TrainingState
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.stages.parameter_slices import slices_asked, slices_of
 from zerofx.settings import Settings
 
@@ -63,7 +64,7 @@ class Prepared:
 
     ``updates``: those of the coming step, then what later steps have in their place. ``groups``: the index of the param
     group of each trained parameter, by name. ``may_be_sliced``: whether its
-    parameters may be in other slices; not where the layout is given.
+    parameters may be in other slices, or updated in others; not where the layout is given.
     """
 
     request: Request
@@ -73,7 +74,7 @@ class Prepared:
     updates: Sequence[dict[int, UpdateProgram]]
     groups: Mapping[str, int]
     may_be_sliced: bool
-    in_slices: dict[Slices, Prepared] = field(default_factory=dict, repr=False, compare=False)
+    laid_out: dict[tuple[Slices, bool], Prepared] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def programs(self) -> dict[int, UpdateProgram]:
@@ -100,12 +101,33 @@ class Prepared:
         Raises:
             ZeroFXError: one of them cannot be worked with so, or the optimizer's update of one.
         """
-        if slices == self.captures.slices:
+        return self._other(slices, in_parts=self.layout.has_parts)
+
+    def with_whole_slices(self) -> Prepared:
+        """The same step where every replica updates whole slices."""
+        return self._other(self.captures.slices, in_parts=False)
+
+    def is_for(self, plan: Plan) -> bool:
+        """Whether parameters and states are as ``plan`` has them."""
+        return (plan.slices, plan.has_parts) == (self.captures.slices, self.layout.has_parts)
+
+    def for_plan(self, plan: Plan) -> Prepared:
+        """The same step as ``plan`` has its parameters and states.
+
+        Raises:
+            ZeroFXError: as ``sliced``.
+        """
+        return self._other(plan.slices, in_parts=plan.has_parts)
+
+    def _other(self, slices: Slices, *, in_parts: bool) -> Prepared:
+        if (slices, in_parts) == (self.captures.slices, self.layout.has_parts):
             return self
         assert self.may_be_sliced, "a layout that is given has its slices"
-        if slices not in self.in_slices:
-            self.in_slices[slices] = _laid_out(self.request, self.captures.sliced(slices), self.groups, self.in_slices)
-        return self.in_slices[slices]
+        key = (slices, in_parts)
+        if key not in self.laid_out:
+            captures = self.captures.sliced(slices)
+            self.laid_out[key] = _laid_out(self.request, captures, self.groups, self.laid_out, in_parts=in_parts)
+        return self.laid_out[key]
 
     def agree(self, control: Control) -> None:
         """Compare with the other ranks.
@@ -132,7 +154,9 @@ def prepare(request: Request, captures: Captures, earlier: Earlier | None = None
         captured = captures.first
     groups = group_of_parameters(request.model, request.optimizer, captured.parameters, set(captured.gradients))
     if earlier is None:
-        return _laid_out(request, captures.sliced(slices_asked(captured, request.options)), groups, {})
+        asked, plan = slices_asked(captured, request.options), request.options.plan
+        in_parts = plan.has_parts if isinstance(plan, Plan) else request.options.states_over != "shard"
+        return _laid_out(request, captures.sliced(asked), groups, {}, in_parts=in_parts)
     captures = captures.sliced(slices_of(earlier.layout))
     check_bucket_names(request.options.policy.keep, [bucket.name for bucket in earlier.layout.buckets])
     _check_gradients(captures.first, earlier.layout)
@@ -141,16 +165,21 @@ def prepare(request: Request, captures: Captures, earlier: Earlier | None = None
 
 
 def _laid_out(
-    request: Request, captures: Captures, groups: Mapping[str, int], in_slices: dict[Slices, Prepared]
+    request: Request,
+    captures: Captures,
+    groups: Mapping[str, int],
+    laid_out: dict[tuple[Slices, bool], Prepared],
+    *,
+    in_parts: bool,
 ) -> Prepared:
     """A model's first step: its parameters in buckets, and the update of each."""
     options, captured = request.options, captures.first
-    layout = layout_of(captured, groups, request.mesh, options.block)
+    layout = layout_of(captured, groups, request.mesh, options.block, in_parts=in_parts)
     check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
     binding = OptimizerBinding(request.optimizer, layout, captured.device, prefer_fused=options.compiles_regions)
     binding.programs(None, binding.held(dict(request.model.named_parameters())))
     updates = binding.updates(ahead=options.memory_budget is not None)
-    return Prepared(request, captures, layout, binding, updates, groups, may_be_sliced=True, in_slices=in_slices)
+    return Prepared(request, captures, layout, binding, updates, groups, may_be_sliced=True, laid_out=laid_out)
 
 
 def agree_on_graph(captured: StepGraph, control: Control) -> None:

@@ -223,6 +223,11 @@ class BucketLayout:
         return self.mesh.num_ranks
 
     @property
+    def has_parts(self) -> bool:
+        """Whether replicas update parts of a slice each."""
+        return any(bucket.num_parts > 1 for bucket in self.buckets)
+
+    @property
     def groups(self) -> tuple[Axes, ...]:
         """The axes that the collectives of a step run over, without those of one rank, in an order of their own."""
         sets = {self.mesh.world}
@@ -244,15 +249,17 @@ class BucketLayout:
         raise KeyError(name)
 
 
-def layout_of(step: StepGraph, groups: Mapping[str, int], mesh: Mesh, block: int = 1) -> BucketLayout:
-    """The buckets of a captured graph's parameters; ``groups`` and ``block`` as for ``make_layout``."""
+def layout_of(
+    step: StepGraph, groups: Mapping[str, int], mesh: Mesh, block: int = 1, *, in_parts: bool = True
+) -> BucketLayout:
+    """The buckets of a captured graph's parameters; other arguments as for ``make_layout``."""
     order = step.positions()
     first_use = {
         placeholder(node).name: min(order[user] for user in node.users)
         for node in step.placeholders(Role.PARAMETER)
         if node.users
     }
-    return make_layout(step.parameters, groups, step.units, first_use, mesh, block)
+    return make_layout(step.parameters, groups, step.units, first_use, mesh, block, in_parts=in_parts)
 
 
 def make_layout(
@@ -262,6 +269,8 @@ def make_layout(
     first_use: Mapping[str, int],
     mesh: Mesh,
     block: int = 1,
+    *,
+    in_parts: bool = True,
 ) -> BucketLayout:
     """Divide parameters into buckets.
 
@@ -272,6 +281,7 @@ def make_layout(
         first_use: position in the graph of each parameter's first use; parameters that are never used are absent.
         mesh: the ranks that slices are for.
         block: slices are a multiple of this many elements: what is quantised together must not cross a slice.
+        in_parts: whether replicas update parts of slices each, or all of them the whole.
 
     A parameter outside all units goes with its neighbours in time: those that are first used between the same two
     units share a bucket, so that an embedding and a head are not held together. A slice has a bucket of its own.
@@ -298,7 +308,7 @@ def make_layout(
         buckets.append(
             Bucket(
                 index, name, unit, group, dtype, compute_dtype, slots, shard_numel, mesh,
-                states_over=(*SHARD, *crossed), crossed_over=crossed,
+                states_over=(*SHARD, *crossed) if in_parts else SHARD, crossed_over=crossed,
             )
         )  # fmt: skip
     return BucketLayout(tuple(buckets), mesh)

@@ -13,6 +13,7 @@ from zerofx.driver.asked import describe_request
 from zerofx.options import CompileOptions, Purpose, check_options
 from zerofx.precision import LossScale
 from zerofx.scheduler.decide.residency import PolicyOptions
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.settings import read_settings
 
 
@@ -60,7 +61,7 @@ CHANGED: Mapping[str, Any] = {
     "stage": 2, "precision": "bf16", "backend": "inductor", "max_shapes": 3, "memory_budget": 99, "recompute": "full",
     "offload": {"gradients": "nvme"}, "accumulate": 4, "tile": {"head": 2}, "host_budget": 99, "delayed_update": 1,
     "wire": "int8", "max_grad_norm": 1.0, "cuda_graphs": True, "loss_scale": LossScale(),
-    "keep_fp32": (torch.nn.LayerNorm, "*.router"),
+    "keep_fp32": (torch.nn.LayerNorm, "*.router"), "mesh": Mesh(replicate=2), "states_over": "shard",
 }  # fmt: skip
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from tests.lib.budgets import small_machine
 from tests.lib.distributed import run_ranks
-from tests.lib.models import CASES
-from tests.lib.offloads import check_measured
+from tests.lib.models import CASES, batches
+from tests.lib.offloads import check_measured, same_tensors
 from tests.lib.training import (
     Trained,
+    build,
     differences,
     step_of,
     train_compiled,
@@ -38,12 +44,18 @@ def _compared(names: list[str], mesh: dict[str, int], runs: dict[str, dict[str, 
     return {what: lines for what, lines in wrong.items() if lines}
 
 
-@pytest.mark.parametrize("mesh", [{"replicate": 2, "shard": 1}, {"replicate": 1, "shard": 2}], ids=str)
-def test_two_ranks(mesh: dict[str, int]) -> None:
-    for rank, wrong in enumerate(run_ranks(_compared, 2, ["gpt", "mixed dtypes"], mesh, RUNS, 3)):
+def _on_two(names: list[str]) -> dict[str, Any]:
+    meshes = [{"replicate": 2, "shard": 1}, {"replicate": 1, "shard": 2}]
+    return {f"{mesh}, {what}": lines for mesh in meshes for what, lines in _compared(names, mesh, RUNS, 3).items()}
+
+
+@pytest.mark.parametrize("names", [["stack"], pytest.param(["gpt", "mixed dtypes"], marks=pytest.mark.slow)], ids=str)
+def test_two_ranks_along_one_axis_or_the_other(names: list[str]) -> None:
+    for rank, wrong in enumerate(run_ranks(_on_two, 2, names)):
         assert wrong == {}, f"rank {rank}"
 
 
+@pytest.mark.slow
 def test_four_ranks_along_two_axes() -> None:
     for rank, wrong in enumerate(run_ranks(_compared, 4, ["gpt", "tied", "buffers", "frozen"], HYBRID, RUNS, 3)):
         assert wrong == {}, f"rank {rank}"
@@ -57,6 +69,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "each micro-batch reduced": {"accumulate": 2, "reduce": "each"},
     "four micro-batches in bf16": {"accumulate": 4, "reduce": "each", "precision": "bf16"},
     "delayed": {"delayed_update": 1},
+    "whole slices": {"states_over": "shard"},
+    "whole slices, clipped": {"states_over": "shard", "max_grad_norm": 0.5},
+    "whole slices, each micro-batch": {"states_over": "shard", "accumulate": 2, "reduce": "each"},
 }
 
 
@@ -72,7 +87,8 @@ def _ways() -> dict[str, list[str]]:
     return {what: lines for what, lines in wrong.items() if lines}
 
 
-def test_micro_batches_clipping_precision_and_delay() -> None:
+@pytest.mark.slow
+def test_micro_batches_clipping_precision_delay_and_whole_slices() -> None:
     for rank, wrong in enumerate(run_ranks(_ways, 4)):
         assert wrong == {}, f"rank {rank}"
 
@@ -104,13 +120,28 @@ def _sent(stage: int) -> dict[str, Any]:
     return found
 
 
-def _counts() -> list[dict[str, Any]]:
-    return [_sent(stage) for stage in range(4)]
+@dataclass(frozen=True)
+class _OnFour:
+    """What one spawn of four ranks finds out."""
+
+    sent: list[dict[str, Any]]
+    like_fsdp: dict[str, list[str]]
+    clipped: list[str]
 
 
-def test_bytes_by_link_are_those_of_theory_of_the_plan_and_of_the_transport() -> None:
-    for stages in run_ranks(_counts, 4):
-        for stage, found in enumerate(stages):
+def _on_four() -> _OnFour:
+    clipped = [train_compiled(CASES["stack"], stage, 3, mesh=HYBRID, max_grad_norm=0.5) for stage in (1, 3)]
+    return _OnFour([_sent(stage) for stage in range(4)], _like_fsdp("stack"), differences(clipped[0], clipped[1]))
+
+
+@pytest.fixture(scope="module")
+def on_four() -> list[_OnFour]:
+    return run_ranks(_on_four, 4)
+
+
+def test_bytes_by_link_are_those_of_theory_of_the_plan_and_of_the_transport(on_four: list[_OnFour]) -> None:
+    for of_rank in on_four:
+        for stage, found in enumerate(of_rank.sent):
             assert found["planned"] == {"within": 2 * found["within"], "across": 2 * found["across"]}, stage
             # S = R = 2: each hop moves (n - 1) / n of what it is over, and an all-reduce is two of them.
             reduced = found["slices"]
@@ -118,3 +149,96 @@ def test_bytes_by_link_are_those_of_theory_of_the_plan_and_of_the_transport() ->
             assert found["within"] == reduced + gathered, stage
             assert found["across"] == 2 * (found["slices"] // 2), stage
             assert found["elsewhere"] == 0
+
+
+def _like_fsdp(name: str) -> dict[str, list[str]]:
+    """What is unlike FSDP2 on a mesh of the same axes, to the bit, by where optimizer states are sliced."""
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    case, (rank, _) = CASES[name], world()
+    model = build(case)
+    for layer in model.layers:  # type: ignore[union-attr]  # which models of layers have
+        fully_shard(layer, mesh=device_mesh)
+    fully_shard(model, mesh=device_mesh)
+    optimizer = case.optimizer(model)
+    losses = []
+    for args, kwargs in batches(case, rank, 3):
+        optimizer.zero_grad()
+        loss = case.loss(model(*args, **kwargs))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    state = {
+        key: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for key, value in model.state_dict().items()
+    }
+    expected = Trained(losses, state)
+    return {
+        states_over: differences(expected, train_compiled(case, 3, 3, mesh=device_mesh, states_over=states_over))
+        for states_over in ("mesh", "shard")
+    }
+
+
+def test_replicas_train_the_bits_of_fsdp2_with_whole_slices_or_parts_of_them(on_four: list[_OnFour]) -> None:
+    assert all(found.like_fsdp == {"mesh": [], "shard": []} for found in on_four)
+
+
+def test_stages_clip_alike(on_four: list[_OnFour]) -> None:
+    assert all(found.clipped == [] for found in on_four)
+
+
+def _saved_and_loaded(folder: str) -> dict[str, Any]:
+    """Whether what a mesh has trained goes on elsewhere, and what is shown and changed meanwhile stays."""
+    found: dict[str, Any] = {}
+    for states_over in ("mesh", "shard"):
+        options: dict[str, Any] = {"mesh": HYBRID, "states_over": states_over}
+        step, args = step_of("mixed dtypes", 3, **options)
+        step(*args)
+        step.save_checkpoint(f"{folder}/{states_over}")
+        saved, losses = step.full_state_dict(), [step(*args).clone() for _ in range(2)]
+        trained, optimizer = step.full_state_dict(), step.optimizer.state_dict()
+        for name, other in {"the mesh": options, "one axis": {}, "whole": {"mesh": {"replicate": 4}}}.items():
+            again, _ = step_of("mixed dtypes", 3, **other)
+            again.load_checkpoint(f"{folder}/{states_over}")
+            on_again = [again(*args).clone() for _ in range(2)]
+            tolerance = 0.0 if other is options else 5e-3  # some of it in 16 bits
+            found[f"{states_over}, {name}"] = differences(
+                Trained(losses, trained), Trained(on_again, again.full_state_dict()), tolerance
+            )
+            again.close()
+        with step.full_parameters(write_back=True) as model:
+            model.load_state_dict(saved)
+        found[f"{states_over}, written back"] = same_tensors(step.full_state_dict(), saved)
+        step.optimizer.load_state_dict(optimizer)
+        found[f"{states_over}, states"] = all(
+            same_tensors(entry, optimizer["state"][key]) for key, entry in step.optimizer.state_dict()["state"].items()
+        )
+        step.close()
+        found[f"{states_over}, closed"] = same_tensors(step.model.state_dict(), saved)
+    return found
+
+
+@pytest.mark.slow
+def test_what_a_mesh_trains_is_saved_shown_and_given_back(tmp_path: Path) -> None:
+    for found in run_ranks(_saved_and_loaded, 4, str(tmp_path)):
+        assert {name: value for name, value in found.items() if value not in ([], True)} == {}
+
+
+def _within_budgets() -> list[str]:
+    """What is unlike the same without a budget, to the bit, and which peaks are not those predicted."""
+    wrong: list[str] = []
+    free, args = step_of("gpt", 3, mesh=HYBRID)
+    losses = [free(*args) for _ in range(3)]
+    for share in (0.8, 0.6):
+        budget = int(free.plan.peak_bytes["device"] * share)
+        step, _ = step_of("gpt", 3, mesh=HYBRID, memory_budget=budget, offload="host", machine=small_machine(1e9))
+        wrong += [f"loss at {share}" for loss in losses if not torch.equal(loss, step(*args))]
+        measured = step.measure(*args, num_steps=2)
+        check_measured(measured, step.plan, 4096, share=0.001)
+        wrong += [f"peak at {share}"] if measured.peak_bytes["device"] > budget else []
+        step.close()
+    return wrong
+
+
+@pytest.mark.slow
+def test_budgets_hold_on_a_mesh() -> None:
+    assert run_ranks(_within_budgets, 4) == [[]] * 4
