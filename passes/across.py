@@ -16,6 +16,7 @@ update the whole slice, or at stage 0 the whole bucket, it is an all-reduce in i
     ...                                                                                     # as the plan says
     part_grad_0 = wait(cross_0, grad_0); div_(part_grad_0, 2)
     gather_cross_0 = all_gather_into(grad_0, part_grad_0, 0, over='replicate')
+    ...                                                                                     # as the plan says
     slice_grad_0 = wait(gather_cross_0)
 
 Sums of several micro-batches cross once: what is reduced in each of them is added up before.
@@ -25,6 +26,7 @@ Does not handle: buckets whose gradients are summed along one axis alone, which 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +40,7 @@ from zerofx.ir.edit import after, end_of_unit, named
 from zerofx.ir.facts import Job, Origin, Phase, set_task, tensor
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.passes.reduce import divisors
+from zerofx.scheduler.plan.decisions import ReduceDecision
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
@@ -65,13 +68,13 @@ class Across:
         started = {bucket.index: _start(step, plan, bucket, sums[bucket.index]) for bucket, _ in crossing}
         started_after = {decision.wait_after: started[bucket.index] for bucket, decision in crossing}
         for bucket, decision in crossing:
-            place = step.output.prev
-            if decision.crossed_after is not None:
-                place = end_of_unit(step, after(named(by_name, decision.crossed_after)))
-            # Nodes compare by their place in the graph.
             cross = started[bucket.index]
-            place = max(place, cross, started_after.get(decision.crossed_after, cross))
-            _finish(step, plan, bucket, sums[bucket.index], cross, place)
+
+            def place(name: str | None, cross: fx.Node = cross) -> fx.Node:
+                node = step.output.prev if name is None else end_of_unit(step, after(named(by_name, name)))
+                return max(node, cross, started_after.get(name, cross))  # nodes compare by their place in the graph
+
+            _finish(step, plan, bucket, sums[bucket.index], cross, decision, place)
 
 
 def _sum_of_slice(step: StepGraph, bucket: Bucket) -> fx.Node:
@@ -108,20 +111,31 @@ def _start(step: StepGraph, plan: Plan, bucket: Bucket, total: fx.Node) -> fx.No
     return set_task(started, Job.CROSSING, bucket.index)
 
 
-def _finish(step: StepGraph, plan: Plan, bucket: Bucket, total: fx.Node, cross: fx.Node, place: fx.Node) -> None:
-    """Await the second hop after ``place``, and have the whole slice where replicas need it."""
+def _finish(
+    step: StepGraph,
+    plan: Plan,
+    bucket: Bucket,
+    total: fx.Node,
+    cross: fx.Node,
+    decision: ReduceDecision,
+    place: Callable[[str | None], fx.Node],
+) -> None:
+    """Await the second hop, and have the whole slice where replicas need it; ``place`` gives the node that a name in
+    ``decision`` comes after."""
     graph, where, index = step.graph, Origin(bucket.name, Phase.UPDATE), bucket.index
-    while place.next.target in (ops.release, *ops.REDUCTIONS):
-        place = place.next
     rest = divisors(tensor(total).dtype, bucket.mesh.size(bucket.crossed_over))[1]
-    with graph.inserting_before(place.next):
+    with graph.inserting_before(_past_what_goes_first(place(decision.crossed_after)).next):
         result = part = insert_call(graph, ops.wait, (cross, total), where, name=f"part_grad_{index}")
         if rest != 1:
             insert_call(graph, _aten.div_.Tensor, (part, rest), where)
         if _stays_in_slice(plan, bucket):
             args, how = (total, part, index), dict(over(bucket.crossed_over))
-            gather = insert_call(graph, ops.all_gather_into, args, where, how, name=f"gather_cross_{index}")
-            result = insert_call(graph, ops.wait, (gather,), where, name=f"slice_grad_{index}")
+            result = insert_call(graph, ops.all_gather_into, args, where, how, name=f"gather_cross_{index}")
+    if result is not part:
+        waits = bucket.is_cut(plan.stage) and decision.gathered_after != ""
+        anchor = max(result, place(decision.gathered_after)) if waits else result
+        with graph.inserting_before(_past_what_goes_first(anchor).next):
+            result = insert_call(graph, ops.wait, (result,), where, name=f"slice_grad_{index}")
     whole = step.reduced[index]
     if whole is total:
         step.reduced[index] = result
@@ -133,3 +147,10 @@ def _finish(step: StepGraph, plan: Plan, bucket: Bucket, total: fx.Node, cross: 
     result.append(gather_whole)
     if whole < gather_whole:
         gather_whole.append(whole)
+
+
+def _past_what_goes_first(node: fx.Node) -> fx.Node:
+    """The last of what follows a node and goes before an update in its place: what frees memory, or is started."""
+    while node.next.target in (ops.release, *ops.REDUCTIONS):
+        node = node.next
+    return node

@@ -78,19 +78,23 @@ def gathered_later(reduces: Sequence[ReduceDecision]) -> tuple[ReduceDecision, .
     return tuple(gathered)
 
 
-def crossed(reduces: Sequence[ReduceDecision], layout: BucketLayout, *, later: bool) -> tuple[ReduceDecision, ...]:
+def crossed(
+    reduces: Sequence[ReduceDecision], layout: BucketLayout, stage: int, *, later: bool
+) -> tuple[ReduceDecision, ...]:
     """``reduces``, in order, those that cross replicas awaited where that starts, or ``later``, where the following
-    one does; whole sums are then gathered after it."""
+    one does; sums that all replicas update with are then gathered until the one after that starts."""
     placed = list(reduces)
     for number, reduce in enumerate(reduces):
-        if not layout.buckets[reduce.bucket].crosses:
+        bucket = layout.buckets[reduce.bucket]
+        if not bucket.crosses:
             continue
         place, reason = reduce.wait_after, reduce.reason
         if later:
             place = next((late.wait_after for late in reduces[number + 1 :]), None)
             reason += "; summed across replicas until the next reduction is awaited"
         gathered_after = reduce.gathered_after
-        if gathered_after != "" and later:
+        is_gathered = bucket.num_parts == 1 if stage else gathered_after != ""
+        if is_gathered and later:
             gathered_after = next((late.wait_after for late in reduces[number + 2 :]), None)
         placed[number] = replace(reduce, crossed_after=place, gathered_after=gathered_after, reason=reason)
     return tuple(placed)
@@ -131,7 +135,7 @@ def hide_collectives(
                 first, last = issued.get(late.wait_after), issued.get(late.gathered_after)
                 if slack.takes_sum(first, last, layout.buckets[late.bucket].full_bytes):
                     reduces[number] = late
-        for number, late in enumerate(crossed(reduces, layout, later=True)):
+        for number, late in enumerate(crossed(reduces, layout, plan.stage, later=True)):
             bucket = layout.buckets[late.bucket]
             first, last = issued.get(late.wait_after), issued.get(late.crossed_after)
             if bucket.crosses and slack.takes_sum(first, last, bucket.shard_bytes + bucket.part_bytes):

@@ -293,7 +293,7 @@ def _reduces_of(
     nodes = list(step.graph.nodes)
     at_once = [ReduceDecision(index, nodes[last].name, _why_at_once(layout.buckets[index])) for last, index in complete]
     if not options.hide_reductions:
-        return crossed(at_once, layout, later=False) if stage is not None else tuple(at_once)
+        return crossed(at_once, layout, stage, later=False) if stage is not None else tuple(at_once)
     # Slices of weights are held for communication that overlaps with computation, or else not.
     hidden = tuple(
         early if layout.buckets[early.bucket].is_slice and not options.prefetch else late
@@ -301,7 +301,7 @@ def _reduces_of(
     )
     if stage is None:
         return hidden
-    return crossed(gathered_later(hidden) if stage == 0 and layout.num_ranks > 1 else hidden, layout, later=True)
+    return crossed(gathered_later(hidden) if stage == 0 and layout.num_ranks > 1 else hidden, layout, stage, later=True)
 
 
 def _why_at_once(bucket: Bucket) -> str:

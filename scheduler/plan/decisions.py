@@ -40,7 +40,8 @@ class ReduceDecision:
     reduced by themselves instead, awaited after that node (None: where the body ends), and added to this rank's slice.
 
     On a mesh, sums of slices are summed again across replicas from there on, once, which is awaited after
-    ``crossed_after``: None as above, ``""`` where there is nothing to cross.
+    ``crossed_after``: None as above, ``""`` where there is nothing to cross. Where all replicas update whole slices,
+    ``gathered_after`` says where these are there.
     """
 
     bucket: int
