@@ -11,8 +11,8 @@ from zerofx.checkpoints.training import Training
 from zerofx.disk.checkpoint.boxes import Box
 from zerofx.errors import CheckpointError
 from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.on_host import overwrite, shown_on_host
-from zerofx.runtime.state.state import BucketState
 
 
 class Source(Protocol):

@@ -19,8 +19,8 @@ from zerofx.checkpoints.training import Training
 from zerofx.disk.checkpoint.boxes import Box
 from zerofx.errors import CheckpointError
 from zerofx.ir.buckets import Bucket
+from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.on_host import shown_on_host
-from zerofx.runtime.state.state import BucketState
 
 MODEL, OPTIMIZER, OWN = "model", "optimizer", "zerofx"
 

@@ -15,7 +15,8 @@ from zerofx.disk.checkpoint.reader import MODEL, STATE, state_name
 from zerofx.disk.checkpoint.shard_file import Entry
 from zerofx.ir.buckets import Bucket
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.state.state import BucketState, TrainingState
+from zerofx.runtime.state.bucket_state import BucketState
+from zerofx.runtime.state.state import TrainingState
 from zerofx.runtime.tiers.tiers import Stored, Tiers
 
 

@@ -12,7 +12,7 @@ import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, DIM, ROWS, Stack, adamw, batches
 from tests.lib.training import build, world
-from zerofx.runtime.state.state import BucketState
+from zerofx.runtime.state.bucket_state import BucketState
 
 LAYERS = 4
 

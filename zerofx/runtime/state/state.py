@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,90 +10,16 @@ import torch.distributed as dist
 from torch import nn
 
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
-from zerofx.ir.facts import DEVICE, Role
+from zerofx.ir.facts import DEVICE
 from zerofx.ir.graph import Strides
 from zerofx.optimizers import UpdateProgram
 from zerofx.runtime.comm.communicators import Communicators
+from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.weights import Weights, whole_bucket
 from zerofx.runtime.tiers.tiers import Stored, Tiers
 from zerofx.scheduler.plan.decisions import StateDecision
 from zerofx.scheduler.plan.mesh import Axes
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.torch_private.tensors import version_of
-
-
-@dataclass
-class BucketState:
-    """One bucket's tensors on this rank.
-
-    ``full`` ([numel], compute dtype) stays on the device at stages 0 to 2. ``shard`` ([shard_numel], compute dtype) is
-    this rank's slice, at stages 1 and 2 a view of ``full``; ``tier`` is where it lives. ``part`` ([part_numel]), where
-    the optimizer updates a part of a slice, is a view of that part. ``master`` holds the stored
-    values where their dtype is another, or where the update runs on the host and ``shard`` is not in a slower tier.
-    ``flat`` and ``scalars`` are the optimizer's states; ``present`` names those that have their values. ``decision``
-    says in which tier ``master`` and ``flat`` are; None is the device. ``delayed`` is what a delayed update hands over
-    from one step to the next, by the names that ``Role.DELAYED`` has.
-    """
-
-    full: torch.Tensor | None
-    shard: torch.Tensor | Stored | None
-    master: torch.Tensor | Stored | None
-    tier: str = DEVICE
-    decision: StateDecision | None = None
-    flat: dict[str, torch.Tensor | Stored] = field(default_factory=dict)
-    scalars: dict[str, Any] = field(default_factory=dict)
-    present: frozenset[str] = frozenset()
-    delayed: dict[str, Stored] = field(default_factory=dict)
-    part: torch.Tensor | None = None
-
-    def forget(self) -> None:
-        """Let go of the optimizer's states, which then begin as they did before the first step."""
-        self.flat.clear()
-        self.scalars.clear()
-        self.present = frozenset()
-
-    @property
-    def low(self) -> torch.Tensor | Stored:
-        """What this rank updates of what the model computes with, in the compute dtype: a slice, or a part of one, or
-        the whole bucket at stage 0."""
-        values = next((values for values in (self.part, self.shard, self.full) if values is not None), None)
-        assert values is not None
-        return values
-
-    @property
-    def stored(self) -> torch.Tensor | Stored:
-        """The values that the optimizer updates, as ``low`` has them, in the stored dtype."""
-        return self.master if self.master is not None else self.low
-
-    @property
-    def version(self) -> int:
-        """Another number than before if the bucket has been updated since, or its delayed update has been started."""
-        if self.delayed:
-            assert isinstance(self.stored, Stored)
-            return self.stored.num_writes
-        if isinstance(self.stored, torch.Tensor):
-            return version_of(self.stored)
-        return version_of(self.low) if isinstance(self.low, torch.Tensor) else self.low.version
-
-    def value(self, role: Role, name: str) -> Any:
-        """What a placeholder of ``role`` stands for; ``name`` is that of a state."""
-        match role:
-            case Role.FULL:
-                return self.full
-            case Role.SHARD:
-                return self.shard
-            case Role.PART:
-                return self.part
-            case Role.MASTER:
-                return self.master
-            case Role.STATE:
-                return self.flat[name]
-            case Role.DELAYED:
-                return self.delayed[name]
-            case Role.SCALAR_STATE:
-                return self.scalars[name]
-            case _:
-                raise AssertionError(f"a bucket has no {role}")
 
 
 class TrainingState:
