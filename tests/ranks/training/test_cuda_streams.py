@@ -58,6 +58,25 @@ def test_collectives_in_few_bits_between_nodes_are_waited_for() -> None:
     assert run_ranks(_on_two_nodes, 4) == [{}] * 4
 
 
+def _on_a_mesh() -> dict[str, list[str]]:
+    """Collectives within slices and across replicas, each with a stream of its own."""
+    mesh = {"replicate": 2, "shard": 2}
+    runs: dict[str, tuple[int, dict[str, Any]]] = {
+        **{f"stage {stage}": (stage, {}) for stage in (0, 1, 3)},
+        "whole slices, clipped": (3, {"states_over": "shard", "max_grad_norm": 0.5}),
+    }
+    return {
+        label: wrong
+        for label, (stage, options) in runs.items()
+        if (wrong := _wrong("gpt", stage, options | {"mesh": mesh}))
+    }
+
+
+@pytest.mark.slow
+def test_collectives_of_replicas_are_waited_for() -> None:
+    assert run_ranks(_on_a_mesh, 4) == [{}] * 4
+
+
 @pytest.mark.parametrize("tiers", [["host"], ["host", "nvme"]])
 @pytest.mark.parametrize("again", [False, True])
 def test_activations_are_offloaded_and_reloaded_in_time(tiers: list[str], again: bool) -> None:
