@@ -14,7 +14,7 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.facts import delayed_bucket
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.streams import COLLECTIVE
+from zerofx.ir.streams import stream_of
 from zerofx.scheduler.cost.simulate import Simulation
 
 
@@ -52,7 +52,7 @@ def events_of(step: StepGraph, simulation: Simulation) -> list[Event]:
     for node in step.calls():
         timing = simulation.timings[node]
         if node.target in ops.COLLECTIVES:
-            event: Event = Start(node.name, ((COLLECTIVE, timing.seconds),))
+            event: Event = Start(node.name, ((stream_of(node), timing.seconds),))
         elif node.target in ops.TRANSFERS:
             event = Start(node.name, tuple((leg.stream, leg.seconds) for leg in timing.legs))
         elif node.target is ops.wait:

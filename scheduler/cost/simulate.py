@@ -18,7 +18,6 @@ from torch import fx
 from zerofx.ir import ops
 from zerofx.ir.aliasing import storage_bytes, storage_source
 from zerofx.ir.buckets import Bucket, BucketLayout
-from zerofx.ir.communicators import axes_of
 from zerofx.ir.facts import Role, delayed_bucket, tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_of, times_run
@@ -29,7 +28,7 @@ from zerofx.scheduler.cost.machine import Machine, collective_latency, collectiv
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.wire_volume import collective_of, node_wire_bytes
 from zerofx.scheduler.plan.facts import Prediction
-from zerofx.scheduler.plan.mesh import Axes, Mesh
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 
 _STEPS_TO_SETTLE = 8  # simulated steps until each begins with the same delayed updates under way; two, as a rule
@@ -168,7 +167,7 @@ def _timings(
 ) -> dict[fx.Node, NodeTiming]:
     """A timing for each call; ``before`` are the seconds that delayed updates of the last step still take."""
     timings: dict[fx.Node, NodeTiming] = {}
-    compute_free, collective_free = 0.0, dict[Axes, float]()  # by communicator
+    compute_free, collective_free = 0.0, dict[str, float]()  # by stream: one for each communicator
     host_free = max(before.values(), default=0.0)
     settled = dict(before)
     landed: dict[fx.Node, float] = {}  # when what is kept in a slower tier was last copied
@@ -183,19 +182,18 @@ def _timings(
             # The rounds after the first take as long as it; what is under way at its end is so at theirs.
             skipped = (loop.num_rounds - 1) * (compute_free - loop_begun)
             compute_free += skipped
-            collective_free = {axes: seconds + skipped for axes, seconds in collective_free.items()}
+            collective_free = {stream: seconds + skipped for stream, seconds in collective_free.items()}
             link_free = {stream: seconds + skipped for stream, seconds in link_free.items()}
             done = {started: seconds + skipped for started, seconds in done.items()}
         if node.target in ops.COLLECTIVES:
             together.append(node)
             if num_gathers_after(node):
                 continue
-            axes = axes_of(node, mesh)
-            ends = start = max(collective_free.get(axes, 0.0), compute_free)
+            ends = start = max(collective_free.get(stream_of(node), 0.0), compute_free)
             for entry, timing in zip(together, _collectives(together, start, mesh, machine), strict=True):
                 timings[entry] = timing
                 ends = timing.start_seconds + timing.seconds
-            collective_free[axes] = ends
+            collective_free[stream_of(node)] = ends
             done.update(dict.fromkeys(together, ends))
             if node.target is ops.broadcast:
                 compute_free = ends

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -88,10 +89,19 @@ def num_gathers_after(node: fx.Node) -> int:
     return more
 
 
+def in_order(streams: Iterable[str]) -> list[str]:
+    """Distinct streams as reports have them; those of collectives along other axes follow the one of ``shard``."""
+    return sorted(set(streams), key=lambda stream: (STREAMS.index(stream.partition(" ")[0]), stream))
+
+
 def stream_of(node: fx.Node) -> str:
-    """The stream that a node runs on; of a copy of two legs, that of the one beyond the host."""
+    """The stream that a node runs on; of a copy of two legs, that of the one beyond the host.
+
+    Collectives along other axes of a mesh than ``shard`` have streams of their own: ``"collective replicate"``.
+    """
     if node.target in ops.COLLECTIVES:
-        return COLLECTIVE
+        axes = node.kwargs.get("over")
+        return COLLECTIVE if axes is None else f"{COLLECTIVE} {axes}"
     if runs_on_host(node):
         return HOST
     legs = [hop.stream for hop in hops_of(node)]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerofx.disk.own_files import write_text
+from zerofx.ir.streams import in_order
 from zerofx.report.page_style import SCRIPT, STYLE
 from zerofx.report.page_tables import decisions_table, layer_bars, peak_table, schedule_html
 from zerofx.report.pictures import KINDS, colour_of, legend, memory_data, memory_picture, tier_picture, timeline_picture
@@ -171,7 +172,8 @@ def _numbers(schedule: Schedule) -> str:
 
 def _about_streams(schedule: Schedule) -> str:
     used = {row.stream for instruction in schedule.instructions for row in legs_of(instruction)} | {"compute"}
-    return ", ".join(f"<i>{stream}</i> ({about})" for stream, about in _ABOUT_STREAMS.items() if stream in used)
+    about = {stream: _ABOUT_STREAMS[stream.partition(" ")[0]] for stream in in_order(used)}
+    return ", ".join(f"<i>{stream}</i> ({text})" for stream, text in about.items())
 
 
 def _words(schedule: Schedule) -> str:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerofx.ir.streams import STREAMS
+from zerofx.ir.streams import STREAMS, in_order
 from zerofx.report.rows import Row, legs_of
 
 _PROCESS = 0
-_TRACKS = {stream: number for number, stream in enumerate(STREAMS, 1)}
 
 
 def chrome_trace(
@@ -30,10 +29,12 @@ def chrome_trace(
     """
     events: list[dict[str, Any]] = [_named("process_name", 0, "zerofx step (predicted, one rank)")]
     used = {"compute", "collective", *(leg.stream for row in rows for leg in row.legs)}
-    events += [_named("thread_name", track, stream) for stream, track in _TRACKS.items() if stream in used]
-    events += [_slice(row, row.region) for row in instructions if row.kind == "region" and row.seconds]
-    events += [_slice(leg, row.name) for row in rows for leg in legs_of(row) if leg.seconds]
-    events += [_stall(row) for row in rows if row.exposed_seconds and row.stream == "compute"]
+    used |= {row.stream for row in rows if row.stream not in STREAMS}  # of collectives along other axes
+    tracks = {stream: number for number, stream in enumerate(in_order({*STREAMS, *used}), 1)}
+    events += [_named("thread_name", track, stream) for stream, track in tracks.items() if stream in used]
+    events += [_slice(row, row.region, tracks) for row in instructions if row.kind == "region" and row.seconds]
+    events += [_slice(leg, row.name, tracks) for row in rows for leg in legs_of(row) if leg.seconds]
+    events += [_stall(row, tracks) for row in rows if row.exposed_seconds and row.stream == "compute"]
     categories = list(dict.fromkeys(category for _, held in memory for category in held))
     events += [
         {
@@ -57,11 +58,11 @@ def _named(what: str, track: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": _PROCESS, "tid": track, "name": what, "args": {"name": name}}
 
 
-def _slice(row: Row, name: str) -> dict[str, Any]:
+def _slice(row: Row, name: str, tracks: Mapping[str, int]) -> dict[str, Any]:
     return {
         "ph": "X",
         "pid": _PROCESS,
-        "tid": _TRACKS[row.stream],
+        "tid": tracks[row.stream],
         "name": name,
         "cat": row.phase,
         "ts": row.start_seconds * 1e6,
@@ -79,12 +80,12 @@ def _slice(row: Row, name: str) -> dict[str, Any]:
     }
 
 
-def _stall(row: Row) -> dict[str, Any]:
+def _stall(row: Row, tracks: Mapping[str, int]) -> dict[str, Any]:
     """Computation waiting, just before the row starts."""
     return {
         "ph": "X",
         "pid": _PROCESS,
-        "tid": _TRACKS["compute"],
+        "tid": tracks["compute"],
         "name": f"waits for {row.bucket or row.layer}",
         "cat": "exposed",
         "ts": (row.start_seconds - row.exposed_seconds) * 1e6,

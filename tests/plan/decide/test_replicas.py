@@ -87,7 +87,10 @@ def test_a_link_is_as_fast_as_where_its_ranks_are() -> None:
 
 
 def test_hops_have_queues_of_their_own() -> None:
-    step = planned(stage=3).lowered
+    whole = planned(stage=3)
+    step, names = whole.lowered, [row.stream for row in whole.schedule().rows]
+    assert {"compute", "collective", "collective replicate"} == set(names)
+    assert "collective replicate" in str(whole.schedule().to_json())
     crossing = [n for n in step.graph.calls() if n.target in ops.OVER_AXES and axes_of(n, step.plan.mesh) != ("shard",)]
     inside = [n for n in step.graph.calls() if n.target in ops.OVER_AXES and n not in crossing]
     for group in (crossing, inside):
