@@ -79,7 +79,8 @@ def _sizes_of(given: object) -> Mapping[object, object] | None:
         raise UsageError(
             f"expected a DeviceMesh with mesh_dim_names among {_NAMES}, found one whose axes have no names"
         )
-    if ranks != list(range(len(ranks))):
+    # A part of a mesh has other ranks elsewhere: what is not all there are is refused on all of them.
+    if ranks != list(range(dist.get_world_size())):
         raise UsageError(
             f"expected a DeviceMesh of all ranks in order, the last axis innermost, as init_device_mesh makes it, "
             f"found ranks {ranks}"

@@ -25,7 +25,7 @@ from tests.lib.training import (
     without_key_biases,
     world,
 )
-from zerofx import Machine
+from zerofx import Machine, UsageError
 
 HYBRID = {"replicate": 2, "shard": 2}
 RUNS: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in range(4)}
@@ -68,6 +68,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "micro-batches": {"accumulate": 2, "reduce": "once"},
     "each micro-batch reduced": {"accumulate": 2, "reduce": "each"},
     "four micro-batches in bf16": {"accumulate": 4, "reduce": "each", "precision": "bf16"},
+    "fp16": {"precision": "fp16"},
     "delayed": {"delayed_update": 1},
     "whole slices": {"states_over": "shard"},
     "whole slices, clipped": {"states_over": "shard", "max_grad_norm": 0.5},
@@ -120,10 +121,25 @@ def _sent(stage: int) -> dict[str, Any]:
     return found
 
 
+def _refusals() -> list[str]:
+    """What meshes are told that do not fit, of numbers of ranks and of torch's."""
+    other_names = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    other_order = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
+    part = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
+    said = []
+    for mesh in ({"shard": 3}, {"replicate": 4, "shard": 2}, other_names, other_order, part):
+        try:
+            step_of("stack", 3, mesh=mesh)
+        except UsageError as error:
+            said.append(str(error))
+    return said
+
+
 @dataclass(frozen=True)
 class _OnFour:
     """What one spawn of four ranks finds out."""
 
+    refusals: list[str]
     sent: list[dict[str, Any]]
     like_fsdp: dict[str, list[str]]
     clipped: list[str]
@@ -131,7 +147,9 @@ class _OnFour:
 
 def _on_four() -> _OnFour:
     clipped = [train_compiled(CASES["stack"], stage, 3, mesh=HYBRID, max_grad_norm=0.5) for stage in (1, 3)]
-    return _OnFour([_sent(stage) for stage in range(4)], _like_fsdp("stack"), differences(clipped[0], clipped[1]))
+    return _OnFour(
+        _refusals(), [_sent(stage) for stage in range(4)], _like_fsdp("stack"), differences(clipped[0], clipped[1])
+    )
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +198,19 @@ def _like_fsdp(name: str) -> dict[str, list[str]]:
 
 def test_replicas_train_the_bits_of_fsdp2_with_whole_slices_or_parts_of_them(on_four: list[_OnFour]) -> None:
     assert all(found.like_fsdp == {"mesh": [], "shard": []} for found in on_four)
+
+
+def test_meshes_that_do_not_fit_are_refused_on_all_ranks(on_four: list[_OnFour]) -> None:
+    for found in on_four:
+        expected = [
+            "found shard 3, which is 3: give axes whose product is 4",
+            "found replicate 4 x shard 2, which is 8",
+            "found 'dp', 'tp'",
+            "in this order, found 'shard', 'replicate'",
+            "expected a DeviceMesh of all ranks in order",
+        ]
+        assert len(found.refusals) == len(expected)
+        assert all(part in said for part, said in zip(expected, found.refusals, strict=True)), found.refusals
 
 
 def test_stages_clip_alike(on_four: list[_OnFour]) -> None:
