@@ -40,7 +40,7 @@ def keep_menus(
             continue
         overlapping = _overlapping_seconds(bucket, Phase.BACKWARD, seconds) if options.prefetch else 0.0
         gather = collective_seconds("all_gather", bucket.full_bytes, bucket.num_ranks, machine)
-        reduction = collective_seconds("reduce_scatter", bucket.full_bytes, bucket.num_ranks, machine)
+        reduction = collective_seconds("reduce_scatter", bucket.gradient_bytes, bucket.num_ranks, machine)
         if not bucket.trainable:
             reduction = 0.0
         exposed = max(0.0, gather + reduction - overlapping) - max(0.0, reduction - overlapping)
@@ -83,8 +83,8 @@ def reduction_menu(
     """The levels of reductions that are awaited a unit later, and where they are issued."""
     held, hidden = 0, 0.0
     for bucket in filter(lambda bucket: bucket.trainable, layout.buckets):
-        held = max(held, bucket.full_bytes + bucket.shard_bytes)
-        reduction = collective_seconds("reduce_scatter", bucket.full_bytes, bucket.num_ranks, machine)
+        held = max(held, bucket.gradient_bytes + bucket.gradient_slice_bytes)
+        reduction = collective_seconds("reduce_scatter", bucket.gradient_bytes, bucket.num_ranks, machine)
         hidden += min(reduction, _overlapping_seconds(bucket, Phase.BACKWARD, seconds))
     return Gathering(held, 0.0), Gathering(0, hidden)
 

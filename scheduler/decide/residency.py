@@ -164,6 +164,8 @@ def summarise(bucket: Bucket) -> BucketSummary:
         shard_numel=bucket.shard_numel,
         dtype=str(bucket.dtype),
         compute_dtype=str(bucket.compute_dtype),
+        reduce_dtype=None if bucket.reduce_dtype == bucket.compute_dtype else str(bucket.reduce_dtype),
+        state_dtype=None if bucket.state_dtype == bucket.dtype else str(bucket.state_dtype),
     )
 
 

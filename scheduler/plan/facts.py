@@ -33,7 +33,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class BucketSummary:
-    """What a plan must know of a bucket to be recognised: its name, elements and dtypes."""
+    """What a plan must know of a bucket to be recognised: its name, elements and dtypes.
+
+    ``reduce_dtype``: of gradients on their way between ranks, None for ``compute_dtype``. ``state_dtype``: what
+    optimizer states are stored in, None for what the optimizer has them in.
+    """
 
     name: str
     group: int | None
@@ -41,6 +45,8 @@ class BucketSummary:
     shard_numel: int
     dtype: str
     compute_dtype: str
+    reduce_dtype: str | None = None
+    state_dtype: str | None = None
 
 
 @dataclass(frozen=True)

@@ -135,12 +135,15 @@ def bucket_data(bucket: Bucket) -> list[Any]:
         [slot.name, slot.shape, slot.stride, slot.offset, slot.numel, slot.whole, slot.first_row, slot.is_complex]
         for slot in bucket.slots
     ]
-    dtypes = [encoded(bucket.dtype), encoded(bucket.compute_dtype)]
+    dtypes = [encoded(dtype) for dtype in (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype, bucket.state_dtype)]
     return [bucket.index, bucket.name, bucket.unit, bucket.group, *dtypes, slots, bucket.shard_numel, bucket.num_ranks]
 
 
 def bucket_of(data: list[Any]) -> Bucket:
     """What ``bucket_data`` was given."""
-    index, name, unit, group, dtype, compute_dtype, slots, shard_numel, num_ranks = data
+    index, name, unit, group, *named, slots, shard_numel, num_ranks = data
+    dtype, compute_dtype, reduce_dtype, state_dtype = map(decoded, named)
     of_bucket = tuple(Slot(source, tuple(shape), tuple(stride), *rest) for source, shape, stride, *rest in slots)
-    return Bucket(index, name, unit, group, decoded(dtype), decoded(compute_dtype), of_bucket, shard_numel, num_ranks)
+    return Bucket(
+        index, name, unit, group, dtype, compute_dtype, reduce_dtype, state_dtype, of_bucket, shard_numel, num_ranks
+    )

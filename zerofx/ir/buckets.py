@@ -72,7 +72,8 @@ class Bucket:
 
     ``group`` is the index of the optimizer's param group, or None for parameters that are not trained (frozen, or
     without a gradient in this model). ``dtype`` is that of the stored (master) values, ``compute_dtype`` that of the
-    gathered ones.
+    gathered ones. ``reduce_dtype`` is that of gradients on their way from all ranks, and ``state_dtype`` the one in
+    which states that the optimizer has in ``dtype`` are stored between updates.
     """
 
     index: int
@@ -81,6 +82,8 @@ class Bucket:
     group: int | None
     dtype: torch.dtype
     compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    state_dtype: torch.dtype
     slots: tuple[Slot, ...]
     shard_numel: int
     num_ranks: int
@@ -119,6 +122,24 @@ class Bucket:
         """Bytes of one rank's slice in the compute dtype."""
         return self.shard_numel * self.compute_dtype.itemsize
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the whole buffer of gradients."""
+        return self.numel * self.reduce_dtype.itemsize
+
+    @property
+    def gradient_slice_bytes(self) -> int:
+        """Bytes of one rank's slice of reduced gradients."""
+        return self.shard_numel * self.reduce_dtype.itemsize
+
+    def stored_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a state that the optimizer has in ``dtype`` is stored."""
+        return self.state_dtype if dtype == self.dtype else dtype
+
+    def computed_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that the optimizer has a state in that is stored in ``dtype``."""
+        return self.dtype if dtype == self.state_dtype else dtype
+
     def padding(self) -> tuple[tuple[int, int], ...]:
         """``(start, end)`` of the elements that belong to no parameter."""
         gaps: list[tuple[int, int]] = []
@@ -153,15 +174,26 @@ class BucketLayout:
         raise KeyError(name)
 
 
-def layout_of(step: StepGraph, groups: Mapping[str, int], num_ranks: int, block: int = 1) -> BucketLayout:
-    """The buckets of a captured graph's parameters; ``groups`` and ``block`` as for ``make_layout``."""
+def layout_of(
+    step: StepGraph,
+    groups: Mapping[str, int],
+    num_ranks: int,
+    block: int = 1,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
+) -> BucketLayout:
+    """The buckets of a captured graph's parameters; ``groups``, ``block`` and dtypes as for ``make_layout``."""
     order = step.positions()
     first_use = {
         placeholder(node).name: min(order[user] for user in node.users)
         for node in step.placeholders(Role.PARAMETER)
         if node.users
     }
-    return make_layout(step.parameters, groups, step.units, first_use, num_ranks, block)
+    return make_layout(
+        step.parameters, groups, step.units, first_use, num_ranks, block,
+        reduce_dtype=reduce_dtype, state_dtype=state_dtype,
+    )  # fmt: skip
 
 
 def make_layout(
@@ -171,6 +203,9 @@ def make_layout(
     first_use: Mapping[str, int],
     num_ranks: int,
     block: int = 1,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
 ) -> BucketLayout:
     """Divide parameters into buckets.
 
@@ -181,6 +216,9 @@ def make_layout(
         first_use: position in the graph of each parameter's first use; parameters that are never used are absent.
         num_ranks: number of equal slices.
         block: slices are a multiple of this many elements: what is quantised together must not cross a slice.
+        reduce_dtype: what floating-point gradients are reduced in; None for what they are computed in.
+        state_dtype: what optimizer states are stored in where that is smaller than the parameters'; None for what the
+            optimizer has them in.
 
     A parameter outside all units goes with its neighbours in time: those that are first used between the same two
     units share a bucket, so that an embedding and a head are not held together. A slice has a bucket of its own.
@@ -204,8 +242,18 @@ def make_layout(
         slots, shard_numel = _place(members[key], compute_dtype, num_ranks, block)
         name = of_slice or unit or _common_name([p.name for p in members[key]])
         unit = of_slice or unit or f"loose.{gap}"
-        buckets.append(Bucket(index, name, unit, group, dtype, compute_dtype, slots, shard_numel, num_ranks))
+        reduced = compute_dtype if reduce_dtype is None or not compute_dtype.is_floating_point else reduce_dtype
+        stored = dtype if state_dtype is None else _smaller(state_dtype, dtype, slots)
+        buckets.append(
+            Bucket(index, name, unit, group, dtype, compute_dtype, reduced, stored, slots, shard_numel, num_ranks)
+        )
     return BucketLayout(tuple(buckets), num_ranks)
+
+
+def _smaller(state_dtype: torch.dtype, dtype: torch.dtype, slots: Sequence[Slot]) -> torch.dtype:
+    """What states of parameters of ``dtype`` are stored in. Complex numbers have no dtype of so few bits."""
+    is_smaller = dtype.is_floating_point and state_dtype.itemsize < dtype.itemsize
+    return state_dtype if is_smaller and not any(slot.is_complex for slot in slots) else dtype
 
 
 def _first_use_of_units(
