@@ -19,6 +19,9 @@ buffer of its own, as the plan says, and what stays is the sum of this rank's sl
     micro1_reduce_0 = reduce_scatter(micro1_grads_0, 0, 2)
     micro1_grad_0 = wait(micro1_reduce_0, micro1_grads_0); div_(micro1_grad_0, 2); add_(sum_0, micro1_grad_0)
 
+A buffer has the dtype that gradients are reduced in, and what is copied or added to it is rounded to that (as FSDP2
+does with ``reduce_dtype``).
+
 The average over the ranks is the sum divided once. In float16, whose range a sum over many ranks would leave, gradients
 are divided before it too, as FSDP2 does, by a power of two near the root of the number of ranks:
 
@@ -169,13 +172,12 @@ def _fill_buffer(
     graph, first = step.graph, members[0][0][0]
     turns = _turns_in_unit(step, bucket, first)
     if turns:
-        buffer_bytes = bucket.numel * bucket.compute_dtype.itemsize
-        _put_off(step, first, [gradient for gradient, _ in members[0][1:]], buffer_bytes)
+        _put_off(step, first, [gradient for gradient, _ in members[0][1:]], bucket.gradient_bytes)
     with graph.inserting_before(tails.after(first).next if turns else start_of_unit(step, first)):
         buffer = insert_call(
             graph, ops.empty_gradients, (bucket.index, bucket.numel), Origin(bucket.name, Phase.BACKWARD),
-            {"dtype": bucket.compute_dtype, "device": torch.device(step.device.type)},
-            name=name, fake=step.fake((bucket.numel,), bucket.compute_dtype),
+            {"dtype": bucket.reduce_dtype, "device": torch.device(step.device.type)},
+            name=name, fake=step.fake((bucket.numel,), bucket.reduce_dtype),
         )  # fmt: skip
     if turns:
         tails.add(first, buffer)
@@ -263,10 +265,10 @@ def _issue(step: StepGraph, plan: Plan, bucket: Bucket, buffer: fx.Node, body: i
     place = end_of_unit(step, last_write)
     while place.next.target is ops.release:
         place = place.next
-    size, dtype = (bucket.numel // bucket.num_reduced,), bucket.compute_dtype
+    size, dtype = (bucket.numel // bucket.num_reduced,), bucket.reduce_dtype
     # Which slice is a rank's own is known where it runs: the first stands for it.
     in_buffer = not bucket.is_cut(plan.stage)
-    first = divisors(bucket.compute_dtype, bucket.mesh.num_samples(bucket.reduced_over))[0]
+    first = divisors(bucket.reduce_dtype, bucket.mesh.num_samples(bucket.reduced_over))[0]
     if first != 1:
         with step.graph.inserting_after(place):
             place = insert_call(step.graph, _aten.div_.Tensor, (buffer, first), Origin(bucket.name, Phase.BACKWARD))
@@ -299,7 +301,7 @@ def _add(
             insert_call(step.graph, _aten.add_.Tensor, (partial, grad), where)
             return partial
         dtype = _sum_dtype(bucket, plan)
-        if dtype == bucket.compute_dtype:
+        if dtype == bucket.reduce_dtype:
             return grad
         return insert_call(
             step.graph, _aten._to_copy.default, (grad,), where, {"dtype": dtype}, name=f"sum_{bucket.index}"
@@ -309,7 +311,7 @@ def _add(
 def _sum_dtype(bucket: Bucket, plan: Plan) -> torch.dtype:
     """The dtype in which slices are added up: that of the update, which a delayed one gets from what it is handed."""
     delayed = any(decision.bucket == bucket.index and decision.delayed for decision in plan.states)
-    return bucket.compute_dtype if delayed else bucket.dtype
+    return bucket.reduce_dtype if delayed else bucket.dtype
 
 
 def divisors(dtype: torch.dtype, num_ranks: int) -> tuple[int, float]:
@@ -362,7 +364,7 @@ def _average(
 ) -> fx.Node:
     """This rank's slice of the average over the ranks, awaited at the insertion point."""
     grad = insert_call(step.graph, ops.wait, (started, buffer), where, name=_name(f"grad_{bucket.index}", body))
-    rest = divisors(bucket.compute_dtype, bucket.mesh.num_samples(bucket.reduced_over))[1]
+    rest = divisors(bucket.reduce_dtype, bucket.mesh.num_samples(bucket.reduced_over))[1]
     if rest != 1:
         insert_call(step.graph, _aten.div_.Tensor, (grad, rest), where)
     return grad

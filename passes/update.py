@@ -232,19 +232,18 @@ def _on_host(step: StepGraph, plan: Plan, factors: Sequence[fx.Node]) -> dict[st
 
 
 def _add_delayed(step: StepGraph, bucket: Bucket, local: int) -> dict[str, fx.Node]:
-    """What stays on the host from one step to the next for a delayed update, in the compute dtype: the gradient, and
-    the parameters' new values where the master has them in another dtype."""
-    names = ["grad", "low"] if bucket.has_master else ["grad"]
+    """What stays on the host from one step to the next for a delayed update: the gradient as it is reduced, and the
+    parameters' new values in the compute dtype where the master has them in another."""
+    dtypes = {"grad": bucket.reduce_dtype} | ({"low": bucket.compute_dtype} if bucket.has_master else {})
     return {
         name: set_tier(
             step.add_placeholder(
-                f"{name}_{bucket.index}_host", Placeholder(Role.DELAYED, name, bucket.index), (local,),
-                bucket.compute_dtype,
+                f"{name}_{bucket.index}_host", Placeholder(Role.DELAYED, name, bucket.index), (local,), dtype
             ),
             HOST,
         )
-        for name in names
-    }  # fmt: skip
+        for name, dtype in dtypes.items()
+    }
 
 
 def _update_later(

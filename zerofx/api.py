@@ -25,6 +25,8 @@ from zerofx.options import (
     Precision,
     Recompute,
     Reduce,
+    ReduceDtype,
+    StateDtype,
     StatesOver,
     Tiling,
     Wire,
@@ -67,6 +69,8 @@ def compile(
     constant: Collection[str] = (),
     loss_scale: LossScale | float | None = None,
     keep_fp32: Collection[Kept] = (),
+    reduce_dtype: ReduceDtype | None = None,
+    state_dtype: StateDtype | None = None,
     mesh: MeshLike | None = None,
     states_over: StatesOver = "auto",
 ) -> Step:
@@ -121,6 +125,10 @@ def compile(
         loss_scale: what the loss is multiplied by before backward: a ``LossScale``, as ``torch.amp.GradScaler`` has it,
             or a number that stays; None for the defaults of the former with ``precision="fp16"``, and else for none.
         keep_fp32: modules that compute in float32 with a ``precision``, by type, name or pattern of names.
+        reduce_dtype: ``"fp32"`` or ``"bf16"`` for what gradients are summed over ranks and micro-batches in; None for
+            what they are computed in.
+        state_dtype: ``"bf16"`` stores the optimizer's states so between steps, and computes with them in the dtype of
+            the masters; None stores them as the optimizer has them.
         mesh: the axes that ranks lie along, outer to inner ``replicate`` and ``shard``, by numbers of ranks
             (``{"replicate": 2, "shard": 4}``) or a ``DeviceMesh`` with these names; None for all along ``shard``.
         states_over: ``"mesh"`` for optimizer states in parts of slices, one on each replica, ``"shard"`` for slices
@@ -140,7 +148,8 @@ def compile(
         tile=tile, host_budget=host_budget,
         weights=weights, delayed_update=delayed_update, wire=wire, cuda_graphs=cuda_graphs,
         max_grad_norm=max_grad_norm, forward=forward, on_nonfinite=on_nonfinite, constant=constant,
-        loss_scale=loss_scale, keep_fp32=keep_fp32, mesh=mesh, states_over=states_over,
+        loss_scale=loss_scale, keep_fp32=keep_fp32, reduce_dtype=reduce_dtype, state_dtype=state_dtype,
+        mesh=mesh, states_over=states_over,
     )  # fmt: skip
     check_training(model, optimizer, options, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):

@@ -7,6 +7,8 @@ from typing import Literal
 
 Backend = Literal["inductor", "eager"]
 Precision = Literal["bf16", "fp16"]
+ReduceDtype = Literal["fp32", "bf16"]
+StateDtype = Literal["bf16"]
 Recompute = Literal["auto", "none", "full"]
 OffloadWord = Literal["auto", "none", "host", "nvme"]
 Offload = OffloadWord | Mapping[str, str]

@@ -22,6 +22,8 @@ from zerofx.choices import OffloadWord as OffloadWord
 from zerofx.choices import Precision as Precision
 from zerofx.choices import Recompute as Recompute
 from zerofx.choices import Reduce as Reduce
+from zerofx.choices import ReduceDtype as ReduceDtype
+from zerofx.choices import StateDtype as StateDtype
 from zerofx.choices import StatesOver as StatesOver
 from zerofx.choices import Tiling as Tiling
 from zerofx.choices import Wire as Wire
@@ -72,6 +74,8 @@ class TuneOptions(TypedDict, total=False):
     max_grad_norm: float | None
     loss_scale: LossScale | float | None
     keep_fp32: Collection[Kept]
+    reduce_dtype: ReduceDtype | None
+    state_dtype: StateDtype | None
     mesh: MeshLike | None
     states_over: StatesOver
 
@@ -131,6 +135,8 @@ class CompileOptions:
     constant: tuple[str, ...] = field(default=(), metadata=_left_out_of("plan", "step"))  # the batch has their values
     loss_scale: LossScale | None = None
     keep_fp32: tuple[Kept, ...] = ()
+    reduce_dtype: ReduceDtype | None = None
+    state_dtype: StateDtype | None = None
     mesh: Mesh | None = None
     states_over: StatesOver = "auto"
 
@@ -155,6 +161,16 @@ class CompileOptions:
     @property
     def compute_dtype(self) -> torch.dtype | None:
         return None if self.precision is None else dtype_of(self.precision)
+
+    @property
+    def reduced_in(self) -> torch.dtype | None:
+        """What gradients are reduced in, None for what they are computed in."""
+        return None if self.reduce_dtype is None else dtype_of(self.reduce_dtype)
+
+    @property
+    def states_in(self) -> torch.dtype | None:
+        """What optimizer states are stored in, None for what the optimizer has them in."""
+        return None if self.state_dtype is None else dtype_of(self.state_dtype)
 
     def casts(self, model: nn.Module) -> ComputeDtype:
         """What a model computes in, and which of its modules keep float32.
@@ -207,6 +223,8 @@ def check_options(
     constant: Collection[str] = (),
     loss_scale: LossScale | float | None = None,
     keep_fp32: Collection[Kept] = (),
+    reduce_dtype: ReduceDtype | None = None,
+    state_dtype: StateDtype | None = None,
     mesh: MeshLike | None = None,
     states_over: StatesOver = "auto",
 ) -> CompileOptions:
@@ -260,6 +278,15 @@ def check_options(
     _check_max_grad_norm(max_grad_norm, delayed_update)
     _check_on_nonfinite(on_nonfinite, delayed_update)
     check_kept(keep_fp32, precision)
+    if reduce_dtype is not None and reduce_dtype not in get_args(ReduceDtype):
+        raise UsageError(
+            f"expected reduce_dtype None (gradients are reduced in what they are computed in), 'fp32' or 'bf16', found "
+            f"{reduce_dtype!r}"
+        )
+    if state_dtype is not None and state_dtype not in get_args(StateDtype):
+        raise UsageError(
+            f"expected state_dtype None (states are stored as the optimizer has them) or 'bf16', found {state_dtype!r}"
+        )
     scaling = loss_scale_of(loss_scale, precision, delayed_update)
     if isinstance(constant, str) or not all(isinstance(name, str) for name in constant):
         raise UsageError(f"expected constant to be names of arguments, such as ('edge_index',), found {constant!r}")
@@ -306,6 +333,8 @@ def check_options(
         constant=tuple(constant),
         loss_scale=scaling,
         keep_fp32=tuple(keep_fp32),
+        reduce_dtype=reduce_dtype,
+        state_dtype=state_dtype,
         mesh=_checked_mesh(mesh, wire),
         states_over=_checked_states(states_over),
     )

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
-from zerofx.choices import Precision
+from zerofx.choices import Precision, ReduceDtype, StateDtype
 from zerofx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ class LossScale:
         return LossScale(scale, growth_factor=1.0, backoff_factor=1.0)
 
 
-def dtype_of(precision: Precision) -> torch.dtype:
-    """What a precision computes in."""
+def dtype_of(word: Precision | ReduceDtype | StateDtype) -> torch.dtype:
+    """What a precision computes in, and others that options call so."""
     import torch  # the command line knows precisions without it
 
-    return torch.bfloat16 if precision == "bf16" else torch.float16
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[word]
 
 
 def loss_scale_of(asked: object, precision: Precision | None, delayed_update: int | None) -> LossScale | None:

@@ -61,7 +61,7 @@ class Clip:
         graph, max_norm = step.graph, plan.max_grad_norm
         dtype = torch.float32
         for bucket in self.layout.buckets:
-            dtype = torch.promote_types(dtype, norm_dtype(bucket.compute_dtype)) if bucket.trainable else dtype
+            dtype = torch.promote_types(dtype, norm_dtype(bucket.reduce_dtype)) if bucket.trainable else dtype
         with graph.inserting_before(step.output):
             together = insert_call(graph, _aten.cat.default, (squares,), _WHERE, name="squares")
             total = insert_call(graph, _aten.sum.dim_IntList, (together, [0], True), _WHERE)

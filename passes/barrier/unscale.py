@@ -63,7 +63,7 @@ class Unscale:
     def _norm_says(self, plan: Plan) -> bool:
         """Whether the norm that clipping takes is not finite exactly where a gradient is not."""
         trained = [bucket for bucket in self.layout.buckets if bucket.trainable]
-        return plan.max_grad_norm is not None and all(bucket.compute_dtype is torch.float16 for bucket in trained)
+        return plan.max_grad_norm is not None and all(bucket.reduce_dtype is torch.float16 for bucket in trained)
 
     def _largest(self, step: StepGraph, plan: Plan) -> tuple[fx.Node, fx.Node]:
         """The largest magnitude, and the first node of its computation where the step ends."""

@@ -107,8 +107,8 @@ def _quantise(step: StepGraph, plan: Plan, bucket: Bucket, reduce: fx.Node, enco
     set_value(awaited, tensor(reduce))
     with graph.inserting_after(awaited):
         total = insert_call(
-            graph, ops.dequantise_sum, (awaited, last, encoding, bucket.compute_dtype), where, name=f"reduced_{index}",
-            fake=step.fake((bucket.shard_numel,), bucket.compute_dtype),
+            graph, ops.dequantise_sum, (awaited, last, encoding, bucket.reduce_dtype), where, name=f"reduced_{index}",
+            fake=step.fake((bucket.shard_numel,), bucket.reduce_dtype),
         )  # fmt: skip
     awaited.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
     if step.reduced.get(index) is awaited:

@@ -308,7 +308,7 @@ def model_state_bytes(step: StepGraph, plan: Plan, layout: BucketLayout) -> int:
 
 def gradient_bytes(bucket: Bucket, plan: Plan) -> int:
     """Bytes of a trained bucket's gradients on one rank as ``model_state_bytes`` counts them."""
-    return bucket.shard_bytes if plan.stage >= 2 else bucket.full_bytes
+    return bucket.gradient_slice_bytes if plan.stage >= 2 else bucket.gradient_bytes
 
 
 def _collectives(together: list[fx.Node], start: float, mesh: Mesh, machine: Machine) -> list[NodeTiming]:

@@ -41,7 +41,7 @@ def keep_menus(
             continue
         overlapping = _overlapping_seconds(bucket, Phase.BACKWARD, seconds) if options.prefetch else 0.0
         gather = seconds_along("all_gather", bucket.full_bytes, bucket.mesh, bucket.gathered_over, machine)
-        reduction = seconds_along("reduce_scatter", bucket.full_bytes, bucket.mesh, bucket.gathered_over, machine)
+        reduction = seconds_along("reduce_scatter", bucket.gradient_bytes, bucket.mesh, bucket.gathered_over, machine)
         if not bucket.trainable:
             reduction = 0.0
         exposed = max(0.0, gather + reduction - overlapping) - max(0.0, reduction - overlapping)
@@ -85,8 +85,8 @@ def reduction_menu(
     """The levels of reductions that are awaited a unit later, and where they are issued."""
     held, hidden = 0, 0.0
     for bucket in filter(lambda bucket: bucket.trainable, layout.buckets):
-        held = max(held, bucket.full_bytes + bucket.shard_bytes)
-        reduction = seconds_along("reduce_scatter", bucket.full_bytes, bucket.mesh, bucket.gathered_over, machine)
+        held = max(held, bucket.gradient_bytes + bucket.gradient_slice_bytes)
+        reduction = seconds_along("reduce_scatter", bucket.gradient_bytes, bucket.mesh, bucket.gathered_over, machine)
         hidden += min(reduction, _overlapping_seconds(bucket, Phase.BACKWARD, seconds))
     return Gathering(held, 0.0), Gathering(0, hidden)
 

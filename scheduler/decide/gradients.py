@@ -54,7 +54,7 @@ class Waiting:
     def decision(self, bucket: Bucket, freed_bytes: int) -> GradientDecision:
         """The decision, with its reason, before its copies are placed."""
         reason = f"frees {format_bytes(freed_bytes)} between micro-batches for {format_seconds(self.seconds)} exposed"
-        return GradientDecision(bucket.index, self.tier, bucket.full_bytes, (), (), reason)
+        return GradientDecision(bucket.index, self.tier, bucket.gradient_bytes, (), (), reason)
 
 
 def gradients_asked(layout: BucketLayout, num_micro_batches: int, tier: Tier | None) -> tuple[GradientDecision, ...]:
@@ -63,11 +63,11 @@ def gradients_asked(layout: BucketLayout, num_micro_batches: int, tier: Tier | N
         return ()
     return tuple(
         GradientDecision(
-            bucket.index, tier, bucket.full_bytes, (), (),
-            f"as asked: frees {format_bytes(bucket.full_bytes)} between micro-batches",
+            bucket.index, tier, bucket.gradient_bytes, (), (),
+            f"as asked: frees {format_bytes(bucket.gradient_bytes)} between micro-batches",
         )
         for bucket in layout.buckets
-        if bucket.trainable and bucket.full_bytes
+        if bucket.trainable and bucket.gradient_bytes
     )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def reduced_each(
     return {
         bucket.index: f"reduced in each micro-batch: stage {stage} holds slices of gradients"
         for bucket in layout.buckets
-        if bucket.trainable and slice_bytes(bucket) < bucket.full_bytes
+        if bucket.trainable and slice_bytes(bucket) < bucket.gradient_bytes
     }
 
 
@@ -121,7 +121,7 @@ def gradient_menus(
     left, menus = dict(capacity), {}
     in_slices = asked == "auto" and stage > 0 and layout.num_ranks > 1
     for bucket in layout.buckets:
-        size = bucket.full_bytes
+        size = bucket.gradient_bytes
         if num_micro_batches == 1 or not bucket.trainable or not size or asked == "each":
             continue
         overlapping = seconds.get((bucket.unit, Phase.BACKWARD), 0.0)

@@ -127,18 +127,18 @@ def hide_collectives(
         issued = {reduce.wait_after: reduce.bucket for reduce in reduces}
         for number, late in enumerate(awaited_later(reduces, layout)):
             bucket = layout.buckets[late.bucket]
-            result_bytes = bucket.full_bytes if plan.stage == 0 else bucket.shard_bytes
+            result_bytes = bucket.gradient_bytes if plan.stage == 0 else bucket.gradient_slice_bytes
             if slack.takes_reduction(late.bucket, issued.get(late.wait_after), result_bytes):
                 reduces[number] = late
         if plan.stage == 0 and plan.num_ranks > 1:
             for number, late in enumerate(gathered_later(reduces)[:-1]):
                 first, last = issued.get(late.wait_after), issued.get(late.gathered_after)
-                if slack.takes_sum(first, last, layout.buckets[late.bucket].full_bytes):
+                if slack.takes_sum(first, last, layout.buckets[late.bucket].gradient_bytes):
                     reduces[number] = late
         for number, late in enumerate(crossed(reduces, layout, plan.stage, later=True)):
             bucket = layout.buckets[late.bucket]
             first, last = issued.get(late.wait_after), issued.get(late.crossed_after)
-            if bucket.crosses and slack.takes_sum(first, last, bucket.shard_bytes + bucket.part_bytes):
+            if bucket.crosses and slack.takes_sum(first, last, 2 * bucket.gradient_slice_bytes):
                 reduces[number] = late
     return replace(plan, gathers=tuple(gathers), reduces=tuple(reduces))
 

@@ -160,15 +160,15 @@ class _Sends:
     def reduction(self, bucket: Bucket) -> tuple[float, tuple[tuple[float, float], ...]]:
         """Seconds before the first hop, and of each hop on the wire and after it."""
         small = packed_bytes(bucket.numel, self.plan.wire)
-        before = self.compute(bucket.full_bytes + small)
+        before = self.compute(bucket.gradient_bytes + small)
         if not self.two_hops:
             during = collective_seconds("all_to_all", small, bucket.num_ranks, self.machine)
-            return before, ((during, self.compute(small + bucket.shard_bytes)),)
+            return before, ((during, self.compute(small + bucket.gradient_slice_bytes)),)
         part, summed = small // self.local, 4 * bucket.numel // self.local
         within = collective_seconds("all_to_all", small, self.local, self.machine, ranks_on_node=self.local)
         across = collective_seconds("all_to_all", part, self.num_nodes, self.machine, ranks_on_node=1)
         between = self.compute(small + summed) + self.compute(summed + part)
-        return before, ((within, between), (across, self.compute(part + bucket.shard_bytes)))
+        return before, ((within, between), (across, self.compute(part + bucket.gradient_slice_bytes)))
 
 
 def _moments(step: StepGraph, simulation: Simulation) -> _Exact:

@@ -170,6 +170,8 @@ def summarise(bucket: Bucket) -> BucketSummary:
         compute_dtype=str(bucket.compute_dtype),
         gathered_over=bucket.gathered_over,
         states_over=bucket.states_over,
+        reduce_dtype=None if bucket.reduce_dtype == bucket.compute_dtype else str(bucket.reduce_dtype),
+        state_dtype=None if bucket.state_dtype == bucket.dtype else str(bucket.state_dtype),
     )
 
 

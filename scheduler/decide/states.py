@@ -120,14 +120,14 @@ def _off_the_device(
 
     ``overlapping``: seconds of computation that copies overlap with. ``clipped``: as for ``state_menus``.
     """
-    gradient_bytes = numel * bucket.compute_dtype.itemsize
+    gradient_bytes = numel * bucket.reduce_dtype.itemsize
     through = max(0.0, _through_device(num_bytes, tier, machine) - overlapping)
     on_host = _on_host(num_bytes, gradient_bytes, numel, tier, machine)
     if through <= on_host:
         return Placement(0, through, tier, "device", num_bytes, num_bytes if tier == "nvme" else 0)
     # What is updated on the host has its parameters there, and takes gradients and gives parameters back.
     stored = num_bytes if bucket.has_master else num_bytes + numel * bucket.dtype.itemsize
-    passing = 2 * gradient_bytes + (stored if tier == "nvme" else 0)
+    passing = gradient_bytes + numel * bucket.compute_dtype.itemsize + (stored if tier == "nvme" else 0)
     waiting = gradient_bytes if clipped else 0
     return Placement(0, on_host, tier, "host", stored, passing, waiting_bytes=waiting)
 
@@ -160,7 +160,8 @@ def delayed_placements(layout: BucketLayout, state_bytes: Mapping[int, int], sta
         local = bucket.updated_numel(stage)
         num_bytes = state_bytes.get(bucket.index, 0)
         master = 0 if bucket.has_master else local * bucket.dtype.itemsize
-        handed_over = (2 if bucket.has_master else 1) * local * bucket.compute_dtype.itemsize
+        new_values = bucket.compute_dtype.itemsize if bucket.has_master else 0
+        handed_over = local * (bucket.reduce_dtype.itemsize + new_values)
         placements[bucket] = Placement(
             0, 0.0, "host", "host", num_bytes + master + handed_over, 0, delayed_bytes=num_bytes
         )

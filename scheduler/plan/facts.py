@@ -35,8 +35,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class BucketSummary:
-    """What a plan must know of a bucket to be recognised: its name, elements, dtypes, and the axes that it is cut along
-    (``zerofx/ir/buckets.py``)."""
+    """What a plan must know of a bucket to be recognised: its name, elements and dtypes, and the axes that it is cut
+    along (``zerofx/ir/buckets.py``).
+
+    ``reduce_dtype``: of gradients on their way between ranks, None for ``compute_dtype``. ``state_dtype``: what
+    optimizer states are stored in, None for what the optimizer has them in.
+    """
 
     name: str
     group: int | None
@@ -44,6 +48,8 @@ class BucketSummary:
     shard_numel: int
     dtype: str
     compute_dtype: str
+    reduce_dtype: str | None = None
+    state_dtype: str | None = None
     gathered_over: Axes = SHARD
     states_over: Axes = SHARD
 

@@ -28,8 +28,13 @@ _LEFT_OUT: dict[str, Any] = {
 
 def as_data(plan: Plan) -> dict[str, Any]:
     """All that a plan holds, as dicts, but for what most plans say nothing of: the wire, pieces, clipping, scaling,
-    axes of the mesh, what tiles are of, where gathered sums are awaited, what is reduced in each micro-batch."""
+    axes of the mesh, what tiles are of, where gathered sums are awaited, what is reduced in each micro-batch, dtypes of
+    gradients and states that are others than usual."""
     data = asdict(plan)
+    for bucket in data["buckets"]:
+        for name in ("reduce_dtype", "state_dtype"):
+            if bucket[name] is None:
+                del bucket[name]
     for reduce in data["reduces"]:
         if reduce["gathered_after"] == "":
             del reduce["gathered_after"]

@@ -263,6 +263,8 @@ def prepare(
     slices: Mapping[str, int] | None = None,
     block: int = 1,
     loss_scaled: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
 ) -> Prepared:
     """Capture ``model`` (``TwoBlocks`` if none is given), lay it out and plan it, on no process group.
 
@@ -280,7 +282,10 @@ def prepare(
     groups = group_of_parameters(model, optimizer, step.parameters, set(step.gradients))
     slice_parameters(step, named_slices(step, slices or {}))
     accumulate(step, num_micro_batches, taken.divided_names())
-    layout = layout_of(step, groups, mesh or Mesh(shard=num_ranks), block, in_parts=in_parts)
+    layout = layout_of(
+        step, groups, mesh or Mesh(shard=num_ranks), block,
+        in_parts=in_parts, reduce_dtype=reduce_dtype, state_dtype=state_dtype,
+    )  # fmt: skip
     binding = OptimizerBinding(optimizer, layout, step.device, prefer_fused=False)
     programs = binding.programs(None, binding.held(dict(model.named_parameters())))
     plan = decide(

@@ -80,6 +80,8 @@ def prepare_case(
     precision: str | None = None,
     *,
     loss_scaled: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
 ) -> Prepared:
     """A case's captured graph and plan, as ``compile`` makes them for its first batch."""
     model = build(case)
@@ -87,7 +89,7 @@ def prepare_case(
     return prepare(
         model, args, keywords=keywords, loss_fn=case.loss_fn, stage=stage, num_ranks=num_ranks,
         optimizer=case.optimizer(model), num_micro_batches=num_micro_batches, precision=precision,
-        loss_scaled=loss_scaled,
+        loss_scaled=loss_scaled, reduce_dtype=reduce_dtype, state_dtype=state_dtype,
     )  # fmt: skip
 
 

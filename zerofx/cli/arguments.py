@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import click
 
-from zerofx.choices import Accumulate, Offload, Precision, Recompute, Reduce, Wire
+from zerofx.choices import Accumulate, Offload, Precision, Recompute, Reduce, ReduceDtype, StateDtype, Wire
 from zerofx.errors import UsageError
 from zerofx.scheduler.cost.machine import Machine
 
@@ -151,6 +151,14 @@ _TRAINING_OPTIONS = (
     ),
     click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, help="What is sharded (ZeRO)."),
     click.option("--precision", type=click.Choice(get_args(Precision)), help="Computed in; else as the model is."),
+    click.option(
+        "--reduce-dtype", type=click.Choice(get_args(ReduceDtype)),
+        help="Sum gradients over ranks in it; else in what they are computed in.",
+    ),
+    click.option(
+        "--state-dtype", type=click.Choice(get_args(StateDtype)),
+        help="Store optimizer states in it; else as the optimizer has them.",
+    ),
     click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Gathers issued ahead."),
     click.option("--recompute", type=click.Choice(get_args(Recompute)), default="auto", show_default=True),
     click.option(

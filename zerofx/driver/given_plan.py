@@ -234,10 +234,13 @@ def _of(bucket: BucketSummary) -> str:
 
 
 def _describe(bucket: BucketSummary) -> str:
-    compute = bucket.compute_dtype.removeprefix("torch.")
+    dtypes = {
+        "computed in": bucket.compute_dtype, "reduced in": bucket.reduce_dtype, "with states in": bucket.state_dtype
+    }  # fmt: skip
+    words = [f"{word} {dtype.removeprefix('torch.')}" for word, dtype in dtypes.items() if dtype is not None]
     return (
         f"{format_count(bucket.num_parameters)} parameters ({bucket.num_parameters}), slices of {bucket.shard_numel} "
-        f"elements, computed in {compute}"
+        f"elements, {', '.join(words)}"
     )
 
 

@@ -146,13 +146,16 @@ def _bucket_data(bucket: Bucket) -> list[Any]:
         [slot.name, slot.shape, slot.stride, slot.offset, slot.numel, slot.whole, slot.first_row, slot.is_complex]
         for slot in bucket.slots
     ]
-    dtypes = [encoded(bucket.dtype), encoded(bucket.compute_dtype)]
+    dtypes = [encoded(dtype) for dtype in (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype, bucket.state_dtype)]
     axes = [bucket.gathered_over, bucket.states_over, bucket.crossed_over]
     return [bucket.index, bucket.name, bucket.unit, bucket.group, *dtypes, slots, bucket.shard_numel, axes]
 
 
 def _bucket_of(data: list[Any], mesh: Mesh) -> Bucket:
-    index, name, unit, group, dtype, compute_dtype, slots, shard_numel, axes = data
+    index, name, unit, group, *named, slots, shard_numel, axes = data
+    dtype, compute_dtype, reduce_dtype, state_dtype = map(decoded, named)
     of_bucket = tuple(Slot(source, tuple(shape), tuple(stride), *rest) for source, shape, stride, *rest in slots)
-    dtypes = decoded(dtype), decoded(compute_dtype)
-    return Bucket(index, name, unit, group, *dtypes, of_bucket, shard_numel, mesh, *map(tuple, axes))
+    return Bucket(
+        index, name, unit, group, dtype, compute_dtype, reduce_dtype, state_dtype, of_bucket, shard_numel, mesh,
+        *map(tuple, axes),
+    )  # fmt: skip

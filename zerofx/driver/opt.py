@@ -29,6 +29,7 @@ from zerofx.ir.facts import value
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.quantise import BLOCK
 from zerofx.ir.text import node_text
+from zerofx.optimizers.stored import storing_states
 from zerofx.options import CompileOptions
 from zerofx.passes.verify import verify
 from zerofx.pipeline import CAPTURE, PLAN, PREPARE, REGION, Listed, find, orders, with_orders
@@ -37,6 +38,7 @@ from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.decide.residency import summarise
 from zerofx.scheduler.plan.pipeline_text import PassText
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.text.overview import dtype_named
 from zerofx.settings import read_settings
 
 # Is told what has run, the text of what it has rewritten, and the region that this is ("" for the step's graph).
@@ -98,7 +100,9 @@ def _run(listed: Listed, step: StepGraph, saved: SavedGraph, layout: BucketLayou
         return
     assert layout is not None, "passes of a plan have one"
     updated = (bucket for bucket in layout.buckets if bucket.trainable)
-    programs = {bucket.index: saved.programs[bucket.slots[0].source] for bucket in updated}
+    programs = {
+        bucket.index: storing_states(saved.programs[bucket.slots[0].source], bucket.state_dtype) for bucket in updated
+    }
     listed.made(layout=layout, programs=programs).run(step, plan)
 
 
@@ -154,7 +158,14 @@ def _layout(step: StepGraph, saved: SavedGraph, plan: Plan) -> BucketLayout:
     Raises:
         PlanError: they are not the plan's.
     """
-    layout = layout_of(step, saved.groups, plan.mesh, 1 if plan.wire == "exact" else BLOCK, in_parts=plan.has_parts)
+    reduced, stored = (
+        next((dtype_named(name) for name in names if name is not None), None)
+        for names in ([b.reduce_dtype for b in plan.buckets], [b.state_dtype for b in plan.buckets])
+    )
+    layout = layout_of(
+        step, saved.groups, plan.mesh, 1 if plan.wire == "exact" else BLOCK,
+        in_parts=plan.has_parts, reduce_dtype=reduced, state_dtype=stored,
+    )  # fmt: skip
     if tuple(map(summarise, layout.buckets)) != plan.buckets:
         raise PlanError(
             f"expected a graph with the buckets that the plan is for "

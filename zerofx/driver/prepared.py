@@ -174,7 +174,10 @@ def _laid_out(
 ) -> Prepared:
     """A model's first step: its parameters in buckets, and the update of each."""
     options, captured = request.options, captures.first
-    layout = layout_of(captured, groups, request.mesh, options.block, in_parts=in_parts)
+    layout = layout_of(
+        captured, groups, request.mesh, options.block,
+        in_parts=in_parts, reduce_dtype=options.reduced_in, state_dtype=options.states_in,
+    )  # fmt: skip
     check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
     binding = OptimizerBinding(request.optimizer, layout, captured.device, prefer_fused=options.compiles_regions)
     binding.programs(None, binding.held(dict(request.model.named_parameters())))

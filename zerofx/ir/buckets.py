@@ -78,8 +78,10 @@ class Bucket:
 
     ``group`` is the index of the optimizer's param group, or None for parameters that are not trained (frozen, or
     without a gradient in this model). ``dtype`` is that of the stored (master) values, ``compute_dtype`` that of the
-    gathered ones. Gradients are summed along ``gathered_over`` and then along ``crossed_over``; on both, ranks have
-    their own samples, or the axis is one of those whose ranks have parts of one gradient.
+    gathered ones. ``reduce_dtype`` is that of gradients on their way from all ranks, and ``state_dtype`` the one in
+    which states that the optimizer has in ``dtype`` are stored between updates. Gradients are summed
+    along ``gathered_over`` and then along ``crossed_over``; on both, ranks have their own samples, or the axis is one
+    of those whose ranks have parts of one gradient.
     """
 
     index: int
@@ -88,6 +90,8 @@ class Bucket:
     group: int | None
     dtype: torch.dtype
     compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    state_dtype: torch.dtype
     slots: tuple[Slot, ...]
     shard_numel: int
     mesh: Mesh
@@ -193,9 +197,22 @@ class Bucket:
         return self.shard_numel * self.compute_dtype.itemsize
 
     @property
-    def part_bytes(self) -> int:
-        """Bytes of what a rank updates of a slice in the compute dtype."""
-        return self.part_numel * self.compute_dtype.itemsize
+    def gradient_bytes(self) -> int:
+        """Bytes of the whole buffer of gradients."""
+        return self.numel * self.reduce_dtype.itemsize
+
+    @property
+    def gradient_slice_bytes(self) -> int:
+        """Bytes of one rank's slice of reduced gradients."""
+        return self.shard_numel * self.reduce_dtype.itemsize
+
+    def stored_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a state that the optimizer has in ``dtype`` is stored."""
+        return self.state_dtype if dtype == self.dtype else dtype
+
+    def computed_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that the optimizer has a state in that is stored in ``dtype``."""
+        return self.dtype if dtype == self.state_dtype else dtype
 
     def padding(self) -> tuple[tuple[int, int], ...]:
         """``(start, end)`` of the elements that belong to no parameter."""
@@ -250,7 +267,14 @@ class BucketLayout:
 
 
 def layout_of(
-    step: StepGraph, groups: Mapping[str, int], mesh: Mesh, block: int = 1, *, in_parts: bool = True
+    step: StepGraph,
+    groups: Mapping[str, int],
+    mesh: Mesh,
+    block: int = 1,
+    *,
+    in_parts: bool = True,
+    reduce_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
 ) -> BucketLayout:
     """The buckets of a captured graph's parameters; other arguments as for ``make_layout``."""
     order = step.positions()
@@ -259,7 +283,10 @@ def layout_of(
         for node in step.placeholders(Role.PARAMETER)
         if node.users
     }
-    return make_layout(step.parameters, groups, step.units, first_use, mesh, block, in_parts=in_parts)
+    return make_layout(
+        step.parameters, groups, step.units, first_use, mesh, block,
+        in_parts=in_parts, reduce_dtype=reduce_dtype, state_dtype=state_dtype,
+    )  # fmt: skip
 
 
 def make_layout(
@@ -271,6 +298,8 @@ def make_layout(
     block: int = 1,
     *,
     in_parts: bool = True,
+    reduce_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
 ) -> BucketLayout:
     """Divide parameters into buckets.
 
@@ -282,6 +311,9 @@ def make_layout(
         mesh: the ranks that slices are for.
         block: slices are a multiple of this many elements: what is quantised together must not cross a slice.
         in_parts: whether replicas update parts of slices each, or all of them the whole.
+        reduce_dtype: what floating-point gradients are reduced in; None for what they are computed in.
+        state_dtype: what optimizer states are stored in where that is smaller than the parameters'; None for what the
+            optimizer has them in.
 
     A parameter outside all units goes with its neighbours in time: those that are first used between the same two
     units share a bucket, so that an embedding and a head are not held together. A slice has a bucket of its own.
@@ -305,13 +337,21 @@ def make_layout(
         slots, shard_numel = _place(members[key], compute_dtype, mesh.size(SHARD), mesh.size(crossed), block)
         name = of_slice or unit or _common_name([p.name for p in members[key]])
         unit = of_slice or unit or f"loose.{gap}"
+        reduced = compute_dtype if reduce_dtype is None or not compute_dtype.is_floating_point else reduce_dtype
+        stored = dtype if state_dtype is None else _smaller(state_dtype, dtype, slots)
         buckets.append(
             Bucket(
-                index, name, unit, group, dtype, compute_dtype, slots, shard_numel, mesh,
+                index, name, unit, group, dtype, compute_dtype, reduced, stored, slots, shard_numel, mesh,
                 states_over=(*SHARD, *crossed) if in_parts else SHARD, crossed_over=crossed,
             )
         )  # fmt: skip
     return BucketLayout(tuple(buckets), mesh)
+
+
+def _smaller(state_dtype: torch.dtype, dtype: torch.dtype, slots: Sequence[Slot]) -> torch.dtype:
+    """What states of parameters of ``dtype`` are stored in. Complex numbers have no dtype of so few bits."""
+    is_smaller = dtype.is_floating_point and state_dtype.itemsize < dtype.itemsize
+    return state_dtype if is_smaller and not any(slot.is_complex for slot in slots) else dtype
 
 
 def _first_use_of_units(

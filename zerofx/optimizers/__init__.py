@@ -1,6 +1,6 @@
 """Optimizer updates on flat shards: any elementwise ``torch.optim`` optimizer as a graph and a host function."""
 
-from zerofx.optimizers.choice import check_supported, scalar_state_names
+from zerofx.optimizers.choice import check_supported, flat_state_dtypes, scalar_state_names
 from zerofx.optimizers.outside import same
 from zerofx.optimizers.program import HostFunction, ScalarStateSpec, StateSpec, UpdateProgram, run_program
 from zerofx.optimizers.shadow import copy_optimizer
@@ -14,6 +14,7 @@ __all__ = [
     "UpdateProgram",
     "check_supported",
     "copy_optimizer",
+    "flat_state_dtypes",
     "has_fused",
     "run_program",
     "same",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -56,13 +55,29 @@ def scalar_state_names(
     make, or of an optimizer that cannot run, what the parameters of more dimensions in the group ``index`` hold.
     ``dtype`` and ``fused`` are those of ``trace_update``.
     """
-    group: Mapping[str, Any] = optimizer.param_groups[index]
-    held = scalars_by_shape(optimizer, group)
+    held = scalars_by_shape(optimizer, optimizer.param_groups[index])
+    flat, scalars = _states_of_update(optimizer, index, dtype, fused)
+    return scalars | frozenset(name for name in held.keys() - flat.keys() if held[name])
+
+
+def flat_state_dtypes(
+    optimizer: torch.optim.Optimizer, index: int, *, dtype: torch.dtype, fused: bool = False
+) -> dict[str, torch.dtype]:
+    """The dtypes that the optimizer gives its states by itself, of those that each element of a parameter has.
+
+    Arguments are those of ``scalar_state_names``.
+    """
+    return _states_of_update(optimizer, index, dtype, fused)[0]
+
+
+def _states_of_update(
+    optimizer: torch.optim.Optimizer, index: int, dtype: torch.dtype, fused: bool
+) -> tuple[dict[str, torch.dtype], frozenset[str]]:
+    """The states that a group's update makes: those that are flat, with dtypes, and scalars; none if it cannot run."""
     try:
-        flat, scalars = state_names(optimizer, group, dtype=dtype, fused=fused)
+        return state_names(optimizer, optimizer.param_groups[index], dtype=dtype, fused=fused)
     except OptimizerError:
         try:
-            flat, scalars = Follower(optimizer).state_names(StandIn(index, dtype))
+            return Follower(optimizer).state_names(StandIn(index, dtype))
         except OptimizerError:  # what makes the update to run it says what is in the way
-            flat, scalars = frozenset(), frozenset()
-    return scalars | frozenset(name for name in held.keys() - flat if held[name])
+            return {}, frozenset()

@@ -114,14 +114,15 @@ def trace_update(
 
 def state_names(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, dtype: torch.dtype, fused: bool = False
-) -> tuple[frozenset[str], frozenset[str]]:
-    """The states that the update makes: those that are flat, and the scalars. Arguments are those of ``trace_update``.
+) -> tuple[dict[str, torch.dtype], frozenset[str]]:
+    """The states that the update makes: those that are flat, with dtypes, and the scalars. Arguments are those of
+    ``trace_update``.
 
     Raises:
         OptimizerError: the update cannot be traced.
     """
     _, layout = _first_step(_Request(optimizer, group, dtype, fused))
-    return frozenset(layout.flat), frozenset(layout.scalars)
+    return {name: spec.dtype for name, spec in layout.flat.items()}, frozenset(layout.scalars)
 
 
 def _first_step(request: _Request) -> tuple[Trace | None, _Layout]:

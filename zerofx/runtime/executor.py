@@ -90,7 +90,7 @@ class Runtime:
     def empty_gradients(self, bucket: int) -> torch.Tensor:
         """A flat gradient buffer; only its padding is defined, and zero."""
         layout = self._layout.buckets[bucket]
-        buffer = torch.empty(layout.numel, dtype=layout.compute_dtype, device=self._device)
+        buffer = torch.empty(layout.numel, dtype=layout.reduce_dtype, device=self._device)
         for start, end in layout.padding():
             buffer[start:end].zero_()
         return buffer

@@ -76,7 +76,10 @@ def _buckets(first: Plan, other: Plan) -> Iterator[str]:
     """Slices change with the number of ranks alone: that is no change of a bucket."""
 
     def known(plan: Plan) -> list[tuple[Any, ...]]:
-        return [(b.name, b.group, b.num_parameters, b.dtype, b.compute_dtype) for b in plan.buckets]
+        return [
+            (b.name, b.group, b.num_parameters, b.dtype, b.compute_dtype, b.reduce_dtype, b.state_dtype)
+            for b in plan.buckets
+        ]
 
     before, after = known(first), known(other)
     names, others = [bucket[0] for bucket in before], [bucket[0] for bucket in after]

@@ -189,16 +189,18 @@ def _why(unit: str, decisions: Sequence[AboutValue]) -> str:
 
 
 def heading(plan: Plan) -> str:
-    """Stage, ranks, micro-batches, precision, scaling, clipping and machine in a few words."""
+    """Stage, ranks, micro-batches, precision, dtypes of states and gradients, scaling, clipping and machine."""
     ranks = f"{plan.num_ranks} rank{'s' if plan.num_ranks > 1 else ''}"
     if plan.mesh.world != SHARD:
         ranks += f" ({plan.mesh})"
     parts = f", {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
     scaled = ", loss scaled" if plan.loss_scaled else ""
     clipped = "" if plan.max_grad_norm is None else f", gradients clipped to a norm of {plan.max_grad_norm:g}"
+    states = next((f", states stored in {_dtype(b.state_dtype)}" for b in plan.buckets if b.state_dtype), "")
+    reduced = next((f", gradients reduced in {_dtype(b.reduce_dtype)}" for b in plan.buckets if b.reduce_dtype), "")
     return (
-        f"stage {plan.stage} on {ranks}{parts}, {plan.precision or 'precision of the model'}{scaled}{clipped}, times "
-        f"for {plan.machine}"
+        f"stage {plan.stage} on {ranks}{parts}, {plan.precision or 'precision of the model'}{states}{reduced}{scaled}"
+        f"{clipped}, times for {plan.machine}"
     )
 
 
@@ -238,6 +240,11 @@ def _dtype(name: str) -> str:
 
 def itemsize(bucket: BucketSummary) -> int:
     """Bytes of an element of a bucket as it is gathered."""
-    dtype = getattr(torch, _dtype(bucket.compute_dtype))
+    return dtype_named(bucket.compute_dtype).itemsize
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that a bucket's summary calls ``name``."""
+    dtype = getattr(torch, _dtype(name))
     assert isinstance(dtype, torch.dtype)
-    return dtype.itemsize
+    return dtype

@@ -97,6 +97,17 @@ def test_plan_clips_delays_and_offloads_as_asked() -> None:
         assert refused.exit_code == 2 and message in refused.stderr
 
 
+def test_plan_counts_states_and_gradients_in_the_dtypes_that_are_asked_for(tmp_path: Path) -> None:
+    saved, found = tmp_path / "plan.json", []
+    for arguments in ((), ("--state-dtype", "bf16"), ("--reduce-dtype", "fp32")):
+        result = plan("--precision", "bf16", "--save", str(saved), *arguments)
+        found.append(Plan.load(saved).model_state_bytes)
+    assert "gradients reduced in float32" in result.stdout
+    plain, low, full = found
+    # 16 bytes for each parameter with AdamW: its own 2, 2 of its gradient, a master, two states.
+    assert (low * 16, full * 16) == (plain * 12, plain * 18)
+
+
 def test_full_writes_every_layer_out() -> None:
     folded, full = plan("--world-size", "8"), plan("--world-size", "8", "--full")
     assert len(full.stdout.splitlines()) > len(folded.stdout.splitlines())

@@ -100,14 +100,14 @@ class Follower:
         seen = {id(known.program): known.program for k, known in self._known.items() if k[:2] == key}
         return [program, *(other for other in seen.values() if other is not program)]
 
-    def state_names(self, stand_in: StandIn) -> tuple[frozenset[str], frozenset[str]]:
-        """The states that there are after the coming step: those that are flat, and the others.
+    def state_names(self, stand_in: StandIn) -> tuple[dict[str, torch.dtype], frozenset[str]]:
+        """The states that there are after the coming step: those that are flat, with dtypes, and the others.
 
         Raises:
             OptimizerError: the step does what cannot be done on flat shards.
         """
         outcome = run_on_stand_in(self._optimizer, outside(self._optimizer), stand_in)
-        return frozenset(name for name, _ in outcome.skeleton.flat), frozenset(outcome.scalars)
+        return {name: state.dtype for name, state in outcome.skeleton.flat}, frozenset(outcome.scalars)
 
     def _compare(self, stand_ins: Sequence[StandIn], steps_ahead: int) -> None:
         state = outside(self._optimizer)

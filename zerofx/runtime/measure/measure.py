@@ -182,7 +182,9 @@ class Meter:
         counted = (Role.FULL, Role.SHARD, Role.MASTER, Role.STATE)
         held = [self._state[node.name] for node in step.placeholders() if placeholder(node).role in counted]
         gradients = sum(
-            bucket.shard_bytes if stage >= 2 else bucket.full_bytes for bucket in layout.buckets if bucket.trainable
+            bucket.gradient_slice_bytes if stage >= 2 else bucket.gradient_bytes
+            for bucket in layout.buckets
+            if bucket.trainable
         )
         slower = sum(stored.lease.num_bytes for stored in held if isinstance(stored, Stored))
         return persistent_bytes(held) + slower + gradients

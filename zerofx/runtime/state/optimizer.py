@@ -7,7 +7,7 @@ work. Its states live in flat slices (``zerofx/runtime/state/optimizer_state.py`
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -19,12 +19,20 @@ from zerofx.capture.checks import check_owner
 from zerofx.errors import OptimizerError, UsageError
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.graph import ParameterInfo
-from zerofx.optimizers import HostFunction, UpdateProgram, has_fused, scalar_state_names, trace_update
+from zerofx.optimizers import (
+    HostFunction,
+    UpdateProgram,
+    flat_state_dtypes,
+    has_fused,
+    scalar_state_names,
+    trace_update,
+)
 from zerofx.optimizers.ahead import programs_ahead
 from zerofx.optimizers.following.follower import Follower
 from zerofx.optimizers.following.stand_in import StandIn, copied_scalars
 from zerofx.optimizers.outside import Change, attributes
 from zerofx.optimizers.shadow import structural_flags
+from zerofx.optimizers.stored import storing_states
 from zerofx.runtime.state.held_states import HeldState, held_by_bucket
 from zerofx.runtime.state.state import TrainingState
 
@@ -90,7 +98,9 @@ class OptimizerBinding:
         self._device = device
         self._prefer_fused = prefer_fused
         self._num_groups = len(optimizer.param_groups)
-        self._programs: dict[int, UpdateProgram] = {}
+        self._programs: dict[int, UpdateProgram] = {}  # as the optimizer has its states, not as they are stored
+        self._storing: dict[tuple[Hashable, torch.dtype], UpdateProgram] = {}
+        self._own_dtypes: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
         self._starts: dict[int, StandIn] = {}
         self._variant = ""
         self._hosts: dict[str, HostFunction] = {}
@@ -144,13 +154,27 @@ class OptimizerBinding:
             self._programs = {index: followed[stand_in.key] for index, stand_in in stand_ins.items()}
         self._starts = stand_ins
         self._traced_for = self._options()
-        texts = {id(program): _text(program) for program in self._programs.values()}
-        whole = "\n".join(f"{index} {texts[id(program)]}" for index, program in sorted(self._programs.items()))
+        programs = self._stored(self._programs)
+        texts = {id(program): _text(program) for program in programs.values()}
+        whole = "\n".join(f"{index} {texts[id(program)]}" for index, program in sorted(programs.items()))
         groups = {bucket.group: self.group(bucket) for bucket in self._layout.buckets if bucket.trainable}
         flags = [", ".join(f"{name}={value}" for name, value in structural_flags(group)) for group in groups.values()]
         digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
         self._variant = f"{type(self.optimizer).__name__}({'; '.join(flags)}), traced as {digest}"
-        return dict(self._programs)
+        return programs
+
+    def _stored(self, programs: Mapping[int, UpdateProgram]) -> dict[int, UpdateProgram]:
+        """``programs`` by bucket, with states as the buckets store them; the same object for the same of both."""
+        stored: dict[int, UpdateProgram] = {}
+        for index, program in programs.items():
+            bucket = self._layout.buckets[index]
+            stored[index] = program
+            if bucket.state_dtype != bucket.dtype:
+                key = (program.key, bucket.state_dtype)
+                if key not in self._storing:
+                    self._storing[key] = storing_states(program, bucket.state_dtype)
+                stored[index] = self._storing[key]
+        return stored
 
     def updates(self, *, ahead: bool) -> list[dict[int, UpdateProgram]]:
         """The update of each trained bucket in the coming step, as ``programs`` gave it, and others of later steps.
@@ -158,7 +182,7 @@ class OptimizerBinding:
         ``ahead``: whether later ones are asked for, which are known for a dozen steps from the first.
         """
         if not ahead:
-            return [dict(self._programs)]
+            return [self._stored(self._programs)]
         forms: dict[int, list[UpdateProgram]] = {}
         alike: dict[Any, list[UpdateProgram]] = {}
         for index, stand_in in self._starts.items():
@@ -174,7 +198,7 @@ class OptimizerBinding:
             forms[index] = alike[stand_in.key]
         num_forms = max(map(len, forms.values()), default=1)
         return [
-            {index: several[min(number, len(several) - 1)] for index, several in forms.items()}
+            self._stored({index: several[min(number, len(several) - 1)] for index, several in forms.items()})
             for number in range(num_forms)
         ]
 
@@ -212,8 +236,21 @@ class OptimizerBinding:
             elif bucket.index in held:
                 flat = {name: values[0].dtype.to_real() for name, values in held[bucket.index].flat.items()}
                 scalars = held[bucket.index].scalars
-            stand_ins[bucket.index] = StandIn(bucket.group, bucket.dtype, tuple(flat.items()), tuple(scalars.items()))
+            own = tuple((name, self._own_dtype(bucket, name, dtype)) for name, dtype in flat.items())
+            stand_ins[bucket.index] = StandIn(bucket.group, bucket.dtype, own, tuple(scalars.items()))
         return stand_ins
+
+    def _own_dtype(self, bucket: Bucket, name: str, stored: torch.dtype) -> torch.dtype:
+        """The dtype that the optimizer has a state in which is ``stored`` so, or was where it comes from."""
+        if stored == bucket.dtype:
+            return stored
+        assert bucket.group is not None
+        key = (bucket.group, bucket.dtype)
+        if key not in self._own_dtypes:
+            self._own_dtypes[key] = flat_state_dtypes(
+                self.optimizer, bucket.group, dtype=bucket.dtype, fused=self._fused(bucket)
+            )
+        return self._own_dtypes[key].get(name, bucket.computed_as(stored))
 
     def held(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, HeldState]:
         """The states that the optimizer holds per parameter, by bucket; ``parameters`` by name. Changes nothing.

@@ -34,31 +34,39 @@ class OptimizerState:
             self._absorb()
 
     def give_back(self, *, alone: bool = False) -> None:
-        """Leave every parameter's whole states in the optimizer, and let go of it; ``alone``: without other ranks."""
+        """Leave every parameter's whole states in the optimizer, and let go of it; ``alone``: without other ranks.
+
+        They are in the dtype that the optimizer computes with, so that its own ``step`` may follow.
+        """
         for handle in self._handles:
             handle.remove()
         self.take_loaded()
         if alone:
-            self._place_whole()
+            self._place_whole(as_computed=True)
         else:
-            self._fill()
+            self._fill(as_computed=True)
 
-    def _fill(self) -> None:
-        """Put every parameter's whole states where ``state_dict`` looks for them. A collective call."""
+    def _fill(self, *, as_computed: bool = False) -> None:
+        """Put every parameter's whole states where ``state_dict`` looks for them. A collective call.
+
+        They are in the dtype that they are stored in, or ``as_computed`` with.
+        """
         purpose = "call optimizer.state_dict()"
         self._control.meet(purpose)
         with self._control.together(purpose):
             self.take_loaded()
             self._state.flush()
-            self._place_whole()
+            self._place_whole(as_computed=as_computed)
 
-    def _place_whole(self) -> None:
+    def _place_whole(self, *, as_computed: bool) -> None:
         for bucket, state in zip(self._state.layout.buckets, self._state.buckets, strict=True):
             if not bucket.trainable or not state.present:
                 continue
             flat = {
                 n: self._state.gather(bucket, self._state.load(t)) for n, t in state.flat.items() if n in state.present
             }
+            if as_computed:
+                flat = {n: whole.to(bucket.computed_as(whole.dtype)) for n, whole in flat.items()}
             for slot in bucket.slots:
                 entry: dict[str, Any] = {n: _copied(v) for n, v in state.scalars.items() if n in state.present}
                 parameter = self._state.parameter(slot.source)

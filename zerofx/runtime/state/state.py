@@ -159,7 +159,7 @@ class TrainingState:
     def _make_delayed(self, bucket: Bucket, state: BucketState) -> None:
         low = state.low
         assert isinstance(low, torch.Tensor), "parameters whose updates are delayed are on the device"
-        state.delayed["grad"] = self._tiers.empty_stored(low.numel(), low.dtype, "host")
+        state.delayed["grad"] = self._tiers.empty_stored(low.numel(), bucket.reduce_dtype, "host")
         if bucket.has_master:
             state.delayed["low"] = self._tiers.hold(low, "host")
 
@@ -170,9 +170,9 @@ class TrainingState:
         state.scalars[name] = value.to(device) if isinstance(value, torch.Tensor) else value
 
     def set_flat(self, bucket: Bucket, name: str, values: torch.Tensor) -> None:
-        """Give a bucket the values of one flat state."""
+        """Give a bucket the values of one flat state, which are stored in the bucket's dtype for states."""
         state = self.buckets[bucket.index]
-        state.flat[name] = self._put(state, values)
+        state.flat[name] = self._put(state, values.to(bucket.stored_as(values.dtype)))
 
     def load(self, stored: torch.Tensor | Stored) -> torch.Tensor:
         """A tensor that is on the device, or a copy there of one that is not."""
@@ -182,12 +182,17 @@ class TrainingState:
         return value if state.decision is None else self._tiers.hold(value, state.decision.tier)
 
     def new_states(self, bucket: Bucket, program: UpdateProgram, device: torch.device) -> None:
-        """Allocate the optimizer states of ``program`` that ``bucket`` does not have yet."""
+        """Allocate the optimizer states of ``program`` that ``bucket`` does not have yet.
+
+        Those that were loaded in another dtype than the program's take that.
+        """
         state = self.buckets[bucket.index]
         for spec in program.states:
             if spec.name not in state.flat:
                 initial = torch.full(state.low.shape, spec.initial, dtype=spec.dtype, device=device)
                 state.flat[spec.name] = self._put(state, initial)
+            elif state.flat[spec.name].dtype != spec.dtype:
+                state.flat[spec.name] = self._put(state, self.load(state.flat[spec.name]).to(spec.dtype))
         for name, scalar in program.new_scalar_states(self._device_of_update(state)).items():
             state.scalars.setdefault(name, scalar)
         state.present |= program.state_before
