@@ -10,7 +10,6 @@ from typing import Literal, TypedDict, get_args
 import torch
 from torch import nn
 
-from zerofx.budgets import GRADIENTS
 from zerofx.capture.checks import check_forward_function, check_loss_function
 from zerofx.capture.counted import LossTerms
 from zerofx.capture.loss import ForwardFunction, LossFunction, Objective
@@ -19,6 +18,7 @@ from zerofx.choices import Backend as Backend
 from zerofx.choices import CudaGraphs as CudaGraphs
 from zerofx.choices import Offload as Offload
 from zerofx.choices import OffloadWord as OffloadWord
+from zerofx.choices import OnNonfinite as OnNonfinite
 from zerofx.choices import Precision as Precision
 from zerofx.choices import Recompute as Recompute
 from zerofx.choices import Reduce as Reduce
@@ -32,14 +32,26 @@ from zerofx.ir.casts import Casts, ComputeDtype
 from zerofx.ir.casts import Kept as Kept
 from zerofx.ir.op_kernels.quantise import BLOCK
 from zerofx.meshes import MeshLike as MeshLike
-from zerofx.meshes import mesh_of
+from zerofx.option_checks import STOPPING as STOPPING
+from zerofx.option_checks import (
+    check_accumulate,
+    check_budget,
+    check_delayed,
+    check_max_grad_norm,
+    check_offload,
+    check_on_nonfinite,
+    check_reduce,
+    check_tile,
+    check_wire,
+    checked_mesh,
+    checked_states,
+)
 from zerofx.precision import LossScale as LossScale
 from zerofx.precision import check_kept, dtype_of, loss_scale_of
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.units import parse_bytes
 
 # What options are compared for: between ranks before anything else, and with those of a kept plan or a kept step.
 Purpose = Literal["ranks", "plan", "step"]
@@ -48,10 +60,6 @@ _LEFT_OUT = "left out of"
 
 def _left_out_of(*purposes: Purpose) -> dict[str, tuple[Purpose, ...]]:
     return {_LEFT_OUT: purposes}
-
-
-OnNonfinite = Literal["warn", "skip", "raise"]
-STOPPING = ("skip", "raise")  # those that end a step before its updates
 
 
 class TuneOptions(TypedDict, total=False):
@@ -260,23 +268,23 @@ def check_options(
     check_forward_function(forward, loss_fn)
     if recompute not in get_args(Recompute):
         raise UsageError(f"expected recompute 'auto' (as the budget asks), 'none' or 'full', found {recompute!r}")
-    _check_offload(offload, accumulate, given=plan is not None, budget=memory_budget is not None)
-    _check_accumulate(accumulate, plan)
-    _check_reduce(reduce, stage, offload)
+    check_offload(offload, accumulate, given=plan is not None, budget=memory_budget is not None)
+    check_accumulate(accumulate, plan)
+    check_reduce(reduce, stage, offload)
     if loss_terms is not None and not callable(loss_terms):
         raise UsageError(
             f"expected loss_terms to be a function of a batch that gives how many terms of the loss each sample has, "
             f"found {type(loss_terms).__name__}: for example lambda ids, labels: (labels != -100).sum(-1)"
         )
-    _check_tile(tile)
-    _check_delayed(delayed_update, offload)
-    _check_wire(wire, stage)
+    check_tile(tile)
+    check_delayed(delayed_update, offload)
+    check_wire(wire, stage)
     if cuda_graphs != "auto" and not isinstance(cuda_graphs, bool):
         raise UsageError(
             f"expected cuda_graphs 'auto' (where the step allows it), True or False, found {cuda_graphs!r}"
         )
-    _check_max_grad_norm(max_grad_norm, delayed_update)
-    _check_on_nonfinite(on_nonfinite, delayed_update)
+    check_max_grad_norm(max_grad_norm, delayed_update)
+    check_on_nonfinite(on_nonfinite, delayed_update)
     check_kept(keep_fp32, precision)
     if reduce_dtype is not None and reduce_dtype not in get_args(ReduceDtype):
         raise UsageError(
@@ -290,9 +298,9 @@ def check_options(
     scaling = loss_scale_of(loss_scale, precision, delayed_update)
     if isinstance(constant, str) or not all(isinstance(name, str) for name in constant):
         raise UsageError(f"expected constant to be names of arguments, such as ('edge_index',), found {constant!r}")
-    budget = _check_budget("memory_budget", memory_budget, "the device")
+    budget = check_budget("memory_budget", memory_budget, "the device")
     by_name = isinstance(offload, Mapping)
-    limit = _check_budget("host_budget", host_budget, "a rank's share of the host's memory")
+    limit = check_budget("host_budget", host_budget, "a rank's share of the host's memory")
     if budget is None and offload in ("host", "nvme") and delayed_update is None:
         warn(f"offload={offload!r} is ignored without a memory_budget: nothing has to leave the device")
     if limit is not None and budget is None and plan is None and delayed_update is None and not by_name:
@@ -335,161 +343,9 @@ def check_options(
         keep_fp32=tuple(keep_fp32),
         reduce_dtype=reduce_dtype,
         state_dtype=state_dtype,
-        mesh=_checked_mesh(mesh, wire),
-        states_over=_checked_states(states_over),
+        mesh=checked_mesh(mesh, wire),
+        states_over=checked_states(states_over),
     )
-
-
-def _checked_states(states_over: StatesOver) -> StatesOver:
-    if states_over not in get_args(StatesOver):
-        raise UsageError(
-            f"expected states_over 'mesh' (optimizer states in parts of slices, one on each replica), 'shard' (in "
-            f"slices, which every replica has) or 'auto' (as is faster), found {states_over!r}"
-        )
-    return states_over
-
-
-def _checked_mesh(given: object, wire: Wire) -> Mesh | None:
-    mesh = mesh_of(given)
-    if mesh is not None and mesh.replicate > 1 and wire != "exact":
-        raise UsageError(
-            f"expected wire='exact' on a mesh of several replicas, found wire={wire!r} on {mesh}: what is sent in few "
-            f"bits, or from second shards, knows nodes on one axis; give all ranks to 'shard', or leave wire out"
-        )
-    if mesh is not None and mesh.model > 1:
-        raise UsageError(
-            f"expected one rank on the axis 'model' of a mesh, found {mesh.model}: no computation is shared by several "
-            f"ranks yet; give their number to 'shard' or 'replicate'"
-        )
-    return mesh
-
-
-def _check_offload(offload: object, accumulate: Accumulate, *, given: bool, budget: bool) -> None:
-    """``given``: whether there is a plan, which says how many micro-batches there are; ``budget``: whether one asks."""
-    if isinstance(offload, Mapping):
-        if list(offload) == [GRADIENTS] and offload[GRADIENTS] in ("host", "nvme"):
-            if not given and (accumulate == 1 or (accumulate == "auto" and not budget)):
-                warn(
-                    f"offload={dict(offload)!r} is ignored with accumulate={accumulate!r}, which is one micro-batch: "
-                    f"its gradients wait for no other's"
-                )
-            return
-    elif offload in get_args(OffloadWord):
-        return
-    raise UsageError(
-        f"expected offload 'auto' (as the budget asks), 'none', 'host' or 'nvme', or {{'gradients': 'host'}} (or "
-        f"'nvme') for gradients between micro-batches, found {offload!r}"
-    )
-
-
-def _check_wire(wire: object, stage: int) -> None:
-    if wire not in get_args(Wire):
-        raise UsageError(
-            f"expected wire 'exact', 'int8' (gathers and gradients in 8 bits where the step is faster for it), 'int4' "
-            f"(gradients in 4) or 'fp8' (both in float8_e4m3fn), found {wire!r}"
-        )
-    if wire != "exact" and stage == 0:
-        raise UsageError(
-            f"expected stage 1, 2 or 3 with wire={wire!r}, found stage 0: whole gradients are reduced and gathered "
-            f"there, which is done exactly; give wire='exact', or another stage"
-        )
-
-
-def _check_on_nonfinite(on_nonfinite: object, delayed_update: int | None) -> None:
-    if on_nonfinite is not None and on_nonfinite not in get_args(OnNonfinite):
-        raise UsageError(
-            f"expected on_nonfinite None or 'warn' (update all the same), 'skip' (leave the update out) or 'raise', "
-            f"found {on_nonfinite!r}"
-        )
-    if on_nonfinite in STOPPING and delayed_update is not None:
-        raise UsageError(
-            f"expected on_nonfinite=None with delayed_update, whose updates are under way when a loss is known, "
-            f"found {on_nonfinite!r}: leave one of them out"
-        )
-
-
-def _check_max_grad_norm(max_grad_norm: object, delayed_update: int | None) -> None:
-    if max_grad_norm is None:
-        return
-    # A norm that is not a number is not above 0.
-    if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float) or not max_grad_norm > 0:
-        raise UsageError(
-            f"expected max_grad_norm to be a number above 0 that the norm of all gradients is clipped to, or None for "
-            f"gradients as they are, found {max_grad_norm!r}"
-        )
-    if delayed_update is not None:
-        raise UsageError(
-            f"expected max_grad_norm=None with delayed_update, whose updates are handed to the host before the norm "
-            f"of all gradients is known, found max_grad_norm={max_grad_norm}: leave one of them out"
-        )
-
-
-def _check_reduce(reduce: object, stage: int, offload: object) -> None:
-    if reduce not in get_args(Reduce):
-        raise UsageError(
-            f"expected reduce 'auto', 'each' (gradients of each micro-batch, summed in slices) or 'once' (after the "
-            f"last micro-batch), found {reduce!r}"
-        )
-    if reduce == "each" and stage == 0:
-        raise UsageError(
-            "expected stage 1, 2 or 3 with reduce='each', found stage 0: every rank has all gradients for its update "
-            "there; give reduce='once', or another stage"
-        )
-    if reduce == "each" and isinstance(offload, Mapping):
-        raise UsageError(
-            f"expected reduce='once' or 'auto' with offload={dict(offload)!r}, found 'each', with which no whole "
-            f"gradients wait for the next micro-batch: leave one of them out"
-        )
-
-
-def _check_tile(tile: object) -> None:
-    if isinstance(tile, Mapping):
-        if all(isinstance(name, str) and type(count) is int and count >= 2 for name, count in tile.items()):
-            return
-    elif tile in ("auto", "none"):
-        return
-    raise UsageError(
-        f"expected tile 'auto' (where no other plan fits the budget), 'none', or numbers of tiles, 2 or more, by the "
-        f"name of a module, or of slices by that of a parameter, found {tile!r}"
-    )
-
-
-def _check_delayed(delayed_update: int | None, offload: Offload) -> None:
-    if delayed_update is None:
-        return
-    if type(delayed_update) is not int or delayed_update < 0:
-        raise UsageError(
-            f"expected delayed_update to be a number of steps to train without delay first, 0 or more, or None, found "
-            f"{delayed_update!r}"
-        )
-    if offload in ("none", "nvme"):
-        raise UsageError(
-            f"expected offload='auto' or 'host' with delayed_update, which runs on the host with the optimizer's "
-            f"states in its memory, found offload={offload!r}"
-        )
-
-
-def _check_budget(name: str, asked: int | float | str | None, whole: str) -> int | float | None:
-    budget = parse_bytes(asked) if isinstance(asked, str) else asked
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
-        raise UsageError(
-            f"expected {name} as '24GiB', a number of bytes, or a fraction of {whole} up to 1.0, found {budget!r}"
-        )
-    if isinstance(budget, float) and budget > 1:
-        raise UsageError(f"expected a fraction up to 1.0, or a whole number of bytes, as {name}, found {budget}")
-    return budget
-
-
-def _check_accumulate(accumulate: Accumulate, plan: Plan | str | Path | None) -> None:
-    if accumulate != "auto" and (isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1):
-        raise UsageError(
-            f"expected accumulate to be a number of micro-batches, 1 or more, or 'auto', found {accumulate!r}"
-        )
-    if isinstance(plan, Plan) and accumulate not in (1, "auto", plan.num_micro_batches):
-        raise UsageError(
-            f"expected accumulate={plan.num_micro_batches}, which the plan was made for, found {accumulate}: leave it "
-            f"out, or make the plan anew"
-        )
 
 
 def check_bucket_names(asked: Collection[str] | str, buckets: Collection[str]) -> None:

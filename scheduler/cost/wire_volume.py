@@ -34,7 +34,7 @@ class Collective:
 
 def ranks_on_node(mesh: Mesh, axes: Axes, ranks_per_node: int) -> int:
     """How many ranks of the first group along ``axes`` are on its first node."""
-    return sum(rank < ranks_per_node for rank in mesh.members(0, axes))
+    return mesh.num_below(mesh.occupied(axes), ranks_per_node)
 
 
 def seconds_along(kind: CollectiveKind, num_bytes_full: int, mesh: Mesh, axes: Axes, machine: Machine) -> float:

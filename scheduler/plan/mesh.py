@@ -86,6 +86,18 @@ class Mesh:
         firsts = (rank for rank in range(self.num_ranks) if not any(self.place(rank, axis) for axis in axes))
         return tuple(self.members(rank, axes) for rank in firsts)
 
+    def num_below(self, axes: Axes, limit: int) -> int:
+        """How many ranks of the first group along ``axes`` (outer to inner) have a number below ``limit``."""
+        if limit <= 0 or not axes:
+            return int(limit > 0)
+        outer, *inner = axes
+        # What is inside a place on an axis has lower numbers than the next place.
+        whole = min(self.size((outer,)), limit // self._stride(outer))
+        number = whole * self.size(tuple(inner))
+        if whole < self.size((outer,)):
+            number += self.num_below(tuple(inner), limit - whole * self._stride(outer))
+        return number
+
     def _stride(self, axis: Axis) -> int:
         """By how much the numbers of neighbours along an axis differ."""
         return self.size(AXES[AXES.index(axis) + 1 :])

@@ -28,6 +28,8 @@ def test_groups_divide_the_ranks_and_their_places_tell_them_apart(mesh: Mesh) ->
             assert len(members) == mesh.size(axes)
             assert all(mesh.members(rank, axes) == members for rank in members)
             assert [mesh.index(rank, axes) for rank in members] == list(range(len(members)))
+        for limit in range(mesh.num_ranks + 2):
+            assert mesh.num_below(axes, limit) == sum(rank < limit for rank in groups[0])
 
 
 def test_what_is_innermost_is_next_to_each_other() -> None:
