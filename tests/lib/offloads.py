@@ -24,6 +24,7 @@ from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.analysis.saved_values import crossing_values
 from zerofx.scheduler.decide.residency import PolicyOptions, decide
 from zerofx.scheduler.plan.decisions import OffloadDecision, ParameterDecision, RecomputeDecision, StateDecision
+from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 
 
@@ -82,6 +83,7 @@ def prepare_case(
     loss_scaled: bool = False,
     reduce_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
+    mesh: Mesh | None = None,
 ) -> Prepared:
     """A case's captured graph and plan, as ``compile`` makes them for its first batch."""
     model = build(case)
@@ -89,7 +91,7 @@ def prepare_case(
     return prepare(
         model, args, keywords=keywords, loss_fn=case.loss_fn, stage=stage, num_ranks=num_ranks,
         optimizer=case.optimizer(model), num_micro_batches=num_micro_batches, precision=precision,
-        loss_scaled=loss_scaled, reduce_dtype=reduce_dtype, state_dtype=state_dtype,
+        loss_scaled=loss_scaled, reduce_dtype=reduce_dtype, state_dtype=state_dtype, mesh=mesh,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.lib.budgets import small_machine
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, batches
-from tests.lib.offloads import check_measured, same_tensors
+from tests.lib.offloads import check_measured, placing, prepare_case, same_tensors
 from tests.lib.training import (
     Trained,
     build,
@@ -25,7 +25,7 @@ from tests.lib.training import (
     without_key_biases,
     world,
 )
-from zerofx import Machine, UsageError
+from zerofx import Machine, Mesh, UsageError
 
 HYBRID = {"replicate": 2, "shard": 2}
 RUNS: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in range(4)}
@@ -252,6 +252,28 @@ def _saved_and_loaded(folder: str) -> dict[str, Any]:
 def test_what_a_mesh_trains_is_saved_shown_and_given_back(tmp_path: Path) -> None:
     for found in run_ranks(_saved_and_loaded, 4, str(tmp_path)):
         assert {name: value for name, value in found.items() if value not in ([], True)} == {}
+
+
+def _states_away(places: list[tuple[str, str]]) -> list[str]:
+    """What is unlike states on the device, to the bit; bytes and peaks are asserted to be those predicted."""
+    wrong: list[str] = []
+    for stage in (1, 3):
+        expected = train_compiled(CASES["gpt"], stage, 3, mesh=HYBRID)
+        prepared = prepare_case(CASES["gpt"], stage, 4, mesh=Mesh(**HYBRID))
+        for tier, update in places:
+            plan = placing(prepared, tier, update)
+            wrong += differences(expected, train_compiled(CASES["gpt"], stage, 3, mesh=HYBRID, plan=plan))
+            step, args = step_of("gpt", stage, mesh=HYBRID, plan=plan)
+            check_measured(step.measure(*args, num_steps=2), step.plan, 4096, share=0.001)
+            step.close()
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("drive", "verified")
+def test_states_of_parts_come_and_go() -> None:
+    places = [(tier, update) for tier in ("host", "nvme") for update in ("device", "host")]
+    assert run_ranks(_states_away, 4, places) == [[]] * 4
 
 
 def _within_budgets() -> list[str]:
