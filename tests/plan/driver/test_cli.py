@@ -306,3 +306,30 @@ def test_the_example() -> None:
     result = run("plan", f"{example}:llama_8b", "--world-size", "8", "--machine", "h100-sxm", "--precision", "bf16")
     assert result.exit_code == 0, result.output
     assert "(fits)" in result.stdout and "model.layers.0 … model.layers.31  x32" in result.stdout
+
+
+def test_ranks_lie_along_the_axes_of_a_mesh(tmp_path: Path) -> None:
+    saved, graph = tmp_path / "plan.json", tmp_path / "graph.json"
+    result = plan(
+        "--mesh", "replicate=2,shard=8", "--states-over", "shard", "--save", str(saved), "--save-graph", str(graph)
+    )
+    assert result.exit_code == 0, result.output
+    assert "16 ranks (replicate 2 x shard 8)" in result.stdout and "across nodes" in result.stdout
+    assert "collective replicate" in result.stdout
+    given = ("--plan", str(saved), "--phase")
+    assert run("opt", str(graph), *given, "prepare", "--save", str(graph)).exit_code == 0
+    carried_out = run("opt", str(graph), *given, "plan")
+    assert carried_out.exit_code == 0 and "over=replicate" in carried_out.stdout, carried_out.output
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--mesh", "shard"), "such as replicate=2,shard=8, found 'shard'"),
+        (("--mesh", "shards=2"), "expected axes of a mesh to be called"),
+        (("--mesh", "shard=2", "--world-size", "4"), "expected a mesh of 4 rank"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(given: tuple[str, ...], message: str) -> None:
+    result = plan(*given)
+    assert result.exit_code == 2 and message in " ".join(result.output.split())

@@ -217,6 +217,18 @@ def test_stages_clip_alike(on_four: list[_OnFour]) -> None:
     assert all(found.clipped == [] for found in on_four)
 
 
+def _compiled() -> list[str]:
+    eager, compiled = (
+        train_compiled(CASES["gpt"], 3, 3, mesh=HYBRID, backend=backend) for backend in ("eager", "inductor")
+    )
+    return differences(without_key_biases(eager), without_key_biases(compiled), 1e-4)
+
+
+@pytest.mark.slow
+def test_compiled_regions_train_on_a_mesh() -> None:
+    assert run_ranks(_compiled, 4) == [[]] * 4
+
+
 def _saved_and_loaded(folder: str) -> dict[str, Any]:
     """Whether what a mesh has trained goes on elsewhere, and what is shown and changed meanwhile stays."""
     found: dict[str, Any] = {}
