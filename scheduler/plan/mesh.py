@@ -49,7 +49,11 @@ class Mesh:
     @property
     def world(self) -> Axes:
         """The axes that all ranks lie along; ``("shard",)`` for one rank."""
-        return self.occupied(AXES) or SHARD
+        return self.along(AXES)
+
+    def along(self, axes: Axes) -> Axes:
+        """Those of ``axes`` with more than one rank, as collectives name them; ``("shard",)`` where none has."""
+        return self.occupied(axes) or SHARD
 
     def size(self, axes: Axes) -> int:
         """Ranks of a group along ``axes``."""

@@ -331,10 +331,10 @@ def make_layout(
         key = (unit, gap, groups.get(info.source), info.dtype, info.compute_dtype, of_slice)
         members.setdefault(key, []).append(info)
     order = sorted(members, key=lambda key: min(first_use.get(p.name, len(first_use) * 1_000) for p in members[key]))
-    buckets, crossed = [], mesh.occupied(("replicate",))
+    buckets, crossed, gathered = [], mesh.occupied(("replicate",)), mesh.along(SHARD)
     for index, key in enumerate(order):
         unit, gap, group, dtype, compute_dtype, of_slice = key
-        slots, shard_numel = _place(members[key], compute_dtype, mesh.size(SHARD), mesh.size(crossed), block)
+        slots, shard_numel = _place(members[key], compute_dtype, mesh.size(gathered), mesh.size(crossed), block)
         name = of_slice or unit or _common_name([p.name for p in members[key]])
         unit = of_slice or unit or f"loose.{gap}"
         reduced = compute_dtype if reduce_dtype is None or not compute_dtype.is_floating_point else reduce_dtype
@@ -342,7 +342,7 @@ def make_layout(
         buckets.append(
             Bucket(
                 index, name, unit, group, dtype, compute_dtype, reduced, stored, slots, shard_numel, mesh,
-                states_over=(*SHARD, *crossed) if in_parts else SHARD, crossed_over=crossed,
+                gathered, (*gathered, *crossed) if in_parts else gathered, crossed,
             )
         )  # fmt: skip
     return BucketLayout(tuple(buckets), mesh)
