@@ -106,5 +106,10 @@ class Mesh:
         """By how much the numbers of neighbours along an axis differ."""
         return self.size(AXES[AXES.index(axis) + 1 :])
 
+    @property
+    def axes_text(self) -> str:
+        """The mesh in words that say nothing of how many ranks there are on ``shard`` alone."""
+        return "one axis" if self.world == SHARD else str(self)
+
     def __str__(self) -> str:
         return " x ".join(f"{axis} {self.size((axis,))}" for axis in self.world)

@@ -47,7 +47,7 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
         "max_grad_norm": (str(plan.max_grad_norm), str(options.max_grad_norm)),
         "loss": (_loss(plan.loss_scaled), _loss(options.loss_scale is not None)),
         "ranks": (str(plan.num_ranks), str(control.num_ranks)),
-        "mesh": (str(plan.mesh), str(mesh_for(options.mesh, control.num_ranks))),
+        "mesh": (plan.mesh.axes_text, mesh_for(options.mesh, control.num_ranks).axes_text),
         "machine": (plan.machine, machine.name),
     }
     _refuse(_changed(settings), "Give the options that the plan was made with, or leave plan out to have one made.")

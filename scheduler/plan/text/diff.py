@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from zerofx.scheduler.plan.decisions import GatherDecision, OffloadDecision, ReduceDecision
-from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
 from zerofx.scheduler.plan.text.overview import D, by_unit, count_values, tiles_words, wire_words
@@ -54,7 +53,7 @@ def _settings(first: Plan, other: Plan) -> Iterator[str]:
     fields: dict[str, Callable[[Plan], str]] = {
         "stage": lambda plan: str(plan.stage),
         "ranks": lambda plan: str(plan.num_ranks),
-        "mesh": lambda plan: "one axis" if plan.mesh.world == SHARD else str(plan.mesh),
+        "mesh": lambda plan: plan.mesh.axes_text,
         "micro-batches": lambda plan: str(plan.num_micro_batches),
         "precision": lambda plan: plan.precision or "of the model",
         "wire": lambda plan: plan.wire,
