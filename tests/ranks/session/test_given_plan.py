@@ -69,6 +69,11 @@ def test_every_option_that_differs_is_named() -> None:
     ]
 
 
+def test_a_plan_for_other_axes_is_refused() -> None:
+    said = refusal(plan=replace(plan_of(), num_ranks=8, replicate=2))
+    assert "  ranks: expected 8, found 1" in said and "  mesh: expected replicate 2 x shard 4, found one axis" in said
+
+
 def test_a_plan_for_another_machine_is_used_if_that_is_asked_for() -> None:
     model = tiny()
     made = zerofx.plan(model, adamw(model), batch(), backend="eager", machine="mi300x").plan
