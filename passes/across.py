@@ -39,7 +39,7 @@ from zerofx.ir.communicators import over
 from zerofx.ir.edit import after, end_of_unit, named
 from zerofx.ir.facts import Job, Origin, Phase, set_task, tensor
 from zerofx.ir.graph import StepGraph, insert_call
-from zerofx.passes.reduce import divisors
+from zerofx.passes.lib.averages import divisors
 from zerofx.scheduler.plan.decisions import ReduceDecision
 from zerofx.scheduler.plan.plan import Plan
 

@@ -62,6 +62,7 @@ from zerofx.ir.edit import after, consumers, end_of_unit, named, start_of_unit
 from zerofx.ir.facts import Job, Origin, Phase, is_random, origin, set_task
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.ir.micro_batches import borders
+from zerofx.passes.lib.averages import divisors
 from zerofx.scheduler.analysis.saved_values import outputs_of, storage_size
 from zerofx.scheduler.plan.decisions import ReduceDecision
 from zerofx.scheduler.plan.plan import Plan
@@ -312,21 +313,6 @@ def _sum_dtype(bucket: Bucket, plan: Plan) -> torch.dtype:
     """The dtype in which slices are added up: that of the update, which a delayed one gets from what it is handed."""
     delayed = any(decision.bucket == bucket.index and decision.delayed for decision in plan.states)
     return bucket.reduce_dtype if delayed else bucket.dtype
-
-
-def divisors(dtype: torch.dtype, num_ranks: int) -> tuple[int, float]:
-    """What gradients of ``dtype`` are divided by before their sum over the ranks is taken, and what the sum is after.
-
-    Where float16 is reduced both parts are near the root of the number of ranks, so that neither small values nor
-    large sums leave its range (as in ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``).
-    """
-    if dtype is not torch.float16:
-        return 1, num_ranks
-    first = 1
-    while num_ranks % first == 0 and num_ranks / first > first:
-        first *= 2
-    rest = num_ranks / first
-    return first, int(rest) if rest.is_integer() else rest
 
 
 def _finish(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,25 @@ def test_micro_batches_clipping_precision_delay_and_whole_slices() -> None:
         assert wrong == {}, f"rank {rank}"
 
 
+def _num_sockets() -> int:
+    """Connections of this process, on systems that list them."""
+    folder = Path("/proc/self/fd")
+    return sum("socket:[" in os.path.realpath(path) for path in folder.iterdir()) if folder.is_dir() else 0
+
+
+def _connections() -> list[int]:
+    """Connections before a step on one axis, with it, and after it is closed; then the same on two axes."""
+    counts = []
+    for options in ({}, {"mesh": HYBRID}):
+        step, args = step_of("stack", 3, **options)
+        counts.append(_num_sockets())
+        step(*args)
+        counts.append(_num_sockets())
+        step.close()
+        counts.append(_num_sockets())
+    return counts
+
+
 def _sent(stage: int) -> dict[str, Any]:
     """Bytes that this rank sends in a step to ranks of its shard group and to its replicas, and what its plan says."""
     machine = replace(Machine.named("cpu"), ranks_per_node=2)  # a node is a shard group
@@ -139,6 +159,7 @@ def _refusals() -> list[str]:
 class _OnFour:
     """What one spawn of four ranks finds out."""
 
+    connections: list[int]
     refusals: list[str]
     sent: list[dict[str, Any]]
     like_fsdp: dict[str, list[str]]
@@ -148,7 +169,11 @@ class _OnFour:
 def _on_four() -> _OnFour:
     clipped = [train_compiled(CASES["stack"], stage, 3, mesh=HYBRID, max_grad_norm=0.5) for stage in (1, 3)]
     return _OnFour(
-        _refusals(), [_sent(stage) for stage in range(4)], _like_fsdp("stack"), differences(clipped[0], clipped[1])
+        _connections(),
+        _refusals(),
+        [_sent(stage) for stage in range(4)],
+        _like_fsdp("stack"),
+        differences(clipped[0], clipped[1]),
     )
 
 
@@ -198,6 +223,13 @@ def _like_fsdp(name: str) -> dict[str, list[str]]:
 
 def test_replicas_train_the_bits_of_fsdp2_with_whole_slices_or_parts_of_them(on_four: list[_OnFour]) -> None:
     assert all(found.like_fsdp == {"mesh": [], "shard": []} for found in on_four)
+
+
+def test_groups_of_ranks_share_the_connections_of_all_and_close_with_them(on_four: list[_OnFour]) -> None:
+    for found in on_four:
+        one_axis, two_axes = found.connections[:3], found.connections[3:]
+        assert one_axis == two_axes
+        assert one_axis[2] < one_axis[1] or not any(one_axis)
 
 
 def test_meshes_that_do_not_fit_are_refused_on_all_ranks(on_four: list[_OnFour]) -> None:

@@ -146,7 +146,8 @@ class PointToPoint(Transport):
         self._connections.abort()
 
     def close(self) -> None:
-        self._connections.close()
+        if len(self._members) == self._connections.num_ranks:  # those of some ranks are those of all
+            self._connections.close()
 
     def _of_nodes(self, group: Group, size: int) -> list[int]:
         return [self._members[place] for place in members_of(group, self.rank, size, self.num_ranks)]
