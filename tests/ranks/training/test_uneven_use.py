@@ -136,7 +136,7 @@ def test_a_group_of_frozen_parameters_alone() -> None:
         assert differences(train_plain(case, 3), train_compiled(case, stage, 3)) == []
 
 
-@pytest.mark.parametrize("name", ["frozen", "lora"])
+@pytest.mark.parametrize("name", ["lora", pytest.param("frozen", marks=pytest.mark.slow)])
 def test_frozen_parameters_are_computed_with_again(name: str) -> None:
     case = CASES[name]
     found = train_compiled(case, 3, 3, recompute="full")
