@@ -20,6 +20,7 @@ QUICK = [
     Way(1, None, 1, ("device", "nvme", "host")),
     Way(2, "bf16", 1, ("device", "host", "host")),
     Way(3, "fp16", 4, options=GROWING),
+    Way(2, None, 1, options={"delayed_update": 3}),  # what is under way is finished before it is saved
 ]
 
 
@@ -57,6 +58,7 @@ def test_two_ranks_go_on_bit_for_bit(tmp_path: Path) -> None:
 def test_all_ways_go_on_bit_for_bit(num_ranks: int, tmp_path: Path) -> None:
     ways = [Way(*way) for way in itertools.product(range(4), (None, "bf16"), (1, 4))]
     ways += [Way(*way, options=GROWING) for way in itertools.product(range(4), ("fp16",), (1, 4))]
+    ways += [Way(stage, "bf16", 1, options={"delayed_update": 3}) for stage in range(4)]
     ways += [
         Way(stage, "bf16", 1, tiers) for stage in range(4) for tiers in TIERS if stage == 3 or tiers[0] == "device"
     ]

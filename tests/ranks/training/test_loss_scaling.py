@@ -40,12 +40,26 @@ def _long_runs(stages: list[int]) -> list[str]:
     ]
 
 
+def _four_ranks() -> list[str]:
+    """What differs between stages, to the bit, and from training by hand: there gradients are divided by four before
+    their sum is taken, and gloo has an order of its own. In float16 losses of 60 steps differ by some hundredths."""
+    expected = train_by_hand("spiky", 60)
+    first, *others = (train_scaled("spiky", stage, 60) for stage in range(4))
+    assert len(first.skipped) > 5
+    return [*unlike(expected, first, 0.1), *(text for other in others for text in unlike(first, other))]
+
+
 def test_scales_skipped_steps_and_bits_are_grad_scalers_over_200_steps_with_planted_infs() -> None:
     assert _long_runs([0, 3]) == []
 
 
 def test_two_ranks_skip_what_one_of_them_cannot_do_at_all_stages() -> None:
     assert run_ranks(_long_runs, 2, [0, 1, 2, 3]) == [[], []]
+
+
+@pytest.mark.slow
+def test_four_ranks_skip_what_one_of_them_cannot_do() -> None:
+    assert run_ranks(_four_ranks, 4) == [[]] * 4
 
 
 @pytest.mark.parametrize(

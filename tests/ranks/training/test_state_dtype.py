@@ -77,7 +77,7 @@ def test_any_optimizer(name: str) -> None:
     assert differences(train_plain(rounded(case), 7), train_compiled(case, 3, 7, **BF16)) == []
 
 
-@pytest.mark.parametrize(("tier", "update"), [*PLACES[1:3], *slowly(PLACES[0], PLACES[3])])
+@pytest.mark.parametrize(("tier", "update"), [PLACES[1], *slowly(PLACES[0], *PLACES[2:])])
 def test_states_in_other_tiers_have_the_same_bits_and_take_the_bytes_predicted(tier: str, update: str) -> None:
     case = CASES["gpt"]
     prepared = prepare_case(case, 0, 1, state_dtype=LOW)
@@ -126,13 +126,13 @@ def _on_ranks(
 
 
 def test_two_ranks(drive: Path) -> None:
-    assert run_ranks(_on_ranks, 2, str(drive), [3], [(1, PLACES[3])]) == [{}, {}]
+    assert run_ranks(_on_ranks, 2, str(drive), [], [(3, PLACES[3])]) == [{}, {}]
 
 
 @pytest.mark.slow
 def test_two_ranks_at_every_stage(drive: Path) -> None:
     places = [(stage, place) for stage in range(4) for place in PLACES]
-    assert run_ranks(_on_ranks, 2, str(drive), [0, 1, 2], places) == [{}, {}]
+    assert run_ranks(_on_ranks, 2, str(drive), [0, 1, 2, 3], places) == [{}, {}]
 
 
 # ---------------------------------------------------------------------------------------------- saved and loaded
@@ -186,7 +186,7 @@ def test_states_of_a_plain_loop_are_loaded_and_rounded() -> None:
     assert differences(Trained([loss.detach() for loss in expected], dict(model.state_dict())), found) == []
 
 
-@pytest.mark.parametrize("before", [None, "bf16"])
+@pytest.mark.parametrize("before", ["bf16", *slowly(None)])
 def test_checkpoints_are_loaded_into_another_dtype(before: str | None, tmp_path: Path) -> None:
     after = None if before else "bf16"
     step, args = step_of("gpt", state_dtype=before)
