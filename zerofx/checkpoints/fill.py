@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -65,12 +66,7 @@ def fill_training(source: Source, training: Training, *, optimizer: bool = True)
 def _fill_stored(source: Source, training: Training, bucket: Bucket, held: BucketState) -> None:
     first, last = training.held(bucket)
 
-    def fill(flat: torch.Tensor) -> None:
-        flat.zero_()
-        for piece in pieces_of(bucket, first, last):
-            source.read_into(piece.view(flat, first), piece.source, None, piece.box)
-
-    overwrite(held.stored, fill, training.tiers)
+    overwrite(held.stored, partial(_read, source, bucket, first, last, None), training.tiers)
     copies = [] if held.master is None else [held.low]
     copies += [held.delayed["low"]] if "low" in held.delayed else []
     if copies:
@@ -96,14 +92,18 @@ def _fill_states(source: Source, training: Training, bucket: Bucket, held: Bucke
         if state not in held.flat:
             empty = torch.zeros(last - first, dtype=source.dtype_of(some, state), device=training.device)
             training.state.set_flat(bucket, state, empty)
-
-        def fill(flat: torch.Tensor, state: str = state) -> None:
-            flat.zero_()
-            for piece in pieces_of(bucket, first, last):
-                source.read_into(piece.view(flat, first), piece.source, state, piece.box)
-
-        overwrite(held.flat[state], fill, training.tiers)
+        overwrite(held.flat[state], partial(_read, source, bucket, first, last, state), training.tiers)
     held.present = frozenset(states) | numbers.keys()
+
+
+def _read(source: Source, bucket: Bucket, first: int, last: int, state: str | None, flat: torch.Tensor) -> None:
+    """Give ``flat`` elements ``first`` to ``last`` of a bucket, or of one of its states; padding is zero."""
+    end = first
+    for piece in pieces_of(bucket, first, last):
+        flat[end - first : piece.start - first].zero_()
+        source.read_into(piece.view(flat, first), piece.source, state, piece.box)
+        end = piece.start + piece.box.numel
+    flat[end - first :].zero_()
 
 
 def _comparable(item: tuple[str, Any]) -> tuple[str, str]:
