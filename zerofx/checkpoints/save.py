@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from zerofx.disk.checkpoint.plain import to_plain
 from zerofx.disk.checkpoint.reader import MODEL, STATE, file_name
 from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, Written, bytes_of, in_order
 from zerofx.errors import CheckpointError
-from zerofx.runtime.state.on_host import shown_on_host
+from zerofx.runtime.state.on_host import ReadAhead, shown_on_host
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,7 @@ def save(
     control = training.control
     begun = start(training, names, numbers, state, folder)
     try:
-        show = partial(_where_it_lies, training)
-        written = on_all(control, "write a checkpoint", lambda: write_files(begun.content, begun.part, show))
+        written = on_all(control, "write a checkpoint", lambda: _write_at_once(training, begun))
         files = [item for listed in control.gather(written, "finish a checkpoint") for item in listed.items()]
         return on_first(control, "finish a checkpoint", lambda: begun.commit(files, keep))
     except BaseException:
@@ -166,11 +164,24 @@ def _write_run(show: Show, writer: ShardWriter, run: list[tuple[Entry, Any, Any]
                 writer.write(entry, values)
 
 
-@contextmanager
-def _where_it_lies(training: Training, part: Part) -> Iterator[Callable[[Piece], AbstractContextManager[torch.Tensor]]]:
-    first, last = training.owned(part.bucket)
-    with shown_on_host(part.stored, first - part.first, last - part.first, training.tiers) as values:
-        yield lambda piece: nullcontext(piece.view(values, first))
+def _write_at_once(training: Training, begun: Begun) -> dict[str, Written]:
+    """Write this rank's files from where values lie."""
+    written_in_order = sorted(
+        (part for part in begun.content.parts if part.entries),
+        key=lambda part: (part.kind != MODEL, -part.stored.dtype.itemsize),
+    )
+    ahead = ReadAhead([part.stored for part in written_in_order], training.tiers)
+
+    @contextmanager
+    def where_it_lies(part: Part) -> Iterator[Callable[[Piece], AbstractContextManager[torch.Tensor]]]:
+        first, last = training.owned(part.bucket)
+        with shown_on_host(part.stored, first - part.first, last - part.first, training.tiers, ahead) as values:
+            yield lambda piece: nullcontext(piece.view(values, first))
+
+    try:
+        return write_files(begun.content, begun.part, where_it_lies)
+    finally:
+        ahead.end()
 
 
 def _marker(training: Training, names: ModelNames, numbers: Numbers) -> Marker:

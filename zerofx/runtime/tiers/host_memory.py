@@ -68,6 +68,11 @@ class HostMemory:
                 self.num_bytes -= size
         self._free.clear()
 
+    def has_space(self, num_bytes: int) -> bool:
+        """Whether ``take`` would give a block for so many bytes."""
+        waiting = sum(size * len(blocks) for size, blocks in self._free.items())
+        return self._budget is None or self.num_bytes - waiting + size_class(num_bytes) <= self._budget
+
     def shrink(self, num_bytes: int) -> None:
         """Free blocks that are not in use, the largest first, until all take no more than ``num_bytes``."""
         for size in sorted(self._free, reverse=True):

@@ -202,6 +202,10 @@ class Tiers:
         if num_bytes:
             check_folders(self._nvme_folders, num_bytes)
 
+    def has_host_space(self, num_bytes: int) -> bool:
+        """Whether the host's pool has a block for so many bytes."""
+        return self._host.has_space(num_bytes)
+
     def trim(self, host_block_bytes: int) -> None:
         """Free blocks of the host's beyond so many bytes, and files beyond what steps are prepared for.
 
