@@ -110,7 +110,6 @@ class Later:
             CheckpointError: it could not be written; on all ranks, and others are as they were.
         """
         control = self._control
-        control.meet(_FINISH)
 
         def written() -> None:
             self._snapshot.keep_all()
@@ -119,6 +118,7 @@ class Later:
                 raise CheckpointError(self._failure)
 
         try:
+            control.meet(_FINISH)
             on_all(control, _FINISH, written)
         except BaseException:
             self.abandon()
@@ -184,7 +184,7 @@ class Later:
         left_at: float | None = None
         for rank in range(self._begun.content.num_ranks):
             while not self._note(rank).exists():
-                if self._stopped.wait(_LOOK_SECONDS):
+                if self._stopped.wait(_LOOK_SECONDS) or self._control.lost:
                     return
                 # A program may end without closing its step; what a rank that is gone does not write is not awaited.
                 if not threading.main_thread().is_alive():
