@@ -23,12 +23,12 @@ from zerofx.disk.checkpoint.marker import Marker
 from zerofx.disk.checkpoint.shard_file import ShardWriter
 
 QUICK = [
-    Way(0, "bf16", 4),
     Way(3, "fp16", options={"loss_scale": 2.0**8, "max_grad_norm": 0.1}),
     Way(1, "bf16", 1, ("device", "nvme", "device")),
     Way(3, "bf16", 1, ("host", "nvme", "host")),
 ]
 MORE_WAYS = [
+    Way(0, "bf16", 4),
     Way(3),
     Way(2, "bf16", options={"delayed_update": 2}),
     Way(1, None, 1, ("device", "host", "host")),
