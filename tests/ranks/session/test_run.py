@@ -141,8 +141,7 @@ from tests.ranks.session.test_run import start
 from tests.lib.training import world
 import torch.distributed as dist
 dist.init_process_group("gloo")
-with open(f"{sys.argv[1]}.worker-of-{os.getppid()}", "w") as file:
-    file.write(str(os.getpid()))
+open(f"{sys.argv[1]}.of-{os.getppid()}-is-{os.getpid()}", "w").close()
 run, position = start(sys.argv[1], every=int(sys.argv[3]), keep=2)
 losses = open(f"{sys.argv[1]}.{world()[0]}.losses", "a")
 for number in run.steps(int(sys.argv[2])):
@@ -200,8 +199,8 @@ def test_torchrun_goes_on_by_itself_after_a_rank_was_killed(tmp_path: Path) -> N
 @contextmanager
 def node(folder: Path, num_ranks: int, endpoint: str) -> Iterator[subprocess.Popen[bytes]]:
     """A node of one or two, with so many ranks, while open."""
-    # The first node has the store of the rendezvous.
-    soon = f"is_host={num_ranks > 1},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
+    # The first node has the store of the rendezvous. One that is taken for gone, and is only slow, trains on alone.
+    soon = f"is_host={num_ranks > 1},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=15"
     elastic = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-conf", soon)
     more = ("--local-addr", "localhost", "--max-restarts", "3", "--nproc-per-node", str(num_ranks))
     with open(folder.parent / f"node-of-{num_ranks}.log", "ab") as log:
@@ -214,11 +213,12 @@ def node(folder: Path, num_ranks: int, endpoint: str) -> Iterator[subprocess.Pop
 
 
 def kill_node(folder: Path, process: subprocess.Popen[bytes]) -> None:
-    """Kill `torchrun` and, where it has one worker, that."""
+    """Kill `torchrun` and its workers."""
     process.kill()
     process.wait()
-    with suppress(FileNotFoundError, ProcessLookupError):
-        os.kill(int((folder.parent / f"{folder.name}.worker-of-{process.pid}").read_text()), signal.SIGKILL)
+    for worker in folder.parent.glob(f"{folder.name}.of-{process.pid}-is-*"):
+        with suppress(ProcessLookupError):
+            os.kill(int(worker.name.rpartition("-")[2]), signal.SIGKILL)
 
 
 def wait_for_step(folder: Path, num_ranks: int, after: int) -> int:
