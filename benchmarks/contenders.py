@@ -27,12 +27,14 @@ class TrainStep:
 
     ``hidden_bytes`` is memory that it holds between steps and that no Python object names; ``sent_bytes`` runs a step
     and says what the rank sent, where that is not written to connections; ``facts`` are what else there is to say.
+    ``trained`` is what is saved of it: model and optimizer, or its library's own object for both.
     """
 
     run: Callable[[], Tensor]
     hidden_bytes: int = 0
     sent_bytes: Callable[[], int] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    trained: Any = None
 
 
 def build(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
@@ -68,7 +70,7 @@ def _plain(
         optimizer.zero_grad(set_to_none=True)
         return total
 
-    return TrainStep(run, hidden_bytes)
+    return TrainStep(run, hidden_bytes, trained=(work.model, optimizer))
 
 
 def _torch(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
@@ -172,7 +174,7 @@ def _deepspeed(request: dict[str, Any], work: Workload, device: torch.device) ->
         engine.step()
         return loss.detach()
 
-    return TrainStep(run)
+    return TrainStep(run, trained=engine)
 
 
 def _zerofx(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:

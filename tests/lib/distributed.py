@@ -55,19 +55,8 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
         Exception: what the first rank to fail raised, with the traceback of every rank that failed as a note.
         RankError: a rank crashed, raised what cannot be pickled, or took longer than `timeout` seconds.
     """
-    # Processes pickle through multiprocessing, whose reductions for tensors share memory: send plain bytes.
-    call = pickle.dumps((fn, args))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(
-                target=_rank_main,
-                args=(call, rank, world_size, folder, timeout, _environment(), warnings.filters[:]),
-                name=f"rank {rank}",
-            )
-            for rank in range(world_size)
-        ]
+        ranks = _ranks(fn, world_size, folder, timeout, args)
         try:
             for process in ranks:
                 process.start()
@@ -78,6 +67,34 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float 
                     process.kill()
                     process.join()
         return _collect([Path(folder, f"{rank}.pkl") for rank in range(world_size)], ranks, in_time, timeout)
+
+
+def start_ranks(fn: Callable[..., Any], world_size: int, folder: Path, *args: Any) -> list[ForkServerProcess]:
+    """Start `fn(*args)` on several ranks as `run_ranks` does, and leave it to the caller to wait for them or kill them.
+
+    They meet in `folder`, which is empty.
+    """
+    ranks = _ranks(fn, world_size, str(folder), PATIENCE_SECONDS, args)
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def _ranks(
+    fn: Callable[..., Any], world_size: int, folder: str, timeout: float, args: tuple[Any, ...]
+) -> list[ForkServerProcess]:
+    # Processes pickle through multiprocessing, whose reductions for tensors share memory: send plain bytes.
+    call = pickle.dumps((fn, args))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return [
+        context.Process(
+            target=_rank_main,
+            args=(call, rank, world_size, folder, timeout, _environment(), warnings.filters[:]),
+            name=f"rank {rank}",
+        )
+        for rank in range(world_size)
+    ]
 
 
 def _wait(ranks: list[ForkServerProcess], timeout: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from zerofx.disk.checkpoint.boxes import Box
 from zerofx.errors import CheckpointError
 from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.runtime.state.bucket_state import BucketState
-from zerofx.runtime.state.on_host import overwrite, shown_on_host
+from zerofx.runtime.state.on_host import Overwrites, shown_on_host
 
 
 class Source(Protocol):
@@ -55,35 +56,35 @@ def check_histories(source: Source, layout: BucketLayout) -> None:
 
 def fill_training(source: Source, training: Training, *, optimizer: bool = True) -> None:
     """Give all buckets their values, with the optimizer's states or without. Collective."""
-    for bucket, held in training.buckets():
-        _fill_stored(source, training, bucket, held)
-        training.state.complete(bucket, held)
-        if bucket.trainable and optimizer:
-            _fill_states(source, training, bucket, held)
+    overwrites = Overwrites(training.tiers)
+    try:
+        for bucket, held in training.buckets():
+            _fill_stored(source, training, bucket, held, overwrites)
+            training.state.complete(bucket, held)
+            if bucket.trainable and optimizer:
+                _fill_states(source, training, bucket, held, overwrites)
+    finally:
+        overwrites.finish()
 
 
-def _fill_stored(source: Source, training: Training, bucket: Bucket, held: BucketState) -> None:
+def _fill_stored(source: Source, training: Training, bucket: Bucket, held: BucketState, overwrites: Overwrites) -> None:
     first, last = training.held(bucket)
 
-    def fill(flat: torch.Tensor) -> None:
-        flat.zero_()
-        for piece in pieces_of(bucket, first, last):
-            source.read_into(piece.view(flat, first), piece.source, None, piece.box)
-
-    overwrite(held.stored, fill, training.tiers)
+    overwrites.run(held.stored, partial(_read, source, bucket, first, last, None))
     copies = [] if held.master is None else [held.low]
     copies += [held.delayed["low"]] if "low" in held.delayed else []
     if copies:
+        overwrites.finish()
         with shown_on_host(held.stored, 0, last - first, training.tiers) as stored:
 
             def convert(flat: torch.Tensor) -> None:
                 flat.copy_(stored)
 
             for copy in copies:
-                overwrite(copy, convert, training.tiers)
+                overwrites.run(copy, convert)
 
 
-def _fill_states(source: Source, training: Training, bucket: Bucket, held: BucketState) -> None:
+def _fill_states(source: Source, training: Training, bucket: Bucket, held: BucketState, overwrites: Overwrites) -> None:
     first, last = training.held(bucket)
     some = bucket.slots[0].source
     states, numbers = source.states(some), source.numbers(some)
@@ -96,14 +97,18 @@ def _fill_states(source: Source, training: Training, bucket: Bucket, held: Bucke
         if state not in held.flat:
             empty = torch.zeros(last - first, dtype=source.dtype_of(some, state), device=training.device)
             training.state.set_flat(bucket, state, empty)
-
-        def fill(flat: torch.Tensor, state: str = state) -> None:
-            flat.zero_()
-            for piece in pieces_of(bucket, first, last):
-                source.read_into(piece.view(flat, first), piece.source, state, piece.box)
-
-        overwrite(held.flat[state], fill, training.tiers)
+        overwrites.run(held.flat[state], partial(_read, source, bucket, first, last, state))
     held.present = frozenset(states) | numbers.keys()
+
+
+def _read(source: Source, bucket: Bucket, first: int, last: int, state: str | None, flat: torch.Tensor) -> None:
+    """Give ``flat`` elements ``first`` to ``last`` of a bucket, or of one of its states; padding is zero."""
+    end = first
+    for piece in pieces_of(bucket, first, last):
+        flat[end - first : piece.start - first].zero_()
+        source.read_into(piece.view(flat, first), piece.source, state, piece.box)
+        end = piece.start + piece.box.numel
+    flat[end - first :].zero_()
 
 
 def _comparable(item: tuple[str, Any]) -> tuple[str, str]:

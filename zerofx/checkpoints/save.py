@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from zerofx.checkpoints.names import ModelNames, groups_of, number_of
+from zerofx.checkpoints.pieces import Piece
 from zerofx.checkpoints.random_states import random_states
 from zerofx.checkpoints.together import on_all, on_first
 from zerofx.checkpoints.training import Part, Training, parts_of, whole_entry
@@ -25,7 +26,7 @@ from zerofx.disk.checkpoint.plain import to_plain
 from zerofx.disk.checkpoint.reader import MODEL, STATE, file_name
 from zerofx.disk.checkpoint.shard_file import Entry, ShardWriter, Written, bytes_of, in_order
 from zerofx.errors import CheckpointError
-from zerofx.runtime.state.on_host import shown_on_host
+from zerofx.runtime.state.on_host import ReadAhead, shown_on_host
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,62 @@ class Numbers:
     num_steps: int
     num_skipped: int
     extra: Mapping[str, Any]
+
+
+Show = Callable[[Part], AbstractContextManager[Callable[[Piece], AbstractContextManager[torch.Tensor]]]]
+
+
+@dataclass(frozen=True)
+class Content:
+    """What this rank writes: ``parts`` of buckets, ``loose`` tensors by file and name, and ``words`` as JSON."""
+
+    rank: int
+    num_ranks: int
+    words: str
+    loose: Mapping[str, Mapping[str, torch.Tensor]]
+    parts: tuple[Part, ...]
+
+    def copied(self) -> Content:
+        """The same with tensors of its own in the place of loose ones, which others may change."""
+        loose = {kind: {n: t.detach().cpu().clone() for n, t in named.items()} for kind, named in self.loose.items()}
+        return replace(self, loose=loose)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A checkpoint that is to be written into the folder ``part``; ``marker`` is None on other ranks than 0."""
+
+    content: Content
+    part: Path
+    marker: Marker | None
+
+    def commit(self, files: Iterable[tuple[str, Written]], keep: int | None) -> Path:
+        """On rank 0, once all files of all ranks are on disk: put the checkpoint in its place; returns that."""
+        assert self.marker is not None, "rank 0 has it"
+        self.marker.files.update({name: (file.num_bytes, file.digest) for name, file in files})
+        return commit(self.part, self.marker, keep)
+
+
+def start(training: Training, names: ModelNames, numbers: Numbers, state: Mapping[str, Any], folder: Path) -> Begun:
+    """Take down what is saved, and make the folder that it is written into. Collective.
+
+    What is under way for delayed updates has been finished. ``state``: the user's own, as ``check_state`` gives it.
+
+    Raises:
+        CheckpointError: on all ranks; nothing of ``folder`` has been changed then.
+    """
+    control = training.control
+    words, tensors = on_all(control, "take down the state to save", lambda: described(state))
+    own = {f"buffer.{name}": buffer for name, buffer in _own_buffers(training, names).items()}
+    loose: dict[str, dict[str, torch.Tensor]] = {
+        MODEL: dict(names.buffers) if control.rank == 0 else {},
+        STATE: {**random_states(training.device), **tensors, **own},
+    }
+    content = Content(control.rank, control.num_ranks, words, loose, tuple(parts_of(training, names)))
+    markers: list[Marker] = []  # on rank 0, which alone needs it
+    on_first(control, "describe the checkpoint", lambda: markers.append(_marker(training, names, numbers)))
+    part = on_first(control, "begin a checkpoint", lambda: begin(folder, numbers.num_steps))
+    return Begun(content, part, markers[0] if markers else None)
 
 
 def save(
@@ -47,32 +104,18 @@ def save(
 ) -> Path:
     """Write a checkpoint into ``folder``, and put it in its place once it is whole; returns where. Collective.
 
-    What is under way for delayed updates has been finished. ``state``: the user's own, as ``check_state`` gives it.
-
     Raises:
         CheckpointError: on all ranks; nothing of the folder has been changed then.
     """
     control = training.control
-    words, tensors = on_all(control, "take down the state to save", lambda: described(state))
-    buffers = _own_buffers(training, names)
-    markers: list[Marker] = []  # on rank 0, which alone needs it
-    on_first(control, "describe the checkpoint", lambda: markers.append(_marker(training, names, numbers)))
-    part = on_first(control, "begin a checkpoint", lambda: begin(folder, numbers.num_steps))
+    begun = start(training, names, numbers, state, folder)
     try:
-        written = on_all(control, "write a checkpoint", lambda: _write(training, names, part, words, tensors, buffers))
-        files = {
-            name: file for listed in control.gather(written, "finish a checkpoint") for name, file in listed.items()
-        }
-
-        def finish() -> Path:
-            (marker,) = markers
-            marker.files.update({name: (file.num_bytes, file.digest) for name, file in files.items()})
-            return commit(part, marker, keep)
-
-        return on_first(control, "finish a checkpoint", finish)
+        written = on_all(control, "write a checkpoint", lambda: _write_at_once(training, begun))
+        files = [item for listed in control.gather(written, "finish a checkpoint") for item in listed.items()]
+        return on_first(control, "finish a checkpoint", lambda: begun.commit(files, keep))
     except BaseException:
         if control.rank == 0:
-            abandon(part)
+            abandon(begun.part)
         raise
 
 
@@ -86,55 +129,59 @@ def _own_buffers(training: Training, names: ModelNames) -> dict[str, torch.Tenso
     return {name: buffer for name, buffer in names.buffers.items() if mine[name] != first.get(name)}
 
 
-def _write(
-    training: Training,
-    names: ModelNames,
-    folder: Path,
-    words: str,
-    tensors: Mapping[str, torch.Tensor],
-    own_buffers: Mapping[str, torch.Tensor],
-) -> dict[str, Written]:
-    """Write this rank's two files."""
-    control = training.control
-    loose: dict[str, dict[str, torch.Tensor]] = {
-        MODEL: dict(names.buffers) if control.rank == 0 else {},
-        STATE: {
-            **random_states(training.device), **tensors, **{f"buffer.{n}": b for n, b in own_buffers.items()}
-        },
-    }  # fmt: skip
-    parts = list(parts_of(training, names))
+def write_files(content: Content, folder: Path, show: Show) -> dict[str, Written]:
+    """Write this rank's two files, which are on disk then. ``show`` shows a part, and its pieces one by one."""
     written = {}
     for kind in (MODEL, STATE):
         jobs: dict[Entry, tuple[Part | torch.Tensor, Any]] = {
-            entry: (part, piece) for part in parts if part.kind == kind for entry, piece in part.entries
+            entry: (part, piece) for part in content.parts if part.kind == kind for entry, piece in part.entries
         }
-        for name, values in loose[kind].items():
+        for name, values in content.loose[kind].items():
             real = torch.view_as_real(values) if values.is_complex() else values
             jobs[whole_entry(name, real)] = (real, None)
-        name = file_name(kind, control.rank, control.num_ranks)
+        name = file_name(kind, content.rank, content.num_ranks)
         entries = in_order(list(jobs))
-        writer = ShardWriter(folder / name, entries, {WORD: words} if kind == STATE else {})
+        writer = ShardWriter(folder / name, entries, {WORD: content.words} if kind == STATE else {})
         with ExitStack() as undo:
             undo.callback(writer.abandon)
-            for source, listed in groupby(entries, key=lambda entry: id(jobs[entry][0])):
-                del source
-                _write_run(training, writer, [(entry, *jobs[entry]) for entry in listed])
+            for _, listed in groupby(entries, key=lambda entry: id(jobs[entry][0])):
+                _write_run(show, writer, [(entry, *jobs[entry]) for entry in listed])
             written[name] = writer.finish()
             undo.pop_all()
     return written
 
 
-def _write_run(training: Training, writer: ShardWriter, run: list[tuple[Entry, Any, Any]]) -> None:
+def _write_run(show: Show, writer: ShardWriter, run: list[tuple[Entry, Any, Any]]) -> None:
     """Write entries that lie in one tensor, which is brought to the host once."""
     source = run[0][1]
     if isinstance(source, torch.Tensor):
         ((entry, values, _),) = run
         writer.write(entry, values.detach().cpu())
         return
-    first, last = training.owned(source.bucket)
-    with shown_on_host(source.stored, first - source.first, last - source.first, training.tiers) as values:
+    with show(source) as shown:
         for entry, _, piece in run:
-            writer.write(entry, piece.view(values, first))
+            with shown(piece) as values:
+                writer.write(entry, values)
+
+
+def _write_at_once(training: Training, begun: Begun) -> dict[str, Written]:
+    """Write this rank's files from where values lie."""
+    written_in_order = sorted(
+        (part for part in begun.content.parts if part.entries),
+        key=lambda part: (part.kind != MODEL, -part.stored.dtype.itemsize),
+    )
+    ahead = ReadAhead([part.stored for part in written_in_order], training.tiers)
+
+    @contextmanager
+    def where_it_lies(part: Part) -> Iterator[Callable[[Piece], AbstractContextManager[torch.Tensor]]]:
+        first, last = training.owned(part.bucket)
+        with shown_on_host(part.stored, first - part.first, last - part.first, training.tiers, ahead) as values:
+            yield lambda piece: nullcontext(piece.view(values, first))
+
+    try:
+        return write_files(begun.content, begun.part, where_it_lies)
+    finally:
+        ahead.end()
 
 
 def _marker(training: Training, names: ModelNames, numbers: Numbers) -> Marker:

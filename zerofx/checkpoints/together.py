@@ -24,10 +24,7 @@ def on_all(control: Control, purpose: str, function: Callable[[], T]) -> T:
         except CheckpointError as error:
             return None, str(error)
         except OSError as error:
-            return None, (
-                f"expected to {purpose}, found that it cannot be done ({error}): look at the space that is left, and "
-                f"at who may write there"
-            )
+            return None, cannot_be_done(purpose, error)
 
     done, failure = control.attempt(purpose, guarded)
     failures = control.gather(failure, purpose)
@@ -49,9 +46,14 @@ def on_first(control: Control, purpose: str, function: Callable[[], T]) -> T:
         try:
             return function()
         except OSError as error:
-            raise CheckpointError(
-                f"expected to {purpose}, found that it cannot be done ({error}): look at the space that is left, and "
-                f"at who may write there"
-            ) from error
+            raise CheckpointError(cannot_be_done(purpose, error)) from error
 
     return control.share(purpose, guarded)
+
+
+def cannot_be_done(purpose: str, error: OSError) -> str:
+    """What to say of an error of the system's."""
+    return (
+        f"expected to {purpose}, found that it cannot be done ({error}): look at the space that is left, and at who "
+        f"may write there"
+    )

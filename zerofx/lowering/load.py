@@ -28,7 +28,7 @@ from zerofx.pipeline import Stage
 from zerofx.progress import watched
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.executor import StepFunction
+from zerofx.runtime.executor import Runtime, StepFunction, functions_of, with_functions
 from zerofx.runtime.state.arguments import StepArguments
 from zerofx.scheduler.cost.liveness import with_profiles
 from zerofx.scheduler.cost.simulate import Simulation, predict
@@ -89,6 +89,16 @@ class CompiledStep(StepProgram):
             of_bodies[1:2] = list(zip(*of_bodies[1], strict=True)) or [()] * (num - 2)
         extras = [self.returned.rebuilt(tensors) for tensors in of_bodies]
         return extras if num > 1 or as_list else extras[0]
+
+    def function_for(self, runtime: Runtime) -> StepFunction:
+        """``function``; while something is saved, one whose updates first keep what they are about to write over."""
+        if runtime.tiers.snapshot is None:
+            return self.function
+        names_of_updates = {self.emitted.functions[region.key] for region in self.regions if region.is_update}
+        updates = functions_of(self.function, names_of_updates)
+        return with_functions(
+            self.function, {name: partial(runtime.update, update) for name, update in updates.items()}
+        )
 
     @property
     def lowered(self) -> LoweredStep:

@@ -179,6 +179,11 @@ class Runtime:
     def settle(self, bucket: int) -> None:
         self.tiers.settle_host(bucket)
 
+    def update(self, function: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        """An update's region, on the device: what is saved of its inputs is kept first."""
+        self.tiers.keep(inputs, in_place=True)
+        return function(inputs)
+
     def check_finite(self, loss: torch.Tensor) -> None:
         """End the step before its updates where the loss of a rank is not finite.
 

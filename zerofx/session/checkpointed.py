@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zerofx.checkpoints.fill import check_histories
+from zerofx.checkpoints.later import Later, save_later
 from zerofx.checkpoints.load import Checked, check, load_buffers, load_model, load_rest
 from zerofx.checkpoints.names import ModelNames
 from zerofx.checkpoints.save import Numbers, save
@@ -37,9 +38,15 @@ class Checkpointed:
     _life: Life
     _steps: Steps
     _micro_batches: MicroBatches
+    _later: Later | None
 
     def save_checkpoint(
-        self, path: str | Path, *, keep: int | None = None, state: Mapping[str, Any] | None = None
+        self,
+        path: str | Path,
+        *,
+        keep: int | None = None,
+        state: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
     ) -> Path:
         """Save all that training goes on from, as a checkpoint of its own in the folder ``path``. Collective.
 
@@ -54,21 +61,48 @@ class Checkpointed:
                 keeps all.
             state: more to save, by name: what has ``state_dict()`` and ``load_state_dict()``, such as schedulers and
                 data loaders, and dictionaries; of numbers, words, lists, and tensors. Each rank saves its own.
+            asynchronous: return at once, and have a thread write what there is now while steps go on. What a step is
+                about to overwrite before it is written is kept on the host, within ``host_budget``, or in another file
+                of the nvme tier. A further save waits for this one, as ``finish_saving`` and ``close`` do; what fails
+                meanwhile is raised there.
 
         Returns:
-            The checkpoint's own folder, ``path/step-00000100`` after 100 steps.
+            The checkpoint's own folder, ``path/step-00000100`` after 100 steps: where it is, or is to be.
 
         Raises:
-            UsageError: no step has been prepared yet, or ``keep`` or ``state`` is not as said.
-            CheckpointError: it cannot be written; on all ranks. Other checkpoints are as they were.
+            UsageError: no step has been prepared yet, or an argument is not as said.
+            CheckpointError: it cannot be written, or one that was begun before could not; on all ranks. Other
+                checkpoints are as they were.
         """
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise UsageError(f"expected keep to be None, or how many checkpoints stay, found {keep!r}")
         own = check_state(state)
         taken = self._taken_for("save a checkpoint")
+        self.finish_saving()
         with working("save a checkpoint"), torch.no_grad():
             self._finish_updates(taken, "save a checkpoint")
-            return save(taken.training, self._names(), self._numbers(), own, Path(path), keep)
+            about = (taken.training, self._names(), self._numbers(), own, Path(path), keep)
+            if not asynchronous:
+                return save(*about)
+            self._later = save_later(*about, self._steps.spare_host_bytes())
+            return self._later.place
+
+    def finish_saving(self) -> Path | None:
+        """Wait for a checkpoint that is saved asynchronously; returns its folder, None if there is none. Collective.
+
+        Raises:
+            CheckpointError: it could not be written; on all ranks. Other checkpoints are as they were.
+        """
+        later, self._later = self._later, None
+        if later is None:
+            return None
+        with working("finish a checkpoint"), torch.no_grad():
+            return later.finish()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether this rank still writes a checkpoint; rank 0 does until it is in its place."""
+        return self._later is not None and self._later.is_writing
 
     def load_checkpoint(self, path: str | Path, *, state: Mapping[str, Any] | None = None) -> Path:
         """Go on from a checkpoint, saved by any number of ranks, at any stage, from any tiers. Collective.
@@ -95,6 +129,7 @@ class Checkpointed:
         life, steps, control = self._life, self._steps, self._life.control
         life.check_open("load a checkpoint")
         self._micro_batches.check_empty("load a checkpoint")
+        self.finish_saving()
         control.meet("load a checkpoint")
         with working("load a checkpoint"), torch.no_grad():
             with life.unguarded():
@@ -141,6 +176,7 @@ class Checkpointed:
         if MODEL not in state_dict:
             raise UsageError(f"expected a state dictionary with 'model', found {', '.join(state_dict) or 'nothing'}")
         taken = self._taken_for("load the state of a step")
+        self.finish_saving()
         control = self._life.control
         control.meet("load the state of a step")
 

@@ -42,6 +42,7 @@ class Run:
         every: how many steps there are from one checkpoint to the next; None for one at the end alone.
         keep: how many checkpoints stay; None for all.
         state: what else is saved and loaded, by name, as for ``step.save_checkpoint``.
+        asynchronous: write checkpoints while steps go on, as ``step.save_checkpoint`` says; the last one is waited for.
 
     Raises:
         UsageError: ``every`` or ``state`` is not as said.
@@ -56,6 +57,7 @@ class Run:
         every: int | None = None,
         keep: int | None = None,
         state: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
     ) -> None:
         for name, number in (("every", every), ("keep", keep)):
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
@@ -63,6 +65,7 @@ class Run:
         self.step, self.folder = step, Path(folder)
         self.stopped = False  # whether a signal has ended the run before its last step
         self._every, self._keep, self._state = every, keep, check_state(state)
+        self._asynchronous = asynchronous
         self._saved_after: int | None = None
         self._asked: float | None = None  # when a signal came, on this rank
         self._control = step.side_channel
@@ -81,7 +84,8 @@ class Run:
 
         Raises:
             UsageError: the loop's body has run no step.
-            CheckpointError: a checkpoint cannot be written; training could go on.
+            CheckpointError: a checkpoint cannot be written, or one that was begun before could not; training could go
+                on.
         """
         step, asking = self.step, _Asking(self._control.num_ranks)
         self.stopped = False
@@ -105,16 +109,21 @@ class Run:
                 if self._every is not None and step.num_steps % self._every == 0:
                     self.save()
             self.save()
+            self.step.finish_saving()
 
     def save(self) -> Path | None:
         """Save a checkpoint now, between two steps; returns its folder, or None where this step has been saved already.
+
+        With ``asynchronous`` it begins to be written, after the one before.
 
         Raises:
             CheckpointError: it cannot be written; others are as they were.
         """
         if self._saved_after == self.step.num_steps or not self.step.num_steps:
             return None
-        place = self.step.save_checkpoint(self.folder, keep=self._keep, state=self._state)
+        place = self.step.save_checkpoint(
+            self.folder, keep=self._keep, state=self._state, asynchronous=self._asynchronous
+        )
         self._saved_after = self.step.num_steps
         return place
 

@@ -14,7 +14,14 @@ from torch import nn
 from zerofx.codegen.kernels.current_device import on_device
 from zerofx.deferred import is_deferred
 from zerofx.driver.asked import describe_request
-from zerofx.errors import NonFiniteGradientsError, NonFiniteLossError, UsageError, working
+from zerofx.errors import (
+    CheckpointError,
+    NonFiniteGradientsError,
+    NonFiniteLossError,
+    RankMismatchError,
+    UsageError,
+    working,
+)
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep
 from zerofx.options import CompileOptions
@@ -73,6 +80,7 @@ class Step(Checkpointed):
         self._meter: Meter | None = None
         self._measured: tuple[CompiledStep, Measurement] | None = None
         self._grad_norm: torch.Tensor | None = None
+        self._later = None
         owner = weakref.proxy(self)  # a step that is dropped goes at once
         self._graphs = GraphedSteps(
             lambda: CudaCapturer(owner._steps.device),
@@ -129,6 +137,8 @@ class Step(Checkpointed):
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._life.check_open("call step(batch)")
+        if self._later is not None:
+            self._later.tidy()
         batch = self._steps.batch_of(args, kwargs)
         compiled, taken, advance, agreed = self._steps.of(batch, "call step(batch)")
         taken.place(compiled.plan)
@@ -144,7 +154,8 @@ class Step(Checkpointed):
                 if self._meter is None:
                     outcome = self._graphs.run(compiled, *given)
                 else:
-                    outcome = self._meter(compiled.function, compiled.emitted.functions, *given)
+                    function = compiled.function_for(taken.runtime)
+                    outcome = self._meter(function, compiled.emitted.functions, *given)
             taken.runtime.end()
         except NonFiniteGradientsError:
             self._steps.gradients.put()
@@ -256,6 +267,8 @@ class Step(Checkpointed):
         """
         taken, life = self._steps.taken, self._life
         if taken is not None and not life.showing:
+            if write_back:
+                self.finish_saving()
             with taken.shown(write_back=write_back):
                 yield self.model
             return
@@ -345,6 +358,7 @@ class Step(Checkpointed):
         Raises:
             RankMismatchError: a rank does not come, and the step is closed without it; or another world has taken the
                 place of the step's, and it stays open.
+            CheckpointError: a checkpoint that was saved asynchronously could not be written; the step is closed.
         """
         life, steps = self._life, self._steps
         if life.closed:
@@ -352,6 +366,7 @@ class Step(Checkpointed):
         if life.showing:
             raise UsageError("expected close() outside full_parameters(), found it inside: leave the block first")
         taken = steps.taken
+        unsaved = self._end_saving()
         absence = end(taken, life, self._losses) if taken is not None else None
         if steps.tiers is not None:
             steps.tiers.close()
@@ -362,8 +377,22 @@ class Step(Checkpointed):
         if taken is not None:
             absence = end_connections(taken, life) or absence
         self._control.close()
-        if absence is not None:
-            raise absence
+        for failure in (absence, unsaved):
+            if failure is not None:
+                raise failure
+
+    def _end_saving(self) -> CheckpointError | None:
+        """Finish a checkpoint that is saved asynchronously, or leave it where a step failed; returns why it is not."""
+        if self._later is not None and self._life.failed:
+            self._later.abandon()
+            self._later = None
+        try:
+            self.finish_saving()
+        except CheckpointError as error:
+            return error
+        except RankMismatchError:  # a rank does not come, as is found again right after this
+            return None
+        return None
 
     # ------------------------------------------------------------------------------------------------ seeing
 

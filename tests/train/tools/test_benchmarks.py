@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import (
+    checkpoints,
     compile_depth,
     cpu_extras,
     headlines,
@@ -55,6 +56,20 @@ def test_ratios_are_of_minima_and_to_the_baseline_of_the_same_group() -> None:
     assert [(row["ratio"], row["cpu_ratio"]) for row in found] == [(1.0, 1.0), (1.5, 1.5), (1.0, 1.0), (1.0, 0.5)]
     assert found[1]["median_seconds"] == 6.0 and found[1]["peak_mb"] == 1.0
     assert "| other" in table(found)
+
+
+def test_saving_is_compared_with_plain_writes_of_the_slowest_rank() -> None:
+    def rounds(*seconds: float) -> list[dict[str, Any]]:
+        answers = [{"seconds": 1.0, "more_bytes": 9 << 20}, *({"seconds": s, "more_bytes": 3 << 20} for s in seconds)]
+        both = [[{**answer, "seconds": answer["seconds"] / 2}, answer] for answer in answers]
+        return [{"save": ranks, "load": ranks} for ranks in both]
+
+    contenders = {
+        checkpoints.PLAIN: {"facts": [{}], "rounds": rounds(2.0, 4.0, 6.0)},
+        "zerofx": {"facts": [{"bucket_bytes": 5 << 20}], "rounds": rounds(3.0, 5.0, 8.0)},
+    }
+    _, row = checkpoints.rows([{"num_ranks": 2, "contenders": contenders}])
+    assert row == ["zerofx, 2 ranks", *["5.00", "1.25", "1.50", "3"] * 2, "5"]
 
 
 def test_what_an_extra_saves_is_the_median_of_the_rounds_ratios() -> None:

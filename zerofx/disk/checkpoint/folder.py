@@ -20,6 +20,7 @@ from zerofx.errors import CheckpointError
 LATEST = "latest"
 _NAME = re.compile(r"step-\d{8,}(-\d+)?")
 _PART = re.compile(r"\.step-\d{8,}-[0-9a-f]{16}\.part")
+_LATEST_PART = re.compile(r"\.latest-[0-9a-f]{16}\.part")  # as write_text writes it aside
 _GONE = re.compile(r"\.step-\d{8,}(-\d+)?-[0-9a-f]{16}\.gone")
 
 
@@ -34,6 +35,8 @@ def begin(folder: Path, num_steps: int) -> Path:
         for left in folder.iterdir():
             if _PART.fullmatch(left.name) or _GONE.fullmatch(left.name):
                 shutil.rmtree(left, ignore_errors=True)
+            elif _LATEST_PART.fullmatch(left.name):
+                left.unlink(missing_ok=True)
         part = folder / f".step-{num_steps:08}-{secrets.token_hex(8)}.part"
         part.mkdir()
     except OSError as error:
@@ -59,15 +62,22 @@ def commit(part: Path, marker: Marker, keep: int | None) -> Path:
         file.flush()
         os.fsync(file.fileno())
     _sync(part)
-    folder, stem, number = part.parent, f"step-{marker.num_steps:08}", 1
-    while (place := folder / (stem if number == 1 else f"{stem}-{number}")).exists():
-        number += 1
+    folder = part.parent
+    place = place_of(folder, marker.num_steps)
     os.rename(part, place)
     _sync(folder)
     write_text(folder / LATEST, place.name + "\n")
     _sync(folder)
     if keep is not None:
         _prune(folder, place, keep)
+    return place
+
+
+def place_of(folder: Path, num_steps: int) -> Path:
+    """Where a checkpoint of so many steps would be put now."""
+    stem, number = f"step-{num_steps:08}", 1
+    while (place := folder / (stem if number == 1 else f"{stem}-{number}")).exists():
+        number += 1
     return place
 
 

@@ -92,17 +92,17 @@ class GraphedSteps:
         """
         entry = self._entry(step)
         if entry.obstacle:
-            return step.function(runtime, state, batch)
+            return step.function_for(runtime)(runtime, state, batch)
         capturer = self._capturer = self._capturer or self._make_capturer()
         if entry.num_steps < NUM_WARM_UP_STEPS:
             entry.num_steps += 1
             with capturer.warm_up():
-                outcome = step.function(runtime, state, batch)
+                outcome = step.function_for(runtime)(runtime, state, batch)
             return own_memory(outcome)  # on the stream of the caller
         if entry.recording is None or not entry.recording.fits(state):
             self._record(capturer, entry, runtime, state, batch)
         if entry.recording is None:
-            return step.function(runtime, state, batch)
+            return step.function_for(runtime)(runtime, state, batch)
         return entry.recording.run(runtime, state, batch)
 
     def forget(self, step: CompiledStep) -> None:

@@ -333,9 +333,11 @@ class _Region:
             return self.recorder.capture(self.function, inputs)
         arguments = list(inputs)
         inputs.clear()
-        function = self.function
-        late = self.recorder.call(lambda _values, args: function(args), arguments)
+        late = self.recorder.call(self._call, arguments)
         return tuple(_Late(late.number, index) for index in range(self.num_outputs))
+
+    def _call(self, values: _Values, inputs: list[Any]) -> Any:
+        return values.runtime.update(self.function, inputs) if self.is_update else self.function(inputs)
 
 
 def _late(args: Sequence[Any]) -> list[int]:

@@ -3,45 +3,104 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from zerofx.runtime.comm.transport import Pending
 from zerofx.runtime.tiers.nvme import NvmeFile
 from zerofx.runtime.tiers.tiers import Stored, Tiers
 
 
+def is_on_nvme(value: torch.Tensor | Stored) -> bool:
+    """Whether a flat tensor is in a file, and has to be read to be seen."""
+    return isinstance(value, Stored) and isinstance(value.lease.place, NvmeFile)
+
+
+class ReadAhead:
+    """Reads values on nvme into blocks of the host's, each while the one before is used: ``values`` in their order.
+
+    Where the host's pool has no space for a second block, a value is read when it is asked for.
+    """
+
+    def __init__(self, values: Sequence[torch.Tensor | Stored], tiers: Tiers) -> None:
+        self._coming = [value for value in reversed(values) if isinstance(value, Stored) and is_on_nvme(value)]
+        self._tiers = tiers
+        self._under_way: tuple[Stored, Pending[Stored]] | None = None
+
+    def take(self, value: Stored) -> Stored:
+        """The block with a value, the next in order, once it has been read."""
+        if self._under_way is None:
+            self._start()
+        assert self._under_way is not None and self._under_way[0] is value, "values are asked for in their order"
+        _, pending = self._under_way
+        block = pending.finish(value)
+        self._under_way = None
+        if self._coming and self._tiers.has_host_space(self._coming[-1].lease.num_bytes):
+            self._start()
+        return block
+
+    def _start(self) -> None:
+        value = self._coming.pop()
+        self._under_way = value, self._tiers.reload(value, "host")
+
+    def end(self) -> None:
+        """Wait for what is still being read, which is not asked for any more."""
+        if self._under_way is not None:
+            value, pending = self._under_way
+            self._under_way = None
+            pending.finish(value)
+
+
 @contextlib.contextmanager
-def shown_on_host(value: torch.Tensor | Stored, first: int, last: int, tiers: Tiers) -> Iterator[torch.Tensor]:
+def shown_on_host(
+    value: torch.Tensor | Stored, first: int, last: int, tiers: Tiers, ahead: ReadAhead | None = None
+) -> Iterator[torch.Tensor]:
     """Elements ``first`` to ``last`` of a flat tensor: where they lie, if that is the host, or else a copy.
 
     What is on nvme is read into a block of the host's, and never goes through the device.
     """
     if isinstance(value, torch.Tensor):
         yield value[first:last].cpu()
-    elif isinstance(value.lease.place, NvmeFile):
-        block = tiers.reload(value, "host").finish(value)
-        assert isinstance(block, Stored)
+    elif is_on_nvme(value):
+        block = (ahead or ReadAhead([value], tiers)).take(value)
         yield block.tensor[first:last]
     else:
         yield value.tensor[first:last]
 
 
-def overwrite(value: torch.Tensor | Stored, fill: Callable[[torch.Tensor], None], tiers: Tiers) -> None:
-    """Give a flat tensor the values that ``fill`` writes into a tensor of its shape and dtype on the CPU."""
-    if isinstance(value, torch.Tensor):
-        if value.device.type == "cpu":
-            fill(value)
+class Overwrites:
+    """Gives flat tensors other values, one by one; what is on nvme is written while the next is being filled."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._under_way: tuple[Stored, Pending[Stored]] | None = None
+
+    def run(self, value: torch.Tensor | Stored, fill: Callable[[torch.Tensor], None]) -> None:
+        """Give a flat tensor the values that ``fill`` writes into a tensor of its shape and dtype on the CPU."""
+        if isinstance(value, torch.Tensor):
+            if value.device.type == "cpu":
+                fill(value)
+                return
+            copy = torch.empty(value.shape, dtype=value.dtype)
+            fill(copy)
+            value.copy_(copy)
             return
-        copy = torch.empty(value.shape, dtype=value.dtype)
-        fill(copy)
-        value.copy_(copy)
-        return
-    value.lease.landed()
-    if isinstance(value.lease.place, NvmeFile):
-        block = tiers.empty_stored(value.shape.numel(), value.dtype, "host")
+        value.lease.landed()
+        if not is_on_nvme(value):
+            value.count_copy()
+            fill(value.tensor)
+            return
+        if not self._tiers.has_host_space(value.lease.num_bytes):
+            self.finish()
+        block = self._tiers.empty_stored(value.shape.numel(), value.dtype, "host")
         fill(block.tensor)
-        tiers.copy_into(value, block).finish(block)
-    else:
-        value.count_copy()
-        fill(value.tensor)
+        self.finish()
+        self._under_way = block, self._tiers.copy_into(value, block)
+
+    def finish(self) -> None:
+        """Wait until all of them have their values."""
+        if self._under_way is not None:
+            block, pending = self._under_way
+            self._under_way = None
+            pending.finish(block)

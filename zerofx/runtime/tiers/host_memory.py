@@ -68,14 +68,23 @@ class HostMemory:
                 self.num_bytes -= size
         self._free.clear()
 
+    def has_space(self, num_bytes: int) -> bool:
+        """Whether ``take`` would give a block for so many bytes."""
+        waiting = sum(size * len(blocks) for size, blocks in self._free.items())
+        return self._budget is None or self.num_bytes - waiting + size_class(num_bytes) <= self._budget
+
+    def shrink(self, num_bytes: int) -> None:
+        """Free blocks that are not in use, the largest first, until all take no more than ``num_bytes``."""
+        for size in sorted(self._free, reverse=True):
+            while self._free[size] and self.num_bytes > num_bytes:
+                _landed(*self._free[size].pop())
+                self.num_bytes -= size
+
     def _make_room(self, num_bytes: int) -> None:
         budget = self._budget
         if budget is None:
             return
-        for size in sorted(self._free, reverse=True):
-            while self._free[size] and self.num_bytes + num_bytes > budget:
-                _landed(*self._free[size].pop())
-                self.num_bytes -= size
+        self.shrink(budget - num_bytes)
         if self.num_bytes + num_bytes > budget:
             raise TierError(
                 f"expected {format_bytes(num_bytes)} more of host memory within host_budget={format_bytes(budget)}, "

@@ -142,6 +142,10 @@ class NvmeFiles:
         """Take back a file that nothing reads or writes any more."""
         self._free.setdefault(file.file_bytes, []).append(file)
 
+    def trim(self) -> None:
+        """Remove files that wait for reuse, until no more are there than are reserved."""
+        self._make_room(0)
+
     def _make_room(self, num_bytes: int) -> None:
         for size in sorted(self._free, reverse=True):
             while self._free[size] and self._file_bytes + num_bytes > self._reserved_bytes:

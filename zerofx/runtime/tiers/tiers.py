@@ -11,7 +11,7 @@ import concurrent.futures
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -25,6 +25,9 @@ from zerofx.runtime.tiers.host_memory import HostMemory
 from zerofx.runtime.tiers.nvme import NvmeFile, NvmeFiles
 from zerofx.runtime.tiers.nvme_folders import check_folders
 from zerofx.torch_private.tensors import version_of
+
+if TYPE_CHECKING:
+    from zerofx.runtime.tiers.snapshot import Snapshot
 
 P = TypeVar("P", torch.Tensor, NvmeFile)
 T = TypeVar("T")
@@ -99,6 +102,7 @@ class Tiers:
     """The tiers beyond one device. Nothing is allocated, and no thread started, before the first copy.
 
     ``moved_bytes`` counts what each stream has moved so far, and ``log`` notes when, where that is asked for.
+    ``snapshot``, while there is one, keeps what is about to be written over.
     """
 
     def __init__(self, device: torch.device, nvme_folders: Sequence[Path], host_budget: int | None = None) -> None:
@@ -113,6 +117,7 @@ class Tiers:
         self._held = {"host": 0, "nvme": 0}
         self._peak = dict(self._held)
         self.moved_bytes = dict.fromkeys(LINKS, 0)
+        self.snapshot: Snapshot | None = None
 
     @property
     def device(self) -> torch.device:
@@ -163,6 +168,7 @@ class Tiers:
 
     def copy_into(self, into: Place, source: Place) -> Pending[Any]:
         """Start copying ``source`` over ``into``, which is on another tier and has its shape and strides."""
+        self.keep([into], in_place=False)
         if isinstance(into, Stored):
             into.count_copy()
         return self._start(into, source)
@@ -171,6 +177,48 @@ class Tiers:
         """A flat tensor whose values are not defined yet."""
         like = torch.empty(numel, dtype=dtype, device="meta")
         return Stored(like, self._lease(tier, storage_bytes(like)))
+
+    def keep(self, places: Sequence[object], *, in_place: bool) -> None:
+        """What is at ``places`` is about to be written over: keep what the snapshot has of it, if there is one.
+
+        ``in_place``: what writes there is to find the values there.
+        """
+        if self.snapshot is not None:
+            self.snapshot.keep_before_update(places)
+            for place in places:
+                if isinstance(place, Stored):
+                    self.snapshot.keep_stored(place, in_place=in_place)
+
+    def another(self, lease: Lease[torch.Tensor] | Lease[NvmeFile]) -> Lease[torch.Tensor] | Lease[NvmeFile]:
+        """A block or file like that of ``lease``, whose bytes are not defined yet."""
+        return self._lease("nvme" if isinstance(lease.place, NvmeFile) else "host", lease.num_bytes)
+
+    def check_space(self, num_bytes: int) -> None:
+        """Check that so many bytes more can be put on nvme.
+
+        Raises:
+            UsageError: they cannot.
+        """
+        if num_bytes:
+            check_folders(self._nvme_folders, num_bytes)
+
+    def has_host_space(self, num_bytes: int) -> bool:
+        """Whether the host's pool has a block for so many bytes."""
+        return self._host.has_space(num_bytes)
+
+    def trim(self, host_block_bytes: int) -> None:
+        """Free blocks of the host's beyond so many bytes, and files beyond what steps are prepared for.
+
+        What is in use stays.
+        """
+        self._host.shrink(host_block_bytes)
+        if self._files is not None:
+            self._files.trim()
+
+    def read_file(self, file: NvmeFile, into: Stored) -> None:
+        """Read a file into a block of the host's, on any thread; blocks until it is there."""
+        assert isinstance(into.lease.place, torch.Tensor)
+        self._connected().read(file, into.lease.place).result()
 
     def hold(self, value: torch.Tensor, tier: str) -> Stored:
         """A copy of ``value`` in a slower tier, once it is there."""
@@ -187,6 +235,7 @@ class Tiers:
 
         It runs on a thread of its own, so that what it allocates does not count as the device's on a CPU machine.
         """
+        self.keep(inputs, in_place=True)
         tensors = [value.tensor if isinstance(value, Stored) else value for value in inputs]
         try:
             return self._host_worker().submit(_without_gradients, function, tensors).result()
@@ -200,6 +249,7 @@ class Tiers:
         """
         held = list(inputs)
         inputs.clear()
+        self.keep(held, in_place=True)
         for value in held:
             if isinstance(value, Stored):
                 value.count_copy()
