@@ -60,6 +60,7 @@ from __future__ import annotations
 import torch
 
 from zerofx.ir.op_kernels.registered import implement
+from zerofx.ir.value_ops import VALUE_COLLECTIVES
 
 NO_BUCKET = -1  # in the place of a bucket's index: a collective that is about all of them
 
@@ -173,7 +174,9 @@ def hyperparameters(bucket: int, num_scalars: int) -> tuple[float, ...]:
 
 
 REDUCTIONS = frozenset({reduce_scatter, reduce_scatter_into})
-OVER_AXES = frozenset({all_gather, all_gather_into, *REDUCTIONS})  # which say the axes of the mesh that they run over
+OVER_AXES = frozenset(
+    {all_gather, all_gather_into, *REDUCTIONS, *VALUE_COLLECTIVES}
+)  # which say the axes of the mesh that they run over
 COLLECTIVES = frozenset({*OVER_AXES, broadcast, gather_on_node, exchange})
 TRANSFERS = frozenset({offload, reload, copy_into})
 EVENTS = frozenset(

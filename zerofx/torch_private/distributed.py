@@ -1,15 +1,19 @@
-"""Process groups, and the operators that are given them."""
+"""Process groups, the operators that are given them, and DTensor's rules of how operators may be shared."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
+
+from zerofx.errors import UsageError
+from zerofx.torch_private.operators import OpOverload, pytree
 
 default_store = _get_default_store
 """The store that the default process group was made with."""
@@ -59,3 +63,63 @@ def gathering_by(function: type) -> Iterator[None]:
         yield
     finally:
         names.update(before)
+
+
+Dims = Sequence[object]
+"""For each output, then each tensor argument: None where every rank has it, the dimension that is sharded, or
+``"sum"`` where parts add up."""
+
+
+def single_dim_rules(
+    op: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], num_outputs: int
+) -> list[Dims] | None:
+    """The ways in which one axis may share the work of a call on fake tensors; None where DTensor has no rule.
+
+    Rules that need more than the dimension (a mask that lives in Python) are left out, and those of parts that are no
+    sums.
+
+    Raises:
+        UsageError: this version of torch has no such rules.
+    """
+    rules = _registry().get(op)
+    if rules is None:
+        return None
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    def described(leaf: Any) -> Any:
+        return TensorMeta(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+    meta_args, meta_kwargs = pytree.tree_map(described, (tuple(args), dict(kwargs)))
+    given = rules.func(op, meta_args, meta_kwargs)
+    num = num_outputs + sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
+    lists = [_dims(rule) for rule in given if len(rule) == num]
+    return [dims for dims in lists if dims is not None]
+
+
+def _dims(rule: Sequence[Any]) -> Dims | None:
+    dims: list[object] = []
+    for placement in rule:
+        kind = type(placement).__name__
+        if placement is None or kind == "Replicate":
+            dims.append(None)
+        elif kind in ("Shard", "_ShardingPlaceholder"):
+            dims.append(int(placement.dim))
+        elif kind == "Partial" and placement.reduce_op == "sum":
+            dims.append("sum")
+        else:
+            return None
+    return dims
+
+
+def _registry() -> Mapping[OpOverload[..., Any], Any]:
+    # Seconds to import: only who shards computation pays.
+    from torch.distributed.tensor import DTensor
+
+    registry: Any = getattr(DTensor._op_dispatcher.sharding_propagator, "op_single_dim_strategy_funcs", None)
+    if not registry:
+        raise UsageError(
+            f"expected torch 2.13 or later for a mesh with a model axis, which takes its rules of operators from "
+            f"DTensor, found {torch.__version__}: leave the model axis out"
+        )
+    rules: Mapping[OpOverload[..., Any], Any] = registry
+    return rules

@@ -69,6 +69,11 @@ def is_traced(value: object) -> bool:
     return isinstance(value, FakeTensor | FunctionalTensor)
 
 
+def beside(fake: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """While open, tensors that are made are fakes as ``fake`` is."""
+    return fake.fake_mode if isinstance(fake, FakeTensor) else contextlib.nullcontext()
+
+
 def empty_like_fake(
     fake: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
@@ -76,7 +81,7 @@ def empty_like_fake(
 
     It is made in that mode, where torch never looks for a GPU: to 2.12 ``fake.new_empty`` does.
     """
-    with fake.fake_mode if isinstance(fake, FakeTensor) else contextlib.nullcontext():
+    with beside(fake):
         return torch.empty(shape, dtype=dtype, device=device)
 
 

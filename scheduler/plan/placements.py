@@ -1,0 +1,82 @@
+"""How a value lies on the ranks of the ``model`` axis: whole on each, a part of a dimension on each, or as a sum."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from zerofx.errors import PlanError
+
+Reduction = Literal["sum", "max", "min"]
+
+
+@dataclass(frozen=True, order=True)
+class Replicated:
+    """Every rank has the value."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, order=True)
+class Sharded:
+    """Every rank has an equal part of dimension ``dim``.
+
+    The dimension is ``groups`` runs of equal length, of each of which rank i has the i-th part: the heads of queries,
+    keys and values that lie one after the other are three groups. A rank's part has them one after the other.
+    """
+
+    dim: int
+    groups: int = 1
+
+    def __str__(self) -> str:
+        return f"S{self.dim}" if self.groups == 1 else f"S{self.dim}/{self.groups}"
+
+
+@dataclass(frozen=True, order=True)
+class Partial:
+    """Every rank has a tensor of the value's shape; the value is their sum, or their largest or smallest elements."""
+
+    reduction: Reduction = "sum"
+
+    def __str__(self) -> str:
+        return "P" if self.reduction == "sum" else f"P({self.reduction})"
+
+
+Placement = Replicated | Sharded | Partial
+REPLICATED, SUM = Replicated(), Partial()
+
+
+def placement_of(text: str) -> Placement:
+    """The placement that is written ``text``: ``R``, ``S1``, ``S1/3``, ``P``, ``P(max)``.
+
+    Raises:
+        PlanError: none is.
+    """
+    if text == "R":
+        return REPLICATED
+    if match := re.fullmatch(r"S(\d+)(?:/(\d+))?", text):
+        return Sharded(int(match[1]), int(match[2] or 1))
+    if match := re.fullmatch(r"P(?:\((\w+)\))?", text):
+        for reduction in get_args(Reduction):
+            if reduction == (match[1] or "sum"):
+                return Partial(reduction)
+    raise PlanError(f"expected a placement (R, S1, S1/3, P, P(max)), found {text!r}")
+
+
+def local_shape(shape: tuple[int, ...], placement: Placement, num_ranks: int) -> tuple[int, ...]:
+    """The shape of one rank's part of a value of ``shape``."""
+    if not isinstance(placement, Sharded):
+        return shape
+    return *shape[: placement.dim], shape[placement.dim] // num_ranks, *shape[placement.dim + 1 :]
+
+
+def divides(shape: tuple[int, ...], placement: Placement, num_ranks: int) -> bool:
+    """Whether a value of ``shape`` can lie so: its parts are equal."""
+    if not isinstance(placement, Sharded):
+        return True
+    return (
+        placement.dim < len(shape)
+        and shape[placement.dim] % (placement.groups * num_ranks) == 0 != shape[placement.dim]
+    )

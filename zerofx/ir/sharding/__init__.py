@@ -1,0 +1,1 @@
+"""How the ranks of one axis may share the work of each operator."""

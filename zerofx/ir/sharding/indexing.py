@@ -1,0 +1,90 @@
+"""Rows picked by indices: a table that is sharded by rows gives parts that add up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.ir.sharding.pattern import Pattern, same_dims
+from zerofx.ir.sharding.rule import Local, argument, dims_of, outputs_of, read_tensors, shape_of
+from zerofx.ir.sharding.shapes import PatternsOf
+
+_aten = torch.ops.aten
+
+
+def own_indices(rank: Local, indices: fx.Node, size: int) -> tuple[fx.Node, fx.Node]:
+    """Indices into this rank's part of ``size`` places, 0 for those of other ranks, and which are its own."""
+    first = rank.call(_aten.mul.Scalar, rank.rank(), size)
+    shifted = rank.call(_aten.sub.Tensor, indices, first)
+    inside = rank.call(
+        _aten.bitwise_and.Tensor,
+        rank.call(_aten.ge.Scalar, shifted, 0),
+        rank.call(_aten.lt.Scalar, shifted, size),
+    )
+    return rank.call(_aten.masked_fill.Scalar, shifted, rank.call(_aten.logical_not.default, inside), 0), inside
+
+
+def elsewhere_zero(rank: Local, values: fx.Node, inside: fx.Node) -> fx.Node:
+    """``values`` where they are this rank's, else zero."""
+    return rank.call(_aten.masked_fill.Scalar, values, rank.call(_aten.logical_not.default, inside), 0)
+
+
+def _embedding(node: fx.Node) -> list[Pattern]:
+    """Rows of a table, its first argument."""
+    rank = len(shape_of(node))
+    by_index = [Pattern((d,), (None, d)) for d in range(rank - 1)]
+    return [*by_index, Pattern((rank - 1,), (1, None)), Pattern(("sum",), (0, None), _rows_here, in_groups=False)]
+
+
+def _rows_here(rank: Local) -> Any:
+    table, indices = rank.args[0], rank.args[1]
+    size = outputs_of(table)[0]
+    assert size is not None
+    own, inside = own_indices(rank, indices, size.shape[0])
+    rows = rank.call(rank.node.target, table, own)
+    return elsewhere_zero(rank, rows, rank.call(_aten.unsqueeze.default, inside, -1))
+
+
+def _embedding_backward(node: fx.Node) -> list[Pattern]:
+    rank = len(shape_of(read_tensors(node)[0]))
+    by_index = [Pattern(("sum",), (d, d)) for d in range(rank - 1)]
+    if argument(node, 4, "scale_grad_by_freq", False):
+        by_index = []  # how often an index occurs is known to all ranks together
+    rows = [Pattern((0,), (None, None), _gradient_of_rows_here, in_groups=False)]
+    return [*by_index, Pattern((1,), (rank - 1, None)), Pattern(("sum",), ("sum", None)), *rows]
+
+
+def _gradient_of_rows_here(rank: Local) -> Any:
+    gradient, indices, num_rows, padding, by_frequency = (*rank.args, *rank.kwargs.values())[:5]
+    size = num_rows // rank.num_ranks
+    own, inside = own_indices(rank, indices, size)
+    if padding >= 0:
+        inside = rank.call(_aten.bitwise_and.Tensor, inside, rank.call(_aten.ne.Scalar, indices, padding))
+    masked = elsewhere_zero(rank, gradient, rank.call(_aten.unsqueeze.default, inside, -1))
+    return rank.call(rank.node.target, masked, own, size, -1, by_frequency)
+
+
+def _along(index: int) -> PatternsOf:
+    """Of gathers and scatters along a dimension, given as an argument: the others where all tensors have them."""
+
+    def patterns(node: fx.Node) -> list[Pattern]:
+        rank = len(shape_of(read_tensors(node)[0]))
+        return same_dims(node, dims_of(node, argument(node, index, "dim"), rank))
+
+    return patterns
+
+
+PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(
+    {
+        "embedding": _embedding,
+        "embedding_dense_backward": _embedding_backward,
+        "gather": _along(1),
+        "scatter.src": _along(1),
+        "scatter.value": _along(1),
+        "scatter_add": _along(1),
+    }
+)

@@ -1,0 +1,148 @@
+"""The rules of an operator: its family's patterns, else DTensor's, else those of what is pointwise.
+
+An operator of which nothing is known is run by every rank on whole values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zerofx.ir.operators.table import facts_of
+from zerofx.ir.sharding import indexing, losses, products, reductions, shapes
+from zerofx.ir.sharding.pattern import Lies, Moved, Pattern
+from zerofx.ir.sharding.rule import Rule, outputs_of, read_tensors, shape_of
+from zerofx.scheduler.plan.placements import REPLICATED, Placement, Sharded
+from zerofx.torch_private.distributed import single_dim_rules
+from zerofx.torch_private.operators import OpOverload, schema_of
+
+_OWN: Mapping[str, Callable[[fx.Node], list[Pattern]]] = {
+    **shapes.PATTERNS, **indexing.PATTERNS, **losses.PATTERNS, **products.PATTERNS, **reductions.PATTERNS
+}  # fmt: skip
+
+
+def patterns_of(node: fx.Node) -> list[Pattern]:
+    """The ways to share a call, but that every rank does all of it."""
+    target = node.target
+    if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
+        return []
+    name = schema_of(target).name.removeprefix("aten::")
+    own = _OWN.get(f"{name}.{str(target).rpartition('.')[2]}") or _OWN.get(name)
+    if own is not None:
+        return own(node)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    outputs, num = outputs_of(node), len(read_tensors(node))
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return _elementwise(node)  # each rank draws for its part
+    listed = single_dim_rules(target, args, kwargs, len(outputs))
+    if listed is None:
+        return _elementwise(node) if facts_of(target).is_pointwise else []
+    return [
+        Pattern(
+            tuple(_lies(dim) for dim in dims[: len(outputs)]),
+            tuple(_lies(dim) for dim in dims[len(outputs) :]),
+            is_tried=True,
+        )
+        for dims in listed
+        if len(dims) == len(outputs) + num
+    ]
+
+
+def moved_of(node: fx.Node) -> Moved | None:
+    """How dimensions in groups come through a call that moves elements alone."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    moved = shapes.MOVED.get(schema_of(node.target).name.removeprefix("aten::"))
+    return None if moved is None else moved(node)
+
+
+def _lies(dim: object) -> Lies:
+    assert dim is None or isinstance(dim, int) or dim == "sum"
+    return dim
+
+
+def _elementwise(node: fx.Node) -> list[Pattern]:
+    """Of operators whose result has, at each place, what follows from its inputs at that place."""
+    outputs = outputs_of(node)
+    shapes_read = [shape_of(source) for source in read_tensors(node)]
+    if any(tensor is None or tensor.shape != outputs[0].shape for tensor in outputs if outputs[0] is not None):
+        return []
+    assert outputs[0] is not None
+    shape = tuple(outputs[0].shape)
+
+    def read(dim: int, source: tuple[int, ...]) -> Lies:
+        own = dim - (len(shape) - len(source))
+        return own if own >= 0 and source[own] == shape[dim] else None
+
+    return [
+        Pattern((dim,) * len(outputs), tuple(read(dim, source) for source in shapes_read))
+        for dim in range(len(shape))
+        if shape[dim] > 1
+    ]
+
+
+def replicated(node: fx.Node) -> Rule:
+    """Every rank does all of it."""
+    outputs = tuple(None if tensor is None else REPLICATED for tensor in outputs_of(node))
+    return Rule(outputs, (REPLICATED,) * len(read_tensors(node)))
+
+
+@dataclass(frozen=True)
+class Ways:
+    """A call with its patterns: what its rules are made of."""
+
+    node: fx.Node
+    patterns: tuple[Pattern, ...]
+    moved: Moved | None
+
+    @staticmethod
+    def of(node: fx.Node) -> Ways:
+        return Ways(node, tuple(patterns_of(node)), moved_of(node))
+
+
+def rules_of(
+    ways: Ways,
+    num_ranks: int,
+    read: Sequence[Collection[Sharded]],
+    given: Sequence[Collection[Sharded]],
+    *,
+    plain: bool,
+) -> list[Rule]:
+    """The rules of a call, that of doing all of it first.
+
+    ``read`` has the ways in which each tensor argument may be sharded, ``given`` those of each output: a rule shards in
+    one of them, or, if ``plain``, in any dimension in one group.
+    """
+    rules: dict[tuple[tuple[Placement | None, ...], tuple[Placement, ...]], Rule] = {}
+
+    def add(rule: Rule | None) -> None:
+        if rule is not None:
+            rules.setdefault((rule.outputs, rule.inputs), rule)
+
+    add(replicated(ways.node))
+    for pattern in ways.patterns:
+        pairs = [*zip(pattern.outputs, given, strict=True), *zip(pattern.inputs, read, strict=True)]
+        groups = {p.groups for lies, shards in pairs if isinstance(lies, int) for p in shards if p.dim == lies}
+        if plain or not any(isinstance(lies, int) for lies, _ in pairs):
+            groups.add(1)
+        for number in sorted(groups):
+            add(pattern.rule(ways.node, number, num_ranks))
+    if ways.moved is not None:
+        shards = {p for source in read for p in source}
+        shards |= {back for p in given[0] if (back := ways.moved.backward(p)) is not None}
+        for shard in sorted(shards):
+            add(ways.moved.rule(ways.node, shard, num_ranks))
+    return list(rules.values())
+
+
+def rule_for(
+    node: fx.Node, outputs: tuple[Placement | None, ...], inputs: tuple[Placement, ...], num_ranks: int
+) -> Rule | None:
+    """The rule of a call whose outputs and tensor arguments lie so; None where there is none."""
+    read = [[p] if isinstance(p, Sharded) else [] for p in inputs]
+    given = [[p] if isinstance(p, Sharded) else [] for p in outputs]
+    rules = rules_of(Ways.of(node), num_ranks, read, given, plain=False)
+    return next((rule for rule in rules if (rule.outputs, rule.inputs) == (outputs, inputs)), None)
