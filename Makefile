@@ -30,7 +30,7 @@ venv: $(STAMP) ## make .venv and install zerofx into it, as pinned in constraint
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt torch
-	$(PIP) install --quiet -c constraints.txt -e ".[test,examples,solver,dev]"
+	$(PIP) install --quiet -c constraints.txt -e ".[test,examples,dev]"
 	touch $@
 
 demo: venv ## train a small GPT, sharded over two processes (a few minutes)

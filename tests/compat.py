@@ -138,7 +138,7 @@ def make_environment(version: str) -> Path:
     needed = [name for name in project["dependencies"] if not name.startswith("torch")]
     python = folder / "bin" / "python"
     install = [str(python), "-m", "pip", "install", "--quiet", f"torch=={VERSIONS[version]}"]
-    subprocess.run([*install, *needed, *extras["test"], *extras["solver"]], check=True)
+    subprocess.run([*install, *needed, *extras["test"]], check=True)
     return python
 
 

@@ -82,6 +82,8 @@ def sliceable(step: StepGraph, name: str) -> Sliceable | str:
     # A model that has been taken over shows parameters without memory: all strides are 0.
     if not tensor(node).is_contiguous() and any(tensor(node).stride()):
         return "does not lie in memory row by row"
+    if info.part is not None:
+        return "lies in parts on the model axis"
     uses: list[Use] = []
     for reader, read in _readers(node):
         use = _use(reader, read, turned=read is not node)

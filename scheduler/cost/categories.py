@@ -41,6 +41,7 @@ OF_ROLE: Mapping[Role, Category] = {
     Role.SCALAR_STATE: Category.OPTIMIZER,
     Role.BUFFER: Category.BUFFERS,
     Role.CONSTANT: Category.BUFFERS,
+    Role.RANK: Category.BUFFERS,
     Role.OUTSIDE: Category.BUFFERS,
     Role.INPUT: Category.BATCH,
     Role.LOSS_SCALE: Category.OPTIMIZER,

@@ -12,12 +12,13 @@ import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx.ir import ops, value_ops
 from zerofx.ir.aliasing import Storage, aliased_input, is_view, storage_bytes, storage_source, tensors_of
 from zerofx.ir.facts import DEVICE, placeholder, tier_of
 from zerofx.ir.graph import StepGraph
@@ -286,11 +287,17 @@ def _held_by_pending(node: fx.Node) -> int:
 
     Each other rank's part is received apart, one of them where the result will be if that is not in the buffer.
     """
-    if node.target in ops.REDUCTIONS:
-        num_ranks = node.args[2]
+    if node.target in _RECEIVING:
+        num_ranks = node.args[_RECEIVING[node.target]]
         assert isinstance(num_ranks, int)
         num_apart = num_ranks - 1 if node.target is ops.reduce_scatter_into else num_ranks - 2
         return num_apart * storage_bytes(tensors_of(node)[0])
     if node.target is ops.wait and isinstance(node.args[0], fx.Node):
-        return -_held_by_pending(node.args[0]) if node.args[0].target in ops.REDUCTIONS else 0
+        return -_held_by_pending(node.args[0]) if node.args[0].target in _RECEIVING else 0
     return 0
+
+
+# Reductions whose parts are received apart, and where their numbers of ranks stand among their arguments.
+_RECEIVING: Mapping[object, int] = MappingProxyType(
+    {**dict.fromkeys(ops.REDUCTIONS, 2), value_ops.reduce_scatter_values: 1}
+)

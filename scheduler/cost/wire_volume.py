@@ -7,12 +7,13 @@ send together: (N - 1) / N of a bucket cross a node's boundary in a ring over N 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import fx
 
-from zerofx.ir import ops
+from zerofx.ir import ops, value_ops
 from zerofx.ir.aliasing import storage_bytes, tensors_of
 from zerofx.ir.communicators import axes_of
 from zerofx.ir.facts import tensor
@@ -20,6 +21,14 @@ from zerofx.scheduler.cost.machine import CollectiveKind, Machine, collective_se
 from zerofx.scheduler.plan.mesh import Axes, Mesh
 
 WITHIN, ACROSS = "within", "across"
+_OF_VALUES: Mapping[object, CollectiveKind] = MappingProxyType(
+    {
+        value_ops.gather_values: "all_gather",
+        value_ops.reduce_scatter_values: "reduce_scatter",
+        value_ops.all_reduce_values: "all_reduce",
+        value_ops.exchange_values: "all_to_all",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,13 @@ def seconds_along(kind: CollectiveKind, num_bytes_full: int, mesh: Mesh, axes: A
     return collective_seconds(kind, num_bytes_full, mesh.size(axes), machine, ranks_on_node=local)
 
 
+def value_collective_seconds(node: fx.Node, machine: Machine) -> float:
+    """Seconds of a collective on a value, among the ranks of the model axis, which are neighbours."""
+    num_ranks = next(argument for argument in reversed(node.args) if isinstance(argument, int))
+    size = max(storage_bytes(tensor(node)), storage_bytes(tensor(node.all_input_nodes[0])))
+    return collective_seconds(_OF_VALUES[node.target], size, num_ranks, machine)
+
+
 def collective_of(node: fx.Node, mesh: Mesh, ranks_per_node: int) -> Collective:
     """What a collective's node stands for on a mesh."""
     axes = axes_of(node, mesh)
@@ -55,6 +71,9 @@ def collective_of(node: fx.Node, mesh: Mesh, ranks_per_node: int) -> Collective:
         assert isinstance(source, fx.Node)
         return Collective("reduce_scatter", storage_bytes(tensor(source)), num_ranks, local)
     size = storage_bytes(tensor(node))
+    if node.target in _OF_VALUES:
+        given = storage_bytes(tensor(node.all_input_nodes[0]))
+        return Collective(_OF_VALUES[node.target], max(size, given), num_ranks, local)
     if node.target is ops.gather_on_node:
         (_, _, members) = node.args
         assert isinstance(members, int)
@@ -84,7 +103,7 @@ def _sent(one: Collective, local: int, *, pairwise: bool) -> tuple[int, int]:
     if one.kind == "broadcast":  # from the first rank alone
         return one.full_bytes * (one.ranks_on_node - 1), one.full_bytes * others
     # Each rank of a node is in a group, which has as many ranks there as any.
-    part = one.full_bytes // one.num_ranks * (local // one.ranks_on_node)
+    part = one.full_bytes // one.num_ranks * (local // one.ranks_on_node) * (2 if one.kind == "all_reduce" else 1)
     if pairwise or one.kind == "all_to_all" or not others:
         return one.ranks_on_node * (one.ranks_on_node - 1) * part, one.ranks_on_node * others * part
     return (one.ranks_on_node - 1) * (one.num_ranks - 1) * part, (one.num_ranks - 1) * part

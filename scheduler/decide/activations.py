@@ -21,10 +21,12 @@ from zerofx.ir.aliasing import Storage, is_view, storage_source, tensors_of
 from zerofx.ir.facts import is_random
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.text import target_name
+from zerofx.ir.value_ops import VALUE_COLLECTIVES
 from zerofx.scheduler.analysis.pieces import ForwardRun, forward_runs
 from zerofx.scheduler.analysis.saved_values import crossing_storages, is_forward_call, outputs_of, storage_size
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
+from zerofx.scheduler.cost.wire_volume import value_collective_seconds
 
 _PRICES = 24  # how many prices are tried between the cheapest and the dearest value
 _STEPS = 64  # between keeping all and nothing, those at most that are looked for between prices
@@ -149,7 +151,7 @@ def _key(nodes: Sequence[fx.Node], values: Mapping[Storage, int], needed: frozen
 
 def menu(segment: Segment, machine: Machine) -> tuple[Level, ...]:
     """The levels of a segment, from keeping all to computing most again; each keeps less than the one before."""
-    seconds = {node: node_cost(node, machine).seconds for node in segment.operators}
+    seconds = {node: _seconds(node, machine) for node in segment.operators}
     sizes = [storage_size(storage) for storage in segment.values]
     rates = [sizes[i] / seconds[s[0]] for i, s in enumerate(segment.values) if seconds.get(s[0]) and sizes[i]]
     levels = [keep_all(segment)]
@@ -162,6 +164,13 @@ def menu(segment: Segment, machine: Machine) -> tuple[Level, ...]:
             grain = levels[0].num_bytes // _STEPS
             levels += [*_between(segment, sizes, seconds, levels[-1], level, grain), level]
     return tuple(levels)
+
+
+def _seconds(node: fx.Node, machine: Machine) -> float:
+    """What it takes to run a node again: a collective too, with nothing next to it."""
+    if node.target in VALUE_COLLECTIVES:
+        return value_collective_seconds(node, machine)
+    return node_cost(node, machine).seconds
 
 
 def at_prices(prices: Sequence[float], cut: Callable[[float], Level]) -> list[Level]:

@@ -102,6 +102,22 @@ class SliceDecision:
 
 
 @dataclass(frozen=True)
+class ShardingDecision:
+    """How the ranks of the model axis share a node of the captured graph, and its values lie on them.
+
+    ``outputs`` and ``inputs`` are placements of its results and of its tensor arguments, as
+    ``scheduler/plan/placements.py`` writes them; a ``parameter``, which is said by its name, has an output alone.
+    ``again`` are the placements of its value that are made for forward's readers, and once more for backward's.
+    """
+
+    node: str
+    outputs: tuple[str | None, ...]
+    inputs: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
+    parameter: str = ""
+
+
+@dataclass(frozen=True)
 class OffloadDecision:
     """A forward value that waits for backward in a slower tier: ``"host"`` or ``"nvme"``.
 

@@ -19,6 +19,7 @@ Axes = tuple[Axis, ...]
 
 AXES: Axes = ("replicate", "shard", "model")  # outer to inner
 SHARD: Axes = ("shard",)  # what one axis is called
+MODEL: Axes = ("model",)
 
 
 @dataclass(frozen=True)

@@ -36,15 +36,10 @@ def solve(problem: Problem, budget: int, *, time_limit_seconds: float = 60.0) ->
     """The fastest frontier-advancing schedule within ``budget`` bytes.
 
     When time runs out: the best schedule so far, and the bound that is proven.
-
-    Raises:
-        UsageError: scipy is not installed (the extra ``solver``).
     """
-    try:
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array
-    except ImportError as error:
-        raise UsageError("expected scipy to solve exactly, found none: pip install 'zerofx[solver]'") from error
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
     program = _Program(problem, budget)
     cells = [(number, column, value) for number, row in enumerate(program.rows) for column, value in row.items()]
     numbers, columns, values = zip(*cells, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Collection
 
 import pytest
@@ -165,12 +164,6 @@ def test_a_problem_that_is_out_of_order_is_refused() -> None:
 def test_too_many_nodes_to_search_are_refused() -> None:
     with pytest.raises(UsageError, match=f"at most {SEARCH_NODES} nodes"):
         search(chain(SEARCH_NODES), 5)
-
-
-def test_without_scipy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(UsageError, match=r"zerofx\[solver\]"):
-        solve(chain(2), 3)
 
 
 SLOT = 64  # bytes of each value of a chain's step graph

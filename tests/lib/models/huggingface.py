@@ -10,9 +10,10 @@ from torch import nn
 def llama(**options: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, **options}
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16, **options,
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=16, **sizes,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 

@@ -1,0 +1,118 @@
+"""In which ways each call of a step may be shared by the ranks of an axis, and its values lie on them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from zerofx.ir.facts import Role, placeholder, value
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.operators.operator import Traffic
+from zerofx.ir.operators.table import facts_of
+from zerofx.ir.sharding.rule import Rule, outputs_of, read_tensors
+from zerofx.ir.sharding.rules import Ways, rules_of
+from zerofx.scheduler.analysis.layer_classes import NodeClasses, node_classes
+from zerofx.scheduler.plan.placements import REPLICATED, Placement, Sharded
+from zerofx.torch_private.operators import OpOverload
+
+Slot = tuple[fx.Node, int]
+"""A value: the node that gives it, and which of its results it is."""
+
+
+def slot_of(node: fx.Node) -> Slot:
+    """The value that a node stands for: one of several results for the node that names it."""
+    if node.target is operator.getitem:
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        return source, index
+    return node, 0
+
+
+@dataclass
+class ShardingWays:
+    """The rules of a step's calls for ``num_ranks``: for the first node of each class.
+
+    ``placeholders`` has the placements that a placeholder may have.
+    """
+
+    step: StepGraph
+    classes: NodeClasses
+    num_ranks: int
+    rules: dict[fx.Node, list[Rule]] = field(default_factory=dict)
+    placeholders: dict[fx.Node, list[Placement]] = field(default_factory=dict)
+
+    def slot(self, node: fx.Node) -> Slot:
+        """The value of ``node``, of the first node of its class."""
+        source, index = slot_of(node)
+        return self.classes.first[source], index
+
+    def calls(self) -> Iterator[fx.Node]:
+        """The first node of each class of calls, in order."""
+        return iter(self.rules)
+
+
+def sharding_ways(step: StepGraph, num_ranks: int) -> ShardingWays:
+    """All ways for a captured graph.
+
+    What products, convolutions, attention and lookups can share is what there is to share; all other calls follow
+    them, through reshapes and cuts that make groups of a dimension too, until nothing is added.
+    """
+    classes = node_classes(step)
+    ways = ShardingWays(step, classes, num_ranks)
+    firsts = [node for node in classes.members if node.target is not operator.getitem and node.op != "output"]
+    candidates: dict[Slot, set[Sharded]] = {
+        (node, index): set() for node in firsts for index in range(len(outputs_of(node)))
+    }
+    readers: dict[Slot, set[fx.Node]] = {}
+    calls = {node: Ways.of(node) for node in firsts if node.op == "call_function"}
+    sources = {node: _sources(ways, node) for node in calls}
+    for node, read in sources.items():
+        for slots in read:
+            for slot in slots:
+                readers.setdefault(slot, set()).add(node)
+    pending = dict.fromkeys(calls)
+    while pending:
+        node = next(iter(pending))
+        del pending[node]
+        read_ways = [set().union(*(candidates[slot] for slot in slots)) for slots in sources[node]]
+        given_ways = [candidates[node, index] for index in range(len(outputs_of(node)))]
+        leads = _leads(node)
+        rules = rules_of(calls[node], num_ranks, read_ways, given_ways, plain=leads)
+        ways.rules[node] = rules
+        for slot, placement in _said(rules, node, sources[node]):
+            if placement not in candidates[slot]:
+                candidates[slot].add(placement)
+                pending.update(dict.fromkeys([*([slot[0]] if slot[0] in calls else []), *readers.get(slot, ())]))
+    ways.rules = {node: ways.rules[node] for node in calls}
+    for node in firsts:
+        if node.op == "placeholder" and isinstance(value(node), Tensor):
+            shards = sorted(candidates[node, 0]) if placeholder(node).role is Role.PARAMETER else []
+            ways.placeholders[node] = [REPLICATED, *shards]
+    return ways
+
+
+def _leads(node: fx.Node) -> bool:
+    """Whether a call is one that others follow."""
+    facts, target = facts_of(node.target), node.target
+    is_counted = isinstance(target, OpOverload) and target.overloadpacket in flop_registry
+    return facts.is_cubic or facts.traffic is Traffic.PICKS or facts.counted_as is not None or is_counted
+
+
+def _sources(ways: ShardingWays, node: fx.Node) -> list[list[Slot]]:
+    """For each tensor argument, the values that calls of the class of ``node`` read there."""
+    read = [[ways.slot(source) for source in read_tensors(member)] for member in ways.classes.members[node]]
+    return [list(dict.fromkeys(slots)) for slots in zip(*read, strict=True)]
+
+
+def _said(rules: list[Rule], node: fx.Node, sources: list[list[Slot]]) -> Iterator[tuple[Slot, Sharded]]:
+    for rule in rules:
+        for index, placement in enumerate(rule.outputs):
+            if isinstance(placement, Sharded):
+                yield (node, index), placement
+        for slots, placement in zip(sources, rule.inputs, strict=True):
+            if isinstance(placement, Sharded):
+                yield from ((slot, placement) for slot in slots)

@@ -1,0 +1,92 @@
+"""What it costs to share a call among the ranks of the model axis, and to bring a value from one placement to another.
+
+Seconds of a rank's share are those of its part of the arithmetic and of the bytes; launches are left out, as they are
+the same in every way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from zerofx.ir.aliasing import is_view
+from zerofx.ir.facts import Role, placeholder
+from zerofx.ir.sharding.rule import Rule, num_bytes, outputs_of, read_tensors
+from zerofx.scheduler.cost.machine import CollectiveKind, Machine
+from zerofx.scheduler.cost.roofline import node_cost
+from zerofx.scheduler.cost.wire_volume import seconds_along
+from zerofx.scheduler.plan.mesh import MODEL, SHARD, Mesh
+from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Replicated, Sharded, local_shape
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What is paid besides seconds of calls and conversions on the axis.
+
+    Of the seconds that ranks take to gather parameters and to reduce their gradients, the part ``exposed`` is not
+    hidden. ``seconds_per_byte`` is paid for each byte of an activation that waits for backward.
+    """
+
+    exposed: float = 1.0
+    seconds_per_byte: float = 0.0
+
+
+def conversion_seconds(tensor: Tensor, source: Placement, target: Placement, mesh: Mesh, machine: Machine) -> float:
+    """Seconds of what ``passes/lib/local_graph.py`` writes for a value, which is ``tensor`` where it is whole."""
+    size = num_bytes(tuple(tensor.shape), tensor.dtype)
+
+    def collective(kind: CollectiveKind, num_bytes_full: int) -> float:
+        return seconds_along(kind, num_bytes_full, mesh, MODEL, machine)
+
+    match source, target:
+        case Replicated(), Sharded():
+            return 2 * size / mesh.model / machine.memory_bandwidth
+        case Replicated(), Partial("sum"):
+            return 2 * size / machine.memory_bandwidth
+        case Replicated(), Partial():
+            return 0.0
+        case Sharded(), Replicated():
+            return collective("all_gather", size)
+        case Sharded(), Sharded():
+            return (
+                collective("all_gather", size)
+                if source.dim == target.dim
+                else collective("all_to_all", size // mesh.model)
+            )
+        case Partial("sum"), Sharded():
+            return collective("reduce_scatter", size)
+        case Partial(), Replicated() | Sharded():
+            return collective("all_reduce", size)
+    return conversion_seconds(tensor, source, REPLICATED, mesh, machine) + 2 * size / machine.memory_bandwidth
+
+
+def shared_seconds(node: fx.Node, rule: Rule, mesh: Mesh, machine: Machine, prices: Prices) -> float:
+    """Seconds of one rank's share of a call, and of what it sums over the ranks meanwhile; of a placeholder what is not
+    hidden of gathering it for forward and backward and reducing its gradient, if it is a parameter."""
+    if node.op == "placeholder":
+        return _parameter_seconds(node, rule, mesh, machine, prices)
+    cost = node_cost(node, machine)
+    sums = sum(seconds_along("all_reduce", size, mesh, MODEL, machine) for size in rule.reduced_bytes)
+    if not cost.seconds or is_view(node):
+        return sums
+    whole = local = 0
+    tensors = [*outputs_of(node), *(outputs_of(source)[0] for source in read_tensors(node))]
+    for tensor, placement in zip(tensors, (*rule.outputs, *rule.inputs), strict=True):
+        if tensor is not None and placement is not None:
+            shape = tuple(tensor.shape)
+            whole += num_bytes(shape, tensor.dtype)
+            local += num_bytes(local_shape(shape, placement, mesh.model), tensor.dtype)
+    traffic = (cost.bytes_read + cost.bytes_written) / machine.memory_bandwidth
+    work = cost.seconds - machine.device.launch_latency
+    arithmetic = work if work > traffic * 1.001 else 0.0
+    return max(arithmetic / (mesh.model if rule.shards else 1), traffic * local / max(whole, 1)) + sums
+
+
+def _parameter_seconds(node: fx.Node, rule: Rule, mesh: Mesh, machine: Machine, prices: Prices) -> float:
+    (placement,), (tensor,) = rule.outputs, outputs_of(node)
+    if placeholder(node).role is not Role.PARAMETER or tensor is None or placement is None:
+        return 0.0
+    size = num_bytes(local_shape(tuple(tensor.shape), placement, mesh.model), tensor.dtype)
+    axes = mesh.occupied((*SHARD, *MODEL) if placement == REPLICATED else SHARD)
+    return 3 * prices.exposed * seconds_along("all_gather", size, mesh, axes, machine) if axes else 0.0

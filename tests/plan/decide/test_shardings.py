@@ -1,0 +1,161 @@
+"""How ranks share a computation: as cheap as any way that can be counted out, and the layouts that people write."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from tests.lib.models.huggingface import gpt2, llama
+from zerofx import Machine, PlanError
+from zerofx.capture.trace import Batch, capture
+from zerofx.ir.facts import Role, placeholder
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.sharding.rule import Rule, read_tensors
+from zerofx.passes.prepare.simplify import simplify
+from zerofx.scheduler.analysis.sharding_ways import ShardingWays, sharding_ways
+from zerofx.scheduler.cost.machine import Link
+from zerofx.scheduler.cost.sharing import Prices, conversion_seconds, shared_seconds
+from zerofx.scheduler.decide.shardings import decide_shardings
+from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Placement, Sharded, placement_of
+
+FAST = replace(Machine.named("h100-sxm"), intra_node=Link(bandwidth=1e12, latency=1e-9))
+
+
+def captured(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> StepGraph:
+    step = capture(model, Batch.of(args, kwargs))
+    simplify(step)
+    return step
+
+
+def placements_of(step: StepGraph, ways: ShardingWays, **prices: float) -> dict[str, str]:
+    """How parameters lie, by name, where any of them is shared."""
+    decisions = decide_shardings(ways, Mesh(model=ways.num_ranks), FAST, Prices(**prices))
+    decided = {decision.node: decision.outputs[0] or "R" for decision in decisions}
+    return {placeholder(node).name: decided.get(node.name, "R") for node in step.placeholders(Role.PARAMETER)}
+
+
+class Chain(nn.Module):
+    """One matrix, and what random words say of its product."""
+
+    def __init__(self, words: tuple[str, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.words = words
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.weight
+        for word in self.words:
+            x = torch.relu(x) if word == "relu" else x + x
+        return x.sum()
+
+
+def counted_out(ways: ShardingWays) -> float:
+    """The least seconds of all combinations of rules, each value converted at once for all who ask alike."""
+    nodes = [*ways.placeholders, *ways.rules]
+    menus = [[Rule((p,), ()) for p in ways.placeholders[n]] if n in ways.placeholders else ways.rules[n] for n in nodes]
+    mesh = Mesh(model=ways.num_ranks)
+    costs = [[shared_seconds(n, r, mesh, FAST, Prices()) for r in menu] for n, menu in zip(nodes, menus, strict=True)]
+    least = float("inf")
+    for chosen in itertools.product(*(range(len(menu)) for menu in menus)):
+        rules = {node: menu[i] for node, menu, i in zip(nodes, menus, chosen, strict=True)}
+        seconds = sum(cost[i] for cost, i in zip(costs, chosen, strict=True))
+        seconds += sum(_conversions(ways, rules, mesh))
+        least = min(least, seconds)
+    return least
+
+
+def _conversions(ways: ShardingWays, rules: Mapping[fx.Node, Rule], mesh: Mesh) -> Iterator[float]:
+    asked: dict[fx.Node, set[Placement]] = {}
+    for node, rule in rules.items():
+        for source, placement in zip(read_tensors(node), rule.inputs, strict=True):
+            asked.setdefault(source, set()).add(placement)
+    step = ways.step
+    asked.setdefault(step.loss, set()).add(REPLICATED)
+    parameters = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
+    for name, gradient in step.gradients.items():
+        lies = rules[parameters[name]].outputs[0]
+        assert lies is not None
+        asked.setdefault(gradient, set()).add(SUM if lies == REPLICATED else lies)
+    for source, placements in asked.items():
+        given = rules[source].outputs[0]
+        assert given is not None
+        for placement in placements - {given}:
+            if isinstance(placement, Partial) and isinstance(given, Partial):
+                yield float("inf")
+            else:
+                yield conversion_seconds(source.meta["val"], given, placement, mesh, FAST)
+
+
+@pytest.mark.parametrize("words", [("relu",), ("double",)], ids=" ".join)
+def test_nothing_that_can_be_counted_out_is_cheaper(words: tuple[str, ...]) -> None:
+    step = captured(Chain(words), torch.randn(4, 8))
+    ways = sharding_ways(step, 2)
+    mesh, rules = Mesh(model=2), dict[fx.Node, Rule]()
+    decided = {d.node: d for d in decide_shardings(ways, mesh, FAST, Prices())}
+    for node in (*ways.placeholders, *ways.rules):
+        menu = [Rule((p,), ()) for p in ways.placeholders[node]] if node in ways.placeholders else ways.rules[node]
+        if node.name not in decided:
+            rules[node] = menu[0]
+            continue
+        decision = decided[node.name]
+        outputs = tuple(placement_of(text) if text else None for text in decision.outputs)
+        inputs = tuple(map(placement_of, decision.inputs))
+        rules[node] = next(rule for rule in menu if (rule.outputs, rule.inputs) == (outputs, inputs))
+    seconds = sum(shared_seconds(node, rule, mesh, FAST, Prices()) for node, rule in rules.items())
+    seconds += sum(_conversions(ways, rules, mesh))
+    assert seconds <= counted_out(ways) * 1.001
+
+
+def test_a_transformer_is_shared_by_columns_then_rows() -> None:
+    """Where parameters are pinned as Megatron has them, attention is by heads, with nothing exchanged around it."""
+    torch.manual_seed(0)
+    model = llama().to(torch.bfloat16)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    step = captured(model, input_ids=tokens, labels=tokens)
+    ways = sharding_ways(step, 2)
+    pins: dict[str, Placement] = {}
+    for node in step.placeholders(Role.PARAMETER):
+        name = placeholder(node).name
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")):
+            pins[name] = Sharded(0)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            pins[name] = Sharded(1)
+    decisions = {d.node: d for d in decide_shardings(ways, Mesh(model=2), FAST, Prices(), pins)}
+    attention = [decisions[n] for n in decisions if n.startswith("_scaled_dot_product_flash_attention_for_cpu")]
+    assert {d.outputs[0] for d in attention} == {"S1"}
+
+
+def test_heads_of_a_fused_projection_are_three_groups() -> None:
+    torch.manual_seed(0)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    step = captured(gpt2(), input_ids=tokens, labels=tokens)
+    ways = sharding_ways(step, 2)
+    weight = next(n for n in step.placeholders(Role.PARAMETER) if placeholder(n).name.endswith("attn.c_attn.weight"))
+    assert Sharded(1, 3) in ways.placeholders[ways.classes.first[weight]]
+
+
+def test_layers_that_are_alike_are_decided_once() -> None:
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    counts = []
+    for depth in (2, 6):
+        torch.manual_seed(0)
+        model = llama(num_hidden_layers=depth)
+        counts.append(len(sharding_ways(captured(model, input_ids=tokens, labels=tokens), 2).rules))
+    assert counts[0] == counts[1]
+
+
+def test_a_pin_that_cannot_be_met_is_refused() -> None:
+    step = captured(Chain(("relu",)), torch.randn(4, 8))
+    with pytest.raises(PlanError, match=r"expected weight to lie in one of R, S0, S1 on 2 ranks .* found S1/3"):
+        decide_shardings(sharding_ways(step, 2), Mesh(model=2), FAST, Prices(), {"weight": Sharded(1, 3)})
+
+
+def test_sizes_that_ranks_do_not_divide_stay_whole() -> None:
+    step = captured(Chain(("relu",)), torch.randn(4, 8))
+    assert placements_of(step, sharding_ways(step, 3)) == {"weight": "R"}
