@@ -50,16 +50,17 @@ class InPlace:
 def gathers_of_lasting_slices(step: StepGraph) -> list[fx.Node]:
     """The gathers of slices that stay as they are until every rank is done with what it has gathered of them."""
     order = step.positions()
-    # Where each reduction starts, and where it is awaited.
-    reductions = [
-        (order[node], order[next(iter(node.users))])
-        for node in step.calls()
-        if node.target is ops.reduce_scatter and tensors_of(node)[0].numel()
-    ]
+    # Where each reduction starts, and where it is awaited, by the axes whose ranks take part.
+    reductions: dict[object, list[tuple[int, int]]] = {}
+    for node in step.calls():
+        if node.target is ops.reduce_scatter and tensors_of(node)[0].numel():
+            span = order[node], order[next(iter(node.users))]
+            reductions.setdefault(node.kwargs.get("over"), []).append(span)
     lasting: list[fx.Node] = []
     for shard in step.placeholders(Role.SHARD):
         gathers = [user for user in shard.users if user.target is ops.all_gather]
-        if _last(shard, gathers, order, reductions):
+        axes = gathers[0].kwargs.get("over") if gathers else None
+        if _last(shard, gathers, order, reductions.get(axes, [])):
             lasting += gathers
     return lasting
 

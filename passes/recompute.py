@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.ir.aliasing import is_view, storage_bytes, storage_source, tensors_of
+from zerofx.ir.aliasing import aliased_input, is_view, storage_bytes, storage_source, tensors_of
 from zerofx.ir.edit import consumers, erase_unread
 from zerofx.ir.facts import (
     Origin,
@@ -44,6 +44,7 @@ from zerofx.ir.facts import (
     value,
 )
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.value_ops import VALUE_COLLECTIVES
 from zerofx.scheduler.analysis.saved_values import crossing_values, value_node
 from zerofx.scheduler.plan.plan import Plan
 
@@ -66,6 +67,8 @@ def recompute(step: StepGraph, dropped: frozenset[str], extra: frozenset[str]) -
         return
     saved = {node for node in crossing_values(step) if node.name not in dropped}
     saved |= {node for node in step.calls() if node.name in extra}
+    # What a collective gives is there once it has been awaited.
+    saved |= {user for node in saved if node.target in VALUE_COLLECTIVES for user in node.users}
     copies: dict[fx.Node, fx.Node] = {}
     backward = [node for node in step.calls() if origin(node).phase is Phase.BACKWARD]
     for reader in backward:
@@ -139,7 +142,13 @@ def _names_of(node: fx.Node) -> list[fx.Node]:
     aliases: set[fx.Node] = set()
     pending = [node]
     while pending:
-        views = [user for user in pending.pop().users if is_view(user) or user.target is operator.getitem]
+        source = pending.pop()
+        # A wait reads the buffer that a collective still reads too, and names what that gives.
+        views = [
+            user
+            for user in source.users
+            if user.target is operator.getitem or (is_view(user) and aliased_input(user) is source)
+        ]
         pending.extend(views)
         aliases.update(views)
     return sorted(aliases)

@@ -247,7 +247,12 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     gathered = [_bucket_gathered(node) for node in _parameter_gathers(step)]
     reduced = [node.args[1] for node in step.calls() if _is_reduction(node)]
     crossing = [node.args[1] for node in step.calls() if node.target in ops.REDUCTIONS and not _is_reduction(node)]
-    wanted = [decision.bucket for decision in plan.reduces for _ in (*decision.earlier, decision.wait_after)]
+    wanted = [
+        decision.bucket
+        for decision in plan.reduces
+        if plan.mesh.size(plan.buckets[decision.bucket].gathered_over) * plan.replicate > 1
+        for _ in (*decision.earlier, decision.wait_after)
+    ]
     offloaded = [
         f"{node.all_input_nodes[0].name} to {node.args[1]}"
         for node in step.calls()
@@ -282,7 +287,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     for what, carried_out, planned in (
         ("gathers buckets", gathered, [decision.bucket for decision in plan.gathers]),
         ("merges gathers with as many after them", launched, merged if plan.num_ranks > 1 else []),
-        ("reduces buckets", reduced, wanted if plan.num_ranks > 1 else []),
+        ("reduces buckets", reduced, wanted),
         ("sums across replicas", crossing, [r.bucket for r in plan.reduces if r.crossed_after != ""]),
         ("keeps states of buckets", sorted(placed), states),
         (

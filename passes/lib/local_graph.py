@@ -1,0 +1,174 @@
+"""One rank's graph, as it is written: calls of local sizes, and what brings a value from one placement to another.
+
+R -> S     index_select of this rank's part, by its number on the axis
+S -> R     gather_values, wait, and the ranks' parts put in their places
+S -> S     exchange_values: an all-to-all
+P -> R     all_reduce_values
+P -> S     reduce_scatter_values
+R -> P     the value on rank 0, zeros on the others
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.ir import ops, value_ops
+from zerofx.ir.facts import Origin, set_piece, tensor
+from zerofx.ir.graph import insert_call
+from zerofx.ir.sharding.rule import Rule
+from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Replicated, Sharded
+
+_aten = torch.ops.aten
+AXIS = "model"
+
+
+@dataclass
+class LocalGraph:
+    """Writes calls at the end of ``graph``; ``rank`` is the placeholder of this rank's number, int64 of shape [1].
+
+    ``where`` is the origin of what is written, ``piece`` its piece.
+    """
+
+    graph: fx.Graph
+    num_ranks: int
+    rank: fx.Node
+    where: Origin
+    piece: str | None = None
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = insert_call(self.graph, target, args, self.where, kwargs)
+        if self.piece is not None:
+            set_piece(node, self.piece)
+        return node
+
+    def all_reduced(self, node: fx.Node, reduction: str = "sum") -> fx.Node:
+        pending = self.call(value_ops.all_reduce_values, self._dense(node), reduction, self.num_ranks, over=AXIS)
+        return self.call(ops.wait, pending, node)
+
+    def converted(self, node: fx.Node, source: Placement, target: Placement) -> fx.Node:
+        """``node``, which lies as ``source``, as ``target``."""
+        if source == target:
+            return node
+        match source, target:
+            case Replicated(), Sharded():
+                return self._own_part(node, target)
+            case Sharded(), Replicated():
+                return self._gathered(node, source)
+            case Sharded(), Sharded():
+                return self._exchanged(node, source, target)
+            case Partial(), Replicated():
+                return self.all_reduced(node, source.reduction)
+            case Partial("sum"), Sharded():
+                return self._scattered(node, target)
+            case Partial(), Sharded():
+                return self._own_part(self.all_reduced(node, source.reduction), target)
+            case Replicated(), Partial("sum"):
+                return self._on_first_rank(node)
+            case Replicated(), Partial():
+                return node  # the largest, or smallest, of what is the same everywhere
+            case _, Partial():
+                return self.converted(self.converted(node, source, REPLICATED), REPLICATED, target)
+        raise AssertionError(f"{source} -> {target}: no such conversion")
+
+    def viewed(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        """``node`` under another shape: a view, or of a copy where its strides allow none."""
+        try:
+            tensor(node).view(shape)
+        except (RuntimeError, ValueError):  # torch's own word on strides
+            node = self._dense(node)
+        return self.call(_aten.view.default, node, shape)
+
+    def _dense(self, node: fx.Node) -> fx.Node:
+        if tensor(node).is_contiguous():
+            return node
+        return self.call(_aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    def _split(self, node: fx.Node, placement: Sharded) -> fx.Node:
+        """Dimension ``dim`` as groups, ranks, and what each rank has of each group."""
+        shape = list(tensor(node).shape)
+        size = shape[placement.dim] // (placement.groups * self.num_ranks)
+        shape[placement.dim : placement.dim + 1] = [placement.groups, self.num_ranks, size]
+        return self._shaped(node, shape)
+
+    def _shaped(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        if list(tensor(node).shape) == shape:
+            return node
+        return self.viewed(node, shape)
+
+    def _ranks_first(self, node: fx.Node, placement: Sharded) -> fx.Node:
+        """With a first dimension of ranks: each one's part along ``placement``, of its local shape."""
+        split, dim = self._split(node, placement), placement.dim
+        rank = len(tensor(split).shape)
+        order = [dim + 1, *(d for d in range(rank) if d != dim + 1)]
+        front = self.call(_aten.permute.default, split, order) if dim or placement.groups > 1 else split
+        shape = list(tensor(node).shape)
+        shape[dim] //= self.num_ranks
+        return self._shaped(front, [self.num_ranks, *shape])
+
+    def _from_ranks(self, parts: fx.Node, placement: Sharded) -> fx.Node:
+        """What ``_ranks_first`` made its result of."""
+        shape, dim = list(tensor(parts).shape[1:]), placement.dim
+        size = shape[dim] // placement.groups
+        grouped = self._shaped(parts, [self.num_ranks, *shape[:dim], placement.groups, size, *shape[dim + 1 :]])
+        rank = len(shape) + 2
+        order = [*range(1, dim + 2), 0, *range(dim + 2, rank)]
+        joined = self.call(_aten.permute.default, grouped, order) if dim or placement.groups > 1 else grouped
+        shape[dim] *= self.num_ranks
+        return self._shaped(joined, shape)
+
+    def _own_part(self, node: fx.Node, placement: Sharded) -> fx.Node:
+        picked = self.call(_aten.index_select.default, self._split(node, placement), placement.dim + 1, self.rank)
+        shape = list(tensor(node).shape)
+        shape[placement.dim] //= self.num_ranks
+        return self._shaped(picked, shape)
+
+    def _gathered(self, node: fx.Node, placement: Sharded) -> fx.Node:
+        part = self._dense(node)
+        pending = self.call(value_ops.gather_values, part, self.num_ranks, over=AXIS)
+        return self._from_ranks(self.call(ops.wait, pending, part), placement)
+
+    def _scattered(self, node: fx.Node, placement: Sharded) -> fx.Node:
+        parts = self._dense(self._ranks_first(node, placement))
+        pending = self.call(value_ops.reduce_scatter_values, parts, self.num_ranks, over=AXIS)
+        return self.call(ops.wait, pending, parts)
+
+    def _exchanged(self, node: fx.Node, source: Sharded, target: Sharded) -> fx.Node:
+        if source.dim == target.dim:  # other groups: whole first, as parts of parts would have to be named
+            return self._own_part(self._gathered(node, source), target)
+        parts = self._dense(self._ranks_first(node, target))
+        pending = self.call(value_ops.exchange_values, parts, self.num_ranks, over=AXIS)
+        return self._from_ranks(self.call(ops.wait, pending, parts), source)
+
+    def _on_first_rank(self, node: fx.Node) -> fx.Node:
+        others = self.call(_aten.ne.Scalar, self.rank, 0)
+        if not tensor(node).shape:
+            others = self.call(_aten.view.default, others, [])
+        return self.call(_aten.masked_fill.Scalar, node, others, 0)
+
+
+@dataclass
+class LocalCallOf:
+    """What a rule writes one rank's share of ``node`` with (``zerofx/ir/sharding/rule.py``)."""
+
+    node: fx.Node
+    rule: Rule
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    graph: LocalGraph
+
+    @property
+    def num_ranks(self) -> int:
+        return self.graph.num_ranks
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.graph.call(target, *args, **kwargs)
+
+    def rank(self) -> fx.Node:
+        return self.graph.rank
+
+    def all_reduced(self, node: fx.Node, reduction: str = "sum") -> fx.Node:
+        return self.graph.all_reduced(node, reduction)

@@ -1,0 +1,77 @@
+"""Make the views that collectives on values read where they start.
+
+    v = view(x, [2, 4, 8])                          v = part(x, [2, 4, 8], [32, 8, 1], 0)
+    sum = reduce_scatter_values(v, 2)        ->     sum = reduce_scatter_values(v, 2)
+    s = wait(sum, v)                                s = wait(sum, v)
+
+A view costs nothing inside a region, which makes it again; what the runtime is given it must have. Views of parameters
+are views of buckets by now.
+
+Does not handle: other events, whose arguments are whole values by the time that passes put them in.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zerofx.ir import ops, value_ops
+from zerofx.ir.aliasing import is_view
+from zerofx.ir.facts import Role, origin, placeholder, tensor
+from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.scheduler.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Make the views that collectives on values read where they start."""
+
+    name: str = "parts"
+
+    def run(self, step: StepGraph, plan: Plan) -> None:
+        for node in list(step.calls()):
+            if node.target in value_ops.VALUE_COLLECTIVES:
+                _give_part(step, node)
+
+
+def _give_part(step: StepGraph, started: fx.Node) -> None:
+    (read,) = started.all_input_nodes
+    if not is_view(read) or read.target in ops.EVENTS:
+        return
+    owner, fake = _made(read), tensor(read)
+    offset = int(fake.storage_offset())
+    if _is_parameter(owner):
+        # What was made of a parameter is of its own memory, which by now is a part of a bucket's.
+        (full, _, _, first) = owner.args
+        assert isinstance(full, fx.Node) and isinstance(first, int)
+        offset = first if read is owner else first + offset
+        owner = full
+    else:
+        offset -= int(tensor(owner).storage_offset())
+    with step.graph.inserting_before(started):
+        args = (owner, list(fake.shape), list(fake.stride()), offset)
+        part = insert_call(step.graph, ops.part, args, origin(started), fake=fake)
+    for reader in (started, *started.users):
+        reader.replace_input_with(read, part)
+
+
+def _made(view: fx.Node) -> fx.Node:
+    """What a view is of that the runtime has by itself: what an operator or an event gave, or a parameter."""
+    node = view
+    while node.target not in ops.EVENTS and is_view(node) and not _is_parameter(node):
+        (source,) = node.all_input_nodes
+        if node.target is operator.getitem and not is_view(source):
+            break
+        node = source
+    return node
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    """Whether a node is a parameter as a view of its bucket (``passes/shard.py``)."""
+    if node.target is not torch.ops.aten.as_strided.default:
+        return False
+    (full, *_) = node.all_input_nodes
+    return full.target is ops.wait or (full.op == "placeholder" and placeholder(full).role is Role.FULL)

@@ -1,0 +1,232 @@
+"""Turn the captured graph, of whole values, into one rank's, whose values lie on the model axis as decided.
+
+    y = mm(x, w)            x lies whole, w by columns:     y = mm(x, w_columns)             # S1: this rank's columns
+    z = mm(y, v)            v by rows:                      z = mm(y, v_rows)                # P: parts that add up
+    r = add(z, x)           r lies by rows:                 sum = reduce_scatter_values(view(z, ...), 2, "model")
+                                                            s = wait(sum); r = add(s, index_select(x, ...))
+
+Every call is given what it reads as its decision says (``passes/lib/local_graph.py`` has the conversions); a conversion
+serves all readers that ask for it, in forward and in backward, unless the decision about the value has backward's made
+again. Sizes in a call's arguments become local ones. A call without a decision is done by every rank. A parameter
+becomes this rank's part of it, and its gradient lies as it does, or, where every rank has the parameter, is left as
+parts that add up over the axis.
+
+Does not handle: sizes that the ranks do not divide, which no decision shards; draws on whole values, which differ from
+rank to rank.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.errors import PlanError
+from zerofx.ir.facts import Phase, Placeholder, Role, origin, piece_of, placeholder, set_placeholder, set_value, tensor
+from zerofx.ir.graph import ParameterInfo, StepGraph
+from zerofx.ir.operators.operator import OperatorKind
+from zerofx.ir.operators.table import facts_of
+from zerofx.ir.sharding.rule import Rule, outputs_of
+from zerofx.ir.sharding.rules import replicated, rule_for
+from zerofx.passes.lib.local_graph import LocalCallOf, LocalGraph
+from zerofx.scheduler.plan.decisions import ShardingDecision
+from zerofx.scheduler.plan.placements import REPLICATED, SUM, Placement, Replicated, Sharded, local_shape, placement_of
+from zerofx.torch_private.operators import schema_of
+from zerofx.torch_private.tensors import beside
+
+_SIZES = frozenset({"size", "input_size", "input_sizes", "shape"})  # arguments that have the shape of the result
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Turn the captured graph, of whole values, into one rank's."""
+
+    shardings: tuple[ShardingDecision, ...]
+    num_parts: int
+    name: str = "partition"
+
+    def run(self, step: StepGraph) -> None:
+        partition(step, self.shardings, self.num_parts)
+
+
+def partition(step: StepGraph, shardings: tuple[ShardingDecision, ...], num_parts: int) -> None:
+    """Rewrite ``step`` in place for one of ``num_parts`` ranks.
+
+    Raises:
+        PlanError: a decision is about a node that the graph has not, or is none that its operator allows.
+    """
+    decided = {decision.node: decision for decision in shardings}
+    missing = decided.keys() - step.by_name().keys()
+    if missing:
+        raise PlanError(f"the plan shards {min(missing)}, which this graph has not; make the plan anew for this model")
+    with beside(tensor(step.loss)):
+        _Partitioning(step, decided, num_parts).run()
+
+
+class _Partitioning:
+    """The graph of one rank as it is written, and where the values of the whole graph are in it."""
+
+    def __init__(self, step: StepGraph, decided: Mapping[str, ShardingDecision], num_parts: int) -> None:
+        self._step, self._decided, self._num_parts = step, decided, num_parts
+        self._graph, self._names = fx.Graph(), dict[fx.Node, str]()
+        self._results: dict[fx.Node, tuple[Any, Rule]] = {}  # of calls: a node, or a tuple of nodes
+        self._values: dict[fx.Node, tuple[fx.Node, Placement]] = {}
+        self._converted: dict[tuple[fx.Node, Placement, Phase | None], fx.Node] = {}
+
+    def run(self) -> None:
+        step = self._step
+        for node in step.placeholders():
+            self._place(node)
+        rank = self._graph.placeholder("model_rank")
+        set_value(rank, step.fake((1,), torch.int64))
+        set_placeholder(rank, Placeholder(Role.RANK, "model"))
+        for node in step.graph.nodes:
+            local = LocalGraph(self._graph, self._num_parts, rank, origin(node), piece_of(node))
+            if node.target is operator.getitem:
+                self._pick(node, local)
+            elif node.op == "call_function":
+                self._call(node, local)
+            elif node.op == "output":
+                self._graph.output(self._outputs(local))
+        self._name_nodes()
+        parameters = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
+        step.parameters = tuple(
+            self._part(info, parameters[info.name]) if info.name in parameters else info for info in step.parameters
+        )
+        step.graph = self._graph
+        step.shardings = tuple(self._decided.values())
+
+    def _name_nodes(self) -> None:
+        """Nodes of the whole graph keep their names; those that are put in have ones that it has not."""
+        taken, numbers = {node.name for node in self._step.graph.nodes}, Counter[str]()
+        for node in self._graph.nodes:
+            if node in self._names or node.op == "output":
+                node.name = self._names.get(node, node.name)
+                continue
+            called = node.target
+            base = "model_" + called.__name__.partition(".")[0] if callable(called) else node.name
+            name = base
+            while name in taken:
+                numbers[base] += 1
+                name = f"{base}_{numbers[base]}"
+            taken.add(name)
+            node.name = name
+
+    def _place(self, node: fx.Node) -> None:
+        """A placeholder: a parameter as it is decided, all else whole."""
+        decision = self._decided.get(node.name)
+        (text,) = ("R",) if decision is None else decision.outputs
+        placement = placement_of(text or "R")
+        local = self._graph.placeholder(node.name)
+        self._keep_facts(local, node)
+        if isinstance(placement, Sharded):
+            whole = tensor(node)
+            part = whole.narrow(placement.dim, 0, whole.shape[placement.dim] // self._num_parts)
+            set_value(local, torch.empty_like(part))
+        else:
+            set_value(local, node.meta["val"])
+        self._values[node] = local, placement
+
+    def _keep_facts(self, local: fx.Node, node: fx.Node) -> None:
+        local.meta.update({name: fact for name, fact in node.meta.items() if name != "val"})
+        self._names[local] = node.name
+
+    def _pick(self, node: fx.Node, local: LocalGraph) -> None:
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        results, rule = self._results[source]
+        placement = rule.outputs[index]
+        assert placement is not None, node
+        picked = results[index] if isinstance(results, tuple) else local.call(operator.getitem, results, index)
+        self._keep_facts(picked, node)
+        self._values[node] = picked, placement
+
+    def _call(self, node: fx.Node, local: LocalGraph) -> None:
+        rule = self._rule(node)
+        read = iter(rule.inputs)
+
+        def given(source: fx.Node) -> fx.Node:
+            return self._as(source, next(read), local)
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), given)
+        results = (rule.local or _same_call)(LocalCallOf(node, rule, args, dict(kwargs), local))
+        self._results[node] = results, rule
+        self._check(node, results, rule)
+        if isinstance(results, fx.Node):
+            self._keep_facts(results, node)
+            if isinstance(node.meta["val"], torch.Tensor):
+                assert rule.outputs[0] is not None
+                self._values[node] = results, rule.outputs[0]
+
+    def _check(self, node: fx.Node, results: Any, rule: Rule) -> None:
+        local = outputs_of(results) if isinstance(results, fx.Node) else tuple(map(tensor, results))
+        for whole, part, placement in zip(outputs_of(node), local, rule.outputs, strict=True):
+            if whole is not None and part is not None and placement is not None:
+                expected = local_shape(tuple(whole.shape), placement, self._num_parts)
+                assert tuple(part.shape) == expected, f"{node.format_node()} as {rule}: {tuple(part.shape)}, {expected}"
+
+    def _rule(self, node: fx.Node) -> Rule:
+        decision = self._decided.get(node.name)
+        if decision is None:
+            return replicated(node)
+        outputs = tuple(None if text is None else placement_of(text) for text in decision.outputs)
+        rule = rule_for(node, outputs, tuple(map(placement_of, decision.inputs)), self._num_parts)
+        if rule is None:
+            raise PlanError(
+                f"expected a way to share {node.name} ({node.target}) among {self._num_parts} ranks, found {decision}; "
+                f"make the plan anew for this model"
+            )
+        return rule
+
+    def _as(self, source: fx.Node, target: Placement, local: LocalGraph) -> fx.Node:
+        """A value of the whole graph as a reader at the end of the local one asks for it."""
+        node, placement = self._values[source]
+        if placement == target:
+            return node
+        decision = self._decided.get(source.name)
+        again = decision is not None and str(target) in decision.again
+        key = (source, target, local.where.phase if again else None)
+        if key not in self._converted:
+            self._converted[key] = local.converted(node, placement, target)
+        return self._converted[key]
+
+    def _outputs(self, local: LocalGraph) -> tuple[Any, ...]:
+        """The step's results: whole, but gradients, which lie as their parameters, or add up where these are whole."""
+        step = self._step
+        parameters = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
+        gradients = [self._values[parameters[name]][1] for name in step.gradient_names]
+        asked = [SUM if isinstance(placement, Replicated) else placement for placement in gradients]
+        outputs = step.output.args[0]
+        assert isinstance(outputs, tuple)
+        whole = [REPLICATED] * (len(outputs) - len(asked))
+        return tuple(
+            self._as(node, placement, local) for node, placement in zip(outputs, [*whole, *asked], strict=True)
+        )
+
+    def _part(self, info: ParameterInfo, node: fx.Node) -> ParameterInfo:
+        local, placement = self._values[node]
+        if not isinstance(placement, Sharded):
+            return info
+        fake = tensor(local)
+        return replace(info, shape=tuple(fake.shape), stride=fake.stride(), part=placement, num_parts=self._num_parts)
+
+
+def _same_call(rank: LocalCallOf) -> fx.Node:
+    """The call itself, with local sizes in the place of the result's."""
+    node, args, kwargs = rank.node, list(rank.args), dict(rank.kwargs)
+    whole, placement = outputs_of(node)[0], rank.rule.outputs[0]
+    if isinstance(placement, Sharded) and whole is not None:
+        shape = list(local_shape(tuple(whole.shape), placement, rank.num_ranks))
+        for position, argument in enumerate(schema_of(node.target).arguments):  # type: ignore[arg-type]  # an operator
+            if argument.name in _SIZES and position < len(args):
+                args[position] = shape
+            elif argument.name in _SIZES and argument.name in kwargs:
+                kwargs[argument.name] = shape
+    if facts_of(node.target).kind is OperatorKind.RESHAPE:
+        return rank.graph.viewed(args[0], args[1])
+    return rank.call(node.target, *args, **kwargs)

@@ -1,0 +1,139 @@
+"""One rank's graph: whatever way each call is shared in, ranks together compute what the whole graph does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.lib.models.cases import CASES, batches
+from tests.lib.virtual_ranks import feeds_of, part_of, run
+from zerofx.capture.trace import Batch, capture
+from zerofx.errors import PlanError
+from zerofx.ir import ops
+from zerofx.ir.facts import Role, placeholder
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.sharding.rule import Rule
+from zerofx.passes.prepare.partition import partition
+from zerofx.passes.prepare.simplify import simplify
+from zerofx.scheduler.analysis.sharding_ways import sharding_ways
+from zerofx.scheduler.plan.decisions import ShardingDecision
+from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, placement_of
+
+MODELS = ("gpt", "llama", "gpt2", "bert", "t5", "vit", "qwen3 next", "llama masked", "image layers", "torch layers")
+
+
+def captured(name: str) -> tuple[nn.Module, Batch, StepGraph]:
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.model()
+    batch = Batch.of(*next(batches(case, 0, 1)))
+    step = capture(model, batch, loss_fn=case.loss_fn)
+    simplify(step)
+    return model, batch, step
+
+
+def drawn(step: StepGraph, num_ranks: int, draw: random.Random) -> tuple[ShardingDecision, ...]:
+    """Any placement for each parameter, and any rule for each call."""
+    ways = sharding_ways(step, num_ranks)
+    decisions: list[ShardingDecision] = []
+    for node, placements in ways.placeholders.items():
+        placement = draw.choice(placements)
+        decisions += [ShardingDecision(member.name, (str(placement),)) for member in ways.classes.members[node]]
+    for node, rules in ways.rules.items():
+        # What parts add up to is no largest element of others: such parts are only made, and then reduced.
+        rule = draw.choice([rule for rule in rules if not any(_is_extreme(p) for p in rule.inputs)])
+        decisions += [decision(member.name, rule) for member in ways.classes.members[node]]
+    return tuple(decisions)
+
+
+def _is_extreme(placement: Placement) -> bool:
+    return isinstance(placement, Partial) and placement.reduction != "sum"
+
+
+def decision(name: str, rule: Rule) -> ShardingDecision:
+    outputs = tuple(None if placement is None else str(placement) for placement in rule.outputs)
+    return ShardingDecision(name, outputs, tuple(map(str, rule.inputs)))
+
+
+def compare(
+    model: nn.Module, batch: Batch, step: StepGraph, decisions: Iterable[ShardingDecision], num_ranks: int
+) -> None:
+    """Partition ``step``, run it on all ranks, and compare what each gives with its part of the whole graph's."""
+    feeds, placements = feeds_of(step, model, batch), {d.node: placement_of(d.outputs[0] or "R") for d in decisions}
+    (whole,) = run(step.graph, [feeds])
+    nodes = {placeholder(node).name: node.name for node in step.placeholders(Role.PARAMETER)}
+    gradients = [placements.get(nodes[name], REPLICATED) for name in step.gradient_names]
+    partition(step, tuple(decisions), num_ranks)
+    step.graph.lint()
+    results = run(step.graph, [_of_rank(feeds, placements, rank, num_ranks) for rank in range(num_ranks)])
+    num_values = len(whole) - len(gradients)
+    for index, expected in enumerate(whole[:num_values]):
+        for result in results:
+            torch.testing.assert_close(result[index], expected, rtol=1e-4, atol=1e-5)
+    for index, placement in enumerate(gradients, num_values):
+        parts = [result[index] for result in results]
+        if placement == REPLICATED:  # left as parts that add up
+            torch.testing.assert_close(sum(parts), whole[index], rtol=1e-3, atol=1e-5)
+            continue
+        for rank, part in enumerate(parts):
+            torch.testing.assert_close(part, part_of(whole[index], placement, rank, num_ranks), rtol=1e-3, atol=1e-5)
+
+
+def _of_rank(
+    feeds: Mapping[str, Tensor], placements: Mapping[str, Placement], rank: int, num_ranks: int
+) -> dict[str, Tensor]:
+    parts = {n: part_of(t, placements.get(n, REPLICATED), rank, num_ranks).contiguous() for n, t in feeds.items()}
+    return {**parts, "model_rank": torch.tensor([rank])}
+
+
+@pytest.mark.parametrize("name", MODELS[:3])
+def test_any_way_to_share_each_call_gives_the_whole_graphs_values(name: str) -> None:
+    model, batch, step = captured(name)
+    compare(model, batch, step, drawn(step, 2, random.Random(name)), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_many_ways_to_share_each_call_give_the_whole_graphs_values(name: str, num_ranks: int, seed: int) -> None:
+    model, batch, step = captured(name)
+    compare(model, batch, step, drawn(step, num_ranks, random.Random(seed)), num_ranks)
+
+
+def test_nothing_is_shared_without_decisions() -> None:
+    model, batch, step = captured("gpt")
+    before = [node.name for node in step.calls()]
+    compare(model, batch, step, (), 2)
+    added = [node for node in step.calls() if node.name not in before]
+    assert not [node for node in step.calls() if node.target is ops.wait]
+    # Gradients of whole parameters are left as parts that add up: here the first rank has them.
+    assert {str(node.target) for node in added} <= {"aten.ne.Scalar", "aten.masked_fill.Scalar"}
+
+
+def test_a_parameter_is_this_ranks_part_of_it() -> None:
+    _, _, step = captured("gpt")
+    node = next(node for node in step.placeholders(Role.PARAMETER) if node.meta["val"].shape[0] % 2 == 0)
+    rows = node.meta["val"].shape[0]
+    info = next(info for info in step.parameters if info.name == placeholder(node).name)
+    partition(step, (ShardingDecision(node.name, ("S0",)),), 2)
+    part = next(part for part in step.parameters if part.name == info.name)
+    assert part.shape == (rows // 2, *info.shape[1:])
+    assert (part.part, part.num_parts) == (placement_of("S0"), 2)
+
+
+def test_a_decision_about_a_node_that_there_is_not_is_refused() -> None:
+    _, _, step = captured("gpt")
+    with pytest.raises(PlanError, match="shards nowhere, which this graph has not"):
+        partition(step, (ShardingDecision("nowhere", ("S0",), ("S0",)),), 2)
+
+
+def test_a_way_that_an_operator_has_not_is_refused() -> None:
+    _, _, step = captured("gpt")
+    product = next(node for node in step.calls() if node.target is torch.ops.aten.mm.default)
+    with pytest.raises(PlanError, match="expected a way to share"):
+        partition(step, (ShardingDecision(product.name, ("S0",), ("S1", "S1")),), 2)
