@@ -129,7 +129,7 @@ def compile(
             what they are computed in.
         state_dtype: ``"bf16"`` stores the optimizer's states so between steps, and computes with them in the dtype of
             the masters; None stores them as the optimizer has them.
-        mesh: the axes that ranks lie along, outer to inner ``replicate`` and ``shard``, by numbers of ranks
+        mesh: the axes that ranks lie along, outer to inner ``replicate``, ``shard`` and ``model``, by numbers of ranks
             (``{"replicate": 2, "shard": 4}``) or a ``DeviceMesh`` with these names; None for all along ``shard``.
         states_over: ``"mesh"`` for optimizer states in parts of slices, one on each replica, ``"shard"`` for slices
             that every replica has, ``"auto"`` for what is faster.

@@ -33,15 +33,10 @@ def checked_states(states_over: StatesOver) -> StatesOver:
 def checked_mesh(given: object, wire: Wire) -> Mesh | None:
     """The mesh that is asked for, if there is one, with axes that a step can have."""
     mesh = mesh_of(given)
-    if mesh is not None and mesh.replicate > 1 and wire != "exact":
+    if mesh is not None and (mesh.replicate > 1 or mesh.model > 1) and wire != "exact":
         raise UsageError(
-            f"expected wire='exact' on a mesh of several replicas, found wire={wire!r} on {mesh}: what is sent in few "
+            f"expected wire='exact' on a mesh of several axes, found wire={wire!r} on {mesh}: what is sent in few "
             f"bits, or from second shards, knows nodes on one axis; give all ranks to 'shard', or leave wire out"
-        )
-    if mesh is not None and mesh.model > 1:
-        raise UsageError(
-            f"expected one rank on the axis 'model' of a mesh, found {mesh.model}: no computation is shared by several "
-            f"ranks yet; give their number to 'shard' or 'replicate'"
         )
     return mesh
 

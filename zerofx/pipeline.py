@@ -31,8 +31,10 @@ from zerofx.passes.gradients import Gradients
 from zerofx.passes.in_place import InPlace
 from zerofx.passes.merge import Merge
 from zerofx.passes.offload import Offload
+from zerofx.passes.parts import Parts
 from zerofx.passes.prefetch import Prefetch
 from zerofx.passes.prepare.accumulate import Accumulate
+from zerofx.passes.prepare.partition import Partition
 from zerofx.passes.prepare.scale_loss import ScaleLoss
 from zerofx.passes.prepare.simplify import Simplify
 from zerofx.passes.prepare.slice import Slice
@@ -45,7 +47,7 @@ from zerofx.passes.verify import verify
 from zerofx.passes.wire.gathers import QuantiseGathers
 from zerofx.passes.wire.reductions import QuantiseReductions
 from zerofx.scheduler.cost.liveness import liveness
-from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.scheduler.plan.decisions import ShardingDecision, SliceDecision
 from zerofx.scheduler.plan.orders import Decisions, options_of, with_options
 from zerofx.scheduler.plan.pipeline_text import PassText
 from zerofx.scheduler.plan.plan import Plan
@@ -92,6 +94,10 @@ PREPARE = (
     Listed(Simplify, optional=True),  # nodes that only autograd needed
     # Backward begins with the loss's scale.
     Listed(ScaleLoss, when=lambda plan, _: plan.loss_scaled),
+    # Whole values become one rank's, where the ranks of the model axis share the computation.
+    Listed(
+        Partition, {"shardings": ("node", "outputs", "inputs", "again", "parameter")}, lambda plan, _: plan.model > 1
+    ),
     # Huge parameters a slice at a time.
     Listed(Slice, {"slices": ("parameter", "num_slices")}, lambda plan, _: plan.slices),
     # Micro-batches one after the other.
@@ -137,6 +143,8 @@ PLAN = (
     Listed(QuantiseGathers, {"wires": ("bucket", "gather", "second_shard")}, lambda plan, _: plan.wires),
     Listed(QuantiseReductions, {"wires": ("reduce", "hop_after")}, lambda plan, _: plan.wires),
     Listed(GuardLoss, when=lambda _, guarded: guarded),  # no update where a loss is not finite, if that is asked for
+    # Views that collectives on values read.
+    Listed(Parts, when=lambda plan, _: plan.model > 1),
     # Gathers that ranks of one host need not copy.
     Listed(InPlace, when=lambda plan, _: plan.gathers and plan.num_ranks > plan.replicate == 1, optional=True),
 )
@@ -163,20 +171,28 @@ def run_preparations(
     done: Collection[str] = (),
     *,
     loss_scaled: bool = False,
+    shardings: tuple[ShardingDecision, ...] = (),
+    num_parts: int = 1,
 ) -> None:
     """Run the preparations but those ``done`` on a captured graph, in place.
 
     ``slices`` are parameters to take in slices, ``divided`` the batch tensors that micro-batches divide.
-    ``loss_scaled``: whether backward begins with a scale.
+    ``loss_scaled``: whether backward begins with a scale. ``shardings``: how the ``num_parts`` ranks of the model axis
+    share the graph.
 
     Raises:
         PlanError: a parameter cannot be worked with in the slices that are asked for.
     """
-    left_out = {*settings.disable, *done, *([] if loss_scaled else [ScaleLoss.name])}
+    left_out = {*settings.disable, *done}
+    left_out |= {*([] if loss_scaled else [ScaleLoss.name]), *([] if num_parts > 1 else [Partition.name])}
     for listed in PREPARE:
         if listed.name not in left_out:
             one: Preparation = listed.made(
-                slices=slices, num_micro_batches=num_micro_batches, divided=frozenset(divided)
+                slices=slices,
+                num_micro_batches=num_micro_batches,
+                divided=frozenset(divided),
+                shardings=shardings,
+                num_parts=num_parts,
             )
             one.run(step)
 

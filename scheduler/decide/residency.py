@@ -142,6 +142,7 @@ def decide(
         gradients=gradients,
         tiles=tiles,
         slices=step.slices,
+        shardings=step.shardings,
         memory_budget=memory_budget,
         max_grad_norm=max_grad_norm,
         loss_scaled=loss_scaled,

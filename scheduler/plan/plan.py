@@ -17,6 +17,7 @@ from zerofx.scheduler.plan.decisions import (
     PieceDecision,
     RecomputeDecision,
     ReduceDecision,
+    ShardingDecision,
     SliceDecision,
     StateDecision,
     TileDecision,
@@ -57,6 +58,7 @@ class Plan:
     pieces: tuple[PieceDecision, ...] = ()
     tiles: tuple[TileDecision, ...] = ()
     slices: tuple[SliceDecision, ...] = ()
+    shardings: tuple[ShardingDecision, ...] = ()
     offloads: tuple[OffloadDecision, ...] = ()
     states: tuple[StateDecision, ...] = ()
     parameters: tuple[ParameterDecision, ...] = ()

@@ -19,7 +19,7 @@ from zerofx.ir.batch import Batch, micro_batch
 from zerofx.ir.graph import StepGraph, Strides
 from zerofx.options import STOPPING, CompileOptions
 from zerofx.pipeline import run_preparations
-from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.scheduler.plan.decisions import ShardingDecision, SliceDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
 
@@ -51,6 +51,8 @@ class Captures:
         self._recorded: dict[int, Recorded] = {}
         self.candidates: Sequence[int] = _candidates(batch, options)
         self.slices: tuple[SliceDecision, ...] = ()
+        self.shardings: tuple[ShardingDecision, ...] = ()
+        self.num_parts = 1
 
     def sliced(self, slices: tuple[SliceDecision, ...]) -> Captures:
         """The same step with parameters in slices.
@@ -61,6 +63,16 @@ class Captures:
         sliced = copy.copy(self)
         sliced.slices, sliced._unrolled = slices, {}
         return sliced
+
+    def shared(self, shardings: tuple[ShardingDecision, ...], num_parts: int) -> Captures:
+        """The same step as one of ``num_parts`` ranks of the model axis runs it.
+
+        Raises:
+            PlanError: a decision is about something that the graph has not.
+        """
+        shared = copy.copy(self)
+        shared.shardings, shared.num_parts, shared._unrolled = shardings, num_parts, {}
+        return shared
 
     def recorded(self) -> Recorded | None:
         """What the forward does, and the place of its graph in the cache.
@@ -107,16 +119,26 @@ class Captures:
             CaptureError: the model cannot be captured.
         """
         if num_micro_batches not in self._unrolled:
-            if num_micro_batches not in self._captured:
-                self._captured[num_micro_batches] = self._capture(num_micro_batches)
-            step = self._captured[num_micro_batches]
-            if self.slices or num_micro_batches > 1:
+            step = self.of_one(num_micro_batches)
+            if self.slices or num_micro_batches > 1 or self.num_parts > 1:
                 step = step.clone()
                 divided = self.divided(num_micro_batches)
-                run_preparations(step, self._settings, self.slices, num_micro_batches, divided, done={"simplify"})
+                run_preparations(
+                    step, self._settings, self.slices, num_micro_batches, divided, done={"simplify"},
+                    shardings=self.shardings, num_parts=self.num_parts,
+                )  # fmt: skip
             step.guarded = self.guarded
             self._unrolled[num_micro_batches] = step
         return self._unrolled[num_micro_batches]
+
+    def of_one(self, num_micro_batches: int) -> StepGraph:
+        """The captured step of one of so many micro-batches, of whole values, which is not to be edited.
+
+        Raises: as ``graph``.
+        """
+        if num_micro_batches not in self._captured:
+            self._captured[num_micro_batches] = self._capture(num_micro_batches)
+        return self._captured[num_micro_batches]
 
     @property
     def guarded(self) -> bool:

@@ -21,6 +21,7 @@ from zerofx.driver.captures import Captures
 from zerofx.driver.garbage import collecting_recent_garbage_only
 from zerofx.driver.given_plan import check_budget, check_graph, check_host_budget
 from zerofx.driver.prepared import Earlier, Prepared, Request, agree_on_graph, prepare
+from zerofx.driver.sharing import check_batches, share_computation
 from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, ZeroFXError, working
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
@@ -70,6 +71,8 @@ def _built(request: Request, earlier: Earlier | None, control: Control) -> Built
         loaded = step_cache.load(request, captures, recalled, control)
         if loaded is not None:
             return Built(loaded, recalled.step.layout, recalled.binding, recalled.programs)
+    check_batches(request.batch, request.mesh, control.gather)
+    captures = share_computation(request, captures, earlier, control.share)
     prepared = control.attempt("capture a step", lambda: prepare(request, captures, earlier))
     prepared.agree(control)
     with working("plan, emit and load a step"):

@@ -21,6 +21,7 @@ from zerofx.lowering.load import StepProgram
 from zerofx.runtime.state.arguments import StepArguments
 from zerofx.scheduler.cost.liveness import MemoryEvent
 from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.scheduler.plan.placements import Sharded, placement_of
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import RegionMemory
 from zerofx.torch_private.capture import fake_mode
@@ -143,9 +144,12 @@ def read_layout(data: list[Any]) -> BucketLayout:
 
 def _bucket_data(bucket: Bucket) -> list[Any]:
     slots = [
-        [slot.name, slot.shape, slot.stride, slot.offset, slot.numel, slot.whole, slot.first_row, slot.is_complex]
+        [
+            slot.name, slot.shape, slot.stride, slot.offset, slot.numel, slot.whole, slot.first_row, slot.is_complex,
+            None if slot.part is None else str(slot.part), slot.num_parts,
+        ]
         for slot in bucket.slots
-    ]
+    ]  # fmt: skip
     dtypes = [encoded(dtype) for dtype in (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype, bucket.state_dtype)]
     axes = [bucket.gathered_over, bucket.states_over, bucket.crossed_over]
     return [bucket.index, bucket.name, bucket.unit, bucket.group, *dtypes, slots, bucket.shard_numel, axes]
@@ -154,8 +158,17 @@ def _bucket_data(bucket: Bucket) -> list[Any]:
 def _bucket_of(data: list[Any], mesh: Mesh) -> Bucket:
     index, name, unit, group, *named, slots, shard_numel, axes = data
     dtype, compute_dtype, reduce_dtype, state_dtype = map(decoded, named)
-    of_bucket = tuple(Slot(source, tuple(shape), tuple(stride), *rest) for source, shape, stride, *rest in slots)
+    of_bucket = tuple(map(_slot_of, slots))
     return Bucket(
         index, name, unit, group, dtype, compute_dtype, reduce_dtype, state_dtype, of_bucket, shard_numel, mesh,
         *map(tuple, axes),
+    )  # fmt: skip
+
+
+def _slot_of(data: list[Any]) -> Slot:
+    name, shape, stride, offset, numel, whole, first_row, is_complex, part, num_parts = data
+    placement = None if part is None else placement_of(part)
+    assert placement is None or isinstance(placement, Sharded)
+    return Slot(
+        name, tuple(shape), tuple(stride), offset, numel, whole, first_row, is_complex, placement, num_parts
     )  # fmt: skip

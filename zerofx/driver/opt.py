@@ -95,7 +95,10 @@ def rewrite(saved: SavedGraph, passes: Sequence[PassText], plan: Plan | None, sa
 
 def _run(listed: Listed, step: StepGraph, saved: SavedGraph, layout: BucketLayout | None, plan: Plan) -> None:
     if listed in PREPARE:
-        preparation = listed.made(slices=plan.slices, num_micro_batches=plan.num_micro_batches, divided=saved.divided)
+        preparation = listed.made(
+            slices=plan.slices, num_micro_batches=plan.num_micro_batches, divided=saved.divided,
+            shardings=plan.shardings, num_parts=plan.model,
+        )  # fmt: skip
         preparation.run(step)
         return
     assert layout is not None, "passes of a plan have one"

@@ -21,6 +21,7 @@ from zerofx.driver.driver import lower_step
 from zerofx.driver.garbage import collecting_recent_garbage_only
 from zerofx.driver.prepared import Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
+from zerofx.driver.sharing import share_computation
 from zerofx.errors import UsageError, working
 from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
@@ -264,7 +265,8 @@ def plan_captured(captured: CapturedStep, mesh: Mesh, *, verbose: bool = True) -
 def _planned(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedStep:
     options, machine = captured.request.options, captured.machine.for_ranks(mesh.num_ranks)
     request = replace(captured.request, mesh=mesh, machine=machine, verbose=verbose)
-    prepared = prepare(request, captured.captures)
+    captures = share_computation(request, captured.captures, None, lambda _purpose, decide: decide())
+    prepared = prepare(request, captures)
     target = Target.of(
         machine, options, request.settings, prepared.captured.device, on_cpu=machine.is_cpu, verbose=verbose
     )

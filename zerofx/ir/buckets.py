@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import ParameterInfo, StepGraph
-from zerofx.scheduler.plan.mesh import SHARD, Axes, Mesh
+from zerofx.scheduler.plan.mesh import MODEL, SHARD, Axes, Mesh
+from zerofx.scheduler.plan.placements import Sharded
 from zerofx.scheduler.plan.units import unit_of
 
 ALIGNMENT_BYTES = 64
@@ -32,6 +33,8 @@ class Slot:
 
     A complex parameter is one of real numbers here, with a last dimension of 2 (``torch.view_as_real``).
     Of a slice, ``whole`` is the name of the model's parameter, and ``first_row`` where it begins in dimension 0.
+    Of a parameter that lies along ``part`` on ``num_parts`` ranks of the model axis, shape and stride are those of one
+    part, here that with the number ``part_index``.
     """
 
     name: str
@@ -42,6 +45,9 @@ class Slot:
     whole: str | None = None
     first_row: int = 0
     is_complex: bool = False
+    part: Sharded | None = None
+    num_parts: int = 1
+    part_index: int = field(default=0, compare=False, repr=False)
 
     @property
     def source(self) -> str:
@@ -49,9 +55,23 @@ class Slot:
         return self.whole or self.name
 
     @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter of which one part on the model axis lies here."""
+        if self.part is None:
+            return self.shape
+        dim = self.part.dim
+        return *self.shape[:dim], self.shape[dim] * self.num_parts, *self.shape[dim + 1 :]
+
+    @property
     def shown_stride(self) -> tuple[int, ...]:
-        """The stride that the model's own parameter has here."""
-        return tuple(elements // 2 for elements in self.stride[:-1]) if self.is_complex else self.stride
+        """The stride that the model's own parameter has here; of one in parts, whole, with dimensions in that order."""
+        stride = self.stride
+        if self.part is not None:
+            elements, strides = 1, dict[int, int]()
+            for dim in sorted(range(len(self.shape)), key=lambda d: (self.stride[d], self.shape[d])):
+                strides[dim], elements = elements, elements * self.whole_shape[dim]
+            stride = tuple(strides[dim] for dim in range(len(self.shape)))
+        return tuple(elements // 2 for elements in stride[:-1]) if self.is_complex else stride
 
     @property
     def num_rows(self) -> int:
@@ -59,9 +79,26 @@ class Slot:
         return self.shape[0] if len(self.shape) > self.is_complex else 1
 
     def box(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of ``tensor``, which has the shape of the model's parameter, that lies here; a view."""
+        """The part of ``tensor``, which has the shape of the model's parameter, that lies here; a view.
+
+        Where it is in several groups along a dimension, the view has a dimension of groups before that.
+        """
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return tensor if self.whole is None else tensor.narrow(0, self.first_row, self.shape[0])
+        tensor = tensor if self.whole is None else tensor.narrow(0, self.first_row, self.whole_shape[0])
+        if self.part is None:
+            return tensor
+        dim, groups = self.part.dim, self.part.groups
+        split = tensor.unflatten(dim, (groups, self.num_parts, self.shape[dim] // groups))
+        own: torch.Tensor = split.select(dim + 1, self.part_index)
+        return own.squeeze(dim) if groups == 1 else own
+
+    def boxed(self, own: torch.Tensor) -> torch.Tensor:
+        """What lies here, of the slot's shape, as ``box`` has it: a view."""
+        if self.part is None or self.part.groups == 1:
+            return own
+        each = self.shape[self.part.dim] // self.part.groups
+        split: torch.Tensor = own.unflatten(self.part.dim, (self.part.groups, each))
+        return split
 
     def view(self, full: torch.Tensor) -> torch.Tensor:
         """The parameter as a view of the flat buffer ``full`` of shape ``[bucket.numel]``."""
@@ -247,7 +284,7 @@ class BucketLayout:
     @property
     def groups(self) -> tuple[Axes, ...]:
         """The axes that the collectives of a step run over, without those of one rank, in an order of their own."""
-        sets = {self.mesh.world}
+        sets: set[Axes] = {self.mesh.world, *([MODEL] if self.mesh.model > 1 else [])}
         for bucket in self.buckets:
             sets |= {bucket.mesh.occupied(axes) for axes in (bucket.gathered_over, bucket.crossed_over)} - {()}
         return tuple(sorted(sets))
@@ -256,6 +293,20 @@ class BucketLayout:
     def has_slices(self) -> bool:
         """Whether some parameter lies in several buckets."""
         return any(bucket.is_slice for bucket in self.buckets)
+
+    @property
+    def has_model_parts(self) -> bool:
+        """Whether some parameter lies in parts on the model axis."""
+        return any(slot.part is not None for bucket in self.buckets for slot in bucket.slots)
+
+    def of_rank(self, rank: int) -> BucketLayout:
+        """The layout with the parts of parameters that a rank has."""
+        index = self.mesh.place(rank, "model")
+        buckets = (
+            replace(bucket, slots=tuple(replace(slot, part_index=index) for slot in bucket.slots))
+            for bucket in self.buckets
+        )
+        return replace(self, buckets=tuple(buckets))
 
     def slot_of(self, name: str) -> tuple[Bucket, Slot]:
         """The bucket and slot of the parameter called ``name``."""
@@ -320,7 +371,7 @@ def make_layout(
     """
     units = frozenset(units)
     unit_starts = sorted(_first_use_of_units(parameters, units, first_use).values())
-    members: dict[tuple[str, int, int | None, torch.dtype, torch.dtype, str], list[ParameterInfo]] = {}
+    members: dict[tuple[str, int, int | None, torch.dtype, torch.dtype, str, bool], list[ParameterInfo]] = {}
     for info in parameters:
         unit = unit_of(info.name, units)
         gap = -1
@@ -328,12 +379,15 @@ def make_layout(
             position = first_use.get(info.name)
             gap = len(unit_starts) + 1 if position is None else sum(start <= position for start in unit_starts)
         of_slice = info.name if info.whole is not None else ""
-        key = (unit, gap, groups.get(info.source), info.dtype, info.compute_dtype, of_slice)
+        on_model = info.part is not None
+        key = (unit, gap, groups.get(info.source), info.dtype, info.compute_dtype, of_slice, on_model)
         members.setdefault(key, []).append(info)
     order = sorted(members, key=lambda key: min(first_use.get(p.name, len(first_use) * 1_000) for p in members[key]))
-    buckets, crossed, gathered = [], mesh.occupied(("replicate",)), mesh.along(SHARD)
+    buckets, crossed = [], mesh.occupied(("replicate",))
     for index, key in enumerate(order):
-        unit, gap, group, dtype, compute_dtype, of_slice = key
+        unit, gap, group, dtype, compute_dtype, of_slice, on_model = key
+        # Ranks of the model axis share what they all have of parameters as those of the shard axis do.
+        gathered = mesh.along(SHARD if on_model else (*SHARD, *MODEL))
         slots, shard_numel = _place(members[key], compute_dtype, mesh.size(gathered), mesh.size(crossed), block)
         name = of_slice or unit or _common_name([p.name for p in members[key]])
         unit = of_slice or unit or f"loose.{gap}"
@@ -382,6 +436,8 @@ def _place(
                 info.whole,
                 info.first_row,
                 info.is_complex,
+                info.part,
+                info.num_parts,
             )
         )
         offset += _round_up(info.numel, align)

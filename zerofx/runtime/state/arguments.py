@@ -46,6 +46,8 @@ def state_tensors(
             tensors[name] = step.constants[facts.name]
         elif facts.role is Role.OUTSIDE:
             tensors[name] = outside.tensor(facts.name)
+        elif facts.role is Role.RANK:
+            tensors[name] = state.number_along(facts.name)
         elif facts.role is Role.LOSS_SCALE:
             assert scaler is not None, "a step whose loss is scaled has a scale"
             tensors[name] = scaler.tensor(getattr(torch, facts.name), state.device)

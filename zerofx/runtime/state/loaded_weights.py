@@ -175,6 +175,9 @@ class LoadedWeights:
         return elements
 
     def _read(self, name: str, slot: Slot, first: int, last: int) -> torch.Tensor:
+        if slot.part is not None:
+            whole = self._files.rows(name, 0, slot.whole_shape[0])
+            return in_order_of(slot, slot.box(whole).reshape(slot.shape))[first:last]
         rows, begin = slot.num_rows, slot.first_row
         if slot.stride != torch.empty(slot.shape, device="meta").stride():
             return in_order_of(slot, self._files.rows(name, begin, begin + rows))[first:last]

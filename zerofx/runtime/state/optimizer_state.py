@@ -72,7 +72,7 @@ class OptimizerState:
                 parameter = self._state.parameter(slot.source)
                 held = self._optimizer.state.get(parameter, {}) if slot.first_row else {}
                 for name, whole in flat.items():
-                    mine = slot.shown(whole)
+                    mine = self._state.shown(slot, whole)
                     if slot.whole is None:
                         entry[name] = mine.clone()
                         continue
@@ -126,7 +126,7 @@ class OptimizerState:
             for name, values in states.flat.items():
                 whole = torch.zeros(bucket.numel, dtype=values[0].dtype.to_real(), device=self._state.device)
                 for slot, value in zip(bucket.slots, values, strict=True):
-                    slot.view(whole).copy_(slot.box(value))
+                    slot.boxed(slot.view(whole)).copy_(slot.box(value))
                 self._state.set_flat(bucket, name, self._state.slice(bucket, whole).clone())
             mine.present = states.present
 

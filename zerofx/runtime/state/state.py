@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.weights import Weights, whole_bucket
 from zerofx.runtime.tiers.tiers import Stored, Tiers
 from zerofx.scheduler.plan.decisions import StateDecision
-from zerofx.scheduler.plan.mesh import Axes
+from zerofx.scheduler.plan.mesh import AXES, MODEL, Axes
 from zerofx.scheduler.plan.plan import Plan
 
 
@@ -28,7 +29,7 @@ class TrainingState:
     def __init__(
         self, model: nn.Module, layout: BucketLayout, stage: int, communicators: Communicators, tiers: Tiers
     ) -> None:
-        self.layout = layout
+        self.layout = layout.of_rank(communicators.world.rank if communicators.world is not None else 0)
         self.stage = stage
         self.model = model
         self.device = tiers.device
@@ -48,7 +49,7 @@ class TrainingState:
     def resident(self) -> bool:
         """Whether the model's parameters are whole, in their own dtype, on the device."""
         on_device = all(state.tier == DEVICE and not state.delayed for state in self.buckets)
-        in_place = on_device and not self.layout.has_slices
+        in_place = on_device and not self.layout.has_slices and not self.layout.has_model_parts
         are_whole = not any(bucket.is_gathered(self.stage) for bucket in self.layout.buckets)
         return are_whole and in_place and not any(bucket.has_master for bucket in self.layout.buckets)
 
@@ -66,6 +67,11 @@ class TrainingState:
             if not self._place_bucket(plan, bucket, self.buckets[-1]):
                 self._share(bucket, self.buckets[-1])
         self.hide_parameters()
+
+    def number_along(self, axis: str) -> torch.Tensor:
+        """This rank's number on an axis of the mesh: int64, shape [1], on the device."""
+        (known,) = (known for known in AXES if known == axis)
+        return torch.tensor([self.layout.mesh.place(self._rank, known)], device=self.device)
 
     def place(self, plan: Plan) -> bool:
         """Have parameters, master copies and optimizer states where ``plan`` says.
@@ -229,7 +235,7 @@ class TrainingState:
             for slot in bucket.slots:
                 tensor = self._tensors[slot.source]
                 if slot.whole is None:
-                    tensor.data = slot.shown(whole)
+                    tensor.data = self.shown(slot, whole)
                     continue
                 if slot.first_row == 0:
                     tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
@@ -266,6 +272,21 @@ class TrainingState:
                 if size > 1:
                     stored = self._gather_into(stored.new_empty(stored.numel() * size), stored, axes)
         return stored
+
+    def shown(self, slot: Slot, full: torch.Tensor) -> torch.Tensor:
+        """A parameter, or a state of it, of the model's shape, from the flat tensor ``[bucket.numel]`` that it lies in.
+
+        Collective for one that lies in parts on the model axis; else a view.
+        """
+        if slot.part is None:
+            return slot.shown(full)
+        own = slot.view(full).reshape(-1)
+        parts = self._gather_into(own.new_empty(slot.num_parts * own.numel()), own, MODEL)
+        whole = own.new_empty(slot.whole_shape)
+        for index, part in enumerate(parts.view(slot.num_parts, *slot.shape)):
+            place = replace(slot, part_index=index)
+            place.box(whole).copy_(place.boxed(part))
+        return torch.view_as_complex(whole) if slot.is_complex else whole
 
     def slice(self, bucket: Bucket, whole: torch.Tensor) -> torch.Tensor:
         """What this rank updates of a flat tensor ``[bucket.numel]``; a view, or all of it where all hold it whole."""

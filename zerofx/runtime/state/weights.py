@@ -47,7 +47,8 @@ class ModelWeights:
         self._one_by_one = any(control.gather(deferred, "take the model over"))
 
     def flat(self, bucket: Bucket, start: int, stop: int) -> torch.Tensor:
-        if not self._one_by_one:
+        in_parts = any(slot.part is not None for slot in bucket.slots)
+        if not self._one_by_one and not in_parts:
             whole = whole_bucket(bucket, self._tensors, self._device)
             self._broadcast(whole)
             return whole if stop - start == bucket.numel else whole[start:stop].clone()
@@ -56,16 +57,24 @@ class ModelWeights:
             purpose = f"make the values of {slot.name}"
             values = self._control.attempt(purpose, partial(self._made, bucket, slot))
             self._broadcast(values)
+            if slot.part is not None:
+                values = in_order_of(slot, slot.box(values).reshape(slot.shape))
             copy_overlap(part, start, values, slot.offset)
             del values  # before the next parameter's are made
         return part
 
     def _made(self, bucket: Bucket, slot: Slot) -> torch.Tensor:
-        """A parameter's values ``[slot.numel]`` as they lie in the bucket; only rank 0's matter."""
+        """A parameter's values ``[slot.numel]`` as they lie in the bucket; only rank 0's matter.
+
+        Of one that lies in parts on the model axis all of it, in its own shape: ranks pick their parts.
+        """
         if self._transport is not None and self._transport.rank != 0:
-            return torch.empty(slot.numel, dtype=bucket.dtype, device=self._device)
+            shape = (slot.numel,) if slot.part is None else slot.whole_shape
+            return torch.empty(shape, dtype=bucket.dtype, device=self._device)
         tensor = self._tensors[slot.source]
         values = tensor.materialise() if isinstance(tensor, DeferredTensor) else tensor.detach()
+        if slot.part is not None:
+            return (torch.view_as_real(values) if values.is_complex() else values).contiguous()
         # A slice of what was made lies in memory of its own, which the rest does not have to share.
         part = slot.box(values)
         return in_order_of(slot, part.clone() if part is not values else values)
@@ -80,7 +89,7 @@ def whole_bucket(bucket: Bucket, tensors: Mapping[str, torch.Tensor], device: to
     whole = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
     with torch.no_grad():
         for slot in bucket.slots:
-            slot.view(whole).copy_(slot.box(tensors[slot.source]))
+            slot.boxed(slot.view(whole)).copy_(slot.box(tensors[slot.source]))
     return whole
 
 

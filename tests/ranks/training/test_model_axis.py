@@ -1,0 +1,171 @@
+"""Ranks that share one computation: the values of one process, whatever else is planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import nn
+
+import zerofx
+from tests.lib.distributed import run_ranks
+from tests.lib.models import CASES, batches
+from tests.lib.training import Trained, build, differences, without_key_biases, world
+from zerofx import Machine, RankMismatchError, UsageError
+from zerofx.scheduler.cost.machine import Link
+
+# Its links cost next to nothing and its memory is slow, so that whatever can be shared is.
+SHARING = replace(
+    (cpu := Machine.named("cpu")),
+    intra_node=Link(bandwidth=1e15, latency=1e-13),
+    device=replace(cpu.device, memory_bandwidth=cpu.device.memory_bandwidth / 100),
+)
+MODELS = ("gpt", "gpt2", "llama", "llama masked", "bert", "vit", "t5", "qwen3 next", "batchnorm", "image layers")
+
+
+def one_process(name: str, num_data: int, steps: int, max_grad_norm: float | None = None) -> Trained:
+    """Training on the batches of ``num_data`` ranks by their average, as one process does it."""
+    case = CASES[name]
+    model = build(case)
+    optimizer = case.optimizer(model)
+    losses = []
+    for given in zip(*(batches(case, rank, steps) for rank in range(num_data)), strict=True):
+        optimizer.zero_grad()
+        each = []
+        for args, kwargs in given:
+            outputs = model(*args, **kwargs)
+            loss = case.loss_fn(outputs, *args) if case.loss_fn is not None else case.loss(outputs)
+            (loss / num_data).backward()
+            each.append(loss.detach())
+        if max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+        losses.append(each[world()[0] * num_data // world()[1]])
+    return Trained(losses, {name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+
+def shared(name: str, mesh: dict[str, int], stage: int, steps: int, **options: Any) -> tuple[Trained, list[str]]:
+    """Training with zerofx, and the placements that the plan gives to parameters and other values."""
+    case, (rank, _) = CASES[name], world()
+    model = build(case)
+    options = {"backend": "eager", "machine": SHARING, **options}
+    step = zerofx.compile(model, case.optimizer(model), stage, loss_fn=case.loss_fn, mesh=mesh, **options)
+    losses = [step(*args, **kwargs).clone() for args, kwargs in batches(case, rank // mesh.get("model", 1), steps)]
+    placements = {text for sharding in step.plan.shardings for text in sharding.outputs if text is not None}
+    trained = Trained(losses, step.full_state_dict())
+    step.close()
+    return trained, sorted(placements)
+
+
+def compared(names: list[str], mesh: dict[str, int], runs: dict[str, dict[str, Any]], steps: int) -> dict[str, Any]:
+    """What is unlike one process, what unlike the first run to the bit, and where nothing was shared."""
+    num_data = world()[1] // mesh.get("model", 1)
+    wrong: dict[str, Any] = {}
+    for name in names:
+        expected, first = _without_noise(one_process(name, num_data, steps)), list[Trained]()
+        for label, options in runs.items():
+            trained, placements = shared(name, mesh, steps=steps, **options)
+            first = first or [trained]
+            wrong[f"{name}, {label}, far off"] = differences(expected, _without_noise(trained), 2e-5)
+            wrong[f"{name}, {label}, another bit"] = differences(first[0], trained)
+            wrong[f"{name}, {label}, not shared"] = [] if {"S0", "S1"} <= set(placements) else placements
+    return {what: lines for what, lines in wrong.items() if lines}
+
+
+def _without_noise(trained: Trained) -> Trained:
+    """Without what has no gradient but rounding, which Adam divides by itself: biases of keys, and before norms."""
+    trained = without_key_biases(trained)
+    noise = ("key.bias", "k_proj.bias", "c_attn.bias", "qkv.bias", "in_proj_bias")
+    return replace(trained, state={name: t for name, t in trained.state.items() if not name.endswith(noise)})
+
+
+RUNS: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in range(4)}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "nothing again": {"stage": 3},
+    "all again": {"stage": 3, "recompute": "full"},
+    "nothing ahead": {"stage": 3, "prefetch": 0},
+}
+
+
+def test_two_ranks_share_a_model() -> None:
+    runs = {label: RUNS[label] for label in ("stage 0", "stage 3")}
+    for rank, wrong in enumerate(run_ranks(compared, 2, ["gpt", "llama"], {"model": 2}, runs, 3)):
+        assert wrong == {}, f"rank {rank}"
+
+
+def test_plans_that_move_and_compute_again_have_the_same_bits() -> None:
+    for rank, wrong in enumerate(run_ranks(compared, 2, ["gpt"], {"model": 2}, WAYS, 2)):
+        assert wrong == {}, f"rank {rank}"
+
+
+def _clipped() -> list[str]:
+    """What is unlike one process where gradients are clipped: each is counted once, wherever it lies."""
+    trained, _ = shared("stack", {"model": 2}, 3, 3, max_grad_norm=0.1)
+    return differences(one_process("stack", 1, 3, max_grad_norm=0.1), trained, 2e-5)
+
+
+def test_the_norm_of_gradients_counts_each_once() -> None:
+    assert run_ranks(_clipped, 2) == [[], []]
+
+
+def test_a_plan_says_what_lies_in_parts() -> None:
+    case = CASES["gpt"]
+    model = build(case)
+    ((args, _),) = batches(case, 0, 1)
+    planned = zerofx.plan(model, case.optimizer(model), args, machine=SHARING, mesh={"model": 2}, backend="eager")
+    plan = planned.plan
+    assert "shared by 2 ranks of the model axis" in str(plan)
+    assert "  layers.*.mlp.out.weight x 3: in parts along dimension 0" in str(plan)
+    assert "lies in parts along dimension 0 on 2 ranks of the model axis" in plan.why("layers.1.mlp.out.weight")
+    assert zerofx.Plan.from_json(plan.to_json()) == plan
+    assert any(row.op == "gather_values" for row in planned.schedule().rows)
+
+
+def _refused() -> list[str]:
+    """What is said where ranks that share a computation are given other batches, and of checkpoints."""
+    case, (rank, _) = CASES["stack"], world()
+    said = []
+    for own, save in ((rank, False), (0, True)):
+        model = build(case)
+        step = zerofx.compile(model, case.optimizer(model), mesh={"model": 2}, backend="eager", machine=SHARING)
+        ((args, _),) = batches(case, own, 1)
+        try:
+            step(*args)
+            if save:
+                step.save_checkpoint("nowhere")
+        except (RankMismatchError, UsageError) as error:
+            said.append(str(error))
+        step.close()
+    return said
+
+
+def test_other_batches_and_checkpoints_are_refused_on_all_ranks() -> None:
+    for other_batch, checkpoint in run_ranks(_refused, 2):
+        assert "expected the same batch on ranks 0, 1, which share one computation (mesh model 2)" in other_batch
+        assert "found parts of them on the mesh's axis 'model', of which no checkpoint can be made" in checkpoint
+
+
+def test_random_numbers_are_refused_before_anything_is_planned() -> None:
+    case = CASES["dropout"]
+    model = build(case)
+    ((args, _),) = batches(case, 0, 1)
+    with pytest.raises(UsageError, match=r"expected a step without random numbers .* set dropout to 0"):
+        zerofx.plan(model, case.optimizer(model), args, machine=SHARING, mesh={"model": 2})
+
+
+def test_two_ranks_share_each_of_two_slices() -> None:
+    runs = {label: RUNS[label] for label in ("stage 1", "stage 3")}
+    for rank, wrong in enumerate(run_ranks(compared, 4, ["gpt"], {"shard": 2, "model": 2}, runs, 3)):
+        assert wrong == {}, f"rank {rank}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mesh", [{"model": 2}, {"model": 4}, {"shard": 2, "model": 2}], ids=str)
+def test_ranks_share_every_model(mesh: dict[str, int], name: str) -> None:
+    num_ranks = mesh["model"] * mesh.get("shard", 1)
+    for rank, wrong in enumerate(run_ranks(compared, num_ranks, [name], mesh, RUNS, 3)):
+        assert wrong == {}, f"rank {rank}"

@@ -1,0 +1,117 @@
+"""How the ranks of the model axis share a step's computation: decided on rank 0, the same on all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+
+import torch
+import xxhash
+from torch import Tensor
+
+from zerofx.driver.captures import Captures
+from zerofx.driver.prepared import Earlier, Request
+from zerofx.errors import RankMismatchError, UsageError
+from zerofx.ir.batch import Batch
+from zerofx.ir.facts import is_random, source_line
+from zerofx.ir.text import target_name
+from zerofx.progress import watched
+from zerofx.scheduler.analysis.sharding_ways import sharding_ways
+from zerofx.scheduler.cost.sharing import Prices
+from zerofx.scheduler.decide.shardings import decide_shardings
+from zerofx.scheduler.plan.decisions import ShardingDecision
+from zerofx.scheduler.plan.json_format import typed
+from zerofx.scheduler.plan.mesh import MODEL, Mesh
+from zerofx.scheduler.plan.placements import REPLICATED, Placement
+from zerofx.scheduler.plan.plan import Plan
+
+Everywhere = Callable[[str, Callable[[], str]], str]
+"""What rank 0 says, on all ranks: ``Control.share``."""
+
+
+def share_computation(
+    request: Request, captures: Captures, earlier: Earlier | None, everywhere: Everywhere
+) -> Captures:
+    """The step as one rank of the model axis runs it; ``captures`` where there is no such axis.
+
+    Raises:
+        PlanError: no way to share it was found.
+        UsageError: the number of micro-batches is left to the plan.
+    """
+    num_parts = request.mesh.model
+    if num_parts == 1:
+        return captures
+    _check_draws(captures)
+    if len(captures.candidates) > 1:
+        raise UsageError(
+            f"expected accumulate to be a number where the mesh has an axis 'model', found "
+            f"accumulate={request.options.accumulate!r}: say how many micro-batches there are"
+        )
+    shardings = everywhere(
+        "share how ranks share the computation", lambda: _written(_decided(request, captures, earlier))
+    )
+    return captures.shared(_read(shardings), num_parts)
+
+
+def check_batches(
+    batch: Batch, mesh: Mesh, gather: Callable[[Mapping[str, str], str], Sequence[Mapping[str, str]]]
+) -> None:
+    """See that the ranks that share a computation are given the same batch; ``gather``: ``Control.gather``. Collective.
+
+    Raises:
+        RankMismatchError: two of them are not, on all ranks; says which, and in what.
+    """
+    if mesh.model == 1:
+        return
+    hashes = gather({name: _hash(t) for name, t in zip(batch.names, batch.tensors, strict=True)}, "compare batches")
+    for members in mesh.groups(MODEL):
+        for rank in members[1:]:
+            unlike = [name for name, value in hashes[rank].items() if hashes[members[0]].get(name) != value]
+            if unlike:
+                raise RankMismatchError(
+                    f"expected the same batch on ranks {', '.join(map(str, members))}, which share one computation "
+                    f"(mesh {mesh}), found other values of {', '.join(unlike)} on rank {rank} than on rank "
+                    f"{members[0]}: give each group of the axis 'model' one batch, as a DistributedSampler with "
+                    f"num_replicas={mesh.num_ranks // mesh.model} and rank=rank // {mesh.model} does"
+                )
+
+
+def _hash(tensor: Tensor) -> str:
+    dense = tensor.detach().cpu().contiguous()
+    return xxhash.xxh3_64_hexdigest(dense.reshape(-1).view(torch.uint8).numpy().tobytes()) if dense.numel() else ""
+
+
+def _check_draws(captures: Captures) -> None:
+    """Raises:
+    UsageError: the step draws random numbers: ranks would have to draw alike for what all of them have.
+    """
+    for node in captures.of_one(captures.candidates[0]).calls():
+        if is_random(node):
+            raise UsageError(
+                f"expected a step without random numbers where the mesh has an axis 'model', found {node.name} "
+                f"({target_name(node)}) {source_line(node)}: set dropout to 0, or leave the axis out"
+            )
+
+
+def _decided(request: Request, captures: Captures, earlier: Earlier | None) -> tuple[ShardingDecision, ...]:
+    if isinstance(request.options.plan, Plan):
+        return request.options.plan.shardings
+    mesh = request.mesh
+    with watched("sharing the computation", show=request.verbose):
+        ways = sharding_ways(captures.of_one(captures.candidates[0]), mesh.model)
+        return decide_shardings(ways, mesh, request.machine, Prices(), _placements(earlier) if earlier else {})
+
+
+def _placements(earlier: Earlier) -> Mapping[str, Placement]:
+    """How the parameters of a model that has been taken over lie."""
+    slots = (slot for bucket in earlier.layout.buckets for slot in bucket.slots)
+    return {slot.name: REPLICATED if slot.part is None else slot.part for slot in slots}
+
+
+def _written(shardings: tuple[ShardingDecision, ...]) -> str:
+    return json.dumps([asdict(decision) for decision in shardings])
+
+
+def _read(text: str) -> tuple[ShardingDecision, ...]:
+    return tuple(typed(ShardingDecision, item) for item in json.loads(text))
