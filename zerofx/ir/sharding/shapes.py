@@ -70,25 +70,21 @@ def without_dims(node: fx.Node) -> list[Pattern]:
 def picked(node: fx.Node) -> list[Pattern]:
     """One place of a dimension, or all of them one by one."""
     rank = len(_source_shape(node))
-    dim = dims_of(node, argument(node, 2 if _name(node) == "select_backward" else 1, "dim", 0), rank)[0]
+    dim = dims_of(node, argument(node, 1, "dim", 0), rank)[0]
     left = [d for d in range(rank) if d != dim]
     return [*along(node, enumerate(left)), linear(node)]
 
 
-def put_back(node: fx.Node) -> list[Pattern]:
-    """A place of a dimension, the others zero (``select_backward``)."""
-    rank = len(value(node).shape)
-    dim = dims_of(node, argument(node, 2, "dim"), rank)[0]
-    left = [d for d in range(rank) if d != dim]
-    return [*along(node, [(d, number) for number, d in enumerate(left)]), linear(node)]
+def put_along(index: int) -> PatternsOf:
+    """Of what is put along a dimension of its own, given as an argument: tensors, or one among zeros."""
 
+    def patterns(node: fx.Node) -> list[Pattern]:
+        rank = len(value(node).shape)
+        dim = dims_of(node, argument(node, index, "dim", 0), rank)[0]
+        left = [d for d in range(rank) if d != dim]
+        return [*along(node, [(d, number) for number, d in enumerate(left)]), linear(node)]
 
-def stacked(node: fx.Node) -> list[Pattern]:
-    """Of tensors that are put along a dimension of their own."""
-    rank = len(value(node).shape)
-    dim = dims_of(node, argument(node, 1, "dim", 0), rank)[0]
-    left = [d for d in range(rank) if d != dim]
-    return [*along(node, [(d, number) for number, d in enumerate(left)]), linear(node)]
+    return patterns
 
 
 def cut_along(index: int, default: int = 0) -> PatternsOf:
@@ -221,8 +217,8 @@ PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(
         "squeeze": without_dims,
         "select": picked,
         "unbind": picked,
-        "select_backward": put_back,
-        "stack": stacked,
+        "select_backward": put_along(2),
+        "stack": put_along(1),
         "slice": cut_along(1),
         "slice_backward": cut_along(2),
         "cat": joined_dims,
