@@ -14,12 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofx.errors import UsageError
-from zerofx.ir.batch import Batch
+from zerofx.ir.batch import Batch, hash_of
 from zerofx.torch_private.tensors import version_of
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -66,8 +65,7 @@ class ConstantArguments:
         version = None if tensor.is_inference() else version_of(tensor)
         known = self._hashes.get(tensor)
         if version is None or known is None or known[0] != version:
-            data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            known = self._hashes[tensor] = version, xxhash.xxh3_128_hexdigest(data)
+            known = self._hashes[tensor] = version, hash_of(tensor)
         digest: str = known[1]
         return digest
 

@@ -6,14 +6,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
-import torch
-import xxhash
-from torch import Tensor
-
 from zerofx.driver.captures import Captures
 from zerofx.driver.prepared import Earlier, Request
 from zerofx.errors import RankMismatchError, UsageError
-from zerofx.ir.batch import Batch
+from zerofx.ir.batch import Batch, hash_of
 from zerofx.ir.facts import is_random, source_line
 from zerofx.ir.text import target_name
 from zerofx.progress import watched
@@ -64,7 +60,7 @@ def check_batches(
     """
     if mesh.model == 1:
         return
-    hashes = gather({name: _hash(t) for name, t in zip(batch.names, batch.tensors, strict=True)}, "compare batches")
+    hashes = gather({name: hash_of(t) for name, t in zip(batch.names, batch.tensors, strict=True)}, "compare batches")
     for members in mesh.groups(MODEL):
         for rank in members[1:]:
             unlike = [name for name, value in hashes[rank].items() if hashes[members[0]].get(name) != value]
@@ -75,11 +71,6 @@ def check_batches(
                     f"{members[0]}: give each group of the axis 'model' one batch, as a DistributedSampler with "
                     f"num_replicas={mesh.num_ranks // mesh.model} and rank=rank // {mesh.model} does"
                 )
-
-
-def _hash(tensor: Tensor) -> str:
-    dense = tensor.detach().cpu().contiguous()
-    return xxhash.xxh3_64_hexdigest(dense.reshape(-1).view(torch.uint8).numpy().tobytes()) if dense.numel() else ""
 
 
 def _check_draws(captures: Captures) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from zerofx.errors import UsageError
 from zerofx.torch_private.operators import pytree
@@ -249,3 +250,9 @@ def _text(static: Any) -> str:
 def _describe(tensor: torch.Tensor) -> str:
     stride = "" if tensor.is_contiguous() else f" stride {list(tensor.stride())}"
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{stride} on {tensor.device.type}"
+
+
+def hash_of(tensor: torch.Tensor) -> str:
+    """A hash (XXH3, 128 bits) of a tensor's values."""
+    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return str(xxhash.xxh3_128_hexdigest(data))
