@@ -60,8 +60,16 @@ class ModelWeights:
             if slot.part is not None:
                 values = in_order_of(slot, slot.box(values).reshape(slot.shape))
             copy_overlap(part, start, values, slot.offset)
-            del values  # before the next parameter's are made
+            if self._transport is not None and self._is_made(slot):
+                # Before the next parameter's are made. A thread of gloo may hold the tensor for a moment longer.
+                values.untyped_storage().resize_(0)
+            del values
         return part
+
+    def _is_made(self, slot: Slot) -> bool:
+        """Whether what ``_made`` gives is nobody else's memory."""
+        of_others = self._transport is not None and self._transport.rank != 0
+        return of_others or isinstance(self._tensors[slot.source], DeferredTensor)
 
     def _made(self, bucket: Bucket, slot: Slot) -> torch.Tensor:
         """A parameter's values ``[slot.numel]`` as they lie in the bucket; only rank 0's matter.
