@@ -34,6 +34,7 @@ from zerofx.passes.offload import Offload
 from zerofx.passes.parts import Parts
 from zerofx.passes.prefetch import Prefetch
 from zerofx.passes.prepare.accumulate import Accumulate
+from zerofx.passes.prepare.overlap import Overlap
 from zerofx.passes.prepare.partition import Partition
 from zerofx.passes.prepare.scale_loss import ScaleLoss
 from zerofx.passes.prepare.simplify import Simplify
@@ -47,7 +48,7 @@ from zerofx.passes.verify import verify
 from zerofx.passes.wire.gathers import QuantiseGathers
 from zerofx.passes.wire.reductions import QuantiseReductions
 from zerofx.scheduler.cost.liveness import liveness
-from zerofx.scheduler.plan.decisions import ShardingDecision, SliceDecision
+from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision
 from zerofx.scheduler.plan.orders import Decisions, options_of, with_options
 from zerofx.scheduler.plan.pipeline_text import PassText
 from zerofx.scheduler.plan.plan import Plan
@@ -98,6 +99,8 @@ PREPARE = (
     Listed(
         Partition, {"shardings": ("node", "outputs", "inputs", "again", "parameter")}, lambda plan, _: plan.model > 1
     ),
+    # What collectives on those values overlap with.
+    Listed(Overlap, {"overlaps": ("before", "nodes")}, lambda plan, _: plan.model > 1),
     # Huge parameters a slice at a time.
     Listed(Slice, {"slices": ("parameter", "num_slices")}, lambda plan, _: plan.slices),
     # Micro-batches one after the other.
@@ -172,19 +175,20 @@ def run_preparations(
     *,
     loss_scaled: bool = False,
     shardings: tuple[ShardingDecision, ...] = (),
+    overlaps: tuple[OverlapDecision, ...] = (),
     num_parts: int = 1,
 ) -> None:
     """Run the preparations but those ``done`` on a captured graph, in place.
 
     ``slices`` are parameters to take in slices, ``divided`` the batch tensors that micro-batches divide.
     ``loss_scaled``: whether backward begins with a scale. ``shardings``: how the ``num_parts`` ranks of the model axis
-    share the graph.
+    share the graph, ``overlaps`` what stands elsewhere there.
 
     Raises:
         PlanError: a parameter cannot be worked with in the slices that are asked for.
     """
     left_out = {*settings.disable, *done}
-    left_out |= {*([] if loss_scaled else [ScaleLoss.name]), *([] if num_parts > 1 else [Partition.name])}
+    left_out |= {*([] if loss_scaled else [ScaleLoss.name]), *([] if num_parts > 1 else [Partition.name, Overlap.name])}
     for listed in PREPARE:
         if listed.name not in left_out:
             one: Preparation = listed.made(
@@ -192,6 +196,7 @@ def run_preparations(
                 num_micro_batches=num_micro_batches,
                 divided=frozenset(divided),
                 shardings=shardings,
+                overlaps=overlaps,
                 num_parts=num_parts,
             )
             one.run(step)

@@ -143,6 +143,7 @@ def decide(
         tiles=tiles,
         slices=step.slices,
         shardings=step.shardings,
+        overlaps=step.overlaps,
         memory_budget=memory_budget,
         max_grad_norm=max_grad_norm,
         loss_scaled=loss_scaled,

@@ -118,6 +118,15 @@ class ShardingDecision:
 
 
 @dataclass(frozen=True)
+class OverlapDecision:
+    """Nodes of one rank's graph that stand, in this order, right in front of ``before`` rather than where they were
+    captured, so that collectives on values overlap with computation."""
+
+    before: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class OffloadDecision:
     """A forward value that waits for backward in a slower tier: ``"host"`` or ``"nvme"``.
 

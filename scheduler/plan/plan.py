@@ -13,6 +13,7 @@ from zerofx.scheduler.plan.decisions import (
     GatherDecision,
     GradientDecision,
     OffloadDecision,
+    OverlapDecision,
     ParameterDecision,
     PieceDecision,
     RecomputeDecision,
@@ -59,6 +60,7 @@ class Plan:
     tiles: tuple[TileDecision, ...] = ()
     slices: tuple[SliceDecision, ...] = ()
     shardings: tuple[ShardingDecision, ...] = ()
+    overlaps: tuple[OverlapDecision, ...] = ()
     offloads: tuple[OffloadDecision, ...] = ()
     states: tuple[StateDecision, ...] = ()
     parameters: tuple[ParameterDecision, ...] = ()

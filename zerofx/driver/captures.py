@@ -18,8 +18,9 @@ from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch, micro_batch
 from zerofx.ir.graph import StepGraph, Strides
 from zerofx.options import STOPPING, CompileOptions
+from zerofx.passes.prepare.partition import partition
 from zerofx.pipeline import run_preparations
-from zerofx.scheduler.plan.decisions import ShardingDecision, SliceDecision
+from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
 
@@ -52,6 +53,7 @@ class Captures:
         self.candidates: Sequence[int] = _candidates(batch, options)
         self.slices: tuple[SliceDecision, ...] = ()
         self.shardings: tuple[ShardingDecision, ...] = ()
+        self.overlaps: tuple[OverlapDecision, ...] = ()
         self.num_parts = 1
 
     def sliced(self, slices: tuple[SliceDecision, ...]) -> Captures:
@@ -64,14 +66,17 @@ class Captures:
         sliced.slices, sliced._unrolled = slices, {}
         return sliced
 
-    def shared(self, shardings: tuple[ShardingDecision, ...], num_parts: int) -> Captures:
+    def shared(
+        self, shardings: tuple[ShardingDecision, ...], num_parts: int, overlaps: tuple[OverlapDecision, ...] = ()
+    ) -> Captures:
         """The same step as one of ``num_parts`` ranks of the model axis runs it.
 
         Raises:
             PlanError: a decision is about something that the graph has not.
         """
         shared = copy.copy(self)
-        shared.shardings, shared.num_parts, shared._unrolled = shardings, num_parts, {}
+        shared.shardings, shared.num_parts, shared.overlaps = shardings, num_parts, overlaps
+        shared._unrolled = {}
         return shared
 
     def recorded(self) -> Recorded | None:
@@ -125,11 +130,17 @@ class Captures:
                 divided = self.divided(num_micro_batches)
                 run_preparations(
                     step, self._settings, self.slices, num_micro_batches, divided, done={"simplify"},
-                    shardings=self.shardings, num_parts=self.num_parts,
+                    shardings=self.shardings, overlaps=self.overlaps, num_parts=self.num_parts,
                 )  # fmt: skip
             step.guarded = self.guarded
             self._unrolled[num_micro_batches] = step
         return self._unrolled[num_micro_batches]
+
+    def partitioned(self) -> StepGraph:
+        """One micro-batch of the step as one rank runs it, in the order in which it was captured."""
+        step = self.of_one(self.candidates[0]).clone()
+        partition(step, self.shardings, self.num_parts)
+        return step
 
     def of_one(self, num_micro_batches: int) -> StepGraph:
         """The captured step of one of so many micro-batches, of whole values, which is not to be edited.

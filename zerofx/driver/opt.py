@@ -97,7 +97,7 @@ def _run(listed: Listed, step: StepGraph, saved: SavedGraph, layout: BucketLayou
     if listed in PREPARE:
         preparation = listed.made(
             slices=plan.slices, num_micro_batches=plan.num_micro_batches, divided=saved.divided,
-            shardings=plan.shardings, num_parts=plan.model,
+            shardings=plan.shardings, overlaps=plan.overlaps, num_parts=plan.model,
         )  # fmt: skip
         preparation.run(step)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from typing import TypeVar
 
 from zerofx.driver.captures import Captures
 from zerofx.driver.prepared import Earlier, Request
@@ -16,12 +17,14 @@ from zerofx.progress import watched
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
 from zerofx.scheduler.cost.sharing import Prices
 from zerofx.scheduler.decide.shardings import decide_shardings
-from zerofx.scheduler.plan.decisions import ShardingDecision
+from zerofx.scheduler.decide.value_overlap import decide_overlaps
+from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision
 from zerofx.scheduler.plan.json_format import typed
 from zerofx.scheduler.plan.mesh import MODEL, Mesh
 from zerofx.scheduler.plan.placements import REPLICATED, Placement
 from zerofx.scheduler.plan.plan import Plan
 
+Decision = TypeVar("Decision", ShardingDecision, OverlapDecision)
 Everywhere = Callable[[str, Callable[[], str]], str]
 """What rank 0 says, on all ranks: ``Control.share``."""
 
@@ -47,7 +50,9 @@ def share_computation(
     shardings = everywhere(
         "share how ranks share the computation", lambda: _written(_decided(request, captures, earlier))
     )
-    return captures.shared(_read(shardings), num_parts)
+    one_rank = captures.shared(_read(ShardingDecision, shardings), num_parts)
+    overlaps = everywhere("overlap what ranks send each other", lambda: _written(_overlaps(request, one_rank)))
+    return captures.shared(one_rank.shardings, num_parts, _read(OverlapDecision, overlaps))
 
 
 def check_batches(
@@ -100,9 +105,15 @@ def _placements(earlier: Earlier) -> Mapping[str, Placement]:
     return {slot.name: REPLICATED if slot.part is None else slot.part for slot in slots}
 
 
-def _written(shardings: tuple[ShardingDecision, ...]) -> str:
-    return json.dumps([asdict(decision) for decision in shardings])
+def _overlaps(request: Request, one_rank: Captures) -> tuple[OverlapDecision, ...]:
+    if isinstance(request.options.plan, Plan):
+        return request.options.plan.overlaps
+    return decide_overlaps(one_rank.partitioned(), request.machine)
 
 
-def _read(text: str) -> tuple[ShardingDecision, ...]:
-    return tuple(typed(ShardingDecision, item) for item in json.loads(text))
+def _written(decisions: Sequence[ShardingDecision | OverlapDecision]) -> str:
+    return json.dumps([asdict(decision) for decision in decisions])
+
+
+def _read(kind: type[Decision], text: str) -> tuple[Decision, ...]:
+    return tuple(typed(kind, item) for item in json.loads(text))

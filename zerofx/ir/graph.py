@@ -30,7 +30,7 @@ from zerofx.ir.facts import (
 )
 from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.ir.text import node_text
-from zerofx.scheduler.plan.decisions import ShardingDecision, SliceDecision
+from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision
 from zerofx.scheduler.plan.placements import Sharded
 from zerofx.scheduler.plan.units import unit_of
 from zerofx.torch_private.operators import OpOverload, schema_of
@@ -151,10 +151,10 @@ class StepGraph:
     own. ``returned`` is what one of them gives besides its loss. Passes empty both as they turn gradients into
     reductions and updates into in-place writes; ``reduced`` then holds, by bucket, the node whose value is the
     bucket's gradient on this rank. ``slices`` says which parameters are there in slices, each a parameter of its
-    own, ``shardings`` how the ranks of the model axis share what was captured.
-    ``fakes`` remembers the values that passes have asked for. ``cut_pieces`` are the pieces of what is outside
-    ``units`` at whose borders regions end. Where the step is ``guarded``, it ends before its updates if a loss is not
-    finite.
+    own, ``shardings`` how the ranks of the model axis share what was captured, ``overlaps`` what stands elsewhere in
+    the order. ``fakes`` remembers the values that passes have asked for. ``cut_pieces`` are the pieces of what is
+    outside ``units`` at whose borders regions end. Where the step is ``guarded``, it ends before its updates if a loss
+    is not finite.
     """
 
     graph: fx.Graph
@@ -169,6 +169,7 @@ class StepGraph:
     num_micro_batches: int = 1
     slices: tuple[SliceDecision, ...] = ()
     shardings: tuple[ShardingDecision, ...] = ()
+    overlaps: tuple[OverlapDecision, ...] = ()
     cut_pieces: frozenset[str] = frozenset()
     clipping: Clipping | None = None
     unscaling: Unscaling | None = None
