@@ -49,6 +49,13 @@ class LocalGraph:
         pending = self.call(value_ops.all_reduce_values, self._dense(node), reduction, self.num_ranks, over=AXIS)
         return self.call(ops.wait, pending, node)
 
+    def handing_on(self, node: fx.Node) -> fx.Node:
+        return self.call(value_ops.shift_values, self._dense(node), self.num_ranks, over=AXIS)
+
+    def handed_on(self, pending: fx.Node) -> fx.Node:
+        sent = pending.args[0]
+        return self.call(ops.wait, pending, sent)
+
     def converted(self, node: fx.Node, source: Placement, target: Placement) -> fx.Node:
         """``node``, which lies as ``source``, as ``target``."""
         if source == target:
@@ -172,3 +179,9 @@ class LocalCallOf:
 
     def all_reduced(self, node: fx.Node, reduction: str = "sum") -> fx.Node:
         return self.graph.all_reduced(node, reduction)
+
+    def handing_on(self, node: fx.Node) -> fx.Node:
+        return self.graph.handing_on(node)
+
+    def handed_on(self, pending: fx.Node) -> fx.Node:
+        return self.graph.handed_on(pending)

@@ -164,7 +164,7 @@ class _Partitioning:
                 self._values[node] = results, rule.outputs[0]
 
     def _check(self, node: fx.Node, results: Any, rule: Rule) -> None:
-        local = outputs_of(results) if isinstance(results, fx.Node) else tuple(map(tensor, results))
+        local = outputs_of(results) if isinstance(results, fx.Node) else tuple(result.meta["val"] for result in results)
         for whole, part, placement in zip(outputs_of(node), local, rule.outputs, strict=True):
             if whole is not None and part is not None and placement is not None:
                 expected = local_shape(tuple(whole.shape), placement, self._num_parts)

@@ -26,7 +26,7 @@ from zerofx.scheduler.plan.tiers import Tier
 if TYPE_CHECKING:
     import torch
 
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "shift"]
 
 # float64 runs at half the float32 rate on data-centre parts (A100, H100, MI300X datasheets) and far below on others.
 _FLOAT64_OF_FLOAT32 = 0.5
@@ -248,7 +248,8 @@ def wire_bytes(kind: CollectiveKind, full_bytes: int, world_size: int) -> int:
     """Bytes that one rank sends in a ring collective over `full_bytes` (the whole tensor, not the shard).
 
     full * (N - 1) / N for all_gather, reduce_scatter and all_to_all (of which each rank has `full_bytes`), twice that
-    for all_reduce, full for broadcast (which every rank but the last hands on whole); 0 alone. Exact when N divides
+    for all_reduce, full for broadcast (which every rank but the last hands on whole), full / N for shift (to the next
+    rank alone); 0 alone. Exact when N divides
     `full_bytes` (padded buckets), else rounded up.
     """
     _check_collective(kind, full_bytes, world_size)
@@ -256,6 +257,8 @@ def wire_bytes(kind: CollectiveKind, full_bytes: int, world_size: int) -> int:
         return 0
     if kind == "broadcast":
         return full_bytes
+    if kind == "shift":
+        return -(-full_bytes // world_size)
     once = -(-full_bytes * (world_size - 1) // world_size)
     return 2 * once if kind == "all_reduce" else once
 
@@ -297,6 +300,8 @@ def collective_latency(
     if world_size == 1:
         return 0.0
     nodes = math.ceil(world_size / _ranks_on_node(world_size, machine, ranks_on_node))
+    if kind == "shift":
+        return max(machine.intra_node.latency if nodes < world_size else 0.0, machine.inter_node.latency * (nodes > 1))
     rounds = 2 if kind == "all_reduce" else 1
     return rounds * ((world_size - nodes) * machine.intra_node.latency + (nodes - 1) * machine.inter_node.latency)
 

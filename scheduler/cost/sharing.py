@@ -7,6 +7,7 @@ the same in every way.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from torch import Tensor, fx
 
@@ -25,7 +26,8 @@ class Prices:
     """What is paid besides seconds of calls and conversions on the axis.
 
     Of the seconds that ranks take to gather parameters and to reduce their gradients, the part ``exposed`` is not
-    hidden. ``seconds_per_byte`` is paid for each byte of an activation that waits for backward.
+    hidden. ``seconds_per_byte`` is paid for each byte of an activation that waits for backward, and of what is
+    made whole.
     """
 
     exposed: float = 1.0
@@ -39,6 +41,11 @@ def conversion_seconds(tensor: Tensor, source: Placement, target: Placement, mes
     def collective(kind: CollectiveKind, num_bytes_full: int) -> float:
         return seconds_along(kind, num_bytes_full, mesh, MODEL, machine)
 
+    def copied(placement: Sharded, num_bytes: int) -> float:
+        """Seconds to bring the ranks' parts from one after the other into their places, or back."""
+        is_in_order = placement.groups == 1 == prod(tensor.shape[: placement.dim])
+        return 0.0 if is_in_order else 2 * num_bytes / machine.memory_bandwidth
+
     match source, target:
         case Replicated(), Sharded():
             return 2 * size / mesh.model / machine.memory_bandwidth
@@ -47,15 +54,14 @@ def conversion_seconds(tensor: Tensor, source: Placement, target: Placement, mes
         case Replicated(), Partial():
             return 0.0
         case Sharded(), Replicated():
-            return collective("all_gather", size)
+            return collective("all_gather", size) + copied(source, size)
+        case Sharded(), Sharded() if source.dim == target.dim:
+            return collective("all_gather", size) + copied(source, size)
         case Sharded(), Sharded():
-            return (
-                collective("all_gather", size)
-                if source.dim == target.dim
-                else collective("all_to_all", size // mesh.model)
-            )
+            part = size // mesh.model
+            return collective("all_to_all", part) + copied(target, part) + copied(source, part)
         case Partial("sum"), Sharded():
-            return collective("reduce_scatter", size)
+            return collective("reduce_scatter", size) + copied(target, size)
         case Partial(), Replicated() | Sharded():
             return collective("all_reduce", size)
     return conversion_seconds(tensor, source, REPLICATED, mesh, machine) + 2 * size / machine.memory_bandwidth
@@ -67,7 +73,11 @@ def shared_seconds(node: fx.Node, rule: Rule, mesh: Mesh, machine: Machine, pric
     if node.op == "placeholder":
         return _parameter_seconds(node, rule, mesh, machine, prices)
     cost = node_cost(node, machine)
-    sums = sum(seconds_along("all_reduce", size, mesh, MODEL, machine) for size in rule.reduced_bytes)
+    extra = rule.extra
+    sums = seconds_along("all_reduce", extra.reduced_bytes, mesh, MODEL, machine) if extra.reduced_bytes else 0.0
+    if extra.shifted_bytes:
+        sums += (mesh.model - 1) * seconds_along("shift", extra.shifted_bytes, mesh, MODEL, machine)
+    sums += extra.traffic_bytes / machine.memory_bandwidth
     if not cost.seconds or is_view(node):
         return sums
     whole = local = 0
@@ -80,7 +90,7 @@ def shared_seconds(node: fx.Node, rule: Rule, mesh: Mesh, machine: Machine, pric
     traffic = (cost.bytes_read + cost.bytes_written) / machine.memory_bandwidth
     work = cost.seconds - machine.device.launch_latency
     arithmetic = work if work > traffic * 1.001 else 0.0
-    return max(arithmetic / (mesh.model if rule.shards else 1), traffic * local / max(whole, 1)) + sums
+    return max(arithmetic * extra.work / (mesh.model if rule.shards else 1), traffic * local / max(whole, 1)) + sums
 
 
 def _parameter_seconds(node: fx.Node, rule: Rule, mesh: Mesh, machine: Machine, prices: Prices) -> float:

@@ -27,6 +27,7 @@ _OF_VALUES: Mapping[object, CollectiveKind] = MappingProxyType(
         value_ops.reduce_scatter_values: "reduce_scatter",
         value_ops.all_reduce_values: "all_reduce",
         value_ops.exchange_values: "all_to_all",
+        value_ops.shift_values: "shift",
     }
 )
 
@@ -55,8 +56,13 @@ def seconds_along(kind: CollectiveKind, num_bytes_full: int, mesh: Mesh, axes: A
 def value_collective_seconds(node: fx.Node, machine: Machine) -> float:
     """Seconds of a collective on a value, among the ranks of the model axis, which are neighbours."""
     num_ranks = next(argument for argument in reversed(node.args) if isinstance(argument, int))
-    size = max(storage_bytes(tensor(node)), storage_bytes(tensor(node.all_input_nodes[0])))
-    return collective_seconds(_OF_VALUES[node.target], size, num_ranks, machine)
+    return collective_seconds(_OF_VALUES[node.target], _value_bytes(node, num_ranks), num_ranks, machine)
+
+
+def _value_bytes(node: fx.Node, num_ranks: int) -> int:
+    """Bytes of the whole of what a collective on a value is about: the larger of what it is given and gives."""
+    given, gives = storage_bytes(tensor(node.all_input_nodes[0])), storage_bytes(tensor(node))
+    return max(given, gives) * (num_ranks if node.target is value_ops.shift_values else 1)
 
 
 def collective_of(node: fx.Node, mesh: Mesh, ranks_per_node: int) -> Collective:
@@ -72,8 +78,7 @@ def collective_of(node: fx.Node, mesh: Mesh, ranks_per_node: int) -> Collective:
         return Collective("reduce_scatter", storage_bytes(tensor(source)), num_ranks, local)
     size = storage_bytes(tensor(node))
     if node.target in _OF_VALUES:
-        given = storage_bytes(tensor(node.all_input_nodes[0]))
-        return Collective(_OF_VALUES[node.target], max(size, given), num_ranks, local)
+        return Collective(_OF_VALUES[node.target], _value_bytes(node, num_ranks), num_ranks, local)
     if node.target is ops.gather_on_node:
         (_, _, members) = node.args
         assert isinstance(members, int)
@@ -104,6 +109,9 @@ def _sent(one: Collective, local: int, *, pairwise: bool) -> tuple[int, int]:
         return one.full_bytes * (one.ranks_on_node - 1), one.full_bytes * others
     # Each rank of a node is in a group, which has as many ranks there as any.
     part = one.full_bytes // one.num_ranks * (local // one.ranks_on_node) * (2 if one.kind == "all_reduce" else 1)
+    if one.kind == "shift":
+        crosses = min(1, others)
+        return (one.ranks_on_node - crosses) * part, crosses * part
     if pairwise or one.kind == "all_to_all" or not others:
         return one.ranks_on_node * (one.ranks_on_node - 1) * part, one.ranks_on_node * others * part
     return (one.ranks_on_node - 1) * (one.num_ranks - 1) * part, (one.num_ranks - 1) * part

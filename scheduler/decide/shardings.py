@@ -5,7 +5,8 @@ decided alike, so that the program does not grow with depth) says which is taken
 of a value flows to each of its readers from how it is given to how their rules ask for it, what is converted once for
 all of them, and in which placement it waits for backward, where it may be converted again:
 
-    minimise        seconds of all calls and conversions, and ``seconds_per_byte`` for what waits for backward
+    minimise        seconds of all calls and conversions, and ``seconds_per_byte`` for what waits for backward, and for
+                    what is made whole
     each call       has one rule
     each reader     sum over q of flow[p, q] = given[p];    sum over p of flow[p, q] = asked[q]
     conversions     flow[p, q] <= converted[p, q]
@@ -146,7 +147,10 @@ class _Nodes:
         return shared_seconds(node, rule, self._mesh, self._machine, self._prices)
 
     def _conversion_seconds(self, tensor: Tensor, source: Placement, target: Placement) -> float:
-        return conversion_seconds(tensor, source, target, self._mesh, self._machine) + _PREFERENCE
+        seconds = conversion_seconds(tensor, source, target, self._mesh, self._machine) + _PREFERENCE
+        if target == REPLICATED != source:
+            seconds += self._prices.seconds_per_byte * num_bytes(tuple(tensor.shape), tensor.dtype)
+        return seconds
 
     def _allowed(self, node: fx.Node, possible: list[Placement]) -> list[Placement]:
         pinned = {self._pinned.get(placeholder(member).name) for member in self._ways.classes.members[node]} - {None}
@@ -253,9 +257,7 @@ class _Nodes:
                         continue
                     seconds = 0.0
                     if source != target and len(readers) == 1:
-                        seconds = times * (
-                            conversion_seconds(tensor, source, target, self._mesh, self._machine) + _PREFERENCE
-                        )
+                        seconds = times * self._conversion_seconds(tensor, source, target)
                     flows[source, target] = self._program.variable(seconds)
             for source, names in given.items():
                 self._program.equal([name for (p, _), name in flows.items() if p == source], names)

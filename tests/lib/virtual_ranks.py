@@ -48,6 +48,8 @@ def _called(target: Any, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) ->
         return list(torch.stack(first).sum(0))
     if target is value_ops.exchange_values:
         return [torch.stack([parts[rank] for parts in first]) for rank in range(len(calls))]
+    if target is value_ops.shift_values:
+        return [first[-1], *first[:-1]]
     return [target(*args, **kwargs) for args, kwargs in calls]
 
 

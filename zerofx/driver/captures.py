@@ -18,7 +18,7 @@ from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch, micro_batch
 from zerofx.ir.graph import StepGraph, Strides
 from zerofx.options import STOPPING, CompileOptions
-from zerofx.passes.prepare.partition import partition
+from zerofx.passes.prepare.overlap import overlap
 from zerofx.pipeline import run_preparations
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision
 from zerofx.scheduler.plan.plan import Plan
@@ -48,6 +48,7 @@ class Captures:
         self._strides, self._gpu = strides, gpu
         self._writes = verbose and settings.debug > 0
         self._captured: dict[int, StepGraph] = {}  # of one micro-batch each, before it is unrolled
+        self._of_rank: dict[int, StepGraph] = {}  # likewise, of one rank of the model axis
         self._unrolled: dict[int, StepGraph] = {}
         self._recorded: dict[int, Recorded] = {}
         self.candidates: Sequence[int] = _candidates(batch, options)
@@ -66,18 +67,28 @@ class Captures:
         sliced.slices, sliced._unrolled = slices, {}
         return sliced
 
-    def shared(
-        self, shardings: tuple[ShardingDecision, ...], num_parts: int, overlaps: tuple[OverlapDecision, ...] = ()
-    ) -> Captures:
+    def shared(self, shardings: tuple[ShardingDecision, ...], num_parts: int) -> Captures:
         """The same step as one of ``num_parts`` ranks of the model axis runs it.
 
         Raises:
             PlanError: a decision is about something that the graph has not.
         """
         shared = copy.copy(self)
-        shared.shardings, shared.num_parts, shared.overlaps = shardings, num_parts, overlaps
-        shared._unrolled = {}
+        shared.shardings, shared.num_parts, shared._of_rank, shared._unrolled = shardings, num_parts, {}, {}
         return shared
+
+    def ordered(self, overlaps: tuple[OverlapDecision, ...]) -> Captures:
+        """The same step of one rank in another order.
+
+        Raises:
+            PlanError: a decision is about something that the graph has not.
+        """
+        ordered = copy.copy(self)
+        ordered.overlaps, ordered._unrolled = overlaps, {}
+        ordered._of_rank = {num: step.clone() for num, step in self._of_rank.items()}
+        for step in ordered._of_rank.values():
+            overlap(step, overlaps)
+        return ordered
 
     def recorded(self) -> Recorded | None:
         """What the forward does, and the place of its graph in the cache.
@@ -124,23 +135,30 @@ class Captures:
             CaptureError: the model cannot be captured.
         """
         if num_micro_batches not in self._unrolled:
-            step = self.of_one(num_micro_batches)
-            if self.slices or num_micro_batches > 1 or self.num_parts > 1:
+            step = self.of_rank(num_micro_batches)
+            if self.slices or num_micro_batches > 1:
                 step = step.clone()
                 divided = self.divided(num_micro_batches)
-                run_preparations(
-                    step, self._settings, self.slices, num_micro_batches, divided, done={"simplify"},
-                    shardings=self.shardings, overlaps=self.overlaps, num_parts=self.num_parts,
-                )  # fmt: skip
+                run_preparations(step, self._settings, self.slices, num_micro_batches, divided, done={"simplify"})
             step.guarded = self.guarded
             self._unrolled[num_micro_batches] = step
         return self._unrolled[num_micro_batches]
 
-    def partitioned(self) -> StepGraph:
-        """One micro-batch of the step as one rank runs it, in the order in which it was captured."""
-        step = self.of_one(self.candidates[0]).clone()
-        partition(step, self.shardings, self.num_parts)
-        return step
+    def of_rank(self, num_micro_batches: int) -> StepGraph:
+        """The captured step of one of so many micro-batches, as one rank runs it, which is not to be edited.
+
+        Raises: as ``graph``.
+        """
+        if self.num_parts == 1:
+            return self.of_one(num_micro_batches)
+        if num_micro_batches not in self._of_rank:
+            step = self.of_one(num_micro_batches).clone()
+            run_preparations(
+                step, self._settings, done={"simplify"},
+                shardings=self.shardings, overlaps=self.overlaps, num_parts=self.num_parts,
+            )  # fmt: skip
+            self._of_rank[num_micro_batches] = step
+        return self._of_rank[num_micro_batches]
 
     def of_one(self, num_micro_batches: int) -> StepGraph:
         """The captured step of one of so many micro-batches, of whole values, which is not to be edited.

@@ -52,7 +52,7 @@ def share_computation(
     )
     one_rank = captures.shared(_read(ShardingDecision, shardings), num_parts)
     overlaps = everywhere("overlap what ranks send each other", lambda: _written(_overlaps(request, one_rank)))
-    return captures.shared(one_rank.shardings, num_parts, _read(OverlapDecision, overlaps))
+    return one_rank.ordered(_read(OverlapDecision, overlaps))
 
 
 def check_batches(
@@ -108,7 +108,7 @@ def _placements(earlier: Earlier) -> Mapping[str, Placement]:
 def _overlaps(request: Request, one_rank: Captures) -> tuple[OverlapDecision, ...]:
     if isinstance(request.options.plan, Plan):
         return request.options.plan.overlaps
-    return decide_overlaps(one_rank.partitioned(), request.machine)
+    return decide_overlaps(one_rank.of_rank(one_rank.candidates[0]), request.machine)
 
 
 def _written(decisions: Sequence[ShardingDecision | OverlapDecision]) -> str:

@@ -5,6 +5,7 @@
 ``reduce_scatter_values``   start summing, of a tensor with a first dimension of ranks, this rank's part
 ``all_reduce_values``       start reducing a tensor over the ranks: ``"sum"``, ``"max"`` or ``"min"``
 ``exchange_values``         start sending part i of a first dimension to rank i, and receiving one from each
+``shift_values``            start sending a tensor to the next rank, the last one's to the first, and receiving one
 ==========================  ========================================================================================
 
 Each gives what ``zerofx::wait`` waits for. ``over`` names the axis of the mesh whose ranks take part.
@@ -19,6 +20,7 @@ _library.define("gather_values(Tensor part, int num_ranks, *, str over) -> Tenso
 _library.define("reduce_scatter_values(Tensor parts, int num_ranks, *, str over) -> Tensor")
 _library.define("all_reduce_values(Tensor value, str reduction, int num_ranks, *, str over) -> Tensor")
 _library.define("exchange_values(Tensor parts, int num_ranks, *, str over) -> Tensor")
+_library.define("shift_values(Tensor value, int num_ranks, *, str over) -> Tensor")
 
 
 def _gathered(part: torch.Tensor, num_ranks: int, *, over: str) -> torch.Tensor:
@@ -37,11 +39,16 @@ def _exchanged(parts: torch.Tensor, num_ranks: int, *, over: str) -> torch.Tenso
     return parts.new_empty(parts.shape)
 
 
+def _shifted(value: torch.Tensor, num_ranks: int, *, over: str) -> torch.Tensor:
+    return value.new_empty(value.shape)
+
+
 for _name, _fake in (
     ("gather_values", _gathered),
     ("reduce_scatter_values", _scattered),
     ("all_reduce_values", _reduced),
     ("exchange_values", _exchanged),
+    ("shift_values", _shifted),
 ):
     _library.impl(_name, _fake, "Meta")
 
@@ -49,5 +56,6 @@ gather_values = torch.ops.zerofx.gather_values.default
 reduce_scatter_values = torch.ops.zerofx.reduce_scatter_values.default
 all_reduce_values = torch.ops.zerofx.all_reduce_values.default
 exchange_values = torch.ops.zerofx.exchange_values.default
+shift_values = torch.ops.zerofx.shift_values.default
 
-VALUE_COLLECTIVES = frozenset({gather_values, reduce_scatter_values, all_reduce_values, exchange_values})
+VALUE_COLLECTIVES = frozenset({gather_values, reduce_scatter_values, all_reduce_values, exchange_values, shift_values})

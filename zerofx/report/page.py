@@ -61,6 +61,7 @@ ABOUT_INSTRUCTIONS: Mapping[str, str] = {
     "gather_values": "starts to collect a value, whole, from the parts that ranks of one computation have",
     "reduce_scatter_values": "starts to sum what such ranks have of a value, of which each gets a part",
     "all_reduce_values": "starts to sum what such ranks have of a value, or to find its largest elements",
+    "shift_values": "starts to hand a value to the next such rank, and to receive the one before's",
     "exchange_values": "starts to send each such rank a part of a value, and to receive the others'",
     "second_shard": "a part of gathered parameters is kept, so that they are gathered on the node the next time",
     "wait": "computation goes on only when what was started before is there",

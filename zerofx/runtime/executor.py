@@ -159,6 +159,9 @@ class Runtime:
     def exchange_values(self, parts: torch.Tensor, num_ranks: int, *, over: str) -> Pending[torch.Tensor]:
         return _shaped(self._along(over).exchange(parts, num_ranks, "all"), parts.shape)
 
+    def shift_values(self, value: torch.Tensor, num_ranks: int, *, over: str) -> Pending[torch.Tensor]:
+        return self._along(over).shift(value)
+
     def gather_on_node(self, part: torch.Tensor, bucket: int, num_ranks: int) -> Pending[torch.Tensor]:
         return _told(
             self._connected().gather_on_node(part.new_empty(part.numel() * num_ranks), part, num_ranks),

@@ -118,8 +118,8 @@ def test_a_plan_says_what_lies_in_parts() -> None:
     planned = zerofx.plan(model, case.optimizer(model), args, machine=SHARING, mesh={"model": 2}, backend="eager")
     plan = planned.plan
     assert "shared by 2 ranks of the model axis" in str(plan)
-    assert "  layers.*.mlp.out.weight x 3: in parts along dimension 0" in str(plan)
-    assert "lies in parts along dimension 0 on 2 ranks of the model axis" in plan.why("layers.1.mlp.out.weight")
+    assert "  layers.*.mlp.out.weight x 3: in parts along dimension 1" in str(plan)
+    assert "lies in parts along dimension 1 on 2 ranks of the model axis" in plan.why("layers.1.mlp.out.weight")
     assert zerofx.Plan.from_json(plan.to_json()) == plan
     assert any(row.op == "gather_values" for row in planned.schedule().rows)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.ir.facts import value
-from zerofx.ir.sharding.rule import LocalCall, Rule, outputs_of, read_tensors, shape_of
+from zerofx.ir.sharding.rule import Extra, LocalCall, Rule, outputs_of, read_tensors, shape_of
 from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Reduction, Sharded, divides, local_shape
 
 Lies = int | Reduction | None
@@ -18,16 +18,18 @@ Lies = int | Reduction | None
 
 @dataclass(frozen=True)
 class Pattern:
-    """How outputs and tensor arguments lie; ``local`` and ``reduced_bytes`` as in ``Rule``.
+    """How outputs and tensor arguments lie; ``local`` as in ``Rule``.
 
-    Every dimension is sharded in as many groups as the others. ``allowed`` says for which numbers of ranks it holds.
+    Every dimension is sharded in as many groups as the others: any number that its neighbours' have, and those in
+    ``groups``; ``extra`` has ``Rule.extra`` for a number of them. ``allowed`` says for which numbers of ranks it holds.
     ``is_tried``: the call is tried on tensors of local shapes first, as what others say of operators may be wrong.
     """
 
     outputs: tuple[Lies, ...]
     inputs: tuple[Lies, ...]
     local: LocalCall | None = None
-    reduced_bytes: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
+    extra: Callable[[int], Extra] = lambda groups: Extra()
     in_groups: bool = True
     allowed: Callable[[int], bool] = lambda num_ranks: True
     is_tried: bool = False
@@ -49,7 +51,7 @@ class Pattern:
                 return None
             if isinstance(placement, Partial) and tensor.dtype is torch.bool:
                 return None  # truths do not add up
-        rule = Rule(outputs, inputs, self.local, self.reduced_bytes)
+        rule = Rule(outputs, inputs, self.local, self.extra(groups))
         return rule if not self.is_tried or _gives_its_shapes(node, rule, num_ranks) else None
 
     def _alike(self, node: fx.Node) -> bool:

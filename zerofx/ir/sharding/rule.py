@@ -47,9 +47,32 @@ class Local(Protocol):
         """The sum, or largest elements, over the ranks of the axis."""
         ...
 
+    def handing_on(self, node: fx.Node) -> fx.Node:
+        """Start sending a tensor to the next rank, and receiving the previous one's."""
+        ...
+
+    def handed_on(self, pending: fx.Node) -> fx.Node:
+        """What comes from the previous rank, for what ``handing_on`` gave."""
+        ...
+
 
 LocalCall = Callable[[Local], Any]
 """Writes one rank's share of a call; returns its node, or a tuple of nodes for a call with several results."""
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What a way to share a call costs besides an equal part of its work and of what it reads and gives.
+
+    ``reduced_bytes`` are summed over the ranks meanwhile, ``shifted_bytes`` are those of whole tensors whose parts go
+    around all ranks, ``traffic_bytes`` what a rank reads and writes in memory. ``work`` is how much of an equal part of
+    the arithmetic a rank does.
+    """
+
+    reduced_bytes: int = 0
+    shifted_bytes: int = 0
+    traffic_bytes: int = 0
+    work: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -57,13 +80,13 @@ class Rule:
     """``outputs`` and ``inputs`` are placements, those of tensor arguments in the order in which they are read.
 
     None stands in the place of an output that there is not. ``local`` writes one rank's share where that is not the
-    call itself with local sizes; ``reduced_bytes`` are what it sums over the ranks meanwhile.
+    call itself with local sizes.
     """
 
     outputs: tuple[Placement | None, ...]
     inputs: tuple[Placement, ...]
     local: LocalCall | None = None
-    reduced_bytes: tuple[int, ...] = ()
+    extra: Extra = Extra()
 
     def __str__(self) -> str:
         return f"{' '.join(map(str, self.inputs)) or '-'} -> {' '.join(map(str, self.outputs))}"

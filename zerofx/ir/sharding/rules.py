@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from zerofx.ir.operators.table import facts_of
-from zerofx.ir.sharding import indexing, losses, products, reductions, shapes
+from zerofx.ir.sharding import attention, convolutions, indexing, losses, reductions, shapes
 from zerofx.ir.sharding.pattern import Lies, Moved, Pattern
 from zerofx.ir.sharding.rule import Rule, outputs_of, read_tensors, shape_of
 from zerofx.scheduler.plan.placements import REPLICATED, Placement, Sharded
@@ -20,7 +20,8 @@ from zerofx.torch_private.distributed import single_dim_rules
 from zerofx.torch_private.operators import OpOverload, schema_of
 
 _OWN: Mapping[str, Callable[[fx.Node], list[Pattern]]] = {
-    **shapes.PATTERNS, **indexing.PATTERNS, **losses.PATTERNS, **products.PATTERNS, **reductions.PATTERNS
+    **shapes.PATTERNS, **indexing.PATTERNS, **losses.PATTERNS, **convolutions.PATTERNS, **attention.PATTERNS,
+    **reductions.PATTERNS,
 }  # fmt: skip
 
 
@@ -127,7 +128,7 @@ def rules_of(
         pairs = [*zip(pattern.outputs, given, strict=True), *zip(pattern.inputs, read, strict=True)]
         groups = {p.groups for lies, shards in pairs if isinstance(lies, int) for p in shards if p.dim == lies}
         if plain or not any(isinstance(lies, int) for lies, _ in pairs):
-            groups.add(1)
+            groups.update((1, *pattern.groups))
         for number in sorted(groups):
             add(pattern.rule(ways.node, number, num_ranks))
     if ways.moved is not None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import prod
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import fx
 
 from zerofx.ir.facts import value
 from zerofx.ir.sharding.pattern import Moved, Pattern, along, linear, same_dims
 from zerofx.ir.sharding.rule import Local, argument, dims_of, read_tensors, shape_of
 from zerofx.scheduler.plan.placements import Sharded
+
+_aten = torch.ops.aten
 
 PatternsOf = Callable[[fx.Node], list[Pattern]]
 
@@ -65,6 +69,20 @@ def without_dims(node: fx.Node) -> list[Pattern]:
     named = dims_of(node, argument(node, 1, "dim"), len(source))
     left = [d for d in range(len(source)) if d not in named or source[d] != 1]
     return [*along(node, enumerate(left)), linear(node)]
+
+
+def same_places(node: fx.Node) -> list[Pattern]:
+    """Of a tensor under other strides where these are of one place alone: nothing moves."""
+    source, given = value(read_tensors(node)[0]), value(node)
+    pairs = zip(given.shape, source.stride(), given.stride(), strict=True) if source.shape == given.shape else ()
+    stays = source.shape == given.shape and source.storage_offset() == given.storage_offset()
+    if not stays or any(size > 1 and old != new for size, old, new in pairs):
+        return []
+    return [replace(pattern, local=_as_it_is) for pattern in (*same_dims(node), linear(node))]
+
+
+def _as_it_is(rank: Local) -> Any:
+    return rank.call(_aten.view.default, rank.args[0], list(shape_of(rank.args[0])))
 
 
 def picked(node: fx.Node) -> list[Pattern]:
@@ -214,6 +232,7 @@ PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(
         "permute": permuted,
         "expand": expanded,
         "unsqueeze": with_dim,
+        "as_strided": same_places,
         "squeeze": without_dims,
         "select": picked,
         "unbind": picked,

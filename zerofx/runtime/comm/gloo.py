@@ -133,6 +133,23 @@ class PointToPoint(Transport):
 
         return Pending(received, finish)
 
+    def shift(self, value: torch.Tensor) -> Pending[torch.Tensor]:
+        received, following = torch.empty_like(value), (self.rank + 1) % self.num_ranks
+        works: list[Message] = []
+        if value.numel():
+            tag = self._connections.tag()
+            works = [
+                self._connections.receive(received, self._members[self.rank - 1], tag),
+                self._connections.send(value, self._members[following], tag),
+            ]
+        arrived = self._connections.under_way(works, value.nbytes)
+
+        def finish(_source: object) -> torch.Tensor:
+            arrived()
+            return received
+
+        return Pending(received, finish)
+
     def all_reduce(self, value: torch.Tensor, reduction: str) -> Pending[torch.Tensor]:
         flat = value.reshape(-1)
         each = -(-flat.numel() // self.num_ranks)

@@ -82,6 +82,21 @@ class Nccl(Transport):
         sent = {self._numbers[peer]: parts.nbytes // size for peer in peers}
         return self._start(received, launch, sent)
 
+    def shift(self, value: torch.Tensor) -> Pending[torch.Tensor]:
+        received, everyone = torch.empty_like(value), dist.get_process_group_ranks(self._group)
+        before, following = self.rank - 1, (self.rank + 1) % self.num_ranks
+
+        def launch() -> None:
+            if value.numel():
+                messages = [
+                    dist.P2POp(dist.isend, value, everyone[following], self._group),
+                    dist.P2POp(dist.irecv, received, everyone[before], self._group),
+                ]
+                for message in dist.batch_isend_irecv(messages):
+                    message.wait()  # on this stream
+
+        return self._start(received, launch, {self._numbers[following]: value.nbytes})
+
     def all_reduce(self, value: torch.Tensor, reduction: str) -> Pending[torch.Tensor]:
         result = value.clone()
         operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[reduction]

@@ -91,6 +91,9 @@ class Transport(Protocol):
     def exchange(self, parts: torch.Tensor, size: int, group: Group) -> Pending[torch.Tensor]:
         """Send part i of ``size`` equal parts to the group's rank i; the result has the parts received, in order."""
 
+    def shift(self, value: torch.Tensor) -> Pending[torch.Tensor]:
+        """Send a tensor to the next rank, the last one's to the first; the result is that of the rank before."""
+
     def all_reduce(self, value: torch.Tensor, reduction: str) -> Pending[torch.Tensor]:
         """The sum over all ranks, in their order, or the ``"max"`` or ``"min"`` elements, in a tensor of its own."""
 

@@ -1,0 +1,90 @@
+"""Attention: samples, heads, and the tokens of queries."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerofx.ir.sharding.attention_call import is_backward, named_argument, places, queries_and_keys
+from zerofx.ir.sharding.pattern import Pattern
+from zerofx.ir.sharding.rule import Local, outputs_of, read_tensors, shape_of
+from zerofx.ir.sharding.shapes import PatternsOf
+from zerofx.ir.sharding.tokens import by_tokens
+
+_aten = torch.ops.aten
+
+
+def _attention(node: fx.Node) -> list[Pattern]:
+    """Samples and heads, the first two dimensions of everything; a mask may be the same for all of them.
+
+    Where there are fewer heads of keys and values than of queries, each serves as many queries in turn. If there are
+    fewer of them than ranks, every rank has all of them, and picks the one that its queries ask for.
+    """
+    tensors, outputs = read_tensors(node), outputs_of(node)
+    queries, keys, _ = (shape_of(source) for source in queries_and_keys(node))
+    masks = [source for name in ("attn_mask", "attn_bias") if isinstance(source := named_argument(node, name), fx.Node)]
+
+    def pattern(dim: int) -> Pattern:
+        size = queries[dim]
+        read = [dim if len(shape_of(t)) > 2 and (t not in masks or shape_of(t)[dim] == size) else None for t in tensors]
+        return Pattern(
+            tuple(dim if t is not None and len(t.shape) > 2 else None for t in outputs),
+            tuple(read),
+            in_groups=queries[dim] == keys[dim],
+        )
+
+    by_head = pattern(1)
+    shared = replace(
+        by_head,
+        outputs=tuple(
+            "sum" if t is not None and is_backward(node) and tuple(t.shape) == keys and keys != queries else lies
+            for t, lies in zip(outputs, by_head.outputs, strict=True)
+        ),
+        inputs=tuple(
+            None if source in queries_and_keys(node)[1:] else lies
+            for source, lies in zip(tensors, by_head.inputs, strict=True)
+        ),
+        local=_own_keys,
+        in_groups=False,
+        allowed=lambda num_ranks: num_ranks % keys[1] == 0,
+    )
+    return [pattern(0), by_head, *([shared] if keys[1] < queries[1] else []), *by_tokens(node)]
+
+
+def _own_keys(rank: Local) -> Any:
+    """With those heads of whole keys and values that this rank's queries ask for."""
+    node = rank.node
+    args, place = list(rank.args), places(node)
+    heads = shape_of(queries_and_keys(node)[1])[1]
+    ranks_per_head = rank.num_ranks // heads
+    own = rank.call(_aten.floor_divide.default, rank.rank(), ranks_per_head)
+    for name in ("key", "value"):
+        args[place[name]] = rank.call(_aten.index_select.default, args[place[name]], 1, own)
+    given = rank.call(node.target, *args, **rank.kwargs)
+    if not is_backward(node):
+        return given
+    results = [rank.call(operator.getitem, given, number) for number in range(len(outputs_of(node)))]
+    for number in (1, 2):
+        whole = outputs_of(node)[number]
+        assert whole is not None
+        shape = list(whole.shape)
+        zeros = rank.call(_aten.new_zeros.default, results[number], shape)
+        results[number] = rank.call(_aten.index_copy.default, zeros, 1, own, results[number])
+    return tuple(results)
+
+
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(
+    {f"{name}{suffix}": _attention for name in _ATTENTION for suffix in ("", "_backward")}
+)
