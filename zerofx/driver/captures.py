@@ -18,7 +18,8 @@ from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch, micro_batch
 from zerofx.ir.graph import StepGraph, Strides
 from zerofx.options import STOPPING, CompileOptions
-from zerofx.passes.prepare.partition import partition
+from zerofx.passes.prepare.overlap import Overlap
+from zerofx.passes.prepare.partition import Partition
 from zerofx.pipeline import run_preparations
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision, SliceDecision
 from zerofx.scheduler.plan.plan import Plan
@@ -48,6 +49,7 @@ class Captures:
         self._strides, self._gpu = strides, gpu
         self._writes = verbose and settings.debug > 0
         self._captured: dict[int, StepGraph] = {}  # of one micro-batch each, before it is unrolled
+        self._partitioned: dict[int, StepGraph] = {}  # likewise, as one rank of the model axis runs it
         self._unrolled: dict[int, StepGraph] = {}
         self._recorded: dict[int, Recorded] = {}
         self.candidates: Sequence[int] = _candidates(batch, options)
@@ -75,6 +77,8 @@ class Captures:
             PlanError: a decision is about something that the graph has not.
         """
         shared = copy.copy(self)
+        if (shardings, num_parts) != (self.shardings, self.num_parts):
+            shared._partitioned = {}
         shared.shardings, shared.num_parts, shared.overlaps = shardings, num_parts, overlaps
         shared._unrolled = {}
         return shared
@@ -124,23 +128,34 @@ class Captures:
             CaptureError: the model cannot be captured.
         """
         if num_micro_batches not in self._unrolled:
-            step = self.of_one(num_micro_batches)
+            step = self.partitioned(num_micro_batches)
             if self.slices or num_micro_batches > 1 or self.num_parts > 1:
                 step = step.clone()
                 divided = self.divided(num_micro_batches)
                 run_preparations(
-                    step, self._settings, self.slices, num_micro_batches, divided, done={"simplify"},
-                    shardings=self.shardings, overlaps=self.overlaps, num_parts=self.num_parts,
+                    step, self._settings, self.slices, num_micro_batches, divided, done={"simplify", Partition.name},
+                    overlaps=self.overlaps, num_parts=self.num_parts,
                 )  # fmt: skip
             step.guarded = self.guarded
             self._unrolled[num_micro_batches] = step
         return self._unrolled[num_micro_batches]
 
-    def partitioned(self) -> StepGraph:
-        """One micro-batch of the step as one rank runs it, in the order in which it was captured."""
-        step = self.of_one(self.candidates[0]).clone()
-        partition(step, self.shardings, self.num_parts)
-        return step
+    def partitioned(self, num_micro_batches: int) -> StepGraph:
+        """One of so many micro-batches as one rank runs it, in the order of its capture, which is not to be edited.
+
+        Raises:
+            PlanError: a decision is about something that the graph has not.
+        """
+        if self.num_parts == 1:
+            return self.of_one(num_micro_batches)
+        if num_micro_batches not in self._partitioned:
+            step = self.of_one(num_micro_batches).clone()
+            run_preparations(
+                step, self._settings, done={"simplify", Overlap.name}, shardings=self.shardings,
+                num_parts=self.num_parts,
+            )  # fmt: skip
+            self._partitioned[num_micro_batches] = step
+        return self._partitioned[num_micro_batches]
 
     def of_one(self, num_micro_batches: int) -> StepGraph:
         """The captured step of one of so many micro-batches, of whole values, which is not to be edited.

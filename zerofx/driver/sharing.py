@@ -108,7 +108,7 @@ def _placements(earlier: Earlier) -> Mapping[str, Placement]:
 def _overlaps(request: Request, one_rank: Captures) -> tuple[OverlapDecision, ...]:
     if isinstance(request.options.plan, Plan):
         return request.options.plan.overlaps
-    return decide_overlaps(one_rank.partitioned(), request.machine)
+    return decide_overlaps(one_rank.partitioned(one_rank.candidates[0]), request.machine)
 
 
 def _written(decisions: Sequence[ShardingDecision | OverlapDecision]) -> str:
