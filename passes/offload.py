@@ -32,6 +32,7 @@ from zerofx.ir.aliasing import mutated_inputs, storage_source, tensors_of
 from zerofx.ir.edit import after, consumers, end_of_unit, erase_unread, is_view_of, named, start_of_unit, view_again
 from zerofx.ir.facts import DEVICE, Origin, Phase, origin, set_tier, tensor
 from zerofx.ir.graph import StepGraph, insert_call
+from zerofx.ir.value_ops import VALUE_COLLECTIVES
 from zerofx.scheduler.plan.decisions import OffloadDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import TIERS
@@ -94,6 +95,7 @@ def _place(
         )
     if why := refusal(node):
         raise PlanError(why)
+    node = _awaited(node)
     readers = sorted(consumers(node), key=order.__getitem__)
     backward = [reader for reader in readers if origin(reader).phase is Phase.BACKWARD]
     if not backward:
@@ -116,6 +118,14 @@ def _place(
             f"between the two in the middle; found another order: make the plan anew"
         )
     return place
+
+
+def _awaited(node: fx.Node) -> fx.Node:
+    """The name under which a value is there: what a collective gives is, once it has been awaited."""
+    if node.target not in VALUE_COLLECTIVES:
+        return node
+    (wait,) = (user for user in node.users if user.target is ops.wait)
+    return wait
 
 
 def refusal(node: fx.Node) -> str | None:

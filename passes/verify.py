@@ -254,7 +254,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         for _ in (*decision.earlier, decision.wait_after)
     ]
     offloaded = [
-        f"{node.all_input_nodes[0].name} to {node.args[1]}"
+        f"{_named_by_plan(node.all_input_nodes[0]).name} to {node.args[1]}"
         for node in step.calls()
         if node.target is ops.offload and origin(node).phase is Phase.FORWARD
     ]
@@ -307,6 +307,13 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
                 step, after, step.output,
                 f"plan: the graph {what} {sorted(map(str, carried_out))}, the plan says {sorted(map(str, planned))}",
             )  # fmt: skip
+
+
+def _named_by_plan(value: fx.Node) -> fx.Node:
+    """The node that a plan names for a value that is offloaded: the collective where it has been awaited."""
+    source = value.args[0] if value.target is ops.wait else value
+    assert isinstance(source, fx.Node)
+    return source
 
 
 def _bucket_of_gradients(offload: fx.Node) -> object:

@@ -34,6 +34,7 @@ from zerofx.ir.operators.table import facts_of
 from zerofx.ir.sharding.rule import Rule, outputs_of
 from zerofx.ir.sharding.rules import replicated, rule_for
 from zerofx.passes.lib.local_graph import LocalCallOf, LocalGraph
+from zerofx.scheduler.analysis.sharding_ways import slot_of
 from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Placement, Replicated, Sharded, local_shape, placement_of
 from zerofx.torch_private.operators import schema_of
@@ -188,7 +189,8 @@ class _Partitioning:
         node, placement = self._values[source]
         if placement == target:
             return node
-        decision = self._decided.get(source.name)
+        call, index = slot_of(source)
+        decision = self._decided.get(call.name) if index == 0 else None
         again = decision is not None and str(target) in decision.again
         key = (source, target, local.where.phase if again else None)
         if key not in self._converted:

@@ -107,7 +107,8 @@ class ShardingDecision:
 
     ``outputs`` and ``inputs`` are placements of its results and of its tensor arguments, as
     ``scheduler/plan/placements.py`` writes them; a ``parameter``, which is said by its name, has an output alone.
-    ``again`` are the placements of its value that are made for forward's readers, and once more for backward's.
+    ``again`` are the placements of its value, the first of several, that are made for forward's readers, and once more
+    for backward's.
     """
 
     node: str

@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.blame import running_line
+from zerofx.capture.metadata_reads import METADATA_READS
 from zerofx.torch_private.annotations import annotated, keeping_annotations, running_annotation
 
 LAYER_KEY = "zerofx_layer"
@@ -65,5 +66,7 @@ class SourceLines(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in METADATA_READS:
+            return func(*args, **(kwargs or {}))
         with annotated(LINE_KEY, running_line(inspect.currentframe())):
             return func(*args, **(kwargs or {}))

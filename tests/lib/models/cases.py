@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpt import GPT
 from tests.lib.models.batches import BatchOf, images, labelled, many_arguments, masked, pixels, rows, tokens
 from tests.lib.models.calls import FlatLoss, ManyArguments, Output, Predicting, Returning
-from tests.lib.models.huggingface import bert, gpt2, llama, qwen3_next, t5, vit
+from tests.lib.models.huggingface import bert, gpt2, llama, mixtral, qwen3_next, t5, vit
 from tests.lib.models.operators import Convolutions, Dropping, Everything, Zoo
 from tests.lib.models.parameters import (
     Borrowed,
@@ -123,6 +123,7 @@ CASES: dict[str, Case] = {
     "gpt2 dropout": Case(lambda: gpt2(0.1), labelled, _loss),
     "llama masked": Case(lambda: llama(tie_word_embeddings=True), masked, _loss, steps=8),
     "qwen3 next": Case(qwen3_next, labelled, _loss, steps=8),
+    "mixtral": Case(mixtral, labelled, _loss, steps=8),
     "t5": Case(t5, labelled, _loss, steps=8),
     "bert": Case(bert, masked, _loss, steps=8),
     "bert dropout": Case(lambda: bert(0.1), labelled, _loss, steps=8),

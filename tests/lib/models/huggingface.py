@@ -41,6 +41,17 @@ def qwen3_next() -> nn.Module:
     return Qwen3NextForCausalLM(config)
 
 
+def mixtral() -> nn.Module:
+    """Four experts a layer, of which two work for each token."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=16,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
 def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 

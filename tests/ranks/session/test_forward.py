@@ -128,6 +128,7 @@ def test_a_step_may_do_anything_and_hand_out_what_it_likes(stage: int, accumulat
     _check(stage, accumulate)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_hands_out_the_same() -> None:
     _check(3, 1, "inductor")
 

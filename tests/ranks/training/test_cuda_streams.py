@@ -37,7 +37,7 @@ def _wrong(name: str, stage: int, options: dict[str, Any]) -> list[str]:
 def _collectives() -> dict[str, list[str]]:
     """Every kind of collective, on two ranks."""
     runs: dict[str, tuple[str, int, dict[str, Any]]] = {
-        **{f"stage {stage}": ("gpt", stage, {}) for stage in range(4)},
+        **{f"stage {stage}": ("stack", stage, {}) for stage in range(4)},
         "micro-batches, clipped": ("gpt", 3, {"accumulate": 2, "max_grad_norm": 0.5}),
         "casts": ("llama", 3, {"precision": "bf16"}),
     }
@@ -51,7 +51,7 @@ def test_collectives_are_waited_for() -> None:
 def _on_two_nodes() -> dict[str, list[str]]:
     """Gathers and reductions in few bits, with second shards on each of two nodes."""
     options = {"wire": "int8", "machine": SLOW}
-    return {str(stage): wrong for stage in (2, 3) if (wrong := _wrong("gpt", stage, options))}
+    return {str(stage): wrong for stage in (2, 3) if (wrong := _wrong("stack", stage, options))}
 
 
 def test_collectives_in_few_bits_between_nodes_are_waited_for() -> None:
@@ -77,16 +77,30 @@ def test_collectives_of_replicas_are_waited_for() -> None:
     assert run_ranks(_on_a_mesh, 4) == [{}] * 4
 
 
-@pytest.mark.parametrize("tiers", [["host"], ["host", "nvme"]])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    ("tiers", "again"),
+    [
+        (["host"], False),
+        (["host", "nvme"], True),
+        pytest.param(["host"], True, marks=pytest.mark.slow),
+        pytest.param(["host", "nvme"], False, marks=pytest.mark.slow),
+    ],
+)
 def test_activations_are_offloaded_and_reloaded_in_time(tiers: list[str], again: bool) -> None:
     prepared = prepare_case(CASES["gpt"], 0, 1)
     plan = offloading(prepared, recomputing(prepared) if again else prepared.plan, tiers)
     assert not _wrong("gpt", 0, {"plan": plan})
 
 
-@pytest.mark.parametrize("update", ["device", "host"])
-@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize(
+    ("tier", "update"),
+    [
+        ("host", "host"),
+        ("nvme", "device"),
+        pytest.param("host", "device", marks=pytest.mark.slow),
+        pytest.param("nvme", "host", marks=pytest.mark.slow),
+    ],
+)
 def test_states_come_and_go_in_time(tier: str, update: str) -> None:
     plan = placing(prepare_case(CASES["gpt"], 0, 1), tier, update)
     assert not _wrong("gpt", 0, {"plan": plan})

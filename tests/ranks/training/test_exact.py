@@ -10,7 +10,7 @@ import torch
 
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, sgd
-from tests.lib.training import compare_runs, differences, train_compiled, train_plain
+from tests.lib.training import captured_once, compare_runs, differences, train_compiled, train_plain
 
 STAGES: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in range(4)}
 PLANS: dict[str, dict[str, Any]] = {
@@ -19,7 +19,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "all kept": {"stage": 3, "keep_gathered": "all"},
 }
 
-# One spawn of ranks costs seconds: cases of a kind share one. The first of each is trained under every plan.
+# One spawn of ranks costs seconds: cases of a kind share one. The first of each is trained under every plan, the others
+# at the first and the last stage; at night they are at all.
 FAMILIES = {
     "language models": ["gpt", "tied"],
     "torch layers": ["torch layers"],
@@ -33,15 +34,17 @@ FAMILIES = {
     "gpt2": ["gpt2", "gpt2 dropout"],
     "bert": ["bert", "bert dropout"],
     "qwen3 next": ["qwen3 next"],
+    "mixtral": ["mixtral"],
     "t5": ["t5"],
     "vit": ["vit"],
 }
-SLOW = {"torch layers", "image layers", "bert", "qwen3 next", "t5", "vit"}
+SLOW = {"torch layers", "image layers", "bert", "qwen3 next", "mixtral", "t5", "vit"}
+SLOW_ON_RANKS = {*SLOW, "gpt2"}  # whose layers and dropout ranks train in test_accumulate.py
 INTERFACES = ["arguments", "returns dict", "returns tuple", "returns list", "returns dataclass", "loss function"]
 
 
-def _families() -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in FAMILIES]
+def _families(slow: set[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in FAMILIES]
 
 
 def test_every_case_is_trained() -> None:
@@ -56,47 +59,63 @@ def test_a_difference_of_one_bit_is_noticed() -> None:
     assert [line.split()[0] for line in differences(found, replace(found, state=state))] == ["layers.1.up.bias"]
 
 
+ENDS = {label: STAGES[label] for label in ("stage 0", "stage 3")}
+BETWEEN = {label: STAGES[label] for label in ("stage 1", "stage 2")}
+
+
 def _compare_family(names: list[str]) -> dict[str, list[str]]:
-    return compare_runs(names[:1], STAGES | PLANS) | compare_runs(names[1:], STAGES)
+    return compare_runs(names[:1], STAGES | PLANS) | compare_runs(names[1:], ENDS)
 
 
-@pytest.mark.parametrize("family", _families())
+@pytest.mark.parametrize("family", _families(SLOW_ON_RANKS))
 def test_two_ranks_train_like_distributed_data_parallel(family: str) -> None:
     for rank, wrong in enumerate(run_ranks(_compare_family, 2, FAMILIES[family])):
         assert wrong == {}, f"rank {rank}"
 
 
-def test_two_ranks_take_any_batch_and_find_the_loss_in_any_output() -> None:
-    runs = {label: STAGES[label] for label in ("stage 0", "stage 3")}
-    for rank, wrong in enumerate(run_ranks(compare_runs, 2, INTERFACES, runs, 0.0, 4)):
+@pytest.mark.slow
+def test_two_ranks_train_so_at_the_stages_between() -> None:
+    others = [name for names in FAMILIES.values() for name in names[1:]]
+    for rank, wrong in enumerate(run_ranks(compare_runs, 2, others, BETWEEN)):
         assert wrong == {}, f"rank {rank}"
 
 
-@pytest.mark.parametrize("family", _families())
+def test_two_ranks_take_any_batch_and_find_the_loss_in_any_output() -> None:
+    for rank, wrong in enumerate(run_ranks(compare_runs, 2, INTERFACES, ENDS, 0.0, 4)):
+        assert wrong == {}, f"rank {rank}"
+
+
+@pytest.mark.parametrize("family", _families(SLOW))
 def test_one_process_trains_like_eager_mode(family: str) -> None:
-    runs = {label: STAGES[label] for label in ("stage 0", "stage 3")}
     assert (
-        compare_runs(FAMILIES[family][:1], runs) | compare_runs(FAMILIES[family][1:], {"stage 3": {"stage": 3}}) == {}
+        compare_runs(FAMILIES[family][:1], ENDS) | compare_runs(FAMILIES[family][1:], {"stage 3": {"stage": 3}}) == {}
     )
 
 
 MANY_RANKS = ["gpt", "odd sizes", "batchnorm", "tied"]
 
 
-def _compare_on_many_ranks() -> dict[str, list[str]]:
+def _compare_on_many_ranks(names: list[str]) -> dict[str, list[str]]:
     found = {}
-    for name in MANY_RANKS:
+    for name in names:
         # Plain SGD: Adam divides a gradient that is truly zero (a key's bias) by its own rounding errors.
         case = replace(CASES[name], optimizer=sgd, steps=8)
-        first = train_compiled(case, 0)
-        found[f"{name}, stage 0 to plain"] = differences(train_plain(case), first, 1e-6)
-        for label, options in {**STAGES, **PLANS}.items():
-            if label in ("stage 1", "stage 3", "prefetch 3"):
-                found[f"{name}, {label} to stage 0"] = differences(first, train_compiled(case, **options))
+        with captured_once():
+            first = train_compiled(case, 0)
+            found[f"{name}, stage 0 to plain"] = differences(train_plain(case), first, 1e-6)
+            for label, options in {**STAGES, **PLANS}.items():
+                if label in ("stage 1", "stage 3", "prefetch 3"):
+                    found[f"{name}, {label} to stage 0"] = differences(first, train_compiled(case, **options))
     return {label: wrong for label, wrong in found.items() if wrong}
 
 
-@pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_more_ranks_train_like_distributed_data_parallel_but_for_the_order_of_sums(num_ranks: int) -> None:
-    for rank, wrong in enumerate(run_ranks(_compare_on_many_ranks, num_ranks)):
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [(3, ["odd sizes"]), *(pytest.param(number, MANY_RANKS, marks=pytest.mark.slow) for number in (3, 4))],
+    ids=str,
+)
+def test_more_ranks_train_like_distributed_data_parallel_but_for_the_order_of_sums(
+    num_ranks: int, names: list[str]
+) -> None:
+    for rank, wrong in enumerate(run_ranks(_compare_on_many_ranks, num_ranks, names)):
         assert wrong == {}, f"rank {rank}"

@@ -46,7 +46,7 @@ def test_gradients_wait_between_micro_batches(golden: Callable[..., None]) -> No
     golden(prepared.changes("gradients"))
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
 def test_what_reduces_a_buffer_where_it_lies_is_no_gradient_of_a_micro_batch(stage: int) -> None:
     prepared = _prepared(2, 4, stage, num_ranks=2)
     prepared.plan = waiting(prepared, "host")

@@ -72,16 +72,23 @@ def _take_values(model: nn.Module, masters: nn.Module) -> None:
 NORMS = [f"layers.{layer}.{norm}" for layer in range(3) for norm in ("norm1", "norm2")] + ["norm"]
 
 
+KEPT: dict[str, tuple[Any, list[str]]] = {
+    "a type": ((nn.LayerNorm,), NORMS),
+    "patterns": (("layers.1", "*.norm2"), ["layers.0.norm2", "layers.1", "layers.2.norm2"]),
+    "ends": (("tokens", "head"), ["tokens", "head"]),
+}
+
+
 @pytest.mark.parametrize(
-    ("kept", "names"),
+    ("precision", "kept", "names"),
     [
-        ((nn.LayerNorm,), NORMS),
-        (("layers.1", "*.norm2"), ["layers.0.norm2", "layers.1", "layers.2.norm2"]),
-        (("tokens", "head"), ["tokens", "head"]),
+        pytest.param(precision, *KEPT[kind], marks=[] if quick else [pytest.mark.slow], id=f"{precision}-{kind}")
+        for precision, kind, quick in [
+            ("bf16", "a type", True), ("fp16", "patterns", True), ("bf16", "ends", False), ("bf16", "patterns", False),
+            ("fp16", "a type", False), ("fp16", "ends", False),
+        ]
     ],
-    ids=["a type", "patterns", "ends"],
-)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+)  # fmt: skip
 def test_modules_that_keep_float32_are_as_by_hand(kept: Any, names: list[str], precision: str) -> None:
     expected = _by_hand("gpt", names, precision, 6)
     for stage in (0, 3):

@@ -30,10 +30,15 @@ from zerofx.scheduler.plan.plan import Plan
 pytestmark = pytest.mark.usefixtures("drive", "verified")
 
 STATES = [None, ("host", "device"), ("host", "host"), ("nvme", "device"), ("nvme", "host")]
+# Each tier and each kind of update once; all pairs of them at night.
+QUICK = [("host", None), ("host", ("host", "host")), ("nvme", ("nvme", "device"))]
+PAIRS = [
+    *QUICK,
+    *(pytest.param(t, s, marks=pytest.mark.slow) for t in ("host", "nvme") for s in STATES if (t, s) not in QUICK),
+]
 
 
-@pytest.mark.parametrize("states", STATES)
-@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize(("tier", "states"), PAIRS)
 def test_training_is_the_same_to_the_bit(tier: str, states: tuple[str, str] | None) -> None:
     case = CASES["gpt"]
     prepared = prepare_case(case, 3, 1)
@@ -53,8 +58,7 @@ def test_other_models_and_optimizers(name: str) -> None:
         assert not differences(expected, train_compiled(case, 3, 3, plan=plan))
 
 
-@pytest.mark.parametrize("states", STATES)
-@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize(("tier", "states"), PAIRS)
 def test_bf16_parameters_with_masters_elsewhere(tier: str, states: tuple[str, str] | None) -> None:
     case = CASES["gpt"]
     prepared = prepare_case(case, 3, 1, precision="bf16")
@@ -99,8 +103,7 @@ def _step(plan: Plan | None, **options: Any) -> tuple[zerofx.Step, tuple[Any, ..
     return step_of("gpt", 3, plan=plan, **options)
 
 
-@pytest.mark.parametrize("states", [None, ("nvme", "device"), ("host", "host")])
-@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize(("tier", "states"), PAIRS)
 def test_bytes_in_every_tier_are_those_predicted(tier: str, states: tuple[str, str] | None) -> None:
     prepared = prepare_case(CASES["gpt"], 3, 1)
     step, args = _step(parameters_away(prepared, tier, states))
@@ -128,8 +131,7 @@ def test_each_residency_and_the_update_take_one_copy_up_and_the_update_one_down(
     assert step.measure(*args).link_bytes == step.plan.link_bytes
 
 
-@pytest.mark.parametrize("states", [None, ("host", "host"), ("nvme", "device")])
-@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize(("tier", "states"), PAIRS)
 def test_parameters_are_saved_loaded_and_given_back(tier: str, states: tuple[str, str] | None) -> None:
     step, args = _step(parameters_away(prepare_case(CASES["gpt"], 3, 1), tier, states))
     reference, _ = _step(None)

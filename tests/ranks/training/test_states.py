@@ -31,8 +31,13 @@ pytestmark = pytest.mark.usefixtures("drive", "verified")
 PLACES = [("host", "device"), ("host", "host"), ("nvme", "device"), ("nvme", "host")]
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize(("tier", "update"), PLACES)
+ALTERNATING = [(*place, 1 + number % 2) for number, place in enumerate(PLACES)]
+OTHERWISE = [(tier, update, 3 - every) for tier, update, every in ALTERNATING]
+
+
+@pytest.mark.parametrize(
+    ("tier", "update", "every"), [*ALTERNATING, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERWISE)]
+)
 def test_training_is_the_same_to_the_bit(tier: str, update: str, every: int) -> None:
     case = CASES["gpt"]
     plan = placing(prepare_case(case, 0, 1), tier, update, every)
@@ -111,7 +116,9 @@ def test_an_update_on_the_host_moves_gradients_down_and_parameters_up() -> None:
     assert torch.equal(step(*args), reference(*args)) and torch.isfinite(expected)
 
 
-@pytest.mark.parametrize(("tier", "update"), PLACES)
+@pytest.mark.parametrize(
+    ("tier", "update"), [*PLACES[1:3], *(pytest.param(*PLACES[i], marks=pytest.mark.slow) for i in (0, 3))]
+)
 def test_states_are_saved_and_loaded(tier: str, update: str) -> None:
     step, args = step_of("gpt", plan=placing(prepare_case(CASES["gpt"], 0, 1), tier, update))
     check_saved_and_loaded(step, step_of("gpt")[0], args)

@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.blame import user_line, user_lines
+from zerofx.capture.metadata_reads import METADATA_READS
 from zerofx.capture.values.raising_branches import answer_without_raising
 from zerofx.capture.values.value_dependent import with_one_backward
 from zerofx.errors import CaptureError
@@ -76,7 +77,6 @@ class CallWatcher(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
         if torch.initial_seed() != self._seed:
             raise CaptureError(
                 f"expected a forward that draws from torch's generator as it is, found one that seeds it before\n  "
@@ -84,6 +84,9 @@ class CallWatcher(TorchFunctionMode):
                 f"A step is captured once, and would not seed it again: draw where the batch is made, as a tensor of "
                 f"it, or make what is the same in all steps a buffer."
             )
+        if func in METADATA_READS:
+            return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
         if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
             raise CaptureError(
                 f"expected a forward whose operations can be traced, found tensor.data assigned at\n  "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,15 +15,17 @@ from tests.lib.virtual_ranks import feeds_of, part_of, run
 from zerofx.capture.trace import Batch, capture
 from zerofx.errors import PlanError
 from zerofx.ir import ops
-from zerofx.ir.facts import Role, placeholder
+from zerofx.ir.facts import Phase, Role, origin, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.sharding.rule import Rule
+from zerofx.ir.value_ops import gather_values
 from zerofx.passes.prepare.partition import partition
 from zerofx.passes.prepare.simplify import simplify
-from zerofx.scheduler.analysis.sharding_ways import sharding_ways
+from zerofx.scheduler.analysis.sharding_ways import sharding_ways, slot_of
 from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, placement_of
 
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 MODELS = ("gpt", "llama", "gpt2", "bert", "t5", "vit", "qwen3 next", "llama masked", "image layers", "torch layers")
 
 
@@ -137,3 +140,16 @@ def test_a_way_that_an_operator_has_not_is_refused() -> None:
     product = next(node for node in step.calls() if node.target is torch.ops.aten.mm.default)
     with pytest.raises(PlanError, match="expected a way to share"):
         partition(step, (ShardingDecision(product.name, ("S0",), ("S1", "S1")),), 2)
+
+
+@pytest.mark.parametrize("again", [(), ("R",)])
+def test_a_value_that_is_not_kept_whole_is_gathered_once_more_for_backward(again: tuple[str, ...]) -> None:
+    model, batch, step = captured("gpt")
+    attention = next(node for node in step.calls() if node.target is ATTENTION)
+    rule = next(rule for rule in sharding_ways(step, 2).rules[attention] if rule.outputs[0] == placement_of("S1"))
+    shared = replace(decision(attention.name, rule), again=again)
+    compare(model, batch, step, (shared,), 2)
+    gathers = [(slot_of(node.all_input_nodes[0]), node) for node in step.calls() if node.target is gather_values]
+    of_result = [node for (source, index), node in gathers if (source.name, index) == (attention.name, 0)]
+    # It is read by the projection in forward and, whole, by attention's own backward.
+    assert [origin(node).phase for node in of_result] == [Phase.FORWARD, *([Phase.BACKWARD] if again else [])]

@@ -1,0 +1,134 @@
+"""Every model on ranks that share it: 20 steps as one process takes them, and one set of bits whatever is planned."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zerofx
+from tests.lib.distributed import run_ranks
+from tests.lib.models import CASES, Case, batches, sgd
+from tests.lib.training import Trained, build, captured_once, differences, world
+from tests.ranks.training.test_model_axis import SHARING
+
+pytestmark = pytest.mark.slow
+
+STEPS = 20
+MODELS = (
+    "gpt",
+    "gpt2",
+    "llama",
+    "llama masked",
+    "bert",
+    "vit",
+    "t5",
+    "qwen3 next",
+    "mixtral",
+    "batchnorm",
+    "image layers",
+)
+MESHES: list[dict[str, int]] = [{"model": 2}, {"model": 4}, {"shard": 2, "model": 2}, {"replicate": 2, "shard": 2}]
+# All ranks of a mesh train the same bits at every stage, and whatever is computed again, moved or issued ahead.
+PLANS: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"stage": stage} for stage in range(4)},
+    "all again": {"stage": 3, "recompute": "full"},
+    "nothing ahead": {"stage": 3, "prefetch": 0},
+    "offloaded": {"stage": 2, "offload": "host", "recompute": "none"},
+    "offloaded to a drive": {"stage": 0, "offload": "nvme", "recompute": "none"},
+}
+BUDGET_SHARE = 0.9  # of the peak without a budget: what is offloaded
+
+
+def case_of(name: str) -> Case:
+    """The case with SGD: Adam divides a gradient that is truly zero, of a key's bias, by its own rounding errors."""
+    return replace(CASES[name], optimizer=sgd, steps=STEPS)
+
+
+def one_process(case: Case, num_data: int) -> Trained:
+    """Training on the batches of ``num_data`` ranks by their average, as one process does it."""
+    model = build(case)
+    optimizer = case.optimizer(model)
+    losses = []
+    for given in zip(*(batches(case, rank, case.steps) for rank in range(num_data)), strict=True):
+        optimizer.zero_grad()
+        each = []
+        for args, kwargs in given:
+            outputs = model(*args, **kwargs)
+            loss = case.loss_fn(outputs, *args) if case.loss_fn is not None else case.loss(outputs)
+            (loss / num_data).backward()
+            each.append(loss.detach())
+        optimizer.step()
+        losses.append(each[world()[0] * num_data // world()[1]])
+    return Trained(losses, {name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+
+def shared(case: Case, mesh: dict[str, int], stage: int, **options: Any) -> tuple[Trained, zerofx.Plan]:
+    """Training with zerofx on ``mesh``; ``offload`` asks for a budget of a part of the peak without."""
+    model, (rank, _) = build(case), world()
+    given = {"backend": "eager", "machine": SHARING, "loss_fn": case.loss_fn, "mesh": mesh, **options}
+    data = list(batches(case, rank // mesh.get("model", 1), case.steps))
+    if "offload" in options:
+        args, keywords = data[0]
+        other = build(case)
+        free = zerofx.compile(other, case.optimizer(other), stage, **{**given, "offload": "none"})
+        free.prepare(*args, **keywords)
+        given["memory_budget"] = int(BUDGET_SHARE * free.plan.peak_bytes["device"])
+        free.close()
+    step = zerofx.compile(model, case.optimizer(model), stage, **given)
+    losses = [step(*args, **keywords).clone() for args, keywords in data]
+    trained, plan = Trained(losses, step.full_state_dict()), step.plan
+    step.close()
+    return trained, plan
+
+
+@captured_once()
+def _compared(name: str, mesh: dict[str, int], drive: str) -> dict[str, Any]:
+    """What is unlike one process, what unlike the first plan to the bit, and what was not planned as it should be."""
+    os.environ["ZEROFX_NVME_DIR"] = drive
+    case, num_data = case_of(name), world()[1] // mesh.get("model", 1)
+    expected, first = one_process(case, num_data), list[Trained]()
+    wrong: dict[str, Any] = {}
+    for label, options in PLANS.items():
+        try:
+            trained, plan = shared(case, mesh, **options)
+        except zerofx.ZeroFXError as error:
+            wrong[f"{label}, refused"] = [str(error)]
+            continue
+        first = first or [trained]
+        wrong[f"{label}, far off"] = differences(expected, trained, 1e-5)
+        wrong[f"{label}, another bit"] = differences(first[0], trained)
+        placements = {text for sharding in plan.shardings for text in sharding.outputs}
+        wrong[f"{label}, nothing shared"] = (
+            [] if mesh.get("model", 1) == 1 or placements & {"S0", "S1"} else ["nothing"]
+        )
+        if "offload" in options and not (plan.offloads or plan.states):
+            wrong[f"{label}, nothing offloaded"] = ["nothing"]
+    return {what: lines for what, lines in wrong.items() if lines}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_ranks_share_every_model(mesh: dict[str, int], name: str, tmp_path: Path) -> None:
+    num_ranks = math.prod(mesh.values())
+    for rank, wrong in enumerate(run_ranks(_compared, num_ranks, name, mesh, str(tmp_path))):
+        assert wrong == {}, f"rank {rank}"
+
+
+def _compiled(name: str, mesh: dict[str, int]) -> list[str]:
+    case = case_of(name)
+    trained, _ = shared(case, mesh, 3, backend="inductor")
+    return differences(one_process(case, world()[1] // mesh.get("model", 1)), trained, 1e-4)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mesh", [{"model": 2}, {"shard": 2, "model": 2}], ids=str)
+def test_compiled_steps_share_every_model(mesh: dict[str, int], name: str) -> None:
+    assert run_ranks(_compiled, num_ranks := math.prod(mesh.values()), name, mesh) == [[]] * num_ranks
