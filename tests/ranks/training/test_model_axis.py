@@ -148,14 +148,6 @@ def test_other_batches_and_checkpoints_are_refused_on_all_ranks() -> None:
         assert "found parts of them on the mesh's axis 'model', of which no checkpoint can be made" in checkpoint
 
 
-def test_random_numbers_are_refused_before_anything_is_planned() -> None:
-    case = CASES["dropout"]
-    model = build(case)
-    ((args, _),) = batches(case, 0, 1)
-    with pytest.raises(UsageError, match=r"expected a step without random numbers .* set dropout to 0"):
-        zerofx.plan(model, case.optimizer(model), args, machine=SHARING, mesh={"model": 2})
-
-
 def test_two_ranks_share_each_of_two_slices() -> None:
     runs = {label: RUNS[label] for label in ("stage 1", "stage 3")}
     for rank, wrong in enumerate(run_ranks(compared, 4, ["gpt"], {"shard": 2, "model": 2}, runs, 3)):
