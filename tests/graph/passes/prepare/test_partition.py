@@ -17,6 +17,7 @@ from zerofx.ir import ops
 from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.sharding.rule import Rule
+from zerofx.passes.lib.placement_check import check_placements, whole_calls
 from zerofx.passes.prepare.partition import partition
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
@@ -71,8 +72,10 @@ def compare(
     graph, drawn = step.graph, Drawn()
     nodes = {placeholder(node).name: node.name for node in step.placeholders(Role.PARAMETER)}
     gradients = [placements.get(nodes[name], REPLICATED) for name in step.gradient_names]
+    whole_graph = whole_calls(step)
     partition(step, tuple(decisions), num_ranks)
     step.graph.lint()
+    assert check_placements(step, whole_graph, num_ranks) == []
     results = run(step.graph, [_of_rank(feeds, placements, rank, num_ranks) for rank in range(num_ranks)], drawn)
     together = {name: [assembled(parts, placements.get(name, REPLICATED))] for name, parts in drawn.items()}
     (whole,) = run(graph, [feeds], together)
