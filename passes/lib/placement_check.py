@@ -33,7 +33,9 @@ from zerofx.ir import ops, value_ops
 from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators.table import facts_of
-from zerofx.ir.sharding.placed_calls import Kind, Kinds, Own, kinds_of_call, of_ranks_first
+from zerofx.ir.sharding.kinds import Kind, Kinds, Own
+from zerofx.ir.sharding.placed_calls import kinds_of_call
+from zerofx.ir.sharding.placed_moves import of_ranks_first
 from zerofx.ir.sharding.rule import outputs_of, read_tensors
 from zerofx.ir.text import node_text
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Sharded, local_shape
