@@ -29,6 +29,8 @@ from zerofx.passes.divide import Divide
 from zerofx.passes.gather import Gather
 from zerofx.passes.gradients import Gradients
 from zerofx.passes.in_place import InPlace
+from zerofx.passes.lib.norm_check import check_norm
+from zerofx.passes.lib.placement_check import check_placements, whole_calls
 from zerofx.passes.merge import Merge
 from zerofx.passes.offload import Offload
 from zerofx.passes.parts import Parts
@@ -186,6 +188,7 @@ def run_preparations(
 
     Raises:
         PlanError: a parameter cannot be worked with in the slices that are asked for.
+        InvalidGraphError: what the ranks of the model axis compute is not what the graph does.
     """
     left_out = {*settings.disable, *done}
     left_out |= {*([] if loss_scaled else [ScaleLoss.name]), *([] if num_parts > 1 else [Partition.name, Overlap.name])}
@@ -199,7 +202,11 @@ def run_preparations(
                 overlaps=overlaps,
                 num_parts=num_parts,
             )
+            is_shared = listed.kind is Partition and settings.verify > 0
+            whole = whole_calls(step) if is_shared else {}
             one.run(step)
+            if is_shared:
+                check_placements(step, whole, num_parts)
 
 
 def passes(
@@ -288,6 +295,8 @@ def run_passes(
         last = number == len(listed) - 1
         if settings.verify == 2 or (settings.verify == 1 and last):
             verify(step, entry.name, plan if last else None)
+        if settings.verify and last:
+            check_norm(step, layout)
         counts, text = op_counts(step), step.text()
         # Most passes have nothing to do in most plans: what holds for a graph holds for its equal.
         after = peak if text == stages[-1].text else liveness(step, on_cpu).peak_bytes

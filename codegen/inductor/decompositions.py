@@ -10,6 +10,7 @@ import torch
 from zerofx.ir import ops
 from zerofx.ir.op_kernels import quantise
 from zerofx.ir.op_kernels.attention import has_kernel
+from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 
 aten = torch.ops.aten
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -104,13 +105,21 @@ def _bernoulli_of(x: torch.Tensor, p: float = 0.5, *, generator: torch.Generator
     return NotImplemented if generator is not None else _drawn(x, None, p)
 
 
-def _drawn(x: torch.Tensor, chances: torch.Tensor | None, p: float) -> torch.Tensor:
+def _own_bernoulli(chances: torch.Tensor, *, rank: torch.Tensor, generator: None = None) -> torch.Tensor:
+    return _drawn(chances, chances, 0.0, rank=rank)
+
+
+def _own_bernoulli_of(x: torch.Tensor, p: float, *, rank: torch.Tensor, generator: None = None) -> torch.Tensor:
+    return _drawn(x, None, p, rank=rank)
+
+
+def _drawn(x: torch.Tensor, chances: torch.Tensor | None, p: float, **rank: torch.Tensor) -> torch.Tensor:
     """Draws of the shape of ``x``: by ATen, row by row whatever its strides, and also where nobody reads them.
 
     Inductor compares uniform numbers, or draws over a copy in any layout, and leaves out what is not read: other draws.
     """
     drawn = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.ops.zerofx.bernoulli_into(drawn, chances, p)
+    (OWN_DRAWS[ops.bernoulli_into] if rank else ops.bernoulli_into)(drawn, chances, p, **rank)
     return drawn
 
 
@@ -127,6 +136,8 @@ def _embedding_gradient(
 _OWN: Decompositions = {
     aten.bernoulli.default: _bernoulli,
     aten.bernoulli.p: _bernoulli_of,
+    OWN_DRAWS[aten.bernoulli.default]: _own_bernoulli,
+    OWN_DRAWS[aten.bernoulli.p]: _own_bernoulli_of,
     aten.embedding_dense_backward.default: _embedding_gradient,
     aten.replication_pad1d_backward.default: replication_pad_backward,
     aten.replication_pad2d_backward.default: replication_pad_backward,

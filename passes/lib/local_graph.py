@@ -17,10 +17,12 @@ import torch
 from torch import fx
 
 from zerofx.ir import ops, value_ops
-from zerofx.ir.facts import Origin, set_piece, tensor
+from zerofx.ir.facts import Origin, is_random, set_piece, tensor
 from zerofx.ir.graph import insert_call
+from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.sharding.rule import Rule
 from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Replicated, Sharded
+from zerofx.torch_private.operators import OpOverload
 
 _aten = torch.ops.aten
 AXIS = "model"
@@ -30,12 +32,14 @@ AXIS = "model"
 class LocalGraph:
     """Writes calls at the end of ``graph``; ``rank`` is the placeholder of this rank's number, int64 of shape [1].
 
-    ``where`` is the origin of what is written, ``piece`` its piece.
+    ``host_rank`` is that of the number on the host, of shape [], where a step draws. ``where`` is the origin of what is
+    written, ``piece`` its piece.
     """
 
     graph: fx.Graph
     num_ranks: int
     rank: fx.Node
+    host_rank: fx.Node | None
     where: Origin
     piece: str | None = None
 
@@ -172,6 +176,10 @@ class LocalCallOf:
         return self.graph.num_ranks
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call; what ``node`` draws of this rank's part is drawn by this rank alone."""
+        if target is self.node.target and self.rule.shards and is_random(self.node):
+            assert isinstance(target, OpOverload)
+            return self.graph.call(OWN_DRAWS[target], *args, **kwargs, rank=self.graph.host_rank)
         return self.graph.call(target, *args, **kwargs)
 
     def rank(self) -> fx.Node:

@@ -9,10 +9,10 @@ Every call is given what it reads as its decision says (``passes/lib/local_graph
 serves all readers that ask for it, in forward and in backward, unless the decision about the value has backward's made
 again. Sizes in a call's arguments become local ones. A call without a decision is done by every rank. A parameter
 becomes this rank's part of it, and its gradient lies as it does, or, where every rank has the parameter, is left as
-parts that add up over the axis.
+parts that add up over the axis. What all ranks have is drawn alike on all of them, from torch's generators, which they
+have in one state; what lies in parts each rank draws for itself (``zerofx/ir/op_kernels/own_draws.py``).
 
-Does not handle: sizes that the ranks do not divide, which no decision shards; draws on whole values, which differ from
-rank to rank.
+Does not handle: sizes that the ranks do not divide, which no decision shards.
 """
 
 from __future__ import annotations
@@ -27,13 +27,24 @@ import torch
 from torch import fx
 
 from zerofx.errors import PlanError
-from zerofx.ir.facts import Phase, Placeholder, Role, origin, piece_of, placeholder, set_placeholder, set_value, tensor
+from zerofx.ir.facts import (
+    Phase,
+    Placeholder,
+    Role,
+    is_random,
+    origin,
+    piece_of,
+    placeholder,
+    set_placeholder,
+    set_value,
+    tensor,
+)
 from zerofx.ir.graph import ParameterInfo, StepGraph
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.sharding.rule import Rule, outputs_of
 from zerofx.ir.sharding.rules import replicated, rule_for
-from zerofx.passes.lib.local_graph import LocalCallOf, LocalGraph
+from zerofx.passes.lib.local_graph import AXIS, LocalCallOf, LocalGraph
 from zerofx.scheduler.analysis.sharding_ways import slot_of
 from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Placement, Replicated, Sharded, local_shape, placement_of
@@ -83,11 +94,13 @@ class _Partitioning:
         step = self._step
         for node in step.placeholders():
             self._place(node)
-        rank = self._graph.placeholder("model_rank")
-        set_value(rank, step.fake((1,), torch.int64))
-        set_placeholder(rank, Placeholder(Role.RANK, "model"))
+        rank = self._placed("model_rank", step.fake((1,), torch.int64), Role.RANK)
+        host_rank = None
+        if any(map(is_random, step.calls())):
+            fake = torch.empty((), dtype=torch.int64, device="cpu")
+            host_rank = self._placed("model_rank_on_host", fake, Role.HOST_RANK)
         for node in step.graph.nodes:
-            local = LocalGraph(self._graph, self._num_parts, rank, origin(node), piece_of(node))
+            local = LocalGraph(self._graph, self._num_parts, rank, host_rank, origin(node), piece_of(node))
             if node.target is operator.getitem:
                 self._pick(node, local)
             elif node.op == "call_function":
@@ -101,6 +114,11 @@ class _Partitioning:
         )
         step.graph = self._graph
         step.shardings = tuple(self._decided.values())
+
+    def _placed(self, name: str, fake: torch.Tensor, role: Role) -> fx.Node:
+        node = self._graph.placeholder(name)
+        set_placeholder(node, Placeholder(role, AXIS))
+        return set_value(node, fake)
 
     def _name_nodes(self) -> None:
         """Nodes of the whole graph keep their names; those that are put in have ones that it has not."""

@@ -42,6 +42,7 @@ OF_ROLE: Mapping[Role, Category] = {
     Role.BUFFER: Category.BUFFERS,
     Role.CONSTANT: Category.BUFFERS,
     Role.RANK: Category.BUFFERS,
+    Role.HOST_RANK: Category.BUFFERS,
     Role.OUTSIDE: Category.BUFFERS,
     Role.INPUT: Category.BATCH,
     Role.LOSS_SCALE: Category.OPTIMIZER,

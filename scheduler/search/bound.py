@@ -325,7 +325,7 @@ def _persistent_bytes(step: StepGraph, plan: Plan, layout: BucketLayout) -> int:
     """Bytes that live throughout the step: parameters or slices of them, masters, states, buffers, and the batch."""
     assert plan.prediction is not None
     gradients = sum(gradient_bytes(bucket, plan) for bucket in layout.buckets if bucket.trainable)
-    roles = (Role.BUFFER, Role.INPUT, Role.CONSTANT, Role.OUTSIDE, Role.RANK, Role.LOSS_SCALE)
+    roles = (Role.BUFFER, Role.INPUT, Role.CONSTANT, Role.OUTSIDE, Role.RANK, Role.HOST_RANK, Role.LOSS_SCALE)
     given = sum(storage_bytes(t) for role in roles for node in step.placeholders(role) for t in tensors_of(node))
     return plan.prediction.model_state_bytes - gradients + given
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from zerofx.errors import UsageError
+from zerofx.ir.op_kernels.own_draws import generator_of
 from zerofx.ir.operators.operator import Traffic
 from zerofx.ir.operators.table import facts_of
 from zerofx.torch_private.dispatch import without_modes
@@ -223,16 +224,6 @@ def fills_first_argument(function: Callable[..., Any]) -> bool:
     if not isinstance(function, OpOverload) or facts_of(function).traffic is not Traffic.OVERWRITES:
         return False
     return [str(argument.type) for argument in schema_of(function).arguments].count("Tensor") == 1
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """The generator that random operations on ``device`` draw from unless told otherwise."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module = torch.get_device_module(device)
-    index = device.index if device.index is not None else module.current_device()
-    generator: torch.Generator = module.default_generators[index]
-    return generator
 
 
 @contextlib.contextmanager

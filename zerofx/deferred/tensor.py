@@ -14,11 +14,11 @@ from zerofx.deferred.recipe import (
     Constant,
     Value,
     fills_first_argument,
-    generator_of,
     note,
     replay,
 )
 from zerofx.errors import UsageError
+from zerofx.ir.op_kernels.own_draws import generator_of
 from zerofx.torch_private.dispatch import TorchDispatchMode
 from zerofx.torch_private.operators import pytree, schema_of
 from zerofx.torch_private.tensors import IS_PARAMETER, memory_of, version_of, without_memory, without_torch_function

@@ -11,8 +11,6 @@ from zerofx.driver.captures import Captures
 from zerofx.driver.prepared import Earlier, Request
 from zerofx.errors import RankMismatchError, UsageError
 from zerofx.ir.batch import Batch, hash_of
-from zerofx.ir.facts import is_random, source_line
-from zerofx.ir.text import target_name
 from zerofx.progress import watched
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
 from zerofx.scheduler.cost.sharing import Prices
@@ -41,7 +39,6 @@ def share_computation(
     num_parts = request.mesh.model
     if num_parts == 1:
         return captures
-    _check_draws(captures)
     if len(captures.candidates) > 1:
         raise UsageError(
             f"expected accumulate to be a number where the mesh has an axis 'model', found "
@@ -76,18 +73,6 @@ def check_batches(
                     f"{members[0]}: give each group of the axis 'model' one batch, as a DistributedSampler with "
                     f"num_replicas={mesh.num_ranks // mesh.model} and rank=rank // {mesh.model} does"
                 )
-
-
-def _check_draws(captures: Captures) -> None:
-    """Raises:
-    UsageError: the step draws random numbers: ranks would have to draw alike for what all of them have.
-    """
-    for node in captures.of_one(captures.candidates[0]).calls():
-        if is_random(node):
-            raise UsageError(
-                f"expected a step without random numbers where the mesh has an axis 'model', found {node.name} "
-                f"({target_name(node)}) {source_line(node)}: set dropout to 0, or leave the axis out"
-            )
 
 
 def _decided(request: Request, captures: Captures, earlier: Earlier | None) -> tuple[ShardingDecision, ...]:

@@ -42,6 +42,7 @@ class Role(StrEnum):
     INPUT = "input"  # a tensor of the batch
     LOSS_SCALE = "loss_scale"  # what the loss is multiplied by before backward, shape []; named for its dtype
     RANK = "rank"  # this rank's number on an axis of the mesh: int64, shape [1]; named for the axis
+    HOST_RANK = "host_rank"  # the same on the host, shape []; of steps that draw random numbers
     OUTSIDE = "outside"  # a tensor that forward or loss_fn reaches outside of the model: a teacher's, say
     CONSTANT = "constant"  # a tensor that the model made or held outside its parameters and buffers
 

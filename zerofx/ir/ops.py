@@ -32,6 +32,8 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
                       where a compiled region has it so (``zerofx/ir/op_kernels/products.py``)
 ``product_into``      the same, written over a tensor
 ``bernoulli_into``    ATen's ``bernoulli_``, which a compiled region runs whether or not the draws are read
+``own_...``           random operators of ATen, and the one above, where a rank draws for its part of a value
+                      (``zerofx/ir/op_kernels/own_draws.py``)
 ``checked``           a copy of what linear algebra gave, once its own report says that it succeeded
 ``asserted``          a copy of a tensor, once it is seen that what a forward checks holds
 ``masked_sum``        the sum, to a size, of the rows of a tensor that a mask names
@@ -152,6 +154,7 @@ asserted = torch.ops.zerofx.asserted.default
 masked_sum = torch.ops.zerofx.masked_sum.default
 prod_gradient = torch.ops.zerofx.prod_gradient.default
 mm_into = torch.ops.zerofx.mm_into.default
+bernoulli_into = torch.ops.zerofx.bernoulli_into.default
 product = torch.ops.zerofx.product.default
 product_into = torch.ops.zerofx.product_into.default
 quantise = torch.ops.zerofx.quantise.default

@@ -21,6 +21,7 @@ from zerofx.codegen.source import load_source
 from zerofx.disk import dumps
 from zerofx.errors import PlanError
 from zerofx.ir.buckets import BucketLayout
+from zerofx.ir.facts import Role
 from zerofx.ir.graph import StepGraph, num_bodies
 from zerofx.ir.returned import Returned
 from zerofx.lowering.lower import LoweredStep
@@ -99,6 +100,11 @@ class CompiledStep(StepProgram):
         return with_functions(
             self.function, {name: partial(runtime.update, update) for name, update in updates.items()}
         )
+
+    @property
+    def draws_together(self) -> bool:
+        """Whether ranks that share the step's computation draw random numbers in it."""
+        return any(facts.role is Role.HOST_RANK for facts in self.arguments.placeholders.values())
 
     @property
     def lowered(self) -> LoweredStep:

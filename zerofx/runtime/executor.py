@@ -30,12 +30,12 @@ class Runtime:
         self._transport = communicators.world
         self._device = device
         self._scalars: Mapping[int, tuple[float, ...]] = {}
-        self._agreed: Callable[[], None] | None = None
+        self._agreed: Callable[[], object] | None = None
         self._joint = Joint()
         # What the step that was ended last has given: ``check_finite`` has its loss, ``check_gradients`` all of it.
         self.stopped: list[torch.Tensor] | None = None
 
-    def begin(self, scalars: Mapping[int, tuple[float, ...]], agreed: Callable[[], None]) -> None:
+    def begin(self, scalars: Mapping[int, tuple[float, ...]], agreed: Callable[[], object]) -> None:
         """A step begins.
 
         Args:

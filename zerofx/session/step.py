@@ -99,8 +99,8 @@ class Step(Checkpointed):
                 "model, optimizer and options",
                 "Compile the same on every rank.",
             )
-            self._seeds = SeedWatch(self._control)
             self._steps = Steps(model, optimizer, options, self.settings, self._life, self._owner)
+            self._seeds = SeedWatch(self._control, self._steps.mesh)
             self.options = self._steps.options
             undo_all.pop_all()
 
@@ -142,7 +142,7 @@ class Step(Checkpointed):
         batch = self._steps.batch_of(args, kwargs)
         compiled, taken, advance, agreed = self._steps.of(batch, "call step(batch)")
         taken.place(compiled.plan)
-        self._seeds.begin(taken.device)
+        self._seeds.begin(taken.device, agreed, draws_together=compiled.draws_together)
         versions = taken.versions()
         advance.swap(taken.state)
         try:

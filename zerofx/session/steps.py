@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,13 @@ from zerofx.scheduler.search.target import Target
 from zerofx.session.awaited import Awaited
 from zerofx.session.guards import ModeWatch, NumberWatch, Owner
 from zerofx.session.life import Life
+from zerofx.session.seeds import digest_of_states
 from zerofx.session.shapes import Shapes
 from zerofx.session.taken_over import TakenOver
 from zerofx.settings import Settings
+
+Agreed = Callable[[], Sequence[bytes]]
+"""Waits until all ranks agree to run the same step; gives a digest of every rank's random generators, in rank order."""
 
 
 class Steps:
@@ -63,7 +67,7 @@ class Steps:
     ) -> None:
         self._model, self._optimizer, self._life, self._owner = model, optimizer, life, owner
         self.options, self._settings, self._control = options, settings, life.control
-        self._mesh = mesh_for(options.mesh, life.control.num_ranks)
+        self.mesh = mesh_for(options.mesh, life.control.num_ranks)
         self.shapes = Shapes(options.max_shapes)
         self.taken: TakenOver | None = None
         self.tiers: Tiers | None = None
@@ -101,7 +105,7 @@ class Steps:
             raise
         return batch
 
-    def of(self, batch: Batch, purpose: str) -> tuple[CompiledStep, TakenOver, Advance, Callable[[], None]]:
+    def of(self, batch: Batch, purpose: str) -> tuple[CompiledStep, TakenOver, Advance, Agreed]:
         """The step for a batch, built if need be, with its scalars, and what waits until all ranks agree to run it."""
         described = batch.described() | {"training mode": self._modes.mode()} | dtype_settings()
         signature = "\n".join(f"{name}: {text}" for name, text in described.items())
@@ -113,11 +117,12 @@ class Steps:
             "batch shapes, modes, autocast and optimizer options",
             "Give every rank batches of the same shapes, for example by padding, and the same optimizer options: a "
             "scheduler that follows a loss has to be given the mean of all ranks' losses.",
+            digest_of_states(self.device),
         )
         compiled = self.shapes.take(signature, variant)
         if compiled is None:
-            agreed()
-            agreed = _nothing
+            met = agreed()
+            agreed = lambda: met  # noqa: E731 - what it gives is not to be gathered twice
             with self.numbers.capturing():
                 compiled, self.taken = self._build(batch, signature, described)
             advance = advance or self.taken.advance()
@@ -142,7 +147,7 @@ class Steps:
             # A capture has the same device.
             machine = self.machine or machine_at_hand(tracing_device(self._model, batch), self.options, self._control)
             request = Request(
-                self._model, self._optimizer, batch, self.options, self._settings, self._mesh, machine,
+                self._model, self._optimizer, batch, self.options, self._settings, self.mesh, machine,
                 verbose=self._control.rank == 0,
             )  # fmt: skip
             built = build_step(request, self.taken.earlier if self.taken is not None else None, self._control)
@@ -237,7 +242,3 @@ class Steps:
         )  # fmt: skip
         self.shapes.replace(compiled, replaced)
         self._loaded = Path(path)
-
-
-def _nothing() -> None:
-    """What is left to wait for where all ranks have met already."""

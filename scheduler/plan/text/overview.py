@@ -23,7 +23,7 @@ from zerofx.units import format_bytes, format_count, format_seconds, on_tiers
 AboutValue = RecomputeDecision | OffloadDecision
 D = TypeVar("D", RecomputeDecision, OffloadDecision)
 
-_ATTENTION = re.compile(r"aten\._scaled_dot_product_(cudnn|flash|efficient)_attention\.default")
+_ATTENTION = re.compile(r"(?:aten\.|zerofx\.own_)_scaled_dot_product_(cudnn|flash|efficient)_attention\.default")
 _HEADERS = ("bucket", "parameters", "dtype", "slice", "whole", "group", "gathers")
 
 

@@ -14,7 +14,9 @@ from zerofx.errors import InvalidGraphError, PlanError
 from zerofx.ir import ops
 from zerofx.ir.facts import Phase, origin
 from zerofx.ir.streams import runs_on_host
+from zerofx.passes.lib.norm_check import check_norm
 from zerofx.passes.verify import verify
+from zerofx.scheduler.plan.mesh import Mesh
 
 aten = torch.ops.aten
 
@@ -83,3 +85,34 @@ def test_delayed_updates_are_refused() -> None:
     prepared.plan = replace(prepared.plan, states=states)
     with pytest.raises(PlanError, match="expected no delayed updates together with max_grad_norm"):
         prepared.run()
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("mesh", [Mesh(shard=2, model=2), Mesh(2, 2, 2)], ids=str)
+def test_gradients_count_once_on_every_mesh(mesh: Mesh, stage: int, num_micro_batches: int) -> None:
+    prepared = clipping(prepare(stage=stage, mesh=mesh, num_micro_batches=num_micro_batches))
+    prepared.run_pipeline()
+    assert calls(prepared.step, ops.square_sum)
+    check_norm(prepared.step, prepared.layout)
+
+
+def test_a_norm_that_counts_what_all_ranks_have_several_times_is_told() -> None:
+    prepared = clipping(prepare(stage=3, mesh=Mesh(shard=2, model=2)))
+    prepared.run_pipeline()
+    reduction = calls(prepared.step, ops.reduce_scatter)[0]
+    assert reduction.kwargs == {"over": "shard,model"}
+    reduction.kwargs = {"over": "shard"}
+    with pytest.raises(InvalidGraphError, match="cut along shard, where ranks along model, shard have them"):
+        check_norm(prepared.step, prepared.layout)
+
+
+def test_a_norm_of_gathered_gradients_is_told() -> None:
+    prepared = clipping(prepare(stage=0, mesh=Mesh(model=2)))
+    prepared.run_pipeline()
+    squares = calls(prepared.step, ops.square_sum)[0]
+    (gather,) = (node for node in calls(prepared.step, ops.all_gather_into) if node.args[1] is squares.args[0])
+    (wait,) = gather.users
+    squares.update_arg(0, wait)
+    with pytest.raises(InvalidGraphError, match="cut along no axis, where ranks along model have them"):
+        check_norm(prepared.step, prepared.layout)

@@ -1,8 +1,8 @@
 """The table: what is known of each operator, by its name.
 
 A key is an operator's name, without ``aten::``, for all its overloads; one with an overload (``sum.dim_IntList``)
-stands in the place of that for this one; one that ends in ``*`` is for all names that begin so and have no entry. To
-add an operator is to add an entry to the file of its family.
+stands in the place of that for this one; one that ends in ``*`` is for all names that begin so and have no entry. A
+draw of a rank's own has the facts of ATen's. To add an operator is to add an entry to the file of its family.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
+from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.operators import (
     attention,
     convolutions,
@@ -39,6 +41,7 @@ TABLE: Mapping[str, Operator] = MappingProxyType(
 )
 _PREFIXES = tuple(name.removesuffix("*") for name in TABLE if name.endswith("*"))
 _UNNAMED = Operator()
+_DRAWN = {own: drawn for drawn, own in OWN_DRAWS.items()}
 
 
 def facts_of(target: object) -> Operator:
@@ -48,6 +51,10 @@ def facts_of(target: object) -> Operator:
 
 @functools.cache
 def _facts(target: OpOverload[..., Any]) -> Operator:
+    if target in _DRAWN:
+        drawn = _DRAWN[target]
+        counted = schema_of(drawn).name.removeprefix("aten::") if drawn.overloadpacket in flop_registry else None
+        return replace(_facts(drawn), counted_as=counted)
     name = schema_of(target).name.removeprefix("aten::")
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
     entry = (

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.operators.table import facts_of
 from zerofx.ir.sharding import attention, convolutions, indexing, losses, reductions, shapes
 from zerofx.ir.sharding.pattern import Lies, Moved, Pattern
@@ -37,7 +38,7 @@ def patterns_of(node: fx.Node) -> list[Pattern]:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     outputs, num = outputs_of(node), len(read_tensors(node))
     if torch.Tag.nondeterministic_seeded in target.tags:
-        return _elementwise(node)  # each rank draws for its part
+        return _elementwise(node) if target in OWN_DRAWS else []  # each rank draws for its part
     listed = single_dim_rules(target, args, kwargs, len(outputs))
     if listed is None:
         return _elementwise(node) if facts_of(target).is_pointwise else []

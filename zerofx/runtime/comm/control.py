@@ -29,7 +29,8 @@ from zerofx.torch_private.distributed import default_store
 
 T = TypeVar("T")
 
-_PURPOSE_BYTES = 96  # of a header; the rest is a SHA-256
+_PURPOSE_BYTES = 96  # of a header; a SHA-256 follows, and a note
+_NOTE_BYTES = 16
 _STORE_SECONDS = 5.0  # for an answer of the process group's store
 _GRACE_SECONDS = 1.0  # for the others' notes, once waiting has failed here
 _SHOWN_LINES = 3
@@ -87,35 +88,40 @@ class Control:
         except RuntimeError as error:
             raise self._absence(purpose, error) from error
 
-    def start(self, purpose: str, value: str = "", what: str = "", hint: str = "") -> Callable[[], None]:
+    def start(
+        self, purpose: str, value: str = "", what: str = "", hint: str = "", note: bytes = b""
+    ) -> Callable[[], Sequence[bytes]]:
         """Begin to compare ``value`` with the other ranks'; returns what waits for the outcome, and raises if need be.
+
+        What waits gives every rank's ``note``, in rank order.
 
         Args:
             purpose: completes "expected all ranks to ..."; ranks with different purposes do not agree either.
             value: lines of text.
             what: names the value in the error.
             hint: what to do when values differ.
+            note: 16 bytes, or none, that may differ.
         """
         group = self._group
         if group is None:
-            return _nothing
+            return lambda: [note]
         self._num_meetings += 1
         header = purpose.encode()[:_PURPOSE_BYTES].ljust(_PURPOSE_BYTES) + hashlib.sha256(value.encode()).digest()
-        mine = torch.tensor(list(header), dtype=torch.uint8)
+        mine = torch.tensor(list(header + note.ljust(_NOTE_BYTES, b"\0")), dtype=torch.uint8)
         seen = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         try:
             work = self._begun = dist.all_gather(seen, mine, group=group, async_op=True)
         except RuntimeError as error:
             raise self._absence(purpose, error) from error
 
-        def finish() -> None:
+        def finish() -> Sequence[bytes]:
             self._begun = None
             try:
                 assert work is not None
                 wait_for(work, self.patience_seconds)
             except RuntimeError as error:
                 raise self._absence(purpose, error) from error
-            headers = [bytes(header.tolist()) for header in seen]
+            headers = [bytes(header[:-_NOTE_BYTES].tolist()) for header in seen]
             purposes = [header[:_PURPOSE_BYTES].decode(errors="ignore").strip() for header in headers]
             if any(stated != purposes[0] for stated in purposes):
                 listed = "\n".join(f"  rank {rank}: {stated}" for rank, stated in enumerate(purposes))
@@ -125,6 +131,7 @@ class Control:
                 )
             if any(header != headers[0] for header in headers):
                 check_equal(self._exchange(value, purpose), what, hint)
+            return [bytes(header[-_NOTE_BYTES:].tolist()) for header in seen]
 
         return finish
 
@@ -386,10 +393,6 @@ def check_equal(values: Sequence[Any], what: str, hint: str) -> None:
             f"expected the same {what} on every rank, found another on rank{'s' if len(different) > 1 else ''} "
             f"{', '.join(map(str, different))}:{shown}\n{hint}"
         )
-
-
-def _nothing() -> None:
-    """A world of one always agrees."""
 
 
 def _first_line(error: Exception) -> str:

@@ -47,7 +47,9 @@ def state_tensors(
         elif facts.role is Role.OUTSIDE:
             tensors[name] = outside.tensor(facts.name)
         elif facts.role is Role.RANK:
-            tensors[name] = state.number_along(facts.name)
+            tensors[name] = torch.tensor([state.number_along(facts.name)], device=state.device)
+        elif facts.role is Role.HOST_RANK:
+            tensors[name] = torch.tensor(state.number_along(facts.name))
         elif facts.role is Role.LOSS_SCALE:
             assert scaler is not None, "a step whose loss is scaled has a scale"
             tensors[name] = scaler.tensor(getattr(torch, facts.name), state.device)

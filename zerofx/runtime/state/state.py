@@ -68,10 +68,10 @@ class TrainingState:
                 self._share(bucket, self.buckets[-1])
         self.hide_parameters()
 
-    def number_along(self, axis: str) -> torch.Tensor:
-        """This rank's number on an axis of the mesh: int64, shape [1], on the device."""
+    def number_along(self, axis: str) -> int:
+        """This rank's number on an axis of the mesh."""
         (known,) = (known for known in AXES if known == axis)
-        return torch.tensor([self.layout.mesh.place(self._rank, known)], device=self.device)
+        return self.layout.mesh.place(self._rank, known)
 
     def place(self, plan: Plan) -> bool:
         """Have parameters, master copies and optimizer states where ``plan`` says.

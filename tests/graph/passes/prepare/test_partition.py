@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.lib.models.cases import CASES, batches
-from tests.lib.virtual_ranks import feeds_of, part_of, run
+from tests.lib.virtual_ranks import Drawn, assembled, feeds_of, part_of, run
 from zerofx.capture.trace import Batch, capture
 from zerofx.errors import PlanError
 from zerofx.ir import ops
@@ -19,6 +19,7 @@ from zerofx.ir.facts import Phase, Role, origin, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.sharding.rule import Rule
 from zerofx.ir.value_ops import gather_values
+from zerofx.passes.lib.placement_check import check_placements, whole_calls
 from zerofx.passes.prepare.partition import partition
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways, slot_of
@@ -27,6 +28,7 @@ from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, pla
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 MODELS = ("gpt", "llama", "gpt2", "bert", "t5", "vit", "qwen3 next", "llama masked", "image layers", "torch layers")
+DRAWING = ("dropout", "gpt2 dropout", "bert dropout")
 
 
 def captured(name: str) -> tuple[nn.Module, Batch, StepGraph]:
@@ -65,14 +67,21 @@ def decision(name: str, rule: Rule) -> ShardingDecision:
 def compare(
     model: nn.Module, batch: Batch, step: StepGraph, decisions: Iterable[ShardingDecision], num_ranks: int
 ) -> None:
-    """Partition ``step``, run it on all ranks, and compare what each gives with its part of the whole graph's."""
+    """Partition ``step``, run it on all ranks, and compare what each gives with its part of the whole graph's.
+
+    The whole graph is given the random numbers that ranks have drawn, put together.
+    """
     feeds, placements = feeds_of(step, model, batch), {d.node: placement_of(d.outputs[0] or "R") for d in decisions}
-    (whole,) = run(step.graph, [feeds])
+    graph, drawn = step.graph, Drawn()
     nodes = {placeholder(node).name: node.name for node in step.placeholders(Role.PARAMETER)}
     gradients = [placements.get(nodes[name], REPLICATED) for name in step.gradient_names]
+    whole_graph = whole_calls(step)
     partition(step, tuple(decisions), num_ranks)
     step.graph.lint()
-    results = run(step.graph, [_of_rank(feeds, placements, rank, num_ranks) for rank in range(num_ranks)])
+    assert check_placements(step, whole_graph, num_ranks) == []
+    results = run(step.graph, [_of_rank(feeds, placements, rank, num_ranks) for rank in range(num_ranks)], drawn)
+    together = {name: [assembled(parts, placements.get(name, REPLICATED))] for name, parts in drawn.items()}
+    (whole,) = run(graph, [feeds], together)
     num_values = len(whole) - len(gradients)
     for index, expected in enumerate(whole[:num_values]):
         for result in results:
@@ -90,10 +99,10 @@ def _of_rank(
     feeds: Mapping[str, Tensor], placements: Mapping[str, Placement], rank: int, num_ranks: int
 ) -> dict[str, Tensor]:
     parts = {n: part_of(t, placements.get(n, REPLICATED), rank, num_ranks).contiguous() for n, t in feeds.items()}
-    return {**parts, "model_rank": torch.tensor([rank])}
+    return {**parts, "model_rank": torch.tensor([rank]), "model_rank_on_host": torch.tensor(rank)}
 
 
-@pytest.mark.parametrize("name", MODELS[:3])
+@pytest.mark.parametrize("name", [*MODELS[:3], DRAWING[0]])
 def test_any_way_to_share_each_call_gives_the_whole_graphs_values(name: str) -> None:
     model, batch, step = captured(name)
     compare(model, batch, step, drawn(step, 2, random.Random(name)), 2)
@@ -102,7 +111,7 @@ def test_any_way_to_share_each_call_gives_the_whole_graphs_values(name: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *DRAWING])
 def test_many_ways_to_share_each_call_give_the_whole_graphs_values(name: str, num_ranks: int, seed: int) -> None:
     model, batch, step = captured(name)
     compare(model, batch, step, drawn(step, num_ranks, random.Random(seed)), num_ranks)

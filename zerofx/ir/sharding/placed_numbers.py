@@ -1,0 +1,152 @@
+"""What becomes of a rank's number on its way to a mask, an index, or its part of a dimension.
+
+    first = number * size; shifted = indices - first; inside = (shifted >= 0) & (shifted < size)
+    picked = embedding(part, masked_fill(shifted, ~inside, 0)); masked_fill(picked, ~inside, 0)      # terms of a sum
+
+Each step has a name (``Own``), with the size of this rank's part: what does not follow from it is no mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import fx
+
+from zerofx.ir.sharding.kinds import NOTHING, Kinds, Own, Rule
+from zerofx.ir.sharding.placed_moves import dim_of, same
+from zerofx.ir.sharding.rule import argument, read_tensors, shape_of
+from zerofx.scheduler.plan.placements import REPLICATED, SUM, Sharded
+
+_aten = torch.ops.aten
+
+
+def _index_select(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
+    """With a rank's number as the index: its part of a dimension that has one place for each."""
+    dim = dim_of(node, 1)
+    (index,) = read[1]
+    is_own = isinstance(index, Own) and index.what in ("number", "head")
+    fits = index == Own("head") or shape_of(read_tensors(node)[0])[dim] == num_ranks
+    return frozenset({Sharded(dim)}) if is_own and fits and REPLICATED in read[0] else NOTHING
+
+
+def _only(kinds: Kinds) -> Own | None:
+    own = [kind for kind in kinds if isinstance(kind, Own)]
+    return own[0] if len(own) == len(kinds) == 1 else None
+
+
+def _one(what: str, size: int = 0) -> Kinds:
+    return frozenset({Own(what, size)})
+
+
+def _product(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    size = argument(node, 1, "other")
+    return _one("first place", size) if read == [_one("number")] and isinstance(size, int) else None
+
+
+def _difference(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    first = _only(read[-1])
+    is_place = first is not None and first.what == "first place" and REPLICATED in read[0]
+    return _one("shifted index", first.size) if first is not None and is_place else None
+
+
+def _at_least(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    own = _only(read[0])
+    is_bound = own is not None and own.what == "shifted index" and argument(node, 1, "other") == 0
+    return _one("lower bound", own.size) if own is not None and is_bound else None
+
+
+def _below(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    own = _only(read[0])
+    is_bound = own is not None and own.what == "shifted index" and argument(node, 1, "other") == own.size
+    return _one("upper bound", own.size) if own is not None and is_bound else None
+
+
+def _both(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    own = {kind.what: kind.size for kinds in read if (kind := _only(kinds)) is not None}
+    if own.keys() == {"lower bound", "upper bound"} and len(set(own.values())) == 1:
+        return _one("place inside", own["lower bound"])
+    if own.keys() == {"place inside"} and REPLICATED in read[0] | read[1]:
+        return _one("place inside", own["place inside"])
+    if own.keys() == {"hit", "place inside"} and len(set(own.values())) == 1:
+        return frozenset({Sharded(len(shape_of(node)) - 1)})
+    return None
+
+
+def _not(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    own = _only(read[0])
+    return _one("place elsewhere", own.size) if own is not None and own.what == "place inside" else None
+
+
+def _unequal(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    return _one("later rank") if read == [_one("number")] and argument(node, 1, "other") == 0 else None
+
+
+def _equal(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    """An index among this rank's places next to all of them."""
+    own, places = _only(read[0]), read_tensors(node)[-1]
+    is_hit = own is not None and own.what == "own index" and places.target is _aten.arange.default
+    return _one("hit", own.size) if own is not None and is_hit and shape_of(places) == (own.size,) else None
+
+
+def _masked(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    """Zeros where another rank has the place: what is left adds up."""
+    mask, source = _only(read[1]), _only(read[0])
+    if mask is None or mask.what not in ("place elsewhere", "later rank") or argument(node, 2, "value") != 0:
+        return None
+    if source == Own("shifted index", mask.size):
+        return _one("own index", mask.size)
+    is_picked = source == Own("picked", mask.size) and mask.what == "place elsewhere"
+    return frozenset({SUM}) if is_picked or REPLICATED in read[0] else NOTHING
+
+
+def _rows(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    own = _only(read[1])
+    table = read_tensors(node)[0]
+    fits = own is not None and own.what == "own index" and shape_of(table)[0] == own.size and Sharded(0) in read[0]
+    return _one("picked", own.size) if own is not None and fits else None
+
+
+def _gathered(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    own, dim = _only(read[1]), dim_of(node, 1)
+    fits = own is not None and own.what == "own index" and Sharded(dim) in read[0]
+    return _one("picked", own.size) if own is not None and fits else None
+
+
+def _gradient_of_rows(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    own = _only(read[1])
+    fits = own is not None and own.what == "own index" and shape_of(node)[0] == own.size and SUM in read[0]
+    return frozenset({Sharded(0)}) if fits else None
+
+
+def _head(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    return _one("head") if read == [_one("number")] else None
+
+
+def _put(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    """A rank's part among zeros, several ranks' in the same place, too."""
+    dim, (zeros, index, part) = dim_of(node, 1), read
+    return frozenset({SUM}) if SUM in zeros and _only(index) == Own("head") and Sharded(dim) in part else None
+
+
+OF_OWN: Mapping[str, Rule] = MappingProxyType(
+    {
+        **dict.fromkeys(("view", "expand", "clone", "unsqueeze", "squeeze", "_to_copy"), same),
+        "mul": _product,
+        "sub": _difference,
+        "ge": _at_least,
+        "lt": _below,
+        "bitwise_and": _both,
+        "logical_not": _not,
+        "ne": _unequal,
+        "eq": _equal,
+        "masked_fill": _masked,
+        "embedding": _rows,
+        "gather": _gathered,
+        "embedding_dense_backward": _gradient_of_rows,
+        "floor_divide": _head,
+        "index_select": _index_select,
+        "index_copy": _put,
+    }
+)
