@@ -15,8 +15,9 @@ It finds what is added on every rank before a sum is taken, sums that are not ta
 rank's elements, draws that are alike on parts and unlike on what is whole, and numbers in a call that are other than
 the whole graph's.
 
-Does not see: in which order the parts of a gathered value are put together. Of what it knows nothing it says nothing,
-but for ``unknown``, where it is counted.
+Does not see: in which order the parts of a gathered value are put together, and what is attended to a run of tokens at
+a time (``zerofx/ir/sharding/tokens.py``), whose parts are no part of any value. Of what it knows nothing it says
+nothing, but for ``unknown``, where it is counted.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from zerofx.ir import ops, value_ops
 from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.operators.table import facts_of
+from zerofx.ir.sharding.attention import is_attention
 from zerofx.ir.sharding.kinds import Kind, Kinds, Own
 from zerofx.ir.sharding.placed_calls import kinds_of_call
 from zerofx.ir.sharding.placed_moves import of_ranks_first
@@ -96,6 +98,9 @@ class _Check:
         if any(kinds is None for kinds in read):
             return None
         kinds = [kinds[0] for kinds in read if kinds is not None]
+        if node.target is value_ops.shift_values or self._attends_to_some(node):
+            self.unknown.append(node)
+            return None
         if node.target in value_ops.VALUE_COLLECTIVES:
             return (self._sent(node, kinds[0]),)
         if node.target is ops.wait:
@@ -106,6 +111,10 @@ class _Check:
         elif any(not kinds for kinds, result in zip(possible, outputs_of(node), strict=True) if result is not None):
             self._fail(node, "no way in which its result could lie follows from what it reads")
         return possible
+
+    def _attends_to_some(self, node: fx.Node) -> bool:
+        """Whether a call is one of several that together attend from a rank's tokens to all others."""
+        return node.name not in self.whole and is_attention(node.target)
 
     def _sent(self, node: fx.Node, kinds: Kinds) -> Kinds:
         """What a collective gives."""

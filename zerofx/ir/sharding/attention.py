@@ -16,6 +16,7 @@ from zerofx.ir.sharding.pattern import Pattern
 from zerofx.ir.sharding.rule import Local, outputs_of, read_tensors, shape_of
 from zerofx.ir.sharding.shapes import PatternsOf
 from zerofx.ir.sharding.tokens import by_tokens
+from zerofx.torch_private.operators import OpOverload, schema_of
 
 _aten = torch.ops.aten
 
@@ -85,6 +86,13 @@ _ATTENTION = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
+
+
+def is_attention(target: object) -> bool:
+    """Whether an operator is fused attention, or gives its gradients."""
+    return isinstance(target, OpOverload) and schema_of(target).name.removeprefix("aten::") in PATTERNS
+
+
 PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(
     {f"{name}{suffix}": _attention for name in _ATTENTION for suffix in ("", "_backward")}
 )
