@@ -24,6 +24,7 @@ from zerofx.driver.asked import machine_at_hand
 from zerofx.driver.driver import build_step
 from zerofx.driver.given_plan import take_plan
 from zerofx.driver.prepared import Request
+from zerofx.driver.sharing import check_digests, digest_of
 from zerofx.errors import UsageError, ZeroFXError, warn
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep, load_step, read_edited
@@ -113,6 +114,8 @@ class Steps:
             "batch shapes, modes, autocast and optimizer options",
             "Give every rank batches of the same shapes, for example by padding, and the same optimizer options: a "
             "scheduler that follows a loss has to be given the mean of all ranks' losses.",
+            digest_of(batch, self._mesh),
+            lambda digests: check_digests(digests, batch, self._mesh, self._control.gather),
         )
         compiled = self.shapes.take(signature, variant)
         if compiled is None:

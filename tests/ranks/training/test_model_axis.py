@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import zerofx
@@ -118,21 +119,30 @@ def test_a_plan_says_what_lies_in_parts() -> None:
     assert any(row.op == "gather_values" for row in planned.schedule().rows)
 
 
-def _refused() -> str:
-    """What is said where ranks that share a computation are given other batches."""
+def _refused() -> list[str]:
+    """What is said where ranks that share a computation are given other batches: in the first step, and in a later."""
     case, (rank, _) = CASES["stack"], world()
-    model = build(case)
-    step = zerofx.compile(model, case.optimizer(model), mesh={"model": 2}, backend="eager", machine=SHARING)
-    ((args, _),) = batches(case, rank, 1)
-    with pytest.raises(RankMismatchError) as raised:
-        step(*args)
-    step.close()
-    return str(raised.value)
+    said = []
+    for num_alike in (0, 1):
+        model = build(case)
+        step = zerofx.compile(model, case.optimizer(model), mesh={"model": 2}, backend="eager", machine=SHARING)
+        for args, _ in batches(case, 0, num_alike):
+            step(*args)
+        before = step.full_state_dict()
+        ((x, y), _), *_ = batches(case, 0, 1)
+        with pytest.raises(RankMismatchError) as raised:
+            step(x, y + rank)
+        said.append(str(raised.value))
+        assert all(torch.equal(value, before[name]) for name, value in step.full_state_dict().items())
+        step.close()
+    return said
 
 
-def test_other_batches_are_refused_on_all_ranks() -> None:
+def test_other_batches_are_refused_on_all_ranks_in_any_step() -> None:
     for said in run_ranks(_refused, 2):
-        assert "expected the same batch on ranks 0, 1, which share one computation (mesh model 2)" in said
+        for error in said:
+            assert "expected the same batch on ranks 0, 1, which share one computation (mesh model 2)" in error
+            assert "found other values of batch[1] on rank 1 than on rank 0" in error
 
 
 def test_random_numbers_are_refused_before_anything_is_planned() -> None:

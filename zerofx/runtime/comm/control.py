@@ -29,7 +29,8 @@ from zerofx.torch_private.distributed import default_store
 
 T = TypeVar("T")
 
-_PURPOSE_BYTES = 96  # of a header; the rest is a SHA-256
+_PURPOSE_BYTES = 96  # of a header; then come a SHA-256 and a digest
+_DIGEST_BYTES = 16
 _STORE_SECONDS = 5.0  # for an answer of the process group's store
 _GRACE_SECONDS = 1.0  # for the others' notes, once waiting has failed here
 _SHOWN_LINES = 3
@@ -87,7 +88,15 @@ class Control:
         except RuntimeError as error:
             raise self._absence(purpose, error) from error
 
-    def start(self, purpose: str, value: str = "", what: str = "", hint: str = "") -> Callable[[], None]:
+    def start(
+        self,
+        purpose: str,
+        value: str = "",
+        what: str = "",
+        hint: str = "",
+        digest: bytes = b"",
+        check: Callable[[Sequence[bytes]], None] | None = None,
+    ) -> Callable[[], None]:
         """Begin to compare ``value`` with the other ranks'; returns what waits for the outcome, and raises if need be.
 
         Args:
@@ -95,13 +104,15 @@ class Control:
             value: lines of text.
             what: names the value in the error.
             hint: what to do when values differ.
+            digest: at most 16 bytes that may differ.
+            check: is given those of all ranks, in their order, once all of them agree, and may raise.
         """
         group = self._group
         if group is None:
             return _nothing
         self._num_meetings += 1
         header = purpose.encode()[:_PURPOSE_BYTES].ljust(_PURPOSE_BYTES) + hashlib.sha256(value.encode()).digest()
-        mine = torch.tensor(list(header), dtype=torch.uint8)
+        mine = torch.tensor(list(header + digest.ljust(_DIGEST_BYTES, b"\0")), dtype=torch.uint8)
         seen = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         try:
             work = self._begun = dist.all_gather(seen, mine, group=group, async_op=True)
@@ -115,7 +126,8 @@ class Control:
                 wait_for(work, self.patience_seconds)
             except RuntimeError as error:
                 raise self._absence(purpose, error) from error
-            headers = [bytes(header.tolist()) for header in seen]
+            given = [bytes(header.tolist()) for header in seen]
+            headers = [header[:-_DIGEST_BYTES] for header in given]
             purposes = [header[:_PURPOSE_BYTES].decode(errors="ignore").strip() for header in headers]
             if any(stated != purposes[0] for stated in purposes):
                 listed = "\n".join(f"  rank {rank}: {stated}" for rank, stated in enumerate(purposes))
@@ -125,6 +137,8 @@ class Control:
                 )
             if any(header != headers[0] for header in headers):
                 check_equal(self._exchange(value, purpose), what, hint)
+            if check is not None:
+                check([header[-_DIGEST_BYTES:] for header in given])
 
         return finish
 
