@@ -36,6 +36,8 @@ class Merge:
             if len(numbers) == 1:
                 continue
             gathers = [tasks[Task(Job.GATHER, number)] for number in numbers]
+            if len({node.kwargs.get("over") for node in gathers}) > 1:
+                raise PlanError(f"the plan merges {gathers[0].name} with gathers that other ranks take part in")
             for num_following, node in zip(reversed(range(len(gathers))), gathers, strict=True):
                 shard = node.args[0]
                 if not isinstance(shard, fx.Node) or shard.op != "placeholder":

@@ -32,7 +32,7 @@ from zerofx.ir.aliasing import mutated_inputs, storage_source, tensors_of
 from zerofx.ir.edit import after, consumers, end_of_unit, erase_unread, is_view_of, named, start_of_unit, view_again
 from zerofx.ir.facts import DEVICE, Origin, Phase, origin, set_tier, tensor
 from zerofx.ir.graph import StepGraph, insert_call
-from zerofx.ir.value_ops import VALUE_COLLECTIVES
+from zerofx.scheduler.analysis.saved_values import value_node
 from zerofx.scheduler.plan.decisions import OffloadDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import TIERS
@@ -95,7 +95,6 @@ def _place(
         )
     if why := refusal(node):
         raise PlanError(why)
-    node = _awaited(node)
     readers = sorted(consumers(node), key=order.__getitem__)
     backward = [reader for reader in readers if origin(reader).phase is Phase.BACKWARD]
     if not backward:
@@ -120,20 +119,12 @@ def _place(
     return place
 
 
-def _awaited(node: fx.Node) -> fx.Node:
-    """The name under which a value is there: what a collective gives is, once it has been awaited."""
-    if node.target not in VALUE_COLLECTIVES:
-        return node
-    (wait,) = (user for user in node.users if user.target is ops.wait)
-    return wait
-
-
 def refusal(node: fx.Node) -> str | None:
     """Why a node's value cannot be offloaded, or None if it can."""
     if node.op != "call_function" or origin(node).phase is not Phase.FORWARD or len(tensors_of(node)) != 1:
         return f"expected to offload a tensor that forward computes, found {node.name}"
     source, index = storage_source(node)
-    if not (source is node or (node.args[:1] == (source,) and node.args[1:2] == (index,))):
+    if value_node((source, index)) is not node and node.args[:2] != (source, index):
         return f"expected to offload a value with memory of its own, found {node.name}: a view of {source}"
     for reader in consumers(node):
         if reader.op == "output":

@@ -44,7 +44,6 @@ from zerofx.ir.facts import (
     value,
 )
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.value_ops import VALUE_COLLECTIVES
 from zerofx.scheduler.analysis.saved_values import crossing_values, value_node
 from zerofx.scheduler.plan.plan import Plan
 
@@ -67,8 +66,6 @@ def recompute(step: StepGraph, dropped: frozenset[str], extra: frozenset[str]) -
         return
     saved = {node for node in crossing_values(step) if node.name not in dropped}
     saved |= {node for node in step.calls() if node.name in extra}
-    # What a collective gives is there once it has been awaited.
-    saved |= {user for node in saved if node.target in VALUE_COLLECTIVES for user in node.users}
     copies: dict[fx.Node, fx.Node] = {}
     backward = [node for node in step.calls() if origin(node).phase is Phase.BACKWARD]
     for reader in backward:

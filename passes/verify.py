@@ -243,6 +243,11 @@ def _check_clipped(step: StepGraph, after: str, order: dict[fx.Node, int]) -> No
                         _fail(step, after, writer, f"{rule}: {writer.name} writes {stored.name} before {what}")
 
 
+def _num_slices(plan: Plan, bucket: int) -> int:
+    """Slices that a bucket's parameters and gradients are cut into."""
+    return plan.mesh.size(plan.buckets[bucket].gathered_over)
+
+
 def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     gathered = [_bucket_gathered(node) for node in _parameter_gathers(step)]
     reduced = [node.args[1] for node in step.calls() if _is_reduction(node)]
@@ -250,11 +255,11 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     wanted = [
         decision.bucket
         for decision in plan.reduces
-        if plan.mesh.size(plan.buckets[decision.bucket].gathered_over) * plan.replicate > 1
+        if _num_slices(plan, decision.bucket) * plan.replicate > 1
         for _ in (*decision.earlier, decision.wait_after)
     ]
     offloaded = [
-        f"{_named_by_plan(node.all_input_nodes[0]).name} to {node.args[1]}"
+        f"{node.all_input_nodes[0].name} to {node.args[1]}"
         for node in step.calls()
         if node.target is ops.offload and origin(node).phase is Phase.FORWARD
     ]
@@ -270,7 +275,8 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         if tier_of(node) != DEVICE
     ]
     launched = [num_gathers_after(node) for node in step.calls() if node.target in _GATHERS and slice_gathered(node)]
-    merged = [following for numbers in plan.launches for following in reversed(range(len(numbers)))]
+    sent = [numbers for numbers in plan.launches if _num_slices(plan, plan.gathers[numbers[0]].bucket) > 1]
+    merged = [following for numbers in sent for following in reversed(range(len(numbers)))]
     waiting = [
         f"{_bucket_of_gradients(node)} on {node.args[1]}"
         for node in step.calls()
@@ -286,7 +292,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]
     for what, carried_out, planned in (
         ("gathers buckets", gathered, [decision.bucket for decision in plan.gathers]),
-        ("merges gathers with as many after them", launched, merged if plan.num_ranks > 1 else []),
+        ("merges gathers with as many after them", launched, merged),
         ("reduces buckets", reduced, wanted),
         ("sums across replicas", crossing, [r.bucket for r in plan.reduces if r.crossed_after != ""]),
         ("keeps states of buckets", sorted(placed), states),
@@ -307,13 +313,6 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
                 step, after, step.output,
                 f"plan: the graph {what} {sorted(map(str, carried_out))}, the plan says {sorted(map(str, planned))}",
             )  # fmt: skip
-
-
-def _named_by_plan(value: fx.Node) -> fx.Node:
-    """The node that a plan names for a value that is offloaded: the collective where it has been awaited."""
-    source = value.args[0] if value.target is ops.wait else value
-    assert isinstance(source, fx.Node)
-    return source
 
 
 def _bucket_of_gradients(offload: fx.Node) -> object:

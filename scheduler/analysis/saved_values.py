@@ -11,6 +11,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import Storage, storage_bytes, storage_source
 from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.value_ops import VALUE_COLLECTIVES
 
 
 def crossing_storages(step: StepGraph) -> dict[Storage, None]:
@@ -28,13 +29,15 @@ def crossing_storages(step: StepGraph) -> dict[Storage, None]:
 
 
 def crossing_values(step: StepGraph) -> list[fx.Node]:
-    """The nodes that name the crossing storages: an operator, or the getitem of one of its outputs."""
+    """The nodes that name the crossing storages: an operator, the getitem of one of its outputs, or a wait."""
     return [value_node(storage) for storage in crossing_storages(step)]
 
 
 def value_node(storage: Storage) -> fx.Node:
-    """The node that names a storage."""
+    """The node that names a storage: of what a collective gives the wait, before which it is not there."""
     node, index = storage
+    if node.target in VALUE_COLLECTIVES:
+        return next(user for user in node.users if user.target is ops.wait)
     if isinstance(node.meta.get("val"), torch.Tensor):
         return node
     return next(user for user in node.users if user.args[1] == index)

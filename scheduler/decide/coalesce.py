@@ -27,7 +27,6 @@ from zerofx.scheduler.cost.replay import Event, Start, Wait, end_seconds, events
 from zerofx.scheduler.cost.simulate import Simulation
 from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.plan.decisions import GatherDecision
-from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.units import format_seconds
 
@@ -36,9 +35,8 @@ _ROUNDING = 1e-9  # of the step's seconds: sums of the same numbers in another o
 
 def may_merge(plan: Plan, layout: BucketLayout, machine: Machine) -> bool:
     """Whether latency dominates any of the plan's gathers."""
-    return plan.gathers_parameters and any(
-        _latency(layout, machine) >= _transfer(layout.buckets[gather.bucket], machine) for gather in plan.gathers
-    )
+    gathered = {layout.buckets[gather.bucket] for gather in plan.gathers}
+    return any(bucket.num_ranks > 1 and _latency(bucket, machine) >= _transfer(bucket, machine) for bucket in gathered)
 
 
 def merge_gathers(
@@ -58,16 +56,16 @@ def merge_gathers(
         return plan
     order, tasks = {node: position for position, node in enumerate(step.calls())}, step.tasks()
     held = [simulation.live.during[node] for node in step.calls()]
-    nodes = [tasks[Task(Job.GATHER, number)] for number in range(len(plan.gathers))]
-    gathers = [_Gather.of(number, node, plan, layout, machine, order[node]) for number, node in enumerate(nodes)]
-    latency = _latency(layout, machine)
+    # What this rank has whole in a slower tier is not gathered.
+    nodes = {number: tasks.get(Task(Job.GATHER, number)) for number in range(len(plan.gathers))}
+    gathers = [_Gather.of(n, node, plan, layout, machine, order[node]) for n, node in nodes.items() if node is not None]
     events, bodies = events_of(step, simulation), loop_bodies(step)
     merged = _Merged()
     seconds = merged.seconds(events)
     group = gathers[:1]
     decisions = list(plan.gathers)
     for gather in gathers[1:]:
-        first = group[0]
+        first, latency = group[0], _latency(gather.bucket, machine)
         tried = merged.with_one_more(gather, first, gather.seconds - latency)
         span = range(first.position, gather.position)
         alone = gather.position - first.position == len(group)  # nothing runs in between
@@ -120,6 +118,8 @@ def _could_join(gather: _Gather, group: Sequence[_Gather], latency: float) -> bo
         return False  # two copies of one bucket would be on the device
     if gather.bucket.compute_dtype != group[0].bucket.compute_dtype:
         return False
+    if gather.bucket.gathered_over != group[0].bucket.gathered_over:
+        return False  # other ranks take part
     transfer = sum(other.seconds - latency for other in group)
     return latency >= min(transfer, gather.seconds - latency)
 
@@ -129,14 +129,14 @@ def _joined(decision: GatherDecision, first: _Gather, with_it: GatherDecision, l
     return replace(decision, issue=with_it.issue, merged=True, reason=f"{decision.reason}; started {why}")
 
 
-def _latency(layout: BucketLayout, machine: Machine) -> float:
-    return seconds_along("all_gather", 0, layout.mesh, SHARD, machine)
+def _latency(bucket: Bucket, machine: Machine) -> float:
+    return seconds_along("all_gather", 0, bucket.mesh, bucket.gathered_over, machine)
 
 
 def _transfer(bucket: Bucket, machine: Machine) -> float:
     """Seconds of a bucket's gather that its bytes take."""
     whole = seconds_along("all_gather", bucket.full_bytes, bucket.mesh, bucket.gathered_over, machine)
-    return whole - seconds_along("all_gather", 0, bucket.mesh, bucket.gathered_over, machine)
+    return whole - _latency(bucket, machine)
 
 
 @dataclass(frozen=True)

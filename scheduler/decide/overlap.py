@@ -121,8 +121,9 @@ def hide_collectives(
             bucket = layout.buckets[early.bucket]
             if early.bucket not in away and slack.takes_gather(number, early, bucket.full_bytes):
                 gathers[number] = early
-    reduces = list(plan.reduces)
-    if plan.num_ranks > 1 and all(reduce.wait_after is not None for reduce in reduces):
+    # What only this rank has of parameters in parts is not summed with anybody.
+    reduces = [reduce for reduce in plan.reduces if layout.buckets[reduce.bucket].num_reduced > 1]
+    if reduces and all(reduce.wait_after is not None for reduce in reduces):
         # Where each reduction is issued, by where its gradients are complete.
         issued = {reduce.wait_after: reduce.bucket for reduce in reduces}
         for number, late in enumerate(awaited_later(reduces, layout)):
@@ -130,7 +131,7 @@ def hide_collectives(
             result_bytes = bucket.gradient_bytes if plan.stage == 0 else bucket.gradient_slice_bytes
             if slack.takes_reduction(late.bucket, issued.get(late.wait_after), result_bytes):
                 reduces[number] = late
-        if plan.stage == 0 and plan.num_ranks > 1:
+        if plan.stage == 0:
             for number, late in enumerate(gathered_later(reduces)[:-1]):
                 first, last = issued.get(late.wait_after), issued.get(late.gathered_after)
                 if slack.takes_sum(first, last, layout.buckets[late.bucket].gradient_bytes):
@@ -140,7 +141,10 @@ def hide_collectives(
             first, last = issued.get(late.wait_after), issued.get(late.crossed_after)
             if bucket.crosses and slack.takes_sum(first, last, 2 * bucket.gradient_slice_bytes):
                 reduces[number] = late
-    return replace(plan, gathers=tuple(gathers), reduces=tuple(reduces))
+    placed = {reduce.bucket: reduce for reduce in reduces}
+    return replace(
+        plan, gathers=tuple(gathers), reduces=tuple(placed.get(reduce.bucket, reduce) for reduce in plan.reduces)
+    )
 
 
 class _Room:

@@ -89,7 +89,7 @@ def export_distributed(path: Path, out: Path) -> None:
 
     def lazily(name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: str, like: torch.dtype) -> Sharded:
         stored = (*shape, 2) if like.is_complex else shape
-        piece = Piece(name, 0, Box.whole(stored), tuple(range(len(stored))))
+        piece = Piece(name, 0, Box.whole(stored), torch.empty(stored, device="meta").stride())
         whole = torch.empty((), device="meta").expand(shape)
         of_model = dtype.to_complex() if like.is_complex else dtype
         return Sharded(whole, of_model, [piece], [piece], lambda piece: _whole(reader, piece.source, piece.box, kind))

@@ -103,12 +103,10 @@ def _fill_states(source: Source, training: Training, bucket: Bucket, held: Bucke
 
 def _read(source: Source, bucket: Bucket, first: int, last: int, state: str | None, flat: torch.Tensor) -> None:
     """Give ``flat`` elements ``first`` to ``last`` of a bucket, or of one of its states; padding is zero."""
-    end = first
+    for begin, end in bucket.padding():
+        flat[max(begin - first, 0) : max(end - first, 0)].zero_()
     for piece in pieces_of(bucket, first, last):
-        flat[end - first : piece.start - first].zero_()
         source.read_into(piece.view(flat, first), piece.source, state, piece.box)
-        end = piece.start + piece.box.numel
-    flat[end - first :].zero_()
 
 
 def _comparable(item: tuple[str, Any]) -> tuple[str, str]:

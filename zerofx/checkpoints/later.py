@@ -165,8 +165,7 @@ class Later:
     def _show(self, part: Part) -> Iterator[Callable[[Piece], AbstractContextManager[torch.Tensor]]]:
         @contextmanager
         def shown(piece: Piece) -> Iterator[torch.Tensor]:
-            begin = piece.start - part.first
-            with self._snapshot.elements(part.stored, begin, begin + piece.box.numel) as flat:
+            with self._snapshot.elements(part.stored, piece.start - part.first, piece.end - part.first) as flat:
                 yield piece.view(flat, piece.start)
 
         yield shown

@@ -15,40 +15,67 @@ from zerofx.ir.buckets import Bucket, Slot
 class Piece:
     """Elements of a bucket's flat buffer, from number ``start`` on, that are a box of the model's parameter ``source``.
 
-    They lie in the row-major order of the box with its dimensions in the order ``dims``. A complex parameter is one of
-    real numbers with a last dimension of 2.
+    ``stride`` is how they lie there; other pieces may lie between them. A complex parameter is one of real numbers with
+    a last dimension of 2.
     """
 
     source: str
     start: int
     box: Box
-    dims: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The element of the buffer after the last."""
+        return self.start + 1 + sum((n - 1) * each for n, each in zip(self.box.sizes, self.stride, strict=True))
 
     def view(self, flat: torch.Tensor, first: int) -> torch.Tensor:
         """The box as a view of ``flat``, which holds the bucket's elements from number ``first`` on."""
-        begin = self.start - first
-        lying = flat[begin : begin + self.box.numel].view([self.box.sizes[dim] for dim in self.dims])
-        return lying.permute([self.dims.index(dim) for dim in range(len(self.dims))])
+        return flat[self.start - first : self.end - first].as_strided(self.box.sizes, self.stride)
 
 
 def pieces_of(bucket: Bucket, first: int, last: int) -> Iterator[Piece]:
-    """The pieces of elements ``first`` to ``last`` of a bucket, in the order in which they lie there."""
+    """The pieces of elements ``first`` to ``last`` of a bucket, by parameters in the order in which they lie there."""
     for slot in bucket.slots:
         begin, end = max(first - slot.offset, 0), min(last - slot.offset, slot.numel)
-        dims = _order(slot)
+        shape, stride = _in_groups(slot)
+        order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
         start = slot.offset + begin
-        for box in boxes_of_range([slot.shape[dim] for dim in dims], begin, end):
-            offsets = [box.offsets[dims.index(dim)] for dim in range(len(dims))]
-            if slot.whole is not None:
-                offsets[0] += slot.first_row
-            sizes = tuple(box.sizes[dims.index(dim)] for dim in range(len(dims)))
-            yield Piece(slot.source, start, Box(tuple(offsets), sizes), dims)
+        for lying in boxes_of_range([shape[dim] for dim in order], begin, end):
+            places = [order.index(dim) for dim in range(len(shape))]
+            box = Box(tuple(lying.offsets[i] for i in places), tuple(lying.sizes[i] for i in places))
+            for skipped, of_model in _of_model(slot, box):
+                yield Piece(slot.source, start + skipped, of_model, slot.stride)
             start += box.numel
 
 
-def _order(slot: Slot) -> tuple[int, ...]:
-    """The dimensions of a parameter from that with the longest stride to that with the shortest."""
-    plain = tuple(range(len(slot.shape)))
-    if slot.stride == tuple(torch.empty(slot.shape, device="meta").stride()):
-        return plain
-    return tuple(sorted(plain, key=lambda dim: -slot.stride[dim]))
+def _in_groups(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and stride of what lies in a slot; of a part on the model axis with a dimension of groups, too."""
+    shape, stride = slot.shape, slot.stride
+    if slot.part is None:
+        return shape, stride
+    dim, groups = slot.part.dim, slot.part.groups
+    each = shape[dim] // groups
+    return (*shape[:dim], groups, each, *shape[dim + 1 :]), (*stride[:dim], each * stride[dim], *stride[dim:])
+
+
+def _of_model(slot: Slot, box: Box) -> Iterator[tuple[int, Box]]:
+    """The boxes of the model's parameter that a box of a slot, as ``_in_groups`` has it, is: one for each group.
+
+    Each comes with how many elements after the first of the slot's box it begins.
+    """
+    if slot.part is None:
+        yield 0, _rows_of_whole(slot, box)
+        return
+    dim, each = slot.part.dim, slot.shape[slot.part.dim] // slot.part.groups
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    first, num_groups = offsets.pop(dim), sizes.pop(dim)
+    within = offsets[dim]
+    for group in range(first, first + num_groups):
+        offsets[dim] = (group * slot.num_parts + slot.part_index) * each + within
+        yield (group - first) * each * slot.stride[dim], _rows_of_whole(slot, Box(tuple(offsets), tuple(sizes)))
+
+
+def _rows_of_whole(slot: Slot, box: Box) -> Box:
+    """A box of what lies in a slot as one of the model's parameter, of which that may be some rows."""
+    return box if slot.whole is None else Box((box.offsets[0] + slot.first_row, *box.offsets[1:]), box.sizes)

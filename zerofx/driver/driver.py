@@ -65,13 +65,13 @@ def build_step(request: Request, earlier: Earlier | None, control: Control) -> B
 
 
 def _built(request: Request, earlier: Earlier | None, control: Control) -> Built:
+    check_batches(request.batch, request.mesh, control.gather)
     captures, recalled = control.attempt("capture a step", lambda: _captured(request, earlier))
     if step_cache.is_everywhere(recalled, control):
         assert recalled is not None
         loaded = step_cache.load(request, captures, recalled, control)
         if loaded is not None:
             return Built(loaded, recalled.step.layout, recalled.binding, recalled.programs)
-    check_batches(request.batch, request.mesh, control.gather)
     captures = share_computation(request, captures, earlier, control.share)
     prepared = control.attempt("capture a step", lambda: prepare(request, captures, earlier))
     prepared.agree(control)

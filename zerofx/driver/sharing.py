@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
+import xxhash
+
 from zerofx.driver.captures import Captures
 from zerofx.driver.prepared import Earlier, Request
 from zerofx.errors import RankMismatchError, UsageError
@@ -23,6 +25,7 @@ from zerofx.scheduler.plan.placements import REPLICATED, Placement
 from zerofx.scheduler.plan.plan import Plan
 
 Decision = TypeVar("Decision", ShardingDecision, OverlapDecision)
+GatherHashes = Callable[[Mapping[str, str], str], Sequence[Mapping[str, str]]]
 Everywhere = Callable[[str, Callable[[], str]], str]
 """What rank 0 says, on all ranks: ``Control.share``."""
 
@@ -52,9 +55,28 @@ def share_computation(
     return one_rank.ordered(_read(OverlapDecision, overlaps))
 
 
-def check_batches(
-    batch: Batch, mesh: Mesh, gather: Callable[[Mapping[str, str], str], Sequence[Mapping[str, str]]]
-) -> None:
+def digest_of(batch: Batch, mesh: Mesh) -> bytes:
+    """What ranks that share a computation have to have alike in each step: a hash of their batch, of 16 bytes.
+
+    Of what is in the host's memory alone: to read what is on a device the host would wait for all that runs there.
+    Empty where nothing is shared.
+    """
+    if mesh.model == 1:
+        return b""
+    readable = [hash_of(tensor) for tensor in batch.tensors if tensor.device.type == "cpu"]
+    return xxhash.xxh3_128_digest("".join(readable).encode())
+
+
+def check_digests(digests: Sequence[bytes], batch: Batch, mesh: Mesh, gather: GatherHashes) -> None:
+    """See that the ``digest_of`` is the same on ranks that share a computation; otherwise as ``check_batches``.
+
+    ``digests`` are those of all ranks. Collective.
+    """
+    if any(digests[rank] != digests[members[0]] for members in mesh.groups(MODEL) for rank in members):
+        check_batches(batch, mesh, gather)
+
+
+def check_batches(batch: Batch, mesh: Mesh, gather: GatherHashes) -> None:
     """See that the ranks that share a computation are given the same batch; ``gather``: ``Control.gather``. Collective.
 
     Raises:

@@ -220,12 +220,6 @@ class Checkpointed:
                 f"expected to {purpose} once a step has been prepared, found that none has: call step.prepare(batch), "
                 f"or step(batch), first"
             )
-        if self._steps.taken.layout.has_model_parts:
-            raise UsageError(
-                f"expected to {purpose} of a step whose ranks have whole parameters, or slices of them, found parts of "
-                f"them on the mesh's axis 'model', of which no checkpoint can be made yet: use "
-                f"step.full_parameters(), step.full_state_dict() and optimizer.state_dict()"
-            )
         return self._steps.taken
 
     def _finish_updates(self, taken: TakenOver, purpose: str) -> None:

@@ -24,6 +24,7 @@ from zerofx.driver.asked import machine_at_hand
 from zerofx.driver.driver import build_step
 from zerofx.driver.given_plan import take_plan
 from zerofx.driver.prepared import Request
+from zerofx.driver.sharing import check_digests, digest_of
 from zerofx.errors import UsageError, ZeroFXError, warn
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep, load_step, read_edited
@@ -111,14 +112,19 @@ class Steps:
         signature = "\n".join(f"{name}: {text}" for name, text in described.items())
         advance = self.taken.advance() if self.taken is not None else None
         variant = self.taken.binding.variant if self.taken is not None else "not traced yet"
-        agreed = self._control.start(
+        started = self._control.start(
             purpose,
             f"{signature}\noptimizer update: {variant}\n{hyperparameters(self._optimizer)}",
             "batch shapes, modes, autocast and optimizer options",
             "Give every rank batches of the same shapes, for example by padding, and the same optimizer options: a "
             "scheduler that follows a loss has to be given the mean of all ranks' losses.",
-            digest_of_states(self.device),
+            digest_of_states(self.device) + digest_of(batch, self.mesh),
+            lambda notes: check_digests([note[16:] for note in notes], batch, self.mesh, self._control.gather),
         )
+
+        def agreed() -> Sequence[bytes]:
+            return [note[:16] for note in started()]
+
         compiled = self.shapes.take(signature, variant)
         if compiled is None:
             met = agreed()

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from zerofx import CheckpointError
 from zerofx.disk.checkpoint import folder as folders
+from zerofx.disk.checkpoint import shard_file
 from zerofx.disk.checkpoint.boxes import Box, boxes_of_range
 from zerofx.disk.checkpoint.marker import Marker, OptimizerInfo, Scalar, TensorInfo
 from zerofx.disk.checkpoint.plain import from_plain, to_plain
@@ -57,6 +58,18 @@ def test_overlaps_are_what_both_boxes_have(shape: tuple[int, ...], data: st.Data
         begin, end = common.span(first)
         lying = first.of(whole, Box.whole(shape)).reshape(-1)[begin:end]
         assert {lying[0].item(), lying[-1].item()} <= elements[0] & elements[1]
+
+
+def _bytes_of_reads(files: OpenFiles, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of what is filled from a file at once, from here on."""
+    sizes: list[int] = []
+
+    def fill(path: Path, view: memoryview, offset: int) -> None:
+        sizes.append(len(view))
+        OpenFiles._fill(files, path, view, offset)
+
+    monkeypatch.setattr(files, "_fill", fill)
+    return sizes
 
 
 VALUES: list[Any] = [
@@ -108,7 +121,12 @@ def test_files_are_read_by_the_safetensors_library_whatever_their_dtypes(tmp_pat
     assert loaded["scalar"] == 2.5 and hash_of(tmp_path / "a.safetensors") == digest
 
 
-def test_the_librarys_files_are_read_by_any_part(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most_bytes", [16, 200, 1 << 20])
+def test_the_librarys_files_are_read_by_any_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    """What lies apart in a file is read some rows at a time, with what lies between them."""
+    monkeypatch.setattr(shard_file, "_BLOCK_BYTES", most_bytes)
     whole = torch.randn(4, 5, 6)
     save_file({"t": whole}, tmp_path / "a.safetensors")
     (placed,) = ShardFile.open(tmp_path / "a.safetensors").placed["t"]
@@ -121,7 +139,9 @@ def test_the_librarys_files_are_read_by_any_part(tmp_path: Path) -> None:
     ):
         for dtype in (torch.float32, torch.float64):
             part = torch.empty(box.sizes, dtype=dtype)
+            sizes = _bytes_of_reads(files, monkeypatch)
             files.read(tmp_path / "a.safetensors", placed, box, part)
+            assert max(sizes) <= most_bytes or (dtype == torch.float32 and box.sizes[1:] == whole.shape[1:])
             assert torch.equal(part, box.of(whole, Box.whole(whole.shape)).to(dtype))
     files.close()
 

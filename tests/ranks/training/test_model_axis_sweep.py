@@ -14,8 +14,8 @@ import pytest
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, Case, batches, sgd
+from tests.lib.sharing import SHARING
 from tests.lib.training import Trained, build, captured_once, differences, world
-from tests.ranks.training.test_model_axis import SHARING
 
 pytestmark = pytest.mark.slow
 

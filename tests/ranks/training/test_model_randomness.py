@@ -13,8 +13,8 @@ from torch import Tensor
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, batches
+from tests.lib.sharing import SHARING
 from tests.lib.training import build, world
-from tests.ranks.training.test_model_axis import SHARING
 from zerofx.ir.facts import is_random
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.scheduler.cost.machine import Link

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.lib.distributed import run_ranks
+from tests.lib.sharing import SHARING
 from tests.lib.training import world
-from tests.ranks.training.test_model_axis import SHARING
 from zerofx.scheduler.cost.sharing import Prices
 
 NUM_TOKENS, WIDTH = 64, 16

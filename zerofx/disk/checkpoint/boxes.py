@@ -34,6 +34,19 @@ class Box:
         sizes = tuple(end - begin for begin, end in zip(first, last, strict=True))
         return Box(first, sizes) if all(size > 0 for size in sizes) else None
 
+    def halves(self) -> tuple[Box, ...]:
+        """Two boxes that it is made of, along its first dimension that can be divided; none for a single element."""
+        dim = next((dim for dim, size in enumerate(self.sizes) if size > 1), None)
+        if dim is None:
+            return ()
+        size = self.sizes[dim]
+
+        def part(begin: int, end: int) -> Box:
+            offsets = (*self.offsets[:dim], self.offsets[dim] + begin, *self.offsets[dim + 1 :])
+            return Box(offsets, (*self.sizes[:dim], end - begin, *self.sizes[dim + 1 :]))
+
+        return part(0, size // 2), part(size // 2, size)
+
     def of(self, tensor: torch.Tensor, outer: Box) -> torch.Tensor:
         """This box as a view of ``tensor``, which is the box ``outer``."""
         for dim, (begin, size, start) in enumerate(zip(self.offsets, self.sizes, outer.offsets, strict=True)):

@@ -219,6 +219,11 @@ class OpenFiles:
         if last - first == box.numel and into.is_contiguous() and into.dtype == entry.dtype:
             self._fill(path, bytes_of(into), offset)
             return
+        if (last - first) * entry.dtype.itemsize > _BLOCK_BYTES and (halves := box.halves()):
+            # What lies between its rows is read with them: a part of a large tensor's columns, some rows at a time.
+            for half in halves:
+                self.read(path, placed, half, half.of(into, box))
+            return
         span = torch.empty(last - first, dtype=entry.dtype)
         self._fill(path, bytes_of(span), offset)
         into.copy_(span.as_strided(box.sizes, _strides(entry.box.sizes)))

@@ -30,7 +30,7 @@ from zerofx.torch_private.distributed import default_store
 T = TypeVar("T")
 
 _PURPOSE_BYTES = 96  # of a header; a SHA-256 follows, and a note
-_NOTE_BYTES = 16
+_NOTE_BYTES = 32
 _STORE_SECONDS = 5.0  # for an answer of the process group's store
 _GRACE_SECONDS = 1.0  # for the others' notes, once waiting has failed here
 _SHOWN_LINES = 3
@@ -89,7 +89,13 @@ class Control:
             raise self._absence(purpose, error) from error
 
     def start(
-        self, purpose: str, value: str = "", what: str = "", hint: str = "", note: bytes = b""
+        self,
+        purpose: str,
+        value: str = "",
+        what: str = "",
+        hint: str = "",
+        note: bytes = b"",
+        check: Callable[[Sequence[bytes]], None] | None = None,
     ) -> Callable[[], Sequence[bytes]]:
         """Begin to compare ``value`` with the other ranks'; returns what waits for the outcome, and raises if need be.
 
@@ -100,7 +106,8 @@ class Control:
             value: lines of text.
             what: names the value in the error.
             hint: what to do when values differ.
-            note: 16 bytes, or none, that may differ.
+            note: at most 32 bytes that may differ.
+            check: is given those of all ranks, in their order, once all of them agree, and may raise.
         """
         group = self._group
         if group is None:
@@ -131,7 +138,10 @@ class Control:
                 )
             if any(header != headers[0] for header in headers):
                 check_equal(self._exchange(value, purpose), what, hint)
-            return [bytes(header[-_NOTE_BYTES:].tolist()) for header in seen]
+            notes = [bytes(header[-_NOTE_BYTES:].tolist()) for header in seen]
+            if check is not None:
+                check(notes)
+            return notes
 
         return finish
 

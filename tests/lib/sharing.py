@@ -1,0 +1,53 @@
+"""What the model axis is tested with: a machine on which ranks share whatever they can, and a model with parameters in
+all kinds of parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpt import Attention
+from tests.lib.models import DIM, Case
+from zerofx import Machine
+from zerofx.scheduler.cost.machine import Link
+
+# Its links cost next to nothing and its memory is slow, so that whatever can be shared is.
+SHARING = replace(
+    (cpu := Machine.named("cpu")),
+    intra_node=Link(bandwidth=1e15, latency=1e-13),
+    device=replace(cpu.device, memory_bandwidth=cpu.device.memory_bandwidth / 100),
+)
+
+
+class Parted(nn.Module):
+    """Parameters in parts by rows, by columns and by groups, tied, frozen, and lying transposed; others stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.attention = Attention(DIM, 4)
+        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+        self.gate = nn.Linear(DIM, 4 * DIM, bias=False)
+        self.gate.weight = self.up.weight
+        self.transposed = nn.Parameter(torch.randn(3, 4 * DIM).t())
+        self.frozen = nn.Parameter(torch.randn(4 * DIM, 4 * DIM) / DIM, requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(4 * DIM))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x)) * self.scale
+        h = torch.tanh(self.up(x)) * torch.relu(self.gate(x)) @ self.frozen
+        self.seen.add_(h.detach().mean((0, 1)))
+        x = self.down(h + torch.tanh(self.transposed).sum(1))
+        return (x - target).square().mean()
+
+
+def _sequences(generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.randn(4, 6, DIM, generator=generator), torch.randn(4, 6, DIM, generator=generator)), {}
+
+
+PARTED = Case(Parted, _sequences)
