@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.lib.distributed import run_ranks
-from tests.lib.models import CASES, DIM, Layer, adamw
-from tests.lib.training import train_compiled
+from tests.lib.models import CASES, DIM, Layer, adamw, batches
+from tests.lib.sharing import SHARING
+from tests.lib.training import step_of, train_compiled
+from zerofx import RankMismatchError
 from zerofx.driver import driver, step_cache
 from zerofx.lowering import lower as lowering
 from zerofx.lowering.load import build
@@ -385,3 +387,28 @@ def test_ranks_take_what_they_have_kept_together_or_not_at_all(tmp_path: Path) -
         for found, values, _ in others:
             assert all(map(torch.equal, losses, found))
             assert state.keys() == values.keys() and all(torch.equal(state[one], values[one]) for one in state)
+
+
+def _shared_twice(folder: str) -> tuple[list[tuple[str, str, str, str]], int, str]:
+    """What is seen of two starts of ranks that share a model, how often it was built, and of one with other batches."""
+    os.environ["ZEROFX_CACHE_DIR"] = f"{folder}/{torch.distributed.get_rank()}"
+    options: dict[str, Any] = {"mesh": {"model": 2}, "machine": SHARING}
+    (((ids, targets), _),) = batches(CASES["gpt"], 0, 1)
+    found = []
+    with mock.patch.object(driver, "build", side_effect=build) as count:
+        for _ in range(2):
+            step, _ = step_of("gpt", 3, **options)
+            step(ids, targets)
+            found.append((step.plan.to_json(), step.source, str(step.schedule()), str(step.stages[-1].text)))
+            step.close()
+        step, _ = step_of("gpt", 3, **options)
+        with pytest.raises(RankMismatchError) as raised:
+            step.prepare(ids, (targets + torch.distributed.get_rank()) % 19)
+        step.close()
+        return found, count.call_count, str(raised.value)
+
+
+def test_ranks_that_share_a_model_take_what_they_have_kept(tmp_path: Path) -> None:
+    for (first, second), num_built, refused in run_ranks(_shared_twice, 2, str(tmp_path)):
+        assert first == second and num_built == 1 and "gather_values" in first[2]
+        assert "expected the same batch on ranks 0, 1" in refused
