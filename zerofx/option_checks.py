@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import get_args
 
 from zerofx.budgets import GRADIENTS
-from zerofx.choices import Accumulate, Offload, OffloadWord, OnNonfinite, Reduce, StatesOver, Wire
+from zerofx.choices import (
+    TP_STYLES,
+    Accumulate,
+    Offload,
+    OffloadWord,
+    OnNonfinite,
+    Reduce,
+    ShardingWord,
+    StatesOver,
+    Wire,
+)
 from zerofx.errors import UsageError, warn
 from zerofx.meshes import mesh_of
 from zerofx.scheduler.plan.mesh import Mesh
@@ -39,6 +49,28 @@ def checked_mesh(given: object, wire: Wire) -> Mesh | None:
             f"bits, or from second shards, knows nodes on one axis; give all ranks to 'shard', or leave wire out"
         )
     return mesh
+
+
+def checked_shardings(asked: object, mesh: Mesh | None) -> dict[str, str]:
+    """How modules and parameters are to lie on the axis ``model``: words by names or patterns."""
+    if asked is None:
+        return {}
+    words = get_args(ShardingWord)
+    if not isinstance(asked, Mapping) or not all(isinstance(text, str) for item in asked.items() for text in item):
+        raise UsageError(
+            f"expected shardings to map names or patterns of modules and parameters to {', '.join(map(repr, words))}, "
+            f"or to styles of a tp_plan of transformers, found {asked!r}"
+        )
+    unknown = {word: pattern for pattern, word in asked.items() if word not in words and word not in TP_STYLES}
+    if unknown:
+        word, pattern = next(iter(unknown.items()))
+        raise UsageError(
+            f"expected shardings to say {', '.join(map(repr, words))}, or a style of transformers' "
+            f"({', '.join(TP_STYLES)}), found {word!r} of {pattern!r}"
+        )
+    if asked and (mesh is None or mesh.model == 1):
+        warn("shardings is ignored where the mesh has no axis 'model': every rank computes with whole parameters")
+    return dict(asked)
 
 
 def check_offload(offload: object, accumulate: Accumulate, *, given: bool, budget: bool) -> None:

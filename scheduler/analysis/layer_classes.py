@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import Tensor, fx
 
@@ -23,8 +24,8 @@ class NodeClasses:
     members: Mapping[fx.Node, tuple[fx.Node, ...]]
 
 
-def node_classes(step: StepGraph) -> NodeClasses:
-    """The classes of a captured graph's nodes.
+def node_classes(step: StepGraph, marks: Mapping[fx.Node, str] = MappingProxyType({})) -> NodeClasses:
+    """The classes of a captured graph's nodes; ``marks`` tell nodes apart that are alike.
 
     Layers are alike whose nodes, in order, call the same with the same arguments and shapes, as far as these lie in the
     layer; parameters that are read in one layer alone belong to it.
@@ -36,7 +37,7 @@ def node_classes(step: StepGraph) -> NodeClasses:
             layers.setdefault(unit, []).append(node)
     alike: dict[tuple[object, ...], list[list[fx.Node]]] = {}
     for nodes in layers.values():
-        alike.setdefault(_signature(nodes), []).append(nodes)
+        alike.setdefault(_signature(nodes, marks), []).append(nodes)
     first = {node: node for node in step.graph.nodes}
     for same in alike.values():
         for places in zip(*same, strict=True):
@@ -57,7 +58,7 @@ def _units(step: StepGraph) -> dict[fx.Node, str]:
     return units
 
 
-def _signature(nodes: list[fx.Node]) -> tuple[object, ...]:
+def _signature(nodes: list[fx.Node], marks: Mapping[fx.Node, str]) -> tuple[object, ...]:
     place = {node: number for number, node in enumerate(nodes)}
 
     def argument(source: fx.Node) -> str:
@@ -69,6 +70,7 @@ def _signature(nodes: list[fx.Node]) -> tuple[object, ...]:
             origin(node).phase,
             str(fx.map_arg((node.args, node.kwargs), argument)),
             _shape(node),
+            marks.get(node, ""),
         )
         for node in nodes
     )

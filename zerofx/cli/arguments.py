@@ -131,6 +131,15 @@ def parse_mesh(_context: click.Context, _option: click.Parameter, text: str | No
     return sizes
 
 
+def parse_shardings(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
+    """Words by names, from ``layers.*.up=column``, one for each option."""
+    entries = [text.rpartition("=") for text in texts]
+    for (name, _, word), text in zip(entries, texts, strict=True):
+        if not name or not word:
+            raise click.BadParameter(f"expected NAME=WORD, such as 'layers.*.up=column', found {text!r}")
+    return {name: word for name, _, word in entries}
+
+
 def _parse_offload(_context: click.Context, _option: click.Parameter, text: str) -> Offload:
     name, equals, tier = text.partition("=")
     return cast(Offload, {name: tier} if equals else text)  # whether it can be is for `check_options` to say

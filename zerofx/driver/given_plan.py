@@ -70,6 +70,8 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
     default = PolicyOptions()
     if control.rank == 0 and (options.policy.prefetch, tuple(options.policy.keep)) != (default.prefetch, default.keep):
         warn("prefetch and keep_gathered have no effect with a plan: it says when every bucket is gathered")
+    if control.rank == 0 and options.shardings and plan.model > 1:
+        warn("shardings has no effect with a plan: it says how every value lies on the axis 'model'")
     return replace(options, plan=plan)
 
 

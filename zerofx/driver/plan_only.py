@@ -130,9 +130,9 @@ def plan(
             ``zerofx.compile`` ``loss_fn``, ``forward``, ``constant`` (what it names needs values), ``memory_budget``,
             ``host_budget``, ``recompute``, ``offload``, ``tile``, ``accumulate``, ``delayed_update``, ``precision``,
             ``backend``, ``prefetch``, ``keep_gathered``, ``wire``, ``max_grad_norm``, ``loss_scale``,
-            ``keep_fp32``, ``reduce_dtype``, ``state_dtype``, ``mesh`` and ``states_over``. What a compiled region holds
-            inside is estimated (``scheduler/cost/fusion.py``), an eager one is simulated node by node, to the byte.
-            Times are those of single operators either way.
+            ``keep_fp32``, ``reduce_dtype``, ``state_dtype``, ``mesh``, ``states_over`` and ``shardings``. What a
+            compiled region holds inside is estimated (``scheduler/cost/fusion.py``), an eager one is simulated node by
+            node, to the byte. Times are those of single operators either way.
 
     Raises:
         ZeroFXError: as ``zerofx.compile`` would.

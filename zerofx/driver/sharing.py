@@ -9,11 +9,12 @@ from typing import TypeVar
 
 from zerofx.driver.captures import Captures
 from zerofx.driver.prepared import Earlier, Request
-from zerofx.errors import RankMismatchError, UsageError
+from zerofx.errors import RankMismatchError, UsageError, warn
 from zerofx.ir.batch import Batch, hash_of
 from zerofx.ir.facts import is_random, source_line
 from zerofx.ir.text import target_name
 from zerofx.progress import watched
+from zerofx.scheduler.analysis.sharding_pins import pinned, pins_of
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
 from zerofx.scheduler.cost.sharing import Prices
 from zerofx.scheduler.decide.shardings import decide_shardings
@@ -36,7 +37,7 @@ def share_computation(
 
     Raises:
         PlanError: no way to share it was found.
-        UsageError: the number of micro-batches is left to the plan.
+        UsageError: the number of micro-batches is left to the plan, or ``shardings`` asks for what cannot be.
     """
     num_parts = request.mesh.model
     if num_parts == 1:
@@ -95,7 +96,11 @@ def _decided(request: Request, captures: Captures, earlier: Earlier | None) -> t
         return request.options.plan.shardings
     mesh = request.mesh
     with watched("sharing the computation", show=request.verbose):
-        ways = sharding_ways(captures.of_one(captures.candidates[0]), mesh.model)
+        step = captures.of_one(captures.candidates[0])
+        pins = pins_of(step, request.options.shardings)
+        if pins.ignored and request.verbose:
+            warn(f"shardings: nothing follows from {', '.join(pins.ignored)}")
+        ways = pinned(sharding_ways(step, mesh.model, pins.marks), pins)
         return decide_shardings(ways, mesh, request.machine, Prices(), _placements(earlier) if earlier else {})
 
 

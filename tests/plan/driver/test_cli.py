@@ -328,6 +328,8 @@ def test_ranks_lie_along_the_axes_of_a_mesh(tmp_path: Path) -> None:
         (("--mesh", "shard"), "such as replicate=2,shard=8, found 'shard'"),
         (("--mesh", "shards=2"), "expected axes of a mesh to be called"),
         (("--mesh", "shard=2", "--world-size", "4"), "expected a mesh of 4 rank"),
+        (("--sharding", "column"), "expected NAME=WORD, such as 'layers.*.up=column', found 'column'"),
+        (("--mesh", "model=2", "--sharding", "*=columns"), "expected shardings to say 'column', 'row'"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(given: tuple[str, ...], message: str) -> None:
