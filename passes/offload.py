@@ -68,6 +68,15 @@ class _Place:
     first: fx.Node
 
 
+def _complete(value: fx.Node) -> fx.Node:
+    """The node after which a value is there: the first wait for a collective's result, which lies in its memory."""
+    return (
+        next((user for user in value.users if user.target is ops.wait), value)
+        if value.target in ops.COLLECTIVES
+        else value
+    )
+
+
 def _places(step: StepGraph, decisions: Sequence[OffloadDecision]) -> list[_Place]:
     """Check every decision before anything is changed.
 
@@ -139,12 +148,12 @@ def _copy_out(step: StepGraph, places: Sequence[_Place]) -> dict[fx.Node, fx.Nod
     pending = {}
     # Copies start before others are awaited at the same place, so that they run meanwhile.
     for place in places:
-        out = (place.value, place.decision.tier)
+        out = (_complete(place.value), place.decision.tier)
         added = _after(step, tails, place.issue, place.value, ops.offload, out, f"offload_{place.value.name}")
         pending[place.value] = set_tier(added, place.decision.tier)
     stored = {}
     for place in places:
-        args = (pending[place.value], place.value)
+        args = (pending[place.value], _complete(place.value))
         added = _after(step, tails, place.free, place.value, ops.wait, args, f"stored_{place.value.name}")
         stored[place.value] = set_tier(added, place.decision.tier)
     return stored
@@ -179,7 +188,7 @@ def _copy_back(step: StepGraph, places: Sequence[_Place], stored: dict[fx.Node, 
         with graph.inserting_before(place.first):
             args = (pending[place.value], stored[place.value])
             again = insert_call(graph, ops.wait, args, where, name=f"{place.value.name}_again")
-        copies = {place.value: again}
+        copies = {place.value: again, _complete(place.value): again}  # what is copied back need not be awaited twice
         for reader in place.readers:
             for source in list(reader.all_input_nodes):
                 if is_view_of(source, place.value):

@@ -254,7 +254,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         for _ in (*decision.earlier, decision.wait_after)
     ]
     offloaded = [
-        f"{node.all_input_nodes[0].name} to {node.args[1]}"
+        f"{_made_by(node.all_input_nodes[0]).name} to {node.args[1]}"
         for node in step.calls()
         if node.target is ops.offload and origin(node).phase is Phase.FORWARD
     ]
@@ -307,6 +307,11 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
                 step, after, step.output,
                 f"plan: the graph {what} {sorted(map(str, carried_out))}, the plan says {sorted(map(str, planned))}",
             )  # fmt: skip
+
+
+def _made_by(value: fx.Node) -> fx.Node:
+    """The node that a plan calls a value by: the collective that gives it, of one that is awaited."""
+    return value.all_input_nodes[0] if value.target is ops.wait else value
 
 
 def _bucket_of_gradients(offload: fx.Node) -> object:
