@@ -131,7 +131,9 @@ def compile(
         state_dtype: ``"bf16"`` stores the optimizer's states so between steps, and computes with them in the dtype of
             the masters; None stores them as the optimizer has them.
         mesh: the axes that ranks lie along, outer to inner ``replicate``, ``shard`` and ``model``, by numbers of ranks
-            (``{"replicate": 2, "shard": 4}``) or a ``DeviceMesh`` with these names; None for all along ``shard``.
+            (``{"replicate": 2, "shard": 4}``) or a ``DeviceMesh`` with these names; None for all along ``shard``,
+            ``"auto"`` for the mesh that is fastest for a sample, of those that fit, where a batch is one of all ranks
+            along ``model``.
         states_over: ``"mesh"`` for optimizer states in parts of slices, one on each replica, ``"shard"`` for slices
             that every replica has, ``"auto"`` for what is faster.
         shardings: how modules or parameters lie on the axis ``model``, by names or patterns of names: ``"column"``,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from zerofx.budgets import GRADIENTS
 from zerofx.choices import (
@@ -22,7 +22,7 @@ from zerofx.choices import (
     Wire,
 )
 from zerofx.errors import UsageError, warn
-from zerofx.meshes import mesh_of
+from zerofx.meshes import AUTO, mesh_of
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.units import parse_bytes
@@ -40,10 +40,10 @@ def checked_states(states_over: StatesOver) -> StatesOver:
     return states_over
 
 
-def checked_mesh(given: object, wire: Wire) -> Mesh | None:
+def checked_mesh(given: object, wire: Wire) -> Mesh | Literal["auto"] | None:
     """The mesh that is asked for, if there is one, with axes that a step can have."""
-    mesh = mesh_of(given)
-    if mesh is not None and (mesh.replicate > 1 or mesh.model > 1) and wire != "exact":
+    mesh: Mesh | Literal["auto"] | None = AUTO if given == AUTO else mesh_of(given)
+    if mesh is not None and (mesh == AUTO or mesh.replicate > 1 or mesh.model > 1) and wire != "exact":
         raise UsageError(
             f"expected wire='exact' on a mesh of several axes, found wire={wire!r} on {mesh}: what is sent in few "
             f"bits, or from second shards, knows nodes on one axis; give all ranks to 'shard', or leave wire out"
@@ -51,7 +51,7 @@ def checked_mesh(given: object, wire: Wire) -> Mesh | None:
     return mesh
 
 
-def checked_shardings(asked: object, mesh: Mesh | None) -> dict[str, str]:
+def checked_shardings(asked: object, mesh: Mesh | Literal["auto"] | None) -> dict[str, str]:
     """How modules and parameters are to lie on the axis ``model``: words by names or patterns."""
     if asked is None:
         return {}
@@ -68,7 +68,7 @@ def checked_shardings(asked: object, mesh: Mesh | None) -> dict[str, str]:
             f"expected shardings to say {', '.join(map(repr, words))}, or a style of transformers' "
             f"({', '.join(TP_STYLES)}), found {word!r} of {pattern!r}"
         )
-    if asked and (mesh is None or mesh.model == 1):
+    if asked and (mesh is None or (mesh != AUTO and mesh.model == 1)):
         warn("shardings is ignored where the mesh has no axis 'model': every rank computes with whole parameters")
     return dict(asked)
 

@@ -147,7 +147,7 @@ class CompileOptions:
     keep_fp32: tuple[Kept, ...] = ()
     reduce_dtype: ReduceDtype | None = None
     state_dtype: StateDtype | None = None
-    mesh: Mesh | None = None
+    mesh: Mesh | Literal["auto"] | None = None
     states_over: StatesOver = "auto"
     shardings: Mapping[str, str] = field(default_factory=dict)
 

@@ -30,14 +30,9 @@ def node_classes(step: StepGraph, marks: Mapping[fx.Node, str] = MappingProxyTyp
     Layers are alike whose nodes, in order, call the same with the same arguments and shapes, as far as these lie in the
     layer; parameters that are read in one layer alone belong to it.
     """
-    layers: dict[str, list[fx.Node]] = {}
-    unit_of = _units(step)
-    for node in step.graph.nodes:
-        if unit := unit_of.get(node):
-            layers.setdefault(unit, []).append(node)
     alike: dict[tuple[object, ...], list[list[fx.Node]]] = {}
-    for nodes in layers.values():
-        alike.setdefault(_signature(nodes, marks), []).append(nodes)
+    for layer in layers_of(step, marks).values():
+        alike.setdefault(layer.signature, []).append(layer.nodes)
     first = {node: node for node in step.graph.nodes}
     for same in alike.values():
         for places in zip(*same, strict=True):
@@ -46,6 +41,24 @@ def node_classes(step: StepGraph, marks: Mapping[fx.Node, str] = MappingProxyTyp
     for node, like in first.items():
         members.setdefault(like, []).append(node)
     return NodeClasses(first, {node: tuple(same) for node, same in members.items()})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's nodes in the graph's order, and what it has in common with those that are alike."""
+
+    nodes: list[fx.Node]
+    signature: tuple[object, ...]
+
+
+def layers_of(step: StepGraph, marks: Mapping[fx.Node, str] = MappingProxyType({})) -> dict[str, Layer]:
+    """The repeated layers by name, in the order in which they, or their parameters, come; ``marks`` as above."""
+    layers: dict[str, list[fx.Node]] = {}
+    unit_of = _units(step)
+    for node in step.graph.nodes:
+        if unit := unit_of.get(node):
+            layers.setdefault(unit, []).append(node)
+    return {unit: Layer(nodes, _signature(nodes, marks)) for unit, nodes in layers.items()}
 
 
 def _units(step: StepGraph) -> dict[fx.Node, str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import click
 
@@ -116,10 +116,12 @@ def parse_budget(_context: click.Context, _option: click.Parameter, text: str | 
     return fraction if 0 < fraction <= 1 else text
 
 
-def parse_mesh(_context: click.Context, _option: click.Parameter, text: str | None) -> dict[str, int] | None:
+def parse_mesh(
+    _context: click.Context, _option: click.Parameter, text: str | None
+) -> dict[str, int] | Literal["auto"] | None:
     """Numbers of ranks by axis, from ``replicate=2,shard=8``."""
-    if text is None:
-        return None
+    if text is None or text == "auto":
+        return text  # type: ignore[return-value]  # the word itself
     sizes: dict[str, int] = {}
     for entry in text.split(","):
         axis, _, size = entry.strip().partition("=")

@@ -46,7 +46,7 @@ def main() -> None:
     "--states-over", type=click.Choice(get_args(StatesOver)), default="auto", show_default=True,
     help="Axes that optimizer states are sliced over, where there are replicas.",
 )  # fmt: skip
-@click.option("--mesh", metavar="AXES", callback=parse_mesh, help="Ranks by axis: replicate=2,shard=8; else all shard.")
+@click.option("--mesh", metavar="AXES", callback=parse_mesh, help="Ranks by axis: replicate=2,shard=8, or 'auto'.")
 @click.option(
     "--sharding", "shardings", multiple=True, metavar="NAME=WORD", callback=parse_shardings,
     help="How modules or parameters of a name or pattern lie on the axis model: column, row, sequence or replicated.",

@@ -62,6 +62,8 @@ class Captures:
         Raises:
             PlanError: one of them cannot be worked with so.
         """
+        if slices == self.slices:
+            return self
         sliced = copy.copy(self)
         sliced.slices, sliced._unrolled = slices, {}
         return sliced
@@ -78,6 +80,12 @@ class Captures:
         shared.shardings, shared.num_parts, shared.overlaps = shardings, num_parts, overlaps
         shared._unrolled = {}
         return shared
+
+    def short(self, num_micro_batches: int, step: StepGraph) -> Captures:
+        """The same where ``step``, a part of the captured one, stands for all of it."""
+        short = copy.copy(self)
+        short._captured, short._unrolled, short.candidates = {num_micro_batches: step}, {}, (num_micro_batches,)
+        return short
 
     def recorded(self) -> Recorded | None:
         """What the forward does, and the place of its graph in the cache.

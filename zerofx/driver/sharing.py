@@ -42,18 +42,40 @@ def share_computation(
     num_parts = request.mesh.model
     if num_parts == 1:
         return captures
-    _check_draws(captures)
-    if len(captures.candidates) > 1:
-        raise UsageError(
-            f"expected accumulate to be a number where the mesh has an axis 'model', found "
-            f"accumulate={request.options.accumulate!r}: say how many micro-batches there are"
-        )
+    _check(request, captures)
     shardings = everywhere(
         "share how ranks share the computation", lambda: _written(_decided(request, captures, earlier))
     )
     one_rank = captures.shared(_read(ShardingDecision, shardings), num_parts)
     overlaps = everywhere("overlap what ranks send each other", lambda: _written(_overlaps(request, one_rank)))
     return captures.shared(one_rank.shardings, num_parts, _read(OverlapDecision, overlaps))
+
+
+def shared_alone(request: Request, captures: Captures) -> Captures:
+    """What ``share_computation`` gives where no other rank has to hear of it, of a step that is not to be run.
+
+    Raises: as there.
+    """
+    return share_computation(request, captures, None, lambda _purpose, decide: decide())
+
+
+def shardings_of(request: Request, captures: Captures) -> tuple[ShardingDecision, ...]:
+    """What is decided of calls and values there, before what is overlapped; nothing where there is no such axis.
+
+    Raises: as there.
+    """
+    if request.mesh.model == 1:
+        return ()
+    _check(request, captures)
+    return _decided(request, captures, None)
+
+
+def shared_as(request: Request, captures: Captures, shardings: tuple[ShardingDecision, ...]) -> Captures:
+    """The step as one rank of the model axis runs it, whose calls are shared as ``shardings`` say."""
+    if request.mesh.model == 1:
+        return captures
+    one_rank = captures.shared(shardings, request.mesh.model)
+    return captures.shared(shardings, request.mesh.model, _overlaps(request, one_rank))
 
 
 def check_batches(
@@ -79,10 +101,16 @@ def check_batches(
                 )
 
 
-def _check_draws(captures: Captures) -> None:
+def _check(request: Request, captures: Captures) -> None:
     """Raises:
-    UsageError: the step draws random numbers: ranks would have to draw alike for what all of them have.
+    UsageError: the step draws random numbers: ranks would have to draw alike for what all of them have; or the number
+        of micro-batches is left to the plan.
     """
+    if len(captures.candidates) > 1:
+        raise UsageError(
+            f"expected accumulate to be a number where the mesh has an axis 'model', found "
+            f"accumulate={request.options.accumulate!r}: say how many micro-batches there are"
+        )
     for node in captures.of_one(captures.candidates[0]).calls():
         if is_random(node):
             raise UsageError(
