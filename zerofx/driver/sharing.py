@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 from zerofx.driver.captures import Captures
@@ -67,7 +67,7 @@ def shardings_of(request: Request, captures: Captures) -> tuple[ShardingDecision
     if request.mesh.model == 1:
         return ()
     _check(request, captures)
-    return _decided(request, captures, None)
+    return _decided(request, captures, None, explained=False)
 
 
 def shared_as(request: Request, captures: Captures, shardings: tuple[ShardingDecision, ...]) -> Captures:
@@ -119,7 +119,9 @@ def _check(request: Request, captures: Captures) -> None:
             )
 
 
-def _decided(request: Request, captures: Captures, earlier: Earlier | None) -> tuple[ShardingDecision, ...]:
+def _decided(
+    request: Request, captures: Captures, earlier: Earlier | None, *, explained: bool = True
+) -> tuple[ShardingDecision, ...]:
     if isinstance(request.options.plan, Plan):
         return request.options.plan.shardings
     mesh = request.mesh
@@ -129,7 +131,13 @@ def _decided(request: Request, captures: Captures, earlier: Earlier | None) -> t
         if pins.ignored and request.verbose:
             warn(f"shardings: nothing follows from {', '.join(pins.ignored)}")
         ways = pinned(sharding_ways(step, mesh.model, pins.marks), pins)
-        return decide_shardings(ways, mesh, request.machine, Prices(), _placements(earlier) if earlier else {})
+        given = _placements(earlier) if earlier else {}
+        decided = decide_shardings(ways, mesh, request.machine, Prices(), given, explained=explained)
+        asked = {node.name: ", ".join(map(str, of_node)) for node, of_node in pins.parameters.items()}
+        return tuple(
+            replace(decision, reason=f"as {asked[decision.node]} asks") if decision.node in asked else decision
+            for decision in decided
+        )
 
 
 def _placements(earlier: Earlier) -> Mapping[str, Placement]:
