@@ -73,6 +73,7 @@ def compile(
     state_dtype: StateDtype | None = None,
     mesh: MeshLike | None = None,
     states_over: StatesOver = "auto",
+    shardings: Mapping[str, str] | None = None,
 ) -> Step:
     """Compile a model's training step: forward, loss, backward, reductions and update as one planned graph.
 
@@ -130,9 +131,13 @@ def compile(
         state_dtype: ``"bf16"`` stores the optimizer's states so between steps, and computes with them in the dtype of
             the masters; None stores them as the optimizer has them.
         mesh: the axes that ranks lie along, outer to inner ``replicate``, ``shard`` and ``model``, by numbers of ranks
-            (``{"replicate": 2, "shard": 4}``) or a ``DeviceMesh`` with these names; None for all along ``shard``.
+            (``{"replicate": 2, "shard": 4}``) or a ``DeviceMesh`` with these names; None for all along ``shard``,
+            ``"auto"`` for the mesh that is fastest for a sample, of those that fit, where a batch is one of all ranks
+            along ``model``.
         states_over: ``"mesh"`` for optimizer states in parts of slices, one on each replica, ``"shard"`` for slices
             that every replica has, ``"auto"`` for what is faster.
+        shardings: how modules or parameters lie on the axis ``model``, by names or patterns of names: ``"column"``,
+            ``"row"``, ``"sequence"`` or ``"replicated"``, or a ``tp_plan`` of ``transformers``; the rest is the plan's.
 
     Returns:
         A ``Step``: ``loss = step(*batch, **kwargs)``, or ``loss, extras`` where ``forward`` returns a pair. Its ranks
@@ -149,7 +154,7 @@ def compile(
         weights=weights, delayed_update=delayed_update, wire=wire, cuda_graphs=cuda_graphs,
         max_grad_norm=max_grad_norm, forward=forward, on_nonfinite=on_nonfinite, constant=constant,
         loss_scale=loss_scale, keep_fp32=keep_fp32, reduce_dtype=reduce_dtype, state_dtype=state_dtype,
-        mesh=mesh, states_over=states_over,
+        mesh=mesh, states_over=states_over, shardings=shardings,
     )  # fmt: skip
     check_training(model, optimizer, options, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Final, Literal
 
 Backend = Literal["inductor", "eager"]
 Precision = Literal["bf16", "fp16"]
@@ -19,3 +19,16 @@ Wire = Literal["exact", "int8", "int4", "fp8"]
 CudaGraphs = bool | Literal["auto"]
 OnNonfinite = Literal["warn", "skip", "raise"]
 Tiling = Literal["auto", "none"] | Mapping[str, int]
+ShardingWord = Literal["column", "row", "sequence", "replicated"]
+
+# What the styles of a `tp_plan` of transformers say here: the dimension of the parameter that is in parts, one of our
+# words, or, None, nothing. They tell how a module's forward is rewritten then, which is found from the graph instead.
+TP_STYLES: Final[Mapping[str, int | ShardingWord | None]] = {
+    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "local_colwise", "packed_colwise"), -2),
+    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise", "packed_rowwise"), -1),
+    "local_packed_rowwise": -1, "embedding_rowwise": 0, "embedding_colwise": 1, "grouped_gemm": 0,
+    "sequence_parallel": "sequence",
+    **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj"), "replicated"),
+    **dict.fromkeys(("all_reduce", "moe_tp_experts", "moe_identity_expert", "ep_dispatch_experts", "ep_router"), None),
+    **dict.fromkeys(("local_params", "local", "gather", "isolated"), None),
+}  # fmt: skip

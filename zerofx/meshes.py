@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Final, Literal, Union
 
 from zerofx.errors import UsageError
 from zerofx.scheduler.plan.mesh import AXES, Mesh
@@ -11,7 +11,9 @@ from zerofx.scheduler.plan.mesh import AXES, Mesh
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-MeshLike = Union[Mesh, Mapping[str, int], "DeviceMesh"]
+AUTO: Final = "auto"  # the fastest mesh of so many ranks
+
+MeshLike = Union[Mesh, Mapping[str, int], "DeviceMesh", Literal["auto"]]
 
 _NAMES = ", ".join(map(repr, AXES))
 
@@ -28,7 +30,8 @@ def mesh_of(given: object) -> Mesh | None:
     if sizes is None:
         raise UsageError(
             f"expected mesh to be numbers of ranks by axis, such as {{'replicate': 2, 'shard': 4}}, a "
-            f"torch.distributed.DeviceMesh with axes of these names, or None, found {type(given).__name__}"
+            f"torch.distributed.DeviceMesh with axes of these names, 'auto', or None, found "
+            f"{repr(given) if isinstance(given, str) else type(given).__name__}"
         )
     unknown = [name for name in sizes if name not in AXES]
     if unknown:

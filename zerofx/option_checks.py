@@ -7,12 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from zerofx.budgets import GRADIENTS
-from zerofx.choices import Accumulate, Offload, OffloadWord, OnNonfinite, Reduce, StatesOver, Wire
+from zerofx.choices import (
+    TP_STYLES,
+    Accumulate,
+    Offload,
+    OffloadWord,
+    OnNonfinite,
+    Reduce,
+    ShardingWord,
+    StatesOver,
+    Wire,
+)
 from zerofx.errors import UsageError, warn
-from zerofx.meshes import mesh_of
+from zerofx.meshes import AUTO, mesh_of
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.units import parse_bytes
@@ -30,15 +40,37 @@ def checked_states(states_over: StatesOver) -> StatesOver:
     return states_over
 
 
-def checked_mesh(given: object, wire: Wire) -> Mesh | None:
+def checked_mesh(given: object, wire: Wire) -> Mesh | Literal["auto"] | None:
     """The mesh that is asked for, if there is one, with axes that a step can have."""
-    mesh = mesh_of(given)
-    if mesh is not None and (mesh.replicate > 1 or mesh.model > 1) and wire != "exact":
+    mesh: Mesh | Literal["auto"] | None = AUTO if given == AUTO else mesh_of(given)
+    if mesh is not None and (mesh == AUTO or mesh.replicate > 1 or mesh.model > 1) and wire != "exact":
         raise UsageError(
             f"expected wire='exact' on a mesh of several axes, found wire={wire!r} on {mesh}: what is sent in few "
             f"bits, or from second shards, knows nodes on one axis; give all ranks to 'shard', or leave wire out"
         )
     return mesh
+
+
+def checked_shardings(asked: object, mesh: Mesh | Literal["auto"] | None) -> dict[str, str]:
+    """How modules and parameters are to lie on the axis ``model``: words by names or patterns."""
+    if asked is None:
+        return {}
+    words = get_args(ShardingWord)
+    if not isinstance(asked, Mapping) or not all(isinstance(text, str) for item in asked.items() for text in item):
+        raise UsageError(
+            f"expected shardings to map names or patterns of modules and parameters to {', '.join(map(repr, words))}, "
+            f"or to styles of a tp_plan of transformers, found {asked!r}"
+        )
+    unknown = {word: pattern for pattern, word in asked.items() if word not in words and word not in TP_STYLES}
+    if unknown:
+        word, pattern = next(iter(unknown.items()))
+        raise UsageError(
+            f"expected shardings to say {', '.join(map(repr, words))}, or a style of transformers' "
+            f"({', '.join(TP_STYLES)}), found {word!r} of {pattern!r}"
+        )
+    if asked and (mesh is None or (mesh != AUTO and mesh.model == 1)):
+        warn("shardings is ignored where the mesh has no axis 'model': every rank computes with whole parameters")
+    return dict(asked)
 
 
 def check_offload(offload: object, accumulate: Accumulate, *, given: bool, budget: bool) -> None:

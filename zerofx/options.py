@@ -44,6 +44,7 @@ from zerofx.option_checks import (
     check_tile,
     check_wire,
     checked_mesh,
+    checked_shardings,
     checked_states,
 )
 from zerofx.precision import LossScale as LossScale
@@ -86,6 +87,7 @@ class TuneOptions(TypedDict, total=False):
     state_dtype: StateDtype | None
     mesh: MeshLike | None
     states_over: StatesOver
+    shardings: Mapping[str, str]
 
 
 class PlanOptions(TuneOptions, total=False):
@@ -145,8 +147,9 @@ class CompileOptions:
     keep_fp32: tuple[Kept, ...] = ()
     reduce_dtype: ReduceDtype | None = None
     state_dtype: StateDtype | None = None
-    mesh: Mesh | None = None
+    mesh: Mesh | Literal["auto"] | None = None
     states_over: StatesOver = "auto"
+    shardings: Mapping[str, str] = field(default_factory=dict)
 
     def texts(self, purpose: Purpose) -> list[str]:
         """The options that are compared for ``purpose``, a line each."""
@@ -235,6 +238,7 @@ def check_options(
     state_dtype: StateDtype | None = None,
     mesh: MeshLike | None = None,
     states_over: StatesOver = "auto",
+    shardings: Mapping[str, str] | None = None,
 ) -> CompileOptions:
     """The options as one object.
 
@@ -315,6 +319,7 @@ def check_options(
         keep_gathered = tuple(keep_gathered)
     policy = PolicyOptions(prefetch, keep_gathered)
     given = Path(plan) if isinstance(plan, str) else plan
+    mesh_asked = checked_mesh(mesh, wire)
     return CompileOptions(
         stage=stage,
         objective=Objective(loss_fn, forward),
@@ -343,8 +348,9 @@ def check_options(
         keep_fp32=tuple(keep_fp32),
         reduce_dtype=reduce_dtype,
         state_dtype=state_dtype,
-        mesh=checked_mesh(mesh, wire),
+        mesh=mesh_asked,
         states_over=checked_states(states_over),
+        shardings=checked_shardings(shardings, mesh_asked),
     )
 
 

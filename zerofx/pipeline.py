@@ -99,7 +99,9 @@ PREPARE = (
     Listed(ScaleLoss, when=lambda plan, _: plan.loss_scaled),
     # Whole values become one rank's, where the ranks of the model axis share the computation.
     Listed(
-        Partition, {"shardings": ("node", "outputs", "inputs", "again", "parameter")}, lambda plan, _: plan.model > 1
+        Partition,
+        {"shardings": ("node", "outputs", "inputs", "again", "parameter", "has_no_way")},
+        lambda plan, _: plan.model > 1,
     ),
     # What collectives on those values overlap with.
     Listed(Overlap, {"overlaps": ("before", "nodes")}, lambda plan, _: plan.model > 1),

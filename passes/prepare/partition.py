@@ -38,6 +38,7 @@ from zerofx.ir.facts import (
     set_placeholder,
     set_value,
     tensor,
+    value,
 )
 from zerofx.ir.graph import ParameterInfo, StepGraph
 from zerofx.ir.operators.operator import OperatorKind
@@ -88,6 +89,7 @@ class _Partitioning:
         self._graph, self._names = fx.Graph(), dict[fx.Node, str]()
         self._results: dict[fx.Node, tuple[Any, Rule]] = {}  # of calls: a node, or a tuple of nodes
         self._values: dict[fx.Node, tuple[fx.Node, Placement]] = {}
+        self._rules: dict[tuple[object, ...], Rule | None] = {}
         self._converted: dict[tuple[fx.Node, Placement, Phase | None], fx.Node] = {}
 
     def run(self) -> None:
@@ -194,7 +196,10 @@ class _Partitioning:
         if decision is None:
             return replicated(node)
         outputs = tuple(None if text is None else placement_of(text) for text in decision.outputs)
-        rule = rule_for(node, outputs, tuple(map(placement_of, decision.inputs)), self._num_parts)
+        key = (_described(node), decision.outputs, decision.inputs)
+        if key not in self._rules:  # calls of layers that are alike have one
+            self._rules[key] = rule_for(node, outputs, tuple(map(placement_of, decision.inputs)), self._num_parts)
+        rule = self._rules[key]
         if rule is None:
             raise PlanError(
                 f"expected a way to share {node.name} ({node.target}) among {self._num_parts} ranks, found {decision}; "
@@ -234,6 +239,16 @@ class _Partitioning:
             return info
         fake = tensor(local)
         return replace(info, shape=tuple(fake.shape), stride=fake.stride(), part=placement, num_parts=self._num_parts)
+
+
+def _described(node: fx.Node) -> tuple[object, ...]:
+    """What the rules of a call follow from: its operator, and its arguments with what tensors are like."""
+
+    def like(source: fx.Node) -> str:
+        given = value(source)
+        return f"{given.dtype}{tuple(given.shape)}{given.stride()}" if isinstance(given, torch.Tensor) else str(given)
+
+    return node.target, repr(fx.map_arg((node.args, node.kwargs), like))
 
 
 def _same_call(rank: LocalCallOf) -> fx.Node:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import Tensor, fx
 
@@ -23,20 +24,15 @@ class NodeClasses:
     members: Mapping[fx.Node, tuple[fx.Node, ...]]
 
 
-def node_classes(step: StepGraph) -> NodeClasses:
-    """The classes of a captured graph's nodes.
+def node_classes(step: StepGraph, marks: Mapping[fx.Node, str] = MappingProxyType({})) -> NodeClasses:
+    """The classes of a captured graph's nodes; ``marks`` tell nodes apart that are alike.
 
     Layers are alike whose nodes, in order, call the same with the same arguments and shapes, as far as these lie in the
     layer; parameters that are read in one layer alone belong to it.
     """
-    layers: dict[str, list[fx.Node]] = {}
-    unit_of = _units(step)
-    for node in step.graph.nodes:
-        if unit := unit_of.get(node):
-            layers.setdefault(unit, []).append(node)
     alike: dict[tuple[object, ...], list[list[fx.Node]]] = {}
-    for nodes in layers.values():
-        alike.setdefault(_signature(nodes), []).append(nodes)
+    for layer in layers_of(step, marks).values():
+        alike.setdefault(layer.signature, []).append(layer.nodes)
     first = {node: node for node in step.graph.nodes}
     for same in alike.values():
         for places in zip(*same, strict=True):
@@ -45,6 +41,24 @@ def node_classes(step: StepGraph) -> NodeClasses:
     for node, like in first.items():
         members.setdefault(like, []).append(node)
     return NodeClasses(first, {node: tuple(same) for node, same in members.items()})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's nodes in the graph's order, and what it has in common with those that are alike."""
+
+    nodes: list[fx.Node]
+    signature: tuple[object, ...]
+
+
+def layers_of(step: StepGraph, marks: Mapping[fx.Node, str] = MappingProxyType({})) -> dict[str, Layer]:
+    """The repeated layers by name, in the order in which they, or their parameters, come; ``marks`` as above."""
+    layers: dict[str, list[fx.Node]] = {}
+    unit_of = _units(step)
+    for node in step.graph.nodes:
+        if unit := unit_of.get(node):
+            layers.setdefault(unit, []).append(node)
+    return {unit: Layer(nodes, _signature(nodes, marks)) for unit, nodes in layers.items()}
 
 
 def _units(step: StepGraph) -> dict[fx.Node, str]:
@@ -57,7 +71,7 @@ def _units(step: StepGraph) -> dict[fx.Node, str]:
     return units
 
 
-def _signature(nodes: list[fx.Node]) -> tuple[object, ...]:
+def _signature(nodes: list[fx.Node], marks: Mapping[fx.Node, str]) -> tuple[object, ...]:
     place = {node: number for number, node in enumerate(nodes)}
 
     def argument(source: fx.Node) -> str:
@@ -69,6 +83,7 @@ def _signature(nodes: list[fx.Node]) -> tuple[object, ...]:
             origin(node).phase,
             str(fx.map_arg((node.args, node.kwargs), argument)),
             _shape(node),
+            marks.get(node, ""),
         )
         for node in nodes
     )

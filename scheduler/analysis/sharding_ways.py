@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
@@ -55,13 +56,13 @@ class ShardingWays:
         return iter(self.rules)
 
 
-def sharding_ways(step: StepGraph, num_ranks: int) -> ShardingWays:
-    """All ways for a captured graph.
+def sharding_ways(step: StepGraph, num_ranks: int, marks: Mapping[fx.Node, str] = MappingProxyType({})) -> ShardingWays:
+    """All ways for a captured graph; ``marks`` tell layers apart that are alike.
 
     What products, convolutions, attention and lookups can share is what there is to share; all other calls follow
     them, through reshapes and cuts that make groups of a dimension too, until nothing is added.
     """
-    classes = node_classes(step)
+    classes = node_classes(step, marks)
     ways = ShardingWays(step, classes, num_ranks)
     firsts = [node for node in classes.members if node.target is not operator.getitem and node.op != "output"]
     candidates: dict[Slot, set[Sharded]] = {

@@ -28,14 +28,17 @@ from torch import Tensor, fx
 
 from zerofx.errors import PlanError
 from zerofx.ir.aliasing import is_view
-from zerofx.ir.facts import Phase, Role, origin, placeholder
+from zerofx.ir.facts import Phase, Role, origin, placeholder, tensor
 from zerofx.ir.sharding.rule import Rule, num_bytes, outputs_of, read_tensors
+from zerofx.ir.text import target_name
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, Slot
 from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.sharing import Prices, conversion_seconds, shared_seconds
 from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Placement, local_shape
+from zerofx.units import format_seconds
 
 _PREFERENCE = 1e-12  # seconds: of ways that cost the same, one without conversions
 
@@ -46,10 +49,14 @@ def decide_shardings(
     machine: Machine,
     prices: Prices,
     pinned: Mapping[str, Placement] = MappingProxyType({}),
+    *,
+    explained: bool = True,
 ) -> tuple[ShardingDecision, ...]:
-    """The cheapest way to share a captured graph; one decision for each node that not every rank does whole.
+    """The cheapest way to share a captured graph: one decision for each node that not every rank does whole, or of
+    which nothing can be shared.
 
-    ``pinned`` are the placements of parameters that are given, by name.
+    ``pinned`` are the placements of parameters that are given, by name. ``explained``: whether decisions say what the
+    next best would cost, for which a program without whole numbers is solved for each class of parameters.
 
     Raises:
         PlanError: the solver gave up, or a parameter cannot lie as is given.
@@ -57,8 +64,8 @@ def decide_shardings(
     program = _Program()
     nodes = _Nodes(ways, mesh, machine, prices, program, pinned)
     nodes.add_all()
-    chosen = program.solved()
-    return tuple(nodes.decisions(chosen))
+    answer = program.solved()
+    return tuple(nodes.decisions(answer, explained=explained))
 
 
 @dataclass
@@ -90,8 +97,13 @@ class _Program:
             row[name] = row.get(name, 0.0) - 1.0
         self.rows.append((row, 0.0, 0.0))
 
-    def solved(self) -> list[bool]:
-        """Which variables are 1."""
+    def solved(self, without: int | None = None) -> _Answer:
+        """The least cost, and who pays it; ``without``: where this variable is 0, and none has to be whole, which costs
+        no more than the best whole one.
+
+        Raises:
+            PlanError: there is none.
+        """
         import numpy as np  # scipy takes a second to import: only who shards computation pays
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_matrix
@@ -104,14 +116,25 @@ class _Program:
         scale = max(self.costs) or 1.0
         answer = milp(
             np.array(self.costs) / scale,
-            integrality=np.array(self.whole, dtype=int),
-            bounds=Bounds(0, 1),
+            integrality=np.array(self.whole, dtype=int) if without is None else np.zeros(len(self.whole), dtype=int),
+            bounds=Bounds(0, [0.0 if name == without else 1.0 for name in range(len(self.costs))]),
             constraints=LinearConstraint(matrix, [low for _, low, _ in self.rows], [high for _, _, high in self.rows]),
             options={"mip_rel_gap": 1e-4, "time_limit": 120.0},
         )
         if answer.x is None:
             raise PlanError(f"no way to share the computation was found: {answer.message}")
-        return [bool(number > 0.5) for number in answer.x]
+        return _Answer(float(answer.fun) * scale, [float(number) for number in answer.x])
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Seconds that a program comes to, and its variables."""
+
+    seconds: float
+    values: list[float]
+
+    def __getitem__(self, name: int) -> bool:
+        return self.values[name] > 0.5
 
 
 class _Nodes:
@@ -164,19 +187,46 @@ class _Nodes:
             )
         return allowed
 
-    def decisions(self, chosen: list[bool]) -> Iterator[ShardingDecision]:
-        """What the answer says, for every node of each class that is not done whole by every rank."""
+    def decisions(self, answer: _Answer, *, explained: bool) -> Iterator[ShardingDecision]:
+        """What the answer says, for the nodes of each class that not every rank does whole, or that can be no other."""
         for node, taken in self._taken.items():
-            rule = next(rule for name, rule in taken if chosen[name])
-            again = self._again_of(node, chosen)
-            if all(placement in (None, REPLICATED) for placement in (*rule.outputs, *rule.inputs)) and not again:
+            name, rule = next((name, rule) for name, rule in taken if answer[name])
+            again = self._again_of(node, answer)
+            has_no_way = len(taken) == 1 and self._has_work(node)
+            whole = all(placement in (None, REPLICATED) for placement in (*rule.outputs, *rule.inputs))
+            if whole and not again and not has_no_way:
                 continue
             outputs = tuple(None if placement is None else str(placement) for placement in rule.outputs)
+            reason = self._reason(node, name, answer) if explained else ""
             for member in self._ways.classes.members[node]:
                 parameter = placeholder(member).name if member.op == "placeholder" else ""
-                yield ShardingDecision(member.name, outputs, tuple(map(str, rule.inputs)), again, parameter)
+                inputs = tuple(map(str, rule.inputs))
+                yield ShardingDecision(member.name, outputs, inputs, again, parameter, has_no_way, reason)
 
-    def _again_of(self, node: fx.Node, chosen: list[bool]) -> tuple[str, ...]:
+    def _has_work(self, node: fx.Node) -> bool:
+        """Whether a call takes time of its own, or a placeholder is a parameter's matrix."""
+        if node.op == "placeholder":
+            return placeholder(node).role is Role.PARAMETER and tensor(node).ndim > 1
+        return not is_view(node) and node_cost(node, self._machine).bytes_read > 0
+
+    def _reason(self, node: fx.Node, name: int, answer: _Answer) -> str:
+        """What was chosen, next to what else could be: seconds are those of a step, of all layers that are alike."""
+        taken, times = self._taken[node], len(self._ways.classes.members[node])
+        if node.op == "placeholder":
+            shape = list(tensor(node).shape)
+            if len(taken) == 1:
+                spent = format_seconds(times * self._seconds(node, taken[0][1]))
+                return f"{self._num_ranks} ranks share no dimension of {shape} that its readers can: {spent} to gather"
+            other = self._program.solved(without=name)
+            second = max((entry for entry in taken if entry[0] != name), key=lambda entry: other.values[entry[0]])
+            more = max(other.seconds - answer.seconds, 0.0)
+            return f"as {second[1].outputs[0]}, the next best, a step takes {format_seconds(more)} more, or longer"
+        whole, own = (times * self._seconds(node, rule) for rule in (taken[0][1], dict(taken)[name]))
+        if len(taken) == 1:
+            return f"{target_name(node)} cannot be shared: every rank does it whole, {format_seconds(whole)} a step"
+        return f"{format_seconds(own)} a step on each rank, {format_seconds(whole)} where each does it whole"
+
+    def _again_of(self, node: fx.Node, chosen: _Answer) -> tuple[str, ...]:
         repeated = self._again.get((node, 0), {})
         return tuple(str(placement) for placement, names in repeated.items() if any(chosen[name] for name in names))
 

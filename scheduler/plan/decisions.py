@@ -108,7 +108,7 @@ class ShardingDecision:
     ``outputs`` and ``inputs`` are placements of its results and of its tensor arguments, as
     ``scheduler/plan/placements.py`` writes them; a ``parameter``, which is said by its name, has an output alone.
     ``again`` are the placements of its value, the first of several, that are made for forward's readers, and once more
-    for backward's.
+    for backward's. ``has_no_way``: nothing of it can be shared, so that every rank has, or does, all of it.
     """
 
     node: str
@@ -116,6 +116,8 @@ class ShardingDecision:
     inputs: tuple[str, ...] = ()
     again: tuple[str, ...] = ()
     parameter: str = ""
+    has_no_way: bool = False
+    reason: str = ""
 
 
 @dataclass(frozen=True)

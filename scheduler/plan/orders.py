@@ -99,7 +99,7 @@ def _rows(entry: str, changed: Mapping[str, list[Any]], before: list[dict[str, A
     (number,) = numbers
     names = [field.name for field in fields(_kind(entry))]
     known = {
-        column: element for column, element in (_SAID_BESIDES | _defaults(_kind(entry))).items() if column in names
+        column: element for column, element in (_defaults(_kind(entry)) | _SAID_BESIDES).items() if column in names
     }
     rows = before if len(before) == number else [{}] * number
     missing = [

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import click
 
@@ -116,10 +116,12 @@ def parse_budget(_context: click.Context, _option: click.Parameter, text: str | 
     return fraction if 0 < fraction <= 1 else text
 
 
-def parse_mesh(_context: click.Context, _option: click.Parameter, text: str | None) -> dict[str, int] | None:
+def parse_mesh(
+    _context: click.Context, _option: click.Parameter, text: str | None
+) -> dict[str, int] | Literal["auto"] | None:
     """Numbers of ranks by axis, from ``replicate=2,shard=8``."""
-    if text is None:
-        return None
+    if text is None or text == "auto":
+        return text  # type: ignore[return-value]  # the word itself
     sizes: dict[str, int] = {}
     for entry in text.split(","):
         axis, _, size = entry.strip().partition("=")
@@ -129,6 +131,15 @@ def parse_mesh(_context: click.Context, _option: click.Parameter, text: str | No
             )
         sizes[axis] = int(size)
     return sizes
+
+
+def parse_shardings(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
+    """Words by names, from ``layers.*.up=column``, one for each option."""
+    entries = [text.rpartition("=") for text in texts]
+    for (name, _, word), text in zip(entries, texts, strict=True):
+        if not name or not word:
+            raise click.BadParameter(f"expected NAME=WORD, such as 'layers.*.up=column', found {text!r}")
+    return {name: word for name, _, word in entries}
 
 
 def _parse_offload(_context: click.Context, _option: click.Parameter, text: str) -> Offload:

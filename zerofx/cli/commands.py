@@ -12,7 +12,15 @@ from tabulate import tabulate
 
 import zerofx
 from zerofx.choices import Backend, StatesOver
-from zerofx.cli.arguments import make_training, parse_budget, parse_mesh, read_machine, training_options, world
+from zerofx.cli.arguments import (
+    make_training,
+    parse_budget,
+    parse_mesh,
+    parse_shardings,
+    read_machine,
+    training_options,
+    world,
+)
 from zerofx.errors import UsageError, ZeroFXError
 from zerofx.scheduler.cost.catalog import built_in_machines
 from zerofx.scheduler.cost.machine import Link, Machine
@@ -38,7 +46,11 @@ def main() -> None:
     "--states-over", type=click.Choice(get_args(StatesOver)), default="auto", show_default=True,
     help="Axes that optimizer states are sliced over, where there are replicas.",
 )  # fmt: skip
-@click.option("--mesh", metavar="AXES", callback=parse_mesh, help="Ranks by axis: replicate=2,shard=8; else all shard.")
+@click.option("--mesh", metavar="AXES", callback=parse_mesh, help="Ranks by axis: replicate=2,shard=8, or 'auto'.")
+@click.option(
+    "--sharding", "shardings", multiple=True, metavar="NAME=WORD", callback=parse_shardings,
+    help="How modules or parameters of a name or pattern lie on the axis model: column, row, sequence or replicated.",
+)  # fmt: skip
 @click.option(
     "--machine", default="h100-sxm", show_default=True, help="See `zerofx machines`; or a .json of a Machine."
 )

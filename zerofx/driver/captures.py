@@ -63,6 +63,8 @@ class Captures:
         Raises:
             PlanError: one of them cannot be worked with so.
         """
+        if slices == self.slices:
+            return self
         sliced = copy.copy(self)
         sliced.slices, sliced._unrolled = slices, {}
         return sliced
@@ -89,6 +91,13 @@ class Captures:
         for step in ordered._of_rank.values():
             overlap(step, overlaps)
         return ordered
+
+    def short(self, num_micro_batches: int, step: StepGraph) -> Captures:
+        """The same where ``step``, a part of the captured one, stands for all of it."""
+        short = copy.copy(self)
+        short._captured, short.candidates = {num_micro_batches: step}, (num_micro_batches,)
+        short._of_rank, short._unrolled = {}, {}
+        return short
 
     def recorded(self) -> Recorded | None:
         """What the forward does, and the place of its graph in the cache.

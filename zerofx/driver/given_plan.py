@@ -13,7 +13,7 @@ from zerofx.errors import MemoryBudgetError, PlanError, UsageError, warn
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.lowering.lower import LoweredStep
-from zerofx.meshes import mesh_for
+from zerofx.meshes import AUTO, mesh_for
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.cost.machine import Machine
@@ -47,7 +47,7 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
         "max_grad_norm": (str(plan.max_grad_norm), str(options.max_grad_norm)),
         "loss": (_loss(plan.loss_scaled), _loss(options.loss_scale is not None)),
         "ranks": (str(plan.num_ranks), str(control.num_ranks)),
-        "mesh": (plan.mesh.axes_text, mesh_for(options.mesh, control.num_ranks).axes_text),
+        "mesh": (plan.mesh.axes_text, _axes(plan, options, control.num_ranks)),
         "machine": (plan.machine, machine.name),
     }
     _refuse(_changed(settings), "Give the options that the plan was made with, or leave plan out to have one made.")
@@ -70,7 +70,14 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
     default = PolicyOptions()
     if control.rank == 0 and (options.policy.prefetch, tuple(options.policy.keep)) != (default.prefetch, default.keep):
         warn("prefetch and keep_gathered have no effect with a plan: it says when every bucket is gathered")
+    if control.rank == 0 and options.shardings and plan.model > 1:
+        warn("shardings has no effect with a plan: it says how every value lies on the axis 'model'")
     return replace(options, plan=plan)
+
+
+def _axes(plan: Plan, options: CompileOptions, num_ranks: int) -> str:
+    """The axes that are asked for: the plan's where the best are."""
+    return plan.mesh.axes_text if options.mesh == AUTO else mesh_for(options.mesh, num_ranks).axes_text
 
 
 def _check_states(plan: Plan, options: CompileOptions) -> None:

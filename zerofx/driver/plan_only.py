@@ -19,17 +19,19 @@ from zerofx.deferred import make_buffers
 from zerofx.driver.captures import Captures
 from zerofx.driver.driver import lower_step
 from zerofx.driver.garbage import collecting_recent_garbage_only
+from zerofx.driver.mesh_choice import choose_mesh
 from zerofx.driver.prepared import Request, prepare
 from zerofx.driver.saved_graph import SavedGraph
-from zerofx.driver.sharing import share_computation
+from zerofx.driver.sharing import shared_alone
 from zerofx.errors import UsageError, working
 from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout
 from zerofx.lowering.lower import LoweredStep
-from zerofx.meshes import mesh_for
+from zerofx.meshes import AUTO, mesh_for
 from zerofx.options import Backend, CompileOptions, PlanOptions, Precision, check_names, check_options
 from zerofx.pipeline import check_disabled
 from zerofx.progress import watched
+from zerofx.report.meshes import MeshComparison
 from zerofx.report.saved import SavedPlan
 from zerofx.report.schedule import Schedule, make_schedule
 from zerofx.runtime.state.optimizer import group_of_parameters
@@ -45,11 +47,15 @@ from zerofx.units import format_bytes, format_seconds, on_tiers
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step as it would run on one rank of a machine: nothing was computed to make it, and no process group."""
+    """A step as it would run on one rank of a machine: nothing was computed to make it, and no process group.
+
+    ``comparison`` has all meshes, where the best of them was asked for.
+    """
 
     lowered: LoweredStep
     layout: BucketLayout
     machine: Machine
+    comparison: MeshComparison | None = None
 
     @property
     def plan(self) -> Plan:
@@ -98,13 +104,14 @@ class PlannedStep:
     def __str__(self) -> str:
         plan, memory = self.plan, self.machine.device.memory_bytes
         verdict = "fits" if self.fits else "does NOT fit"
-        return (
+        text = (
             f"stage {plan.stage} on {plan.num_ranks} x {self.machine.name}: peak "
             f"{format_bytes(plan.peak_bytes['device'])} of {format_bytes(memory)}{on_tiers(plan.slower_peak_bytes)} "
             f"({verdict}), step {format_seconds(plan.step_seconds)}, of which {format_seconds(plan.exposed_seconds)} "
             f"exposed communication, {format_bytes(plan.wire_bytes)} sent per rank, "
             f"{100 * self.flops_utilisation:.1f} % of peak FLOP/s"
         )
+        return text if self.comparison is None else f"{self.comparison}\n{text}"
 
 
 def plan(
@@ -122,17 +129,17 @@ def plan(
         model: any module; it may be on ``meta``, or be built inside ``zerofx.empty_init()``, since only shapes are
             used.
         optimizer: the optimizer over its parameters.
-        batch: one rank's batch of one step: a tuple of positional arguments, or a dict of keywords; ``meta`` tensors
-            will do.
+        batch: one data-parallel rank's batch of one step, which ranks along ``model`` share: a tuple of positional
+            arguments, or a dict of keywords; ``meta`` tensors will do.
         stage: as for ``zerofx.compile``.
         world_size: number of ranks; None for those of ``mesh``, or one.
         options: ``machine``, a ``Machine`` or the name of a built-in one, by default ``"h100-sxm"``, and as for
             ``zerofx.compile`` ``loss_fn``, ``forward``, ``constant`` (what it names needs values), ``memory_budget``,
             ``host_budget``, ``recompute``, ``offload``, ``tile``, ``accumulate``, ``delayed_update``, ``precision``,
             ``backend``, ``prefetch``, ``keep_gathered``, ``wire``, ``max_grad_norm``, ``loss_scale``,
-            ``keep_fp32``, ``reduce_dtype``, ``state_dtype``, ``mesh`` and ``states_over``. What a compiled region holds
-            inside is estimated (``scheduler/cost/fusion.py``), an eager one is simulated node by node, to the byte.
-            Times are those of single operators either way.
+            ``keep_fp32``, ``reduce_dtype``, ``state_dtype``, ``mesh``, ``states_over`` and ``shardings``. What a
+            compiled region holds inside is estimated (``scheduler/cost/fusion.py``), an eager one is simulated node by
+            node, to the byte. Times are those of single operators either way.
 
     Raises:
         ZeroFXError: as ``zerofx.compile`` would.
@@ -140,9 +147,28 @@ def plan(
     check_names(options, PlanOptions, "plan")
     options.setdefault("machine", "h100-sxm")
     checked = check_options(stage=stage, **options)
+    if checked.mesh == AUTO:
+        return _on_the_best_mesh(model, optimizer, batch, checked, world_size)
     mesh = planned_mesh(checked, world_size)
     with working("plan a step"):
         return plan_captured(capture_for_plans(model, optimizer, batch, checked), mesh)
+
+
+def _on_the_best_mesh(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Any, ...] | Mapping[str, Any],
+    options: CompileOptions,
+    world_size: int | None,
+) -> PlannedStep:
+    num_ranks = planned_mesh(replace(options, mesh=None), world_size).num_ranks
+    with working("plan a step"):
+        captured = capture_for_plans(model, optimizer, batch, options)
+        planned, comparison = choose_mesh(
+            captured.request, captured.captures, num_ranks,
+            lambda mesh: plan_captured(captured, mesh), on_cpu=captured.machine.is_cpu,
+        )  # fmt: skip
+        return replace(planned, comparison=comparison)
 
 
 @dataclass(frozen=True)
@@ -162,8 +188,10 @@ def planned_mesh(options: CompileOptions, world_size: int | None) -> Mesh:
     """The mesh to plan for: that of the options, or ``world_size`` ranks along ``shard``, or one.
 
     Raises:
-        UsageError: ``world_size`` is below 1, or not the mesh's.
+        UsageError: ``world_size`` is below 1, or not the mesh's; or the mesh is to be chosen, where one is asked for.
     """
+    if options.mesh == AUTO:
+        raise UsageError("expected a mesh that is given, found mesh='auto', which zerofx.plan and zerofx.compile take")
     if world_size is None:
         return options.mesh or Mesh()
     if world_size < 1:
@@ -265,7 +293,7 @@ def plan_captured(captured: CapturedStep, mesh: Mesh, *, verbose: bool = True) -
 def _planned(captured: CapturedStep, mesh: Mesh, *, verbose: bool) -> PlannedStep:
     options, machine = captured.request.options, captured.machine.for_ranks(mesh.num_ranks)
     request = replace(captured.request, mesh=mesh, machine=machine, verbose=verbose)
-    captures = share_computation(request, captured.captures, None, lambda _purpose, decide: decide())
+    captures = shared_alone(request, captured.captures)
     prepared = prepare(request, captures)
     target = Target.of(
         machine, options, request.settings, prepared.captured.device, on_cpu=machine.is_cpu, verbose=verbose

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 import xxhash
 
 from zerofx.driver.captures import Captures
 from zerofx.driver.prepared import Earlier, Request
-from zerofx.errors import RankMismatchError, UsageError
+from zerofx.errors import RankMismatchError, UsageError, warn
 from zerofx.ir.batch import Batch, hash_of
 from zerofx.progress import watched
+from zerofx.scheduler.analysis.sharding_pins import pinned, pins_of
 from zerofx.scheduler.analysis.sharding_ways import sharding_ways
 from zerofx.scheduler.cost.sharing import Prices
 from zerofx.scheduler.decide.shardings import decide_shardings
@@ -37,22 +38,45 @@ def share_computation(
 
     Raises:
         PlanError: no way to share it was found.
-        UsageError: the number of micro-batches is left to the plan.
+        UsageError: the number of micro-batches is left to the plan, or ``shardings`` asks for what cannot be.
     """
     num_parts = request.mesh.model
     if num_parts == 1:
         return captures
-    if len(captures.candidates) > 1:
-        raise UsageError(
-            f"expected accumulate to be a number where the mesh has an axis 'model', found "
-            f"accumulate={request.options.accumulate!r}: say how many micro-batches there are"
-        )
+    _check(request, captures)
     shardings = everywhere(
         "share how ranks share the computation", lambda: _written(_decided(request, captures, earlier))
     )
     one_rank = captures.shared(_read(ShardingDecision, shardings), num_parts)
     overlaps = everywhere("overlap what ranks send each other", lambda: _written(_overlaps(request, one_rank)))
     return one_rank.ordered(_read(OverlapDecision, overlaps))
+
+
+def shared_alone(request: Request, captures: Captures) -> Captures:
+    """What ``share_computation`` gives where no other rank has to hear of it, of a step that is not to be run.
+
+    Raises: as there.
+    """
+    return share_computation(request, captures, None, lambda _purpose, decide: decide())
+
+
+def shardings_of(request: Request, captures: Captures) -> tuple[ShardingDecision, ...]:
+    """What is decided of calls and values there, before what is overlapped; nothing where there is no such axis.
+
+    Raises: as there.
+    """
+    if request.mesh.model == 1:
+        return ()
+    _check(request, captures)
+    return _decided(request, captures, None, explained=False)
+
+
+def shared_as(request: Request, captures: Captures, shardings: tuple[ShardingDecision, ...]) -> Captures:
+    """The step as one rank of the model axis runs it, whose calls are shared as ``shardings`` say."""
+    if request.mesh.model == 1:
+        return captures
+    one_rank = captures.shared(shardings, request.mesh.model)
+    return one_rank.ordered(_overlaps(request, one_rank))
 
 
 def digest_of(batch: Batch, mesh: Mesh) -> bytes:
@@ -97,13 +121,36 @@ def check_batches(batch: Batch, mesh: Mesh, gather: GatherHashes) -> None:
                 )
 
 
-def _decided(request: Request, captures: Captures, earlier: Earlier | None) -> tuple[ShardingDecision, ...]:
+def _check(request: Request, captures: Captures) -> None:
+    """Raises:
+    UsageError: the number of micro-batches is left to the plan.
+    """
+    if len(captures.candidates) > 1:
+        raise UsageError(
+            f"expected accumulate to be a number where the mesh has an axis 'model', found "
+            f"accumulate={request.options.accumulate!r}: say how many micro-batches there are"
+        )
+
+
+def _decided(
+    request: Request, captures: Captures, earlier: Earlier | None, *, explained: bool = True
+) -> tuple[ShardingDecision, ...]:
     if isinstance(request.options.plan, Plan):
         return request.options.plan.shardings
     mesh = request.mesh
     with watched("sharing the computation", show=request.verbose):
-        ways = sharding_ways(captures.of_one(captures.candidates[0]), mesh.model)
-        return decide_shardings(ways, mesh, request.machine, Prices(), _placements(earlier) if earlier else {})
+        step = captures.of_one(captures.candidates[0])
+        pins = pins_of(step, request.options.shardings)
+        if pins.ignored and request.verbose:
+            warn(f"shardings: nothing follows from {', '.join(pins.ignored)}")
+        ways = pinned(sharding_ways(step, mesh.model, pins.marks), pins)
+        given = _placements(earlier) if earlier else {}
+        decided = decide_shardings(ways, mesh, request.machine, Prices(), given, explained=explained)
+        asked = {node.name: ", ".join(map(str, of_node)) for node, of_node in pins.parameters.items()}
+        return tuple(
+            replace(decision, reason=f"as {asked[decision.node]} asks") if decision.node in asked else decision
+            for decision in decided
+        )
 
 
 def _placements(earlier: Earlier) -> Mapping[str, Placement]:

@@ -29,11 +29,16 @@ class SeedWatch:
     groups.
     """
 
-    def __init__(self, control: Control, mesh: Mesh) -> None:
-        self._control, self._groups = control, mesh.groups(MODEL)
+    def __init__(self, control: Control, mesh: Callable[[], Mesh]) -> None:
+        """``mesh`` gives that of the next step."""
+        self._control, self._mesh = control, mesh
         self._watches_first = len(self._groups) > 1
         self._before = b""
         self._are_alike = self._has_told = False
+
+    @property
+    def _groups(self) -> Sequence[Sequence[int]]:
+        return self._mesh().groups(MODEL)
 
     def begin(self, device: torch.device, agreed: Callable[[], Sequence[bytes]], *, draws_together: bool) -> None:
         """Before a step. Collective where it draws and ranks share it, and before the first.

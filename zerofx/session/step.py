@@ -100,7 +100,7 @@ class Step(Checkpointed):
                 "Compile the same on every rank.",
             )
             self._steps = Steps(model, optimizer, options, self.settings, self._life, self._owner)
-            self._seeds = SeedWatch(self._control, self._steps.mesh)
+            self._seeds = SeedWatch(self._control, lambda: self._steps.mesh)
             self.options = self._steps.options
             undo_all.pop_all()
 

@@ -21,6 +21,7 @@ from zerofx.capture.tracing_settings import dtype_settings
 from zerofx.codegen.cpu.extras import CHANNELS
 from zerofx.codegen.kernels.current_device import on_device
 from zerofx.driver.asked import machine_at_hand
+from zerofx.driver.best_mesh import best_mesh
 from zerofx.driver.driver import build_step
 from zerofx.driver.given_plan import take_plan
 from zerofx.driver.prepared import Request
@@ -28,7 +29,7 @@ from zerofx.driver.sharing import check_digests, digest_of
 from zerofx.errors import UsageError, ZeroFXError, warn
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep, load_step, read_edited
-from zerofx.meshes import mesh_for
+from zerofx.meshes import AUTO, mesh_for
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.cuda_graphs.obstacles import machine_obstacle, step_obstacle
@@ -37,6 +38,7 @@ from zerofx.runtime.state.optimizer import Advance, hyperparameters
 from zerofx.runtime.state.values import Values
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import Target
 from zerofx.session.awaited import Awaited
 from zerofx.session.guards import ModeWatch, NumberWatch, Owner
@@ -68,7 +70,9 @@ class Steps:
     ) -> None:
         self._model, self._optimizer, self._life, self._owner = model, optimizer, life, owner
         self.options, self._settings, self._control = options, settings, life.control
-        self.mesh = mesh_for(options.mesh, life.control.num_ranks)
+        # Where the fastest is asked for, one batch a rank until the first step is built.
+        self.mesh = mesh_for(None if options.mesh == AUTO else options.mesh, life.control.num_ranks)
+        self._chooses_mesh = options.mesh == AUTO
         self.shapes = Shapes(options.max_shapes)
         self.taken: TakenOver | None = None
         self.tiers: Tiers | None = None
@@ -86,6 +90,8 @@ class Steps:
         if options.plan is not None:
             self.machine = machine_at_hand(self.device, options, life.control)
             self.options = take_plan(options, self.machine, life.control)
+            if isinstance(self.options.plan, Plan):
+                self.mesh, self._chooses_mesh = self.options.plan.mesh, False
 
     def batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
         """What ``step(*args, **kwargs)`` is called with, checked.
@@ -156,6 +162,9 @@ class Steps:
                 self._model, self._optimizer, batch, self.options, self._settings, self.mesh, machine,
                 verbose=self._control.rank == 0,
             )  # fmt: skip
+            if self._chooses_mesh:
+                self.mesh, self._chooses_mesh = best_mesh(request, self._control), False
+                request = replace(request, mesh=self.mesh)
             built = build_step(request, self.taken.earlier if self.taken is not None else None, self._control)
         if self.shapes.is_empty:
             tell_kept_tensors(self._model, self.options.objective.forward or self.options.objective.loss_fn)

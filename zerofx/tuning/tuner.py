@@ -32,7 +32,7 @@ from zerofx.driver.prepared import Prepared, Request, prepare
 from zerofx.errors import MemoryBudgetError, PlanError, UsageError
 from zerofx.ir.batch import Batch
 from zerofx.lowering.lower import lower
-from zerofx.meshes import mesh_for
+from zerofx.meshes import AUTO, mesh_for
 from zerofx.options import CompileOptions, TuneOptions, check_names, check_options
 from zerofx.progress import watched
 from zerofx.report.saved import SavedPlan
@@ -93,7 +93,7 @@ def tune(
     """
     check_names(options, TuneOptions, "tune")
     checked = check_options(stage=stage, machine=machine, **options)
-    if checked.mesh is not None and checked.mesh.world != SHARD:
+    if checked.mesh is not None and (checked.mesh == AUTO or checked.mesh.world != SHARD):
         raise UsageError(
             f"expected a mesh of one axis for zerofx.tune, which measures one link between ranks, found "
             f"{checked.mesh}: tune with all ranks along 'shard', or plan with zerofx.plan(mesh=...)"
@@ -181,9 +181,11 @@ class _Tuner:
         named = counted(self._options.loss_terms, training.args, training.keywords, self._control.num_ranks)
         batch = constant.of(Batch.of(training.args, named))
         check_batch(training.model, batch)
+        asked = self._options.mesh
+        assert asked != AUTO, "refused before"
         request = Request(
             training.model, training.optimizer, batch, self._options, self._settings,
-            mesh_for(self._options.mesh, self._control.num_ranks), self._machine, verbose=self._control.rank == 0,
+            mesh_for(asked, self._control.num_ranks), self._machine, verbose=self._control.rank == 0,
         )  # fmt: skip
         captures = Captures(training.model, batch, self._options, self._settings, verbose=request.verbose)
         # A candidate is compared with others of the same buckets.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from zerofx.scheduler.plan.placements import Sharded, placement_of
 
 if TYPE_CHECKING:
+    from zerofx.scheduler.plan.decisions import ShardingDecision
     from zerofx.scheduler.plan.plan import Plan
 
 
@@ -16,15 +18,27 @@ def shared_lines(plan: Plan) -> Iterator[str]:
     """Which parameters lie in parts, those of equal layers in one line, and how many nodes are not done whole."""
     if plan.model == 1:
         return
-    yield f"shared by {plan.model} ranks of the model axis: {len(plan.shardings)} nodes of the captured graph"
-    alike: dict[tuple[str, str], int] = {}
-    for decision in plan.shardings:
-        if decision.parameter:
-            key = re.sub(r"(^|\.)\d+(?=\.)", r"\1*", decision.parameter), str(decision.outputs[0])
-            alike[key] = alike.get(key, 0) + 1
-    for (name, placement), count in alike.items():
-        times = f" x {count}" if count > 1 else ""
-        yield f"  {name}{times}: {placement_words(placement)}"
+    shared = [decision for decision in plan.shardings if not decision.has_no_way]
+    yield f"shared by {plan.model} ranks of the model axis: {len(shared)} nodes of the captured graph"
+    yield from (f"  {line}" for line in _parameters(decision for decision in shared if decision.parameter))
+    whole = [decision for decision in plan.shardings if decision.has_no_way]
+    if whole:
+        yield "whole on every rank, as nothing else can be"
+        yield from (f"  {line}" for line in _parameters(decision for decision in whole if decision.parameter))
+        calls = Counter(decision.reason or decision.node for decision in whole if not decision.parameter)
+        yield from (f"  {reason}{f' in {count} calls' if count > 1 else ''}" for reason, count in calls.items())
+
+
+def _parameters(decisions: Iterable[ShardingDecision]) -> Iterator[str]:
+    """How parameters lie and why, those of equal layers in one line."""
+    alike: dict[tuple[str, str, str], int] = {}
+    for decision in decisions:
+        name = re.sub(r"(^|\.)\d+(?=\.)", r"\1*", decision.parameter)
+        key = name, str(decision.outputs[0]), decision.reason
+        alike[key] = alike.get(key, 0) + 1
+    for (name, placement, reason), count in alike.items():
+        times, why = f" x {count}" if count > 1 else "", f"; {reason}" if reason else ""
+        yield f"{name}{times}: {placement_words(placement)}{why}"
 
 
 def placement_words(text: str) -> str:

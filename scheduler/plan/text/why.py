@@ -83,6 +83,10 @@ def _of_node(plan: Plan, name: str) -> Iterator[str]:
     for tiled in plan.tiles:
         if tiled.value == name:
             yield _tile(tiled)
+    for shared in plan.shardings:
+        if shared.node == name and not shared.parameter:
+            how = f"{' '.join(shared.inputs) or '-'} -> {' '.join(map(str, shared.outputs))}"
+            yield f"shared by {plan.model} ranks of the model axis as {how}: {shared.reason}"
     for piece in plan.pieces:
         if piece.name == name:
             yield from _piece(plan, piece)
@@ -123,7 +127,8 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
     for shared in plan.shardings:
         if shared.parameter and _within(shared.parameter, name):
             words = placement_words(str(shared.outputs[0]))
-            yield f"{shared.parameter} lies {words} on {plan.model} ranks of the model axis"
+            because = f": {shared.reason}" if shared.reason else ""
+            yield f"{shared.parameter} lies {words} on {plan.model} ranks of the model axis{because}"
     for sliced in plan.slices:
         if _within(sliced.parameter, name) or name.startswith(f"{sliced.parameter}["):
             yield f"{sliced.parameter} is worked with in {sliced.num_slices} slices: {sliced.reason}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from zerofx.capture.trace import Batch, capture
 from zerofx.ir.facts import Role, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.sharding.rule import Rule, read_tensors
+from zerofx.passes.prepare.partition import partition
 from zerofx.passes.prepare.simplify import simplify
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, sharding_ways
 from zerofx.scheduler.cost.machine import Link
@@ -159,3 +161,35 @@ def test_a_pin_that_cannot_be_met_is_refused() -> None:
 def test_sizes_that_ranks_do_not_divide_stay_whole() -> None:
     step = captured(Chain(("relu",)), torch.randn(4, 8))
     assert placements_of(step, sharding_ways(step, 3)) == {"weight": "R"}
+
+
+def test_a_reason_says_what_the_next_best_costs() -> None:
+    """No way to lay the weight out otherwise is cheaper than the reason says."""
+    step = captured(Chain(("relu",)), torch.randn(4, 8))
+    ways = sharding_ways(step, 2)
+    (weight,) = (node for node in ways.placeholders if placeholder(node).role is Role.PARAMETER)
+    (decision,) = (d for d in decide_shardings(ways, Mesh(model=2), FAST, Prices()) if d.parameter == "weight")
+    match = re.fullmatch(r"as (R|S0|S1), the next best, a step takes ([\d.]+) (\S+) more, or longer", decision.reason)
+    assert match is not None and match[1] != decision.outputs[0]
+    least = counted_out(ways)
+    others = [p for p in ways.placeholders[weight] if str(p) != decision.outputs[0]]
+    second = counted_out(replace(ways, placeholders={**ways.placeholders, weight: others}))
+    unit = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[match[3]]
+    assert float(match[2]) * unit <= second - least + 1e-6
+
+
+class Sorted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.odd = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.cummax(x @ self.weight, 0)[0] @ self.odd[:, :7]).square().sum()
+
+
+def test_what_cannot_be_shared_is_said() -> None:
+    step = captured(Sorted(), torch.randn(5, 8))
+    decisions = decide_shardings(sharding_ways(step, 2), Mesh(model=2), FAST, Prices())
+    whole = {decision.node: decision.reason for decision in decisions if decision.has_no_way}
+    assert any("aten.cummax.default cannot be shared: every rank does it whole" in reason for reason in whole.values())
+    partition(step, decisions, 2)

@@ -322,12 +322,21 @@ def test_ranks_lie_along_the_axes_of_a_mesh(tmp_path: Path) -> None:
     assert carried_out.exit_code == 0 and "over=replicate" in carried_out.stdout, carried_out.output
 
 
+def test_the_best_mesh_is_told_with_the_others() -> None:
+    result = plan("--mesh", "auto", "--world-size", "2")
+    assert result.exit_code == 0, result.output
+    rows = [line.split("  ")[0] for line in result.stdout.splitlines()]
+    assert {"replicate 2", "shard 2", "model 2"} <= set(rows[:5])
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (("--mesh", "shard"), "such as replicate=2,shard=8, found 'shard'"),
         (("--mesh", "shards=2"), "expected axes of a mesh to be called"),
         (("--mesh", "shard=2", "--world-size", "4"), "expected a mesh of 4 rank"),
+        (("--sharding", "column"), "expected NAME=WORD, such as 'layers.*.up=column', found 'column'"),
+        (("--mesh", "model=2", "--sharding", "*=columns"), "expected shardings to say 'column', 'row'"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(given: tuple[str, ...], message: str) -> None:

@@ -1,0 +1,230 @@
+"""What a user says of how modules and parameters lie on the model axis: which ways that leaves, or what is in the way.
+
+Our own words are about what a product gives, wherever the module keeps which dimension of its weight: ``"column"``
+gives parts of features, ``"row"`` parts that add up, ``"sequence"`` parts of the last dimension but one, which is
+tokens, of parameters that every rank has, ``"replicated"`` leaves parameters whole. Styles of a ``tp_plan`` are about
+dimensions of the parameter, as ``transformers`` has them; those that say how a module's forward is rewritten say
+nothing here, where the graph is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from zerofx.choices import TP_STYLES
+from zerofx.errors import UsageError
+from zerofx.ir.facts import Phase, Role, origin, placeholder, source_line, tensor
+from zerofx.ir.graph import StepGraph
+from zerofx.ir.sharding.rule import outputs_of, read_tensors
+from zerofx.ir.text import target_name
+from zerofx.scheduler.analysis.sharding_ways import ShardingWays, slot_of
+from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Replicated, Sharded
+
+_NEAREST = 3  # names in a message
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What is said of a node by the entry ``pattern`` of ``shardings=``: ``word``; of a parameter as what ``module``
+    has under the name that matched."""
+
+    pattern: str
+    word: str
+    module: str
+
+    def __str__(self) -> str:
+        return f"shardings={{{self.pattern!r}: {self.word!r}}}"
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Pins of parameters' placeholders, several where a tied one is named by several names, and of what modules give.
+
+    ``ignored`` are entries that say nothing of this step, each with why.
+    """
+
+    parameters: Mapping[fx.Node, tuple[Pin, ...]] = field(default_factory=dict)
+    results: Mapping[fx.Node, Pin] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def marks(self) -> dict[fx.Node, str]:
+        """What tells layers apart that are alike but for what is said of them."""
+        return {
+            **{node: ", ".join(pin.word for pin in pins) for node, pins in self.parameters.items()},
+            **{node: pin.word for node, pin in self.results.items()},
+        }
+
+
+def pins_of(step: StepGraph, asked: Mapping[str, str]) -> Pins:
+    """What ``asked``, words by names or patterns of modules and parameters, says of a captured graph.
+
+    Of several entries that name the same, the last counts.
+
+    Raises:
+        UsageError: an entry names no parameter, and no module that has one or gives something.
+    """
+    nodes = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
+    named = {alias: nodes[info.name] for info in step.parameters if info.name in nodes for alias in info.aliases}
+    given = _given_by_modules(step)
+    modules = dict.fromkeys([*(alias.rpartition(".")[0] for alias in named), *given])
+    by_name, results, ignored = dict[str, Pin](), dict[fx.Node, Pin](), list[str]()
+    for pattern, word in asked.items():
+        is_style = word in TP_STYLES
+        means = TP_STYLES[word] if is_style else word
+        matched = [name for name in modules if name and fnmatch.fnmatchcase(name, pattern)]
+        parameters = [
+            alias for alias in named if fnmatch.fnmatchcase(alias, pattern) or alias.rpartition(".")[0] in matched
+        ]
+        gives = [node for module in matched for node in given.get(module, ())] if means == "sequence" else []
+        if means is None:
+            ignored.append(f"{pattern!r}: {word!r} (it says how a module's forward is written)")
+        elif not parameters and not gives:
+            if not is_style:
+                raise UsageError(_names_nothing(pattern, word, [*named, *modules]))
+            ignored.append(f"{pattern!r}: {word!r} (it names nothing in this model)")
+        else:
+            by_name |= {alias: Pin(pattern, word, alias.rpartition(".")[0]) for alias in parameters}
+            results |= {node: Pin(pattern, word, origin(node).layer) for node in gives}
+    pins: dict[fx.Node, tuple[Pin, ...]] = {}
+    for alias, pin in by_name.items():
+        pins[named[alias]] = (*pins.get(named[alias], ()), pin)
+    return Pins(pins, results, tuple(ignored))
+
+
+def pinned(ways: ShardingWays, pins: Pins) -> ShardingWays:
+    """The ways of ``ways``, whose classes are told apart by ``pins.marks``, that do as the pins say.
+
+    Raises:
+        UsageError: a pin cannot be met; names the operator that is in the way.
+    """
+    placeholders, rules = dict(ways.placeholders), dict(ways.rules)
+    for node, of_node in pins.parameters.items():
+        first = ways.classes.first[node]
+        for pin in of_node:
+            allowed = _allowed(ways, node, pin)
+            left = [placement for placement in placeholders[first] if placement in allowed]
+            if not allowed:
+                raise UsageError(_in_the_way(ways, node, pin))
+            if not left:
+                raise UsageError(
+                    f"expected one way for {placeholder(node).name} to lie in, found "
+                    f"{' and '.join(map(str, of_node))}, which do not go together: it is one tensor of several names"
+                )
+            placeholders[first] = left
+    for node, pin in pins.results.items():
+        source, index = slot_of(node)
+        first, dim = ways.classes.first[source], tensor(node).ndim - 2
+        left_rules = [rule for rule in rules[first] if _is_along(rule.outputs[index], dim)]
+        if not left_rules:
+            raise UsageError(
+                f"expected what {pin.module} gives, {list(tensor(node).shape)}, in parts along dimension {dim} on "
+                f"{ways.num_ranks} ranks of the model axis, as {pin} asks, found {_operator(source)} in the way, which "
+                f"can give it {_list(dict.fromkeys(str(rule.outputs[index]) for rule in rules[first]))}"
+            )
+        rules[first] = left_rules
+    return replace(ways, placeholders=placeholders, rules=rules)
+
+
+def _given_by_modules(step: StepGraph) -> dict[str, list[fx.Node]]:
+    """For each module, what it gives in forward to what is outside it, of tokens and features in floating point."""
+    given: dict[str, list[fx.Node]] = {}
+    for node in step.calls():
+        layer = origin(node).layer
+        if not layer or origin(node).phase is not Phase.FORWARD or not _has_tokens(node):
+            continue
+        readers = [origin(user).layer for user in node.users if user.op == "call_function"]
+        inside = [layer == reader or reader.startswith(f"{layer}.") for reader in readers]
+        if not all(inside):
+            given.setdefault(layer, []).append(node)
+    return given
+
+
+def _has_tokens(node: fx.Node) -> bool:
+    tensors = outputs_of(node)
+    return len(tensors) == 1 and tensors[0] is not None and tensors[0].ndim >= 2 and tensors[0].is_floating_point()
+
+
+def _allowed(ways: ShardingWays, node: fx.Node, pin: Pin) -> Collection[Placement]:
+    """The placements of a parameter that do as ``pin`` says, of those it may have."""
+    possible = ways.placeholders[ways.classes.first[node]]
+    shards = [placement for placement in possible if isinstance(placement, Sharded)]
+    ndim = tensor(node).ndim
+    meaning = TP_STYLES.get(pin.word, pin.word)
+    if meaning in ("replicated", "sequence"):
+        return [REPLICATED]
+    if meaning is None:
+        return possible
+    if ndim < 2:  # a bias goes with what the product gives: parts, or a sum that it is added to once
+        is_row = meaning in ("row", -1)
+        return [REPLICATED] if is_row or not shards else shards
+    if isinstance(meaning, int):  # a dimension, from the front or the back
+        return [p for p in shards if p.dim == meaning % ndim]
+    return [p for p in shards if meaning in _effects(ways, node, p, pin.module)]
+
+
+def _effects(ways: ShardingWays, node: fx.Node, lies: Placement, module: str) -> Iterator[str]:
+    """What the forward of ``module`` gives of a weight that lies so."""
+    for reader, place in _forward_readers(node, module):
+        read = read_tensors(reader)
+        for rule in ways.rules[ways.classes.first[reader]]:
+            if rule.inputs[place] != lies:
+                continue
+            given = rule.outputs[0]
+            if len(read) == 1 and given is not None:
+                yield from _effects(ways, reader, given, module)
+            others = [p for s, p in zip(read, rule.inputs, strict=True) if s is not read[place] and tensor(s).ndim > 1]
+            if isinstance(given, Partial):
+                yield "row"
+            elif isinstance(given, Sharded) and len(read) > 1 and all(isinstance(p, Replicated) for p in others):
+                yield "column"
+
+
+def _forward_readers(node: fx.Node, module: str) -> list[tuple[fx.Node, int]]:
+    """The forward calls of ``module``, or of all where it has none, that read a node, and as which tensor."""
+    users = [user for user in node.users if user.op == "call_function" and origin(user).phase is Phase.FORWARD]
+    own = [user for user in users if origin(user).layer == module]
+    return [(user, place) for user in own or users for place, s in enumerate(read_tensors(user)) if s is node]
+
+
+def _is_along(placement: Placement | None, dim: int) -> bool:
+    return isinstance(placement, Sharded) and placement.dim == dim
+
+
+def _in_the_way(ways: ShardingWays, node: fx.Node, pin: Pin) -> str:
+    """Why a parameter cannot lie as ``pin`` says: the first product that reads it has no such way."""
+    reader, module = node, pin.module
+    while following := _forward_readers(reader, module):
+        reader = following[0][0]
+        if len(read_tensors(reader)) > 1:
+            break
+    possible = _list(map(str, ways.placeholders[ways.classes.first[node]]))
+    return (
+        f"expected {placeholder(node).name}, {list(tensor(node).shape)}, to lie on {ways.num_ranks} ranks of the model "
+        f"axis as {pin} asks, found {_operator(reader)} in the way, with which it can lie {possible}: pin it "
+        f"otherwise, or give the axis another number of ranks"
+    )
+
+
+def _operator(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return "no operator that reads it in forward"
+    shapes = " and ".join(str(list(tensor(source).shape)) for source in read_tensors(node))
+    return f"{node.name} ({target_name(node)} of {shapes}) {source_line(node)}".rstrip()
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _names_nothing(pattern: str, word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(pattern, known, _NEAREST, cutoff=0.4) or known[:_NEAREST]
+    return (
+        f"expected shardings to name modules with parameters, or parameters, or patterns of names such as "
+        f"'layers.*.up', found {pattern!r}: {word!r}, which names none; near it are {_list(near)}"
+    )

@@ -1,0 +1,126 @@
+"""The best mesh: what a few layers say of all of them, and what is chosen of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from zerofx import MemoryBudgetError, UsageError
+from zerofx.driver.mesh_choice import candidates
+from zerofx.report.meshes import MeshOutcome
+from zerofx.scheduler.plan.mesh import Mesh
+
+WIDTH, DEPTH = 1024, 9
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        return x + y
+
+
+class Tower(nn.Module):
+    """Layers that are alike, or of two kinds in turn."""
+
+    def __init__(self, depth: int = DEPTH, *, in_turn: bool = False) -> None:
+        super().__init__()
+        inner = [2 * WIDTH if in_turn and number % 2 else 4 * WIDTH for number in range(depth)]
+        self.layers = nn.ModuleList(Block(WIDTH, size) for size in inner)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        y: Tensor = self.head(x)
+        return y.square().mean()
+
+
+def planned(mesh: Any, model: Callable[[], nn.Module] = Tower, samples: int = 32, **options: Any) -> zerofx.PlannedStep:
+    with torch.device("meta"):
+        tower = model()
+        x = torch.empty(samples, 64, WIDTH)
+    options = {"machine": "h100-sxm", "backend": "eager", **options}
+    return zerofx.plan(tower, torch.optim.Adam(tower.parameters()), (x,), mesh=mesh, **options)
+
+
+def compared(planned: zerofx.PlannedStep) -> dict[Mesh, MeshOutcome]:
+    assert planned.comparison is not None
+    return {outcome.mesh: outcome for outcome in planned.comparison.outcomes}
+
+
+@pytest.mark.parametrize(
+    "in_turn", [pytest.param(False, id="alike"), pytest.param(True, id="in turn", marks=pytest.mark.slow)]
+)
+def test_a_few_layers_say_what_all_of_them_take(in_turn: bool) -> None:
+    """Where nothing is searched, the estimate from four and five layers is the simulation of all, to rounding."""
+
+    def model() -> nn.Module:
+        return Tower(14 if in_turn else DEPTH, in_turn=in_turn)
+
+    estimates = [o for o in compared(planned("auto", model, world_size=8)).values() if not o.is_planned]
+    others = (Mesh(shard=8), Mesh(2, 4), Mesh(2, 2, 2), Mesh(shard=2, model=4))
+    assert len(estimates) == len(candidates(8, 8, 3)) - 1
+    for estimate in (one for one in estimates if one.mesh in others):
+        whole = planned(estimate.mesh, model)
+        simulation = whole.lowered.simulation
+        assert (estimate.step_seconds, estimate.exposed_seconds, estimate.peak_bytes) == pytest.approx(
+            (simulation.step_seconds, simulation.exposed_seconds, simulation.live.peaks["device"]), rel=1e-9
+        )
+        assert estimate.wire_bytes == simulation.node_wire_bytes
+
+
+def test_no_mesh_that_fits_takes_less_for_a_sample() -> None:
+    best = planned("auto", world_size=8)
+    outcomes = compared(best)
+    assert set(outcomes) == set(candidates(8, 8, 3))
+    assert outcomes[best.plan.mesh].is_planned and outcomes[best.plan.mesh].num_samples == 32 * 8 // best.plan.model
+    least = outcomes[best.plan.mesh].seconds_per_sample
+    assert all(outcome.seconds_per_sample >= least for outcome in outcomes.values() if outcome.fits)
+    lines = str(best).splitlines()
+    assert lines[0].split() == "mesh peak step per sample exposed within nodes across nodes".split()  # noqa: SIM905
+    assert len(lines) == 2 + len(outcomes) + 2 and lines[2].endswith("fits")
+    assert lines[-2].startswith(f"{best.plan.mesh}: ") and "less than" in lines[-2]
+
+
+def test_memory_decides_where_the_fastest_mesh_does_not_fit() -> None:
+    """Replicas are fastest, and hold all states: a budget below that leaves meshes that share something."""
+    free = planned("auto", samples=2, world_size=2)
+    budget = free.plan.peak_bytes["device"] * 6 // 10
+    tight = planned("auto", samples=2, world_size=2, memory_budget=budget)
+    assert tight.plan.mesh != free.plan.mesh
+    assert tight.plan.peak_bytes["device"] <= budget
+    with pytest.raises(MemoryBudgetError):
+        planned("auto", world_size=8, memory_budget="1MB", offload="none")
+
+
+def test_pins_hold_on_all_meshes() -> None:
+    best = planned("auto", world_size=3, shardings={"layers.*.up": "column"})
+    outcomes = compared(best)
+    assert "'column'} asks, found addmm (aten" in outcomes[Mesh(model=3)].trouble and not outcomes[Mesh(model=3)].fits
+    assert outcomes[Mesh(shard=3)].fits
+    assert "cannot be" in str(best.comparison) and "model 3: expected layers.0.up.weight" in str(best.comparison)
+
+
+def test_meshes_keep_what_sends_in_every_layer_near() -> None:
+    assert candidates(6, 8, 3) == [
+        Mesh(1, 6), Mesh(2, 3), Mesh(3, 2), Mesh(6, 1), Mesh(1, 3, 2), Mesh(3, 1, 2), Mesh(1, 2, 3), Mesh(2, 1, 3),
+        Mesh(1, 1, 6),
+    ]  # fmt: skip
+    assert max(mesh.model for mesh in candidates(1024, 8, 3)) == 16
+    assert {mesh.replicate for mesh in candidates(8, 8, 0)} == {1}
+
+
+def test_what_goes_over_one_axis_alone_is_refused() -> None:
+    with pytest.raises(UsageError, match="expected wire='exact' on a mesh of several axes"):
+        planned("auto", world_size=8, wire="int8")
+    with pytest.raises(UsageError, match="found 'best'"):
+        planned("best", world_size=8)

@@ -1,0 +1,81 @@
+"""Meshes side by side: what each makes of a step, and why one was taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.units import format_bytes, format_seconds
+
+_HEADERS = ("mesh", "peak", "step", "per sample", "exposed", "within nodes", "across nodes", "")
+
+
+@dataclass(frozen=True)
+class MeshOutcome:
+    """What one rank does in a step on a mesh, predicted.
+
+    ``num_samples`` are those of all ranks together, which give ``seconds_per_sample``. ``peak_bytes`` are on the device
+    and ``limit_bytes`` what it has, or may take. ``wire_bytes`` is what the ranks of the first node send together, by
+    where it goes. ``is_planned``: whether the mesh was planned and simulated whole; else the numbers are estimates from
+    a few of its layers. ``trouble`` is why it cannot be had, if it cannot.
+    """
+
+    mesh: Mesh
+    num_samples: int
+    peak_bytes: int = 0
+    limit_bytes: int = 0
+    step_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    wire_bytes: dict[str, int] | None = None
+    is_planned: bool = False
+    trouble: str = ""
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """Seconds of a step by samples of all ranks together."""
+        return self.step_seconds / self.num_samples
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can be had."""
+        return not self.trouble and self.peak_bytes <= self.limit_bytes
+
+
+@dataclass(frozen=True)
+class MeshComparison:
+    """All meshes that were compared, the best of those that fit first, and why it is."""
+
+    outcomes: tuple[MeshOutcome, ...]
+    reason: str
+
+    @property
+    def best(self) -> MeshOutcome:
+        """The one that is taken."""
+        return self.outcomes[0]
+
+    def __str__(self) -> str:
+        rows = [_row(outcome) for outcome in self.outcomes]
+        align = ("left", *["right"] * 6, "left")
+        table = tabulate(rows, _HEADERS, colalign=align, disable_numparse=True, tablefmt="simple")
+        troubles = {outcome.trouble: outcome.mesh for outcome in reversed(self.outcomes) if outcome.trouble}
+        return "\n".join([table, *(f"{mesh}: {trouble}" for trouble, mesh in troubles.items()), self.reason])
+
+
+def _row(outcome: MeshOutcome) -> tuple[str, ...]:
+    about = "" if outcome.is_planned else "~"
+    verdict = "fits" if outcome.fits else "cannot be" if outcome.trouble else "does not fit"
+    if not outcome.step_seconds:
+        return (str(outcome.mesh), *[""] * 6, verdict)
+    wire = outcome.wire_bytes or {}
+    return (
+        str(outcome.mesh),
+        about + format_bytes(outcome.peak_bytes),
+        about + format_seconds(outcome.step_seconds),
+        about + format_seconds(outcome.seconds_per_sample),
+        about + format_seconds(outcome.exposed_seconds),
+        about + format_bytes(wire.get("within", 0)),
+        about + format_bytes(wire.get("across", 0)),
+        verdict,
+    )
