@@ -114,7 +114,7 @@ def load(request: Request, captures: Captures, recalled: Recalled, control: Cont
     write_plan(path, step.plan_text, control)
     plan, layout, programs = step.program.plan, step.layout, recalled.programs
     # What is needed later is not to hold the batch.
-    graphs = captures.without_batch().shared(plan.shardings, plan.model, plan.overlaps).sliced(plan.slices)
+    graphs = captures.without_batch().shared(plan.shardings, plan.model).ordered(plan.overlaps).sliced(plan.slices)
 
     @functools.cache
     def details() -> LoweredStep:
