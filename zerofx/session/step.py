@@ -99,8 +99,8 @@ class Step(Checkpointed):
                 "model, optimizer and options",
                 "Compile the same on every rank.",
             )
-            self._steps = Steps(model, optimizer, options, self.settings, self._life, self._owner)
-            self._seeds = SeedWatch(self._control, lambda: self._steps.mesh)
+            steps = self._steps = Steps(model, optimizer, options, self.settings, self._life, self._owner)
+            self._seeds = SeedWatch(self._control, lambda: steps.mesh)  # which does not hold this step
             self.options = self._steps.options
             undo_all.pop_all()
 
