@@ -25,6 +25,7 @@ from tabulate import tabulate
 from torch import fx
 
 from benchmarks.megatron import traced
+from zerofx.ir import ops
 from zerofx.ir.aliasing import is_view
 from zerofx.ir.facts import origin
 from zerofx.ir.graph import StepGraph
@@ -164,20 +165,26 @@ def _compute_again(step: StepGraph, what: str) -> None:
     """Leave out of what the middle layer keeps what is gathered, and what the technique computes again."""
     values = kept_values(step)
     result = max(values, key=step.positions().__getitem__)  # the next layer's input
-    again = {node for node in values if node.target is gather_values}
+    gathered = {node for node in values if _is_gathered(node)}
+    again = set(gathered)
     if what == "selective":
         again |= {node for node in values if node.target in _SCORES}
     if what == "full":
         again = {node for node in values if node.target is not _MASK and node is not result}
         recompute(step, frozenset(node.name for node in again), frozenset())
         return
-    parts = {_source(node).name for node in again if node.target is gather_values}
+    parts = {_source(node).name for node in gathered}
     recompute(step, frozenset(node.name for node in again), frozenset(parts))
 
 
-def _source(gather: fx.Node) -> fx.Node:
+def _is_gathered(node: fx.Node) -> bool:
+    """Whether a node waits for the parts of a value."""
+    return node.target is ops.wait and node.all_input_nodes[0].target is gather_values
+
+
+def _source(wait: fx.Node) -> fx.Node:
     """The value whose parts are gathered, which waits for backward in the place of the whole."""
-    (source,) = gather.all_input_nodes
+    (source,) = wait.all_input_nodes[0].all_input_nodes
     while is_view(source) and slot_of(source)[0] is source:
         source = source.all_input_nodes[0]
     return source
