@@ -166,9 +166,7 @@ class _Room:
 
         None: to the end of the step.
         """
-        awaited, stop = self._tasks.get(Task(Job.GRADIENT, bucket)), self._place(until) + 1
-        if awaited is None:  # what lies in parts on all ranks has gradients that nobody else adds to
-            return False
+        awaited, stop = self._tasks[Task(Job.GRADIENT, bucket)], self._place(until) + 1
         given_back = self._live.after[awaited.prev] - self._live.after[awaited]
         updated = self._live.last_use.get(storage_source(awaited), awaited)
         return self._take((self._order[awaited] + 1, stop, given_back), (self._order[updated] + 1, stop, result_bytes))
@@ -180,8 +178,7 @@ class _Room:
         return self._take((self._place(first) + 1, self._place(until) + 1, num_bytes))
 
     def _place(self, bucket: int | None) -> int:
-        started = None if bucket is None else self._tasks.get(Task(Job.REDUCTION, bucket))
-        return len(self._left) - 1 if started is None else self._order[started]
+        return self._order[self._tasks[Task(Job.REDUCTION, bucket)]] if bucket is not None else len(self._left) - 1
 
     def _take(self, *spans: tuple[int, int, int]) -> bool:
         """Take bytes from each first position to what is after the last, if all of it fits."""
