@@ -29,25 +29,28 @@ class SeedWatch:
     groups.
     """
 
-    def __init__(self, control: Control, mesh: Callable[[], Mesh]) -> None:
-        """``mesh`` gives that of the next step."""
-        self._control, self._mesh = control, mesh
-        self._watches_first = len(self._groups) > 1
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._watches_first = control.num_ranks > 1
+        self._groups: Sequence[Sequence[int]] = ()
         self._before = b""
         self._are_alike = self._has_told = False
 
-    @property
-    def _groups(self) -> Sequence[Sequence[int]]:
-        return self._mesh().groups(MODEL)
+    def digest(self, device: torch.device, mesh: Mesh) -> bytes:
+        """What ranks are to know of each other's generators before a step on ``mesh``: 16 bytes, zeros for nothing."""
+        return digest_of_states(device) if self._watches_first or mesh.model > 1 else bytes(16)
 
-    def begin(self, device: torch.device, agreed: Callable[[], Sequence[bytes]], *, draws_together: bool) -> None:
-        """Before a step. Collective where it draws and ranks share it, and before the first.
+    def begin(
+        self, device: torch.device, mesh: Mesh, agreed: Callable[[], Sequence[bytes]], *, draws_together: bool
+    ) -> None:
+        """Before a step on ``mesh``. Collective where it draws and ranks share it, and before the first.
 
-        ``agreed`` gives every rank's digest. ``draws_together``: whether ranks that share the step draw in it.
+        ``agreed`` gives every rank's ``digest``. ``draws_together``: whether ranks that share the step draw in it.
         """
         if not draws_together and not self._watches_first:
             return
-        digests = agreed()
+        digests, self._groups = agreed(), mesh.groups(MODEL)
+        self._watches_first &= len(self._groups) > 1
         if draws_together and any(len({digests[rank] for rank in group}) > 1 for group in self._groups):
             self._align(device)
         if self._watches_first:

@@ -39,7 +39,6 @@ from zerofx.session.ending import end, end_connections
 from zerofx.session.guards import LossWatch, claim, release
 from zerofx.session.life import Life
 from zerofx.session.micro_batches import MicroBatches, count_all
-from zerofx.session.seeds import SeedWatch
 from zerofx.session.steps import Steps
 from zerofx.session.stopped import leave_out, skip, undo
 from zerofx.session.summary import summary
@@ -99,8 +98,7 @@ class Step(Checkpointed):
                 "model, optimizer and options",
                 "Compile the same on every rank.",
             )
-            steps = self._steps = Steps(model, optimizer, options, self.settings, self._life, self._owner)
-            self._seeds = SeedWatch(self._control, lambda: steps.mesh)  # which does not hold this step
+            self._steps = Steps(model, optimizer, options, self.settings, self._life, self._owner)
             self.options = self._steps.options
             undo_all.pop_all()
 
@@ -142,7 +140,8 @@ class Step(Checkpointed):
         batch = self._steps.batch_of(args, kwargs)
         compiled, taken, advance, agreed = self._steps.of(batch, "call step(batch)")
         taken.place(compiled.plan)
-        self._seeds.begin(taken.device, agreed, draws_together=compiled.draws_together)
+        seeds = self._steps.seeds
+        seeds.begin(taken.device, self._steps.mesh, agreed, draws_together=compiled.draws_together)
         versions = taken.versions()
         advance.swap(taken.state)
         try:
@@ -178,7 +177,7 @@ class Step(Checkpointed):
         self._count(results[0])
         taken.update_scale(is_finite=True)
         taken.finish_step(self.options.delayed_update or 0, self.num_steps, compiled.plan)
-        self._seeds.end(taken.device)
+        seeds.end(taken.device)
         return self._returned(compiled, results)
 
     def _returned(self, compiled: CompiledStep, outcome: list[torch.Tensor]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,7 @@ from zerofx.scheduler.search.target import Target
 from zerofx.session.awaited import Awaited
 from zerofx.session.guards import ModeWatch, NumberWatch, Owner
 from zerofx.session.life import Life
-from zerofx.session.seeds import digest_of_states
+from zerofx.session.seeds import SeedWatch
 from zerofx.session.shapes import Shapes
 from zerofx.session.taken_over import TakenOver
 from zerofx.settings import Settings
@@ -73,6 +74,7 @@ class Steps:
         # Where the fastest is asked for, one batch a rank until the first step is built.
         self.mesh = mesh_for(None if options.mesh == AUTO else options.mesh, life.control.num_ranks)
         self._chooses_mesh = options.mesh == AUTO
+        self.seeds = SeedWatch(life.control)
         self.shapes = Shapes(options.max_shapes)
         self.taken: TakenOver | None = None
         self.tiers: Tiers | None = None
@@ -124,17 +126,17 @@ class Steps:
             "batch shapes, modes, autocast and optimizer options",
             "Give every rank batches of the same shapes, for example by padding, and the same optimizer options: a "
             "scheduler that follows a loss has to be given the mean of all ranks' losses.",
-            digest_of_states(self.device) + digest_of(batch, self.mesh),
+            self.seeds.digest(self.device, self.mesh) + digest_of(batch, self.mesh),
             lambda notes: check_digests([note[16:] for note in notes], batch, self.mesh, self._control.gather),
         )
 
+        @functools.cache  # what it gives is not to be gathered twice
         def agreed() -> Sequence[bytes]:
             return [note[:16] for note in started()]
 
         compiled = self.shapes.take(signature, variant)
         if compiled is None:
-            met = agreed()
-            agreed = lambda: met  # noqa: E731 - what it gives is not to be gathered twice
+            agreed()
             with self.numbers.capturing():
                 compiled, self.taken = self._build(batch, signature, described)
             advance = advance or self.taken.advance()
