@@ -29,6 +29,7 @@ from zerofx.ir import ops
 from zerofx.ir.aliasing import is_view
 from zerofx.ir.facts import origin
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.sharding.rule import outputs_of
 from zerofx.ir.value_ops import gather_values
 from zerofx.passes.prepare.partition import partition
@@ -46,7 +47,7 @@ SEQUENCE = 2048
 LAYER = "layers.1"  # of three: what is before and after it are layers too
 BY_COLUMNS, BY_ROWS = ("attention.qkv", "up"), ("attention.out", "down")
 _SCORES = (torch.ops.aten._softmax.default, torch.ops.aten.mul.Tensor)  # and the same after their dropout
-_MASK = torch.ops.aten.bernoulli.p
+_MASKS = (torch.ops.aten.bernoulli.p, OWN_DRAWS[torch.ops.aten.bernoulli.p])  # of what is whole, and of parts
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def measured(shape: Shape, technique: Technique, num_ranks: int, sequence: int =
     return Kept(
         sum(values.values()),
         sum(size for node, size in values.items() if slot_of(node)[1] in (1, 2)),
-        sum(size for node, size in values.items() if node.target is _MASK),
+        sum(size for node, size in values.items() if node.target in _MASKS),
     )
 
 
@@ -170,7 +171,7 @@ def _compute_again(step: StepGraph, what: str) -> None:
     if what == "selective":
         again |= {node for node in values if node.target in _SCORES}
     if what == "full":
-        again = {node for node in values if node.target is not _MASK and node is not result}
+        again = {node for node in values if node.target not in _MASKS and node is not result}
         recompute(step, frozenset(node.name for node in again), frozenset())
         return
     parts = {_source(node).name for node in gathered}
