@@ -1,5 +1,5 @@
-"""What the model axis is tested with: a machine on which ranks share whatever they can, and a model with parameters in
-all kinds of parts."""
+"""What the model axis is tested with: a machine on which ranks share whatever they can, one process that trains as they
+do, and a model with parameters in all kinds of parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gpt import Attention
-from tests.lib.models import DIM, Case
+from tests.lib.models import DIM, Case, batches
+from tests.lib.training import Trained, build, world
 from zerofx import Machine
 from zerofx.scheduler.cost.machine import Link
 
@@ -20,6 +21,26 @@ SHARING = replace(
     intra_node=Link(bandwidth=1e15, latency=1e-13),
     device=replace(cpu.device, memory_bandwidth=cpu.device.memory_bandwidth / 100),
 )
+
+
+def one_process(case: Case, num_data: int, steps: int, max_grad_norm: float | None = None) -> Trained:
+    """Training on the batches of ``num_data`` ranks by their average, as one process does it."""
+    model = build(case)
+    optimizer = case.optimizer(model)
+    losses = []
+    for given in zip(*(batches(case, rank, steps) for rank in range(num_data)), strict=True):
+        optimizer.zero_grad()
+        each = []
+        for args, kwargs in given:
+            outputs = model(*args, **kwargs)
+            loss = case.loss_fn(outputs, *args) if case.loss_fn is not None else case.loss(outputs)
+            (loss / num_data).backward()
+            each.append(loss.detach())
+        if max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+        losses.append(each[world()[0] * num_data // world()[1]])
+    return Trained(losses, {name: tensor.clone() for name, tensor in model.state_dict().items()})
 
 
 class Parted(nn.Module):

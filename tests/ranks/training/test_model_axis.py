@@ -9,36 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, batches
 from tests.lib.offloads import check_measured
-from tests.lib.sharing import SHARING
+from tests.lib.sharing import SHARING, one_process
 from tests.lib.training import Trained, build, captured_once, differences, without_key_biases, world
 from zerofx import RankMismatchError
-
-
-def one_process(name: str, num_data: int, steps: int, max_grad_norm: float | None = None) -> Trained:
-    """Training on the batches of ``num_data`` ranks by their average, as one process does it."""
-    case = CASES[name]
-    model = build(case)
-    optimizer = case.optimizer(model)
-    losses = []
-    for given in zip(*(batches(case, rank, steps) for rank in range(num_data)), strict=True):
-        optimizer.zero_grad()
-        each = []
-        for args, kwargs in given:
-            outputs = model(*args, **kwargs)
-            loss = case.loss_fn(outputs, *args) if case.loss_fn is not None else case.loss(outputs)
-            (loss / num_data).backward()
-            each.append(loss.detach())
-        if max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-        optimizer.step()
-        losses.append(each[world()[0] * num_data // world()[1]])
-    return Trained(losses, {name: tensor.clone() for name, tensor in model.state_dict().items()})
 
 
 def shared(name: str, mesh: dict[str, int], stage: int, steps: int, **options: Any) -> tuple[Trained, list[str]]:
@@ -60,7 +38,7 @@ def compared(names: list[str], mesh: dict[str, int], runs: dict[str, dict[str, A
     num_data = world()[1] // mesh.get("model", 1)
     wrong: dict[str, Any] = {}
     for name in names:
-        expected, first = _without_noise(one_process(name, num_data, steps)), list[Trained]()
+        expected, first = _without_noise(one_process(CASES[name], num_data, steps)), list[Trained]()
         for label, options in runs.items():
             trained, placements = shared(name, mesh, steps=steps, **options)
             first = first or [trained]
@@ -133,7 +111,7 @@ def test_values_of_one_rank_are_offloaded_and_come_back(tmp_path: Path) -> None:
 def _clipped() -> list[str]:
     """What is unlike one process where gradients are clipped: each is counted once, wherever it lies."""
     trained, _ = shared("stack", {"model": 2}, 3, 3, max_grad_norm=0.1)
-    return differences(one_process("stack", 1, 3, max_grad_norm=0.1), trained, 2e-5)
+    return differences(one_process(CASES["stack"], 1, 3, max_grad_norm=0.1), trained, 2e-5)
 
 
 def test_the_norm_of_gradients_counts_each_once() -> None:

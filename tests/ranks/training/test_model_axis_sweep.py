@@ -14,7 +14,7 @@ import pytest
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, Case, batches, sgd
-from tests.lib.sharing import SHARING
+from tests.lib.sharing import SHARING, one_process
 from tests.lib.training import Trained, build, captured_once, differences, world
 
 pytestmark = pytest.mark.slow
@@ -50,24 +50,6 @@ def case_of(name: str) -> Case:
     return replace(CASES[name], optimizer=sgd, steps=STEPS)
 
 
-def one_process(case: Case, num_data: int) -> Trained:
-    """Training on the batches of ``num_data`` ranks by their average, as one process does it."""
-    model = build(case)
-    optimizer = case.optimizer(model)
-    losses = []
-    for given in zip(*(batches(case, rank, case.steps) for rank in range(num_data)), strict=True):
-        optimizer.zero_grad()
-        each = []
-        for args, kwargs in given:
-            outputs = model(*args, **kwargs)
-            loss = case.loss_fn(outputs, *args) if case.loss_fn is not None else case.loss(outputs)
-            (loss / num_data).backward()
-            each.append(loss.detach())
-        optimizer.step()
-        losses.append(each[world()[0] * num_data // world()[1]])
-    return Trained(losses, {name: tensor.clone() for name, tensor in model.state_dict().items()})
-
-
 def shared(case: Case, mesh: dict[str, int], stage: int, **options: Any) -> tuple[Trained, zerofx.Plan]:
     """Training with zerofx on ``mesh``; ``offload`` asks for a budget of a part of the peak without."""
     model, (rank, _) = build(case), world()
@@ -92,7 +74,7 @@ def _compared(name: str, mesh: dict[str, int], drive: str) -> dict[str, Any]:
     """What is unlike one process, what unlike the first plan to the bit, and what was not planned as it should be."""
     os.environ["ZEROFX_NVME_DIR"] = drive
     case, num_data = case_of(name), world()[1] // mesh.get("model", 1)
-    expected, first = one_process(case, num_data), list[Trained]()
+    expected, first = one_process(case, num_data, case.steps), list[Trained]()
     wrong: dict[str, Any] = {}
     for label, options in PLANS.items():
         try:
@@ -123,7 +105,7 @@ def test_ranks_share_every_model(mesh: dict[str, int], name: str, tmp_path: Path
 def _compiled(name: str, mesh: dict[str, int]) -> list[str]:
     case = case_of(name)
     trained, _ = shared(case, mesh, 3, backend="inductor")
-    return differences(one_process(case, world()[1] // mesh.get("model", 1)), trained, 1e-4)
+    return differences(one_process(case, world()[1] // mesh.get("model", 1), case.steps), trained, 1e-4)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
