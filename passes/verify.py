@@ -243,11 +243,6 @@ def _check_clipped(step: StepGraph, after: str, order: dict[fx.Node, int]) -> No
                         _fail(step, after, writer, f"{rule}: {writer.name} writes {stored.name} before {what}")
 
 
-def _num_slices(plan: Plan, bucket: int) -> int:
-    """Slices that a bucket's parameters and gradients are cut into."""
-    return plan.mesh.size(plan.buckets[bucket].gathered_over)
-
-
 def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     gathered = [_bucket_gathered(node) for node in _parameter_gathers(step)]
     reduced = [node.args[1] for node in step.calls() if _is_reduction(node)]
@@ -255,7 +250,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     wanted = [
         decision.bucket
         for decision in plan.reduces
-        if _num_slices(plan, decision.bucket) * plan.replicate > 1
+        if plan.num_slices(plan.buckets[decision.bucket]) * plan.replicate > 1
         for _ in (*decision.earlier, decision.wait_after)
     ]
     offloaded = [
@@ -275,7 +270,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         if tier_of(node) != DEVICE
     ]
     launched = [num_gathers_after(node) for node in step.calls() if node.target in _GATHERS and slice_gathered(node)]
-    sent = [numbers for numbers in plan.launches if _num_slices(plan, plan.gathers[numbers[0]].bucket) > 1]
+    sent = [numbers for numbers in plan.launches if plan.num_slices(plan.buckets[plan.gathers[numbers[0]].bucket]) > 1]
     merged = [following for numbers in sent for following in reversed(range(len(numbers)))]
     waiting = [
         f"{_bucket_of_gradients(node)} on {node.args[1]}"

@@ -67,8 +67,7 @@ def _bucket(way: list[fx.Node], layout: BucketLayout) -> Bucket | None:
 
 def _with_copies(bucket: Bucket, mesh: Mesh) -> set[Axis]:
     """The axes on which ranks have the bucket's parameters, and so the sum of their gradients."""
-    has_parts = any(slot.part is not None for slot in bucket.slots)
-    return set(mesh.occupied(mesh.world)) - (set(MODEL) if has_parts else set())
+    return set(mesh.occupied(mesh.world)) - (set(MODEL) if bucket.has_model_parts else set())
 
 
 def _fail(squares: fx.Node, cut: set[Axis], asked: set[Axis]) -> NoReturn:

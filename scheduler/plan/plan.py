@@ -105,6 +105,10 @@ class Plan:
         """Whether replicas update parts of a slice each."""
         return any(bucket.states_over != bucket.gathered_over for bucket in self.buckets)
 
+    def num_slices(self, bucket: BucketSummary) -> int:
+        """Slices that a bucket's parameters and gradients are cut into."""
+        return self.mesh.size(bucket.gathered_over)
+
     @property
     def gathers_parameters(self) -> bool:
         """Whether parameters are sharded: stage 3 on more than one rank that does not only replicate."""

@@ -152,6 +152,11 @@ class Bucket:
         return self.mesh.size(self.reduced_over)
 
     @property
+    def has_model_parts(self) -> bool:
+        """Whether some parameter lies in parts on the model axis."""
+        return any(slot.part is not None for slot in self.slots)
+
+    @property
     def crosses(self) -> bool:
         """Whether the sums of slices are summed again, along ``crossed_over``."""
         return self.num_ranks > 1 and self.mesh.size(self.crossed_over) > 1
@@ -297,7 +302,7 @@ class BucketLayout:
     @property
     def has_model_parts(self) -> bool:
         """Whether some parameter lies in parts on the model axis."""
-        return any(slot.part is not None for bucket in self.buckets for slot in bucket.slots)
+        return any(bucket.has_model_parts for bucket in self.buckets)
 
     def of_rank(self, rank: int) -> BucketLayout:
         """The layout with the parts of parameters that a rank has."""

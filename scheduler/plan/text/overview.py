@@ -231,7 +231,7 @@ def _line(plan: Plan, alike: Sequence[int], gathers: Counter[int]) -> list[str]:
         format_count(first.num_parameters),
         _dtype(first.compute_dtype) + ("" if first.dtype == first.compute_dtype else f" ({_dtype(first.dtype)} kept)"),
         format_bytes(first.shard_numel * itemsize(first)),
-        format_bytes(first.shard_numel * plan.mesh.size(first.gathered_over) * itemsize(first)),
+        format_bytes(first.shard_numel * plan.num_slices(first) * itemsize(first)),
         "frozen" if first.group is None else str(first.group),
         str(gathers[alike[0]]) if plan.has_residencies else "",
     ]

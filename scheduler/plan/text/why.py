@@ -102,7 +102,7 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
     for index, bucket in enumerate(plan.buckets):
         if not _related(bucket.name, name):
             continue
-        num_slices = plan.mesh.size(bucket.gathered_over)
+        num_slices = plan.num_slices(bucket)
         whole = bucket.shard_numel * num_slices * itemsize(bucket)
         yield f"bucket {bucket.name}: {bucket.num_parameters} parameters, {format_bytes(whole)} whole" + (
             f", {format_bytes(whole // num_slices)} on each of {num_slices} ranks" if plan.gathers_parameters else ""

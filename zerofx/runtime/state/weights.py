@@ -47,8 +47,7 @@ class ModelWeights:
         self._one_by_one = any(control.gather(deferred, "take the model over"))
 
     def flat(self, bucket: Bucket, start: int, stop: int) -> torch.Tensor:
-        in_parts = any(slot.part is not None for slot in bucket.slots)
-        if not self._one_by_one and not in_parts:
+        if not self._one_by_one and not bucket.has_model_parts:
             whole = whole_bucket(bucket, self._tensors, self._device)
             self._broadcast(whole)
             return whole if stop - start == bucket.numel else whole[start:stop].clone()
