@@ -38,12 +38,11 @@ from zerofx.ir.facts import (
     set_placeholder,
     set_value,
     tensor,
-    value,
 )
 from zerofx.ir.graph import ParameterInfo, StepGraph
 from zerofx.ir.operators.operator import OperatorKind
 from zerofx.ir.operators.table import facts_of
-from zerofx.ir.sharding.rule import Rule, outputs_of
+from zerofx.ir.sharding.rule import Rule, outputs_of, rules_follow_from
 from zerofx.ir.sharding.rules import replicated, rule_for
 from zerofx.passes.lib.local_graph import AXIS, LocalCallOf, LocalGraph
 from zerofx.scheduler.analysis.sharding_ways import slot_of
@@ -196,7 +195,7 @@ class _Partitioning:
         if decision is None:
             return replicated(node)
         outputs = tuple(None if text is None else placement_of(text) for text in decision.outputs)
-        key = (_described(node), decision.outputs, decision.inputs)
+        key = (rules_follow_from(node), decision.outputs, decision.inputs)
         if key not in self._rules:  # calls of layers that are alike have one
             self._rules[key] = rule_for(node, outputs, tuple(map(placement_of, decision.inputs)), self._num_parts)
         rule = self._rules[key]
@@ -239,16 +238,6 @@ class _Partitioning:
             return info
         fake = tensor(local)
         return replace(info, shape=tuple(fake.shape), stride=fake.stride(), part=placement, num_parts=self._num_parts)
-
-
-def _described(node: fx.Node) -> tuple[object, ...]:
-    """What the rules of a call follow from: its operator, and its arguments with what tensors are like."""
-
-    def like(source: fx.Node) -> str:
-        given = value(source)
-        return f"{given.dtype}{tuple(given.shape)}{given.stride()}" if isinstance(given, torch.Tensor) else str(given)
-
-    return node.target, repr(fx.map_arg((node.args, node.kwargs), like))
 
 
 def _same_call(rank: LocalCallOf) -> fx.Node:

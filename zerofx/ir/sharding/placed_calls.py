@@ -22,7 +22,7 @@ from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.sharding.kinds import NOTHING, WHOLE, Averaged, Kind, Kinds, Own, Rule, parts_of
 from zerofx.ir.sharding.placed_moves import MOVES, any_part
 from zerofx.ir.sharding.placed_numbers import OF_OWN
-from zerofx.ir.sharding.rule import argument, outputs_of, read_tensors, shape_of
+from zerofx.ir.sharding.rule import argument, outputs_of, read_tensors, rules_follow_from, shape_of
 from zerofx.ir.sharding.rules import Ways, rules_of
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Sharded
 from zerofx.torch_private.operators import OpOverload, schema_of
@@ -55,11 +55,7 @@ def kinds_of_call(
 
 
 def _by_rules(node: fx.Node, read: Sequence[Kinds], num_ranks: int, known: dict[Any, Any]) -> tuple[Kinds, ...] | None:
-    def described(source: fx.Node) -> Any:
-        given = value(source)
-        return (tuple(given.shape), given.dtype) if isinstance(given, Tensor) else source.name
-
-    key = (node.target, repr(fx.map_arg((node.args, node.kwargs), described)), tuple(read))
+    key = (rules_follow_from(node), tuple(read))
     if key not in known:
         known[key] = _asked(node, read, num_ranks)
     possible: tuple[Kinds, ...] | None = known[key]

@@ -112,6 +112,16 @@ def outputs_of(node: fx.Node) -> tuple[Tensor | None, ...]:
     return tuple(item if isinstance(item, Tensor) else None for item in given or ())
 
 
+def rules_follow_from(node: fx.Node) -> tuple[object, str]:
+    """What is the same of calls that are shared alike: the operator, and its arguments with what tensors are like."""
+
+    def like(source: fx.Node) -> str:
+        given = value(source)
+        return f"{given.dtype}{tuple(given.shape)}{given.stride()}" if isinstance(given, Tensor) else str(given)
+
+    return node.target, repr(fx.map_arg((node.args, node.kwargs), like))
+
+
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """The shape of a node's tensor."""
     given = value(node)
