@@ -39,3 +39,13 @@ def test_torch_takes_a_block_for_pinned_memory() -> None:
     block.copy_(on_device, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(block, on_device.cpu())
+
+
+def test_a_deferred_model_takes_batches_of_the_current_device() -> None:
+    with zerofx.empty_init(), torch.device("cuda"):
+        model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = zerofx.compile(model, optimizer, 0, loss_fn=lambda y, x: y.square().mean(), backend="eager")
+    x = torch.randn(4, 8, device="cuda")
+    first, *_, last = (float(step(x)) for _ in range(5))
+    assert last < first

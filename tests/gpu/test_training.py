@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import zerofx
 from gpt import GPT
 from tests.lib.devices import deterministic, moved
 from tests.lib.models import CASES, Case
-from tests.lib.training import Trained, differences, train_compiled, train_plain
+from tests.lib.training import Trained, differences, train_compiled, train_plain, without_key_biases
+from zerofx.scheduler.plan.plan import Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")]
 
@@ -50,15 +52,21 @@ def test_compiled_regions_train_alike(name: str) -> None:
         assert differences(trained, train_compiled(case, 3, 6, backend="inductor")) == []
 
 
-def _within(share: float, **options: Any) -> Trained:
-    """Training within a share of what the step takes without a budget."""
+def _within(share: float, **options: Any) -> tuple[Trained, bool]:
+    """Training within a share of what the step takes without a budget, and whether the host updates some of it."""
     case = moved(LARGER, DEVICE)
-    free = zerofx.compile(
-        model := case.model(), case.optimizer(model), example_batch=case.batch(torch.Generator())[0], backend="eager"
-    )
-    budget = int(share * free.plan.peak_bytes["device"])
-    free.close()
-    return train_compiled(case, 3, memory_budget=budget, **options)
+    batch = case.batch(torch.Generator())[0]
+
+    def planned(**asked: Any) -> Plan:
+        model = case.model()
+        with contextlib.closing(
+            zerofx.compile(model, case.optimizer(model), example_batch=batch, backend="eager", **asked)
+        ) as step:
+            return step.plan
+
+    budget = int(share * planned().peak_bytes["device"])
+    on_host = any(decision.update == "host" for decision in planned(memory_budget=budget, **options).states)
+    return train_compiled(case, 3, memory_budget=budget, **options), on_host
 
 
 @pytest.mark.parametrize(
@@ -76,7 +84,10 @@ def test_what_leaves_the_device_comes_back_the_same(options: dict[str, Any], dri
     free = {key: value for key, value in options.items() if key == "precision"}
     with deterministic():
         expected = train_compiled(moved(LARGER, DEVICE), 3, **free)
-        assert differences(expected, _within(share, **options)) == []
+        trained, on_host = _within(share, **options)
+    # The host's vector instructions round an update otherwise than the device's kernel.
+    tolerance = 1e-5 if on_host else 0.0
+    assert differences(without_key_biases(expected), without_key_biases(trained), tolerance) == []
 
 
 def _layers() -> nn.Module:

@@ -134,8 +134,8 @@ class Runner:
                 fused=self.fused,
             )
             self.num_traces += 1
-            self.states = {**self.program.new_states(len(self.param)), **self.states}
-            self.scalars = {**self.program.new_scalar_states(), **self.scalars}
+            self.states = {**self.program.new_states(len(self.param), self.param.device), **self.states}
+            self.scalars = {**self.program.new_scalar_states(self.param.device), **self.scalars}
         self.run(self.program, self.param, grad, self.states, self.scalars, group)
         self.present |= self.program.state_after
         if self.program.first_step_only:

@@ -147,6 +147,7 @@ def differences(expected: Trained, found: Trained, tolerance: float = 0.0) -> li
         return [f"{len(expected.norms)} norms and {len(found.norms)}"]
     pairs |= {f"norm {i}": pair for i, pair in enumerate(zip(expected.norms, found.norms, strict=True))}
     pairs |= {name: (expected.state[name], found.state[name]) for name in expected.state}
+    pairs = {name: (a.cpu(), b.cpu()) for name, (a, b) in pairs.items()}
     return [
         f"{name} {_distance(a, b):.1e}" if a.shape == b.shape else f"{name} {list(a.shape)} {list(b.shape)}"
         for name, (a, b) in pairs.items()

@@ -247,10 +247,17 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, torch.Tensor)]
 
 
+def _numbered(device: torch.device) -> torch.device:
+    """A device as real tensors name it: ``"cuda"`` is the current one."""
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def _device_of(function: Any, args: Any, kwargs: Any) -> torch.device:
     """Where an operation's result is: where it was told to, or where its first tensor with dimensions is."""
     if kwargs.get("device") is not None:
-        return torch.device(kwargs["device"])
+        return _numbered(torch.device(kwargs["device"]))
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Value | Constant)]
     ranked = sorted(tensors, key=lambda value: not (value.shadow if isinstance(value, Value) else value.tensor).dim())
     for value in ranked:

@@ -53,7 +53,9 @@ class KnownValues(TorchDispatchMode):
         if values is not None and torch.Tag.data_dependent_output in func.tags:
             return self._computed(func, values, spec)
         if values is not None and torch.Tag.dynamic_output_shape in func.tags:
-            return pytree.tree_map_only(torch.Tensor, self._constant, self._computed(func, values, spec))
+            where = next(arg.device for arg in flat if isinstance(arg, torch.Tensor))
+            results = self._computed(func, values, spec)
+            return pytree.tree_map_only(torch.Tensor, lambda result: self._constant(result, where), results)
         if facts_of(func).kind is OperatorKind.INDEXED:
             args = (args[0], self._without_masks(args[1]), *args[2:])
         out = func(*args, **kwargs)
@@ -129,16 +131,18 @@ class KnownValues(TorchDispatchMode):
         numbered: list[torch.Tensor | None] = []
         for index in indices:
             mask = self.value(index) if index is not None and index.dtype in (torch.bool, torch.uint8) else None
-            if mask is None:
+            if index is None or mask is None:
                 numbered.append(index)
                 continue
             with without_modes():
                 numbers = mask.nonzero().unbind(1)
-            numbered += [self._constant(number.contiguous()) for number in numbers]
+            numbered += [self._constant(number.contiguous(), index.device) for number in numbers]
         return numbered
 
-    def _constant(self, value: torch.Tensor) -> torch.Tensor:
-        constant: torch.Tensor = _aten.lift_fresh.default(value)
+    def _constant(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        with without_modes():
+            placed = value.to(device)
+        constant: torch.Tensor = _aten.lift_fresh.default(placed)
         with without_modes():  # the values, not a fake tensor
             self._keep(constant, value.clone())
         return constant

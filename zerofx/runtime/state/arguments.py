@@ -43,7 +43,9 @@ def state_tensors(
         if facts.role is Role.BUFFER:
             tensors[name] = buffers[facts.name]
         elif facts.role is Role.CONSTANT:
-            tensors[name] = step.constants[facts.name]
+            constant = step.constants[facts.name]
+            # What another rank has captured is on that rank's device.
+            tensors[name] = constant if constant.device.type == "cpu" else constant.to(state.device)
         elif facts.role is Role.OUTSIDE:
             tensors[name] = outside.tensor(facts.name)
         elif facts.role is Role.RANK:
