@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,15 +38,14 @@ LARGER = Case(lambda: GPT(VOCAB, dim=256, depth=6, heads=4, block=BLOCK), _token
 )
 def test_bits_are_those_of_eager_mode(name: str) -> None:
     case = moved(CASES[name], DEVICE)
-    # A Llama that is being traced gives attention a mask in the place of a flag, for which torch has another kernel.
-    tolerance = 1e-4 if name == "llama" else 0.0
     with deterministic():
-        assert differences(train_plain(case, 6), train_compiled(case, 3, 6), tolerance) == []
+        assert differences(train_plain(case, 6), train_compiled(case, 3, 6)) == []
 
 
 @pytest.mark.parametrize("name", ["gpt", "batchnorm", "llama"])
 def test_compiled_regions_train_alike(name: str) -> None:
-    case = moved(CASES[name], DEVICE)
+    # Adam divides a gradient that is nothing but rounding, of a bias before a norm or of keys, by itself.
+    case = replace(moved(CASES[name], DEVICE), optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     with deterministic():
         trained = train_compiled(case, 3, 6, backend="inductor")
         assert differences(train_plain(case, 6), trained, tolerance=1e-3) == []
@@ -73,20 +73,20 @@ def _within(share: float, **options: Any) -> tuple[Trained, bool]:
     "options",
     [
         {"offload": "none"},
-        {"offload": "host", "recompute": "none"},
-        {"offload": "nvme", "recompute": "none"},
+        {"offload": "host", "recompute": "none", "tile": "none"},
+        {"offload": "nvme", "recompute": "none", "tile": "none"},
         {"offload": "auto", "precision": "bf16"},
     ],
     ids=lambda options: ", ".join(map(str, options.values())),
 )
 def test_what_leaves_the_device_comes_back_the_same(options: dict[str, Any], drive: Path) -> None:
-    share = 0.9 if options["offload"] == "none" else 0.6
+    share = 0.9 if options["offload"] == "none" else 0.7
     free = {key: value for key, value in options.items() if key == "precision"}
     with deterministic():
         expected = train_compiled(moved(LARGER, DEVICE), 3, **free)
         trained, on_host = _within(share, **options)
     # The host's vector instructions round an update otherwise than the device's kernel.
-    tolerance = 1e-5 if on_host else 0.0
+    tolerance = 1e-4 if on_host else 0.0
     assert differences(without_key_biases(expected), without_key_biases(trained), tolerance) == []
 
 

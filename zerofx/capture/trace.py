@@ -21,7 +21,7 @@ from zerofx.capture.loss import Loss, Objective
 from zerofx.capture.normalise.joint import Joint, Normalisation
 from zerofx.capture.normalise.phase import NORMALISATIONS
 from zerofx.capture.outside import OutsideFoundError
-from zerofx.capture.traceable import traceable
+from zerofx.capture.traceable import as_in_eager_mode_first, traceable
 from zerofx.capture.values.watched_calls import CallWatcher
 from zerofx.errors import ZeroFXError, warn, working
 from zerofx.ir.batch import Batch as Batch
@@ -64,8 +64,12 @@ def capture(
     """
     parameters = parameter_infos(model, compute_dtype, strides)
     objective = Objective.of(loss_fn)
-    return objective.outside.traced(
-        lambda: _captured(model, batch, objective, compute_dtype, num_micro_batches, strides, gpu, parameters, rewrites)
+    return as_in_eager_mode_first(
+        lambda compiled: objective.outside.traced(
+            lambda: _captured(
+                model, batch, objective, compute_dtype, num_micro_batches, strides, gpu, parameters, rewrites, compiled
+            )
+        )
     )
 
 
@@ -79,15 +83,16 @@ def _captured(
     gpu: AbsentGpu | None,
     parameters: tuple[ParameterInfo, ...],
     rewrites: Sequence[Normalisation],
+    compiled: bool,
 ) -> StepGraph:
-    """What ``capture`` gives.
+    """What ``capture`` gives of a forward that is told whether it is ``compiled``.
 
     Raises:
         OutsideFoundError: the objective uses tensors that it had not been known to use.
     """
     watcher = CallWatcher()
     with (
-        traceable(model, batch, objective, compute_dtype, num_micro_batches, strides, gpu) as traced,
+        traceable(model, batch, objective, compute_dtype, num_micro_batches, strides, gpu, compiled=compiled) as traced,
         watcher,
         SourceLines(),
     ):

@@ -6,9 +6,9 @@ Nothing of the model is computed or changed: what stands in for its tensors is t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +30,23 @@ from zerofx.torch_private.dispatch import without_log_of_fakes, without_modes
 from zerofx.torch_private.modules import buffer_table, parameter_table
 from zerofx.torch_private.tensors import as_parameter
 
+T = TypeVar("T")
+
+
+def as_in_eager_mode_first(trace: Callable[[bool], T]) -> T:
+    """What ``trace`` gives for a forward that takes itself for eager mode's, or if that cannot be traced, for compiled.
+
+    Libraries ask ``torch.compiler.is_compiling()`` before they look at values, and choose other kernels by what they
+    see: a mask that is only causal is a flag in eager mode. A trace knows the values that follow from constants; where
+    a forward reads another, it is told that it is compiled.
+
+    Args:
+        trace: whether to say so, to what is traced then.
+    """
+    with contextlib.suppress(Exception):
+        return trace(False)
+    return trace(True)
+
 
 @contextlib.contextmanager
 def traceable(
@@ -40,11 +57,13 @@ def traceable(
     num_micro_batches: int,
     strides: Strides,
     gpu: AbsentGpu | None = None,
+    *,
+    compiled: bool,
 ) -> Iterator[tuple[LossModule, tuple[torch.Tensor, ...], torch.device, FakeTensorMode]]:
     """While open, the model is on fake tensors, and what runs knows its layer (``running_layer``).
 
     Gives the module that makes the loss, the fake tensors of the batch to call it with, their device, and their mode.
-    For an absent ``gpu`` that device is the CPU.
+    For an absent ``gpu`` that device is the CPU. ``compiled``: whether a forward that asks is told that it is.
     """
     mode, device = fake_mode(), tracing_device(model, batch, gpu)
     with (
@@ -53,7 +72,7 @@ def traceable(
         _fake_state(model, mode, compute_dtype, device, strides) as of_model,
         layer_annotations(model),
         computing_in_float32(compute_dtype),
-        compiling(),
+        compiling() if compiled else contextlib.nullcontext(),
         without_checkpoints(),
         traceable_collectives(),
         drawing_with_torch(),

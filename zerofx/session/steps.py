@@ -78,7 +78,7 @@ class Steps:
         self.shapes = Shapes(options.max_shapes)
         self.taken: TakenOver | None = None
         self.tiers: Tiers | None = None
-        self.machine: Machine | None = options.machine
+        self.machine: Machine | None = None
         self.device = device_of(model)
         self.gradients = AbsentGradients(model)
         self._constant = ConstantArguments(options.constant, model, options.objective.forward)

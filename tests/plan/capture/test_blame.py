@@ -201,7 +201,7 @@ def test_layers_that_are_left_out_at_random_are_told_how_to_stay() -> None:
 
 class _Masked(Regression):
     def predict(self, x: Tensor) -> Tensor:
-        mask = None if torch.compiler.is_compiling() else torch.ones(DIM)
+        mask = None if torch.compiler.is_compiling() else torch.ones(DIM) * float(x.sum())
         return x * mask[None]  # type: ignore[index]  # the line to blame
 
 

@@ -157,6 +157,24 @@ def test_capture_leaves_model_and_random_numbers_alone() -> None:
     assert not torch.compiler.is_compiling()
 
 
+def test_a_forward_that_asks_is_told_that_it_is_compiled_only_where_it_would_read_values() -> None:
+    class Asking(Regression):
+        def __init__(self, *, reads: bool) -> None:
+            super().__init__()
+            self.linear, self.reads = nn.Linear(DIM, DIM), reads
+
+        def predict(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x)
+            if torch.compiler.is_compiling():
+                return y.sin()
+            return y.cos() if not self.reads or float(x.sum()) > 0 else y
+
+    for reads, expected, other in ((False, "aten.cos.default", "aten.sin"), (True, "aten.sin.default", "aten.cos.def")):
+        text = _capture(CASES["stack"], Asking(reads=reads)).text()
+        forward = "".join(line for line in text.splitlines(keepends=True) if "forward" in line)
+        assert expected in forward and other not in forward
+
+
 def test_two_captures_of_a_model_are_the_same() -> None:
     assert _capture(CASES["gpt"]).fingerprint() == _capture(CASES["gpt"]).fingerprint()
 

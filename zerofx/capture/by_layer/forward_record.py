@@ -24,7 +24,7 @@ from zerofx.capture.by_layer.replicate import NotRepeatedError
 from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.layer_annotations import running_layer
 from zerofx.capture.loss import Loss, LossModule, Objective
-from zerofx.capture.traceable import traceable
+from zerofx.capture.traceable import as_in_eager_mode_first, traceable
 from zerofx.ir.batch import Batch
 from zerofx.ir.canonical import Number
 from zerofx.ir.casts import ComputeDtype
@@ -89,8 +89,10 @@ def record_forward(
     """
     objective = Objective.of(loss_fn)
 
-    def once() -> ForwardRecord:
-        with traceable(model, batch, objective, compute_dtype, num_micro_batches, strides, gpu) as traced:
+    def once(compiled: bool) -> ForwardRecord:
+        with traceable(
+            model, batch, objective, compute_dtype, num_micro_batches, strides, gpu, compiled=compiled
+        ) as traced:
             lossy, fakes, _, mode = traced
             recorder, questions = _Recorder(lossy, fakes), _Asked()
             with mode, recorder, questions:
@@ -99,7 +101,7 @@ def record_forward(
             notes = "\n".join((*questions.names, *lossy.rebound, *lossy.checked))
             return ForwardRecord(lines, notes, recorder.foreign, lossy.returned)
 
-    return objective.outside.traced(once)
+    return as_in_eager_mode_first(lambda compiled: objective.outside.traced(lambda: once(compiled)))
 
 
 class _Asked(TorchFunctionMode):
