@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -24,6 +25,34 @@ from zerofx.scheduler.cost.liveness import MemoryEvent, RegionLike
 from zerofx.scheduler.cost.overwriting import overwriting_order, overwritten
 
 
+@dataclass(frozen=True)
+class Fused:
+    """The kernels that a region is taken to run in, in order.
+
+    ``order`` are its operators, ``members`` all of its nodes, ``kept`` the storages that take memory, ``reads`` those
+    that are read to compute an operator, through what is inlined into it, and ``behind`` the operators that it needs.
+    """
+
+    kernels: list[list[fx.Node]]
+    order: list[fx.Node]
+    members: set[fx.Node]
+    kept: set[Storage]
+    reads: Mapping[fx.Node, set[Storage]]
+    behind: Mapping[fx.Node, set[fx.Node]]
+
+
+def fuse(region: RegionLike) -> Fused:
+    """What is computed together when ``region`` is compiled."""
+    order = [node for node in region.own if not is_view(node) and node.target is not operator.getitem]
+    members = set(region.own)
+    kept = _stored(order, members)
+    reads = {node: _read(node, members, kept) for node in order}
+    needs = {node: {storage[0] for storage in reads[node] if storage[0] in reads} for node in order}
+    behind = _ancestors(order, needs)
+    kernels = _kernels([n for n in _together(order, reads, needs, behind, kept) if _runs(n, kept)], reads, needs)
+    return Fused(kernels, order, members, kept, reads, behind)
+
+
 def estimated_memory(
     region: RegionLike, kernels_in_use: Collection[str], *, on_cpu: bool = True
 ) -> tuple[MemoryEvent, ...]:
@@ -32,13 +61,9 @@ def estimated_memory(
     ``kernels_in_use``: those of zerofx's own, by name, which hold other memory than ATen's. ``on_cpu``: whether the
     step will run on a CPU, whose kernels keep workspaces, wherever it was captured.
     """
-    order = [node for node in region.own if not is_view(node) and node.target is not operator.getitem]
-    members = set(region.own)
-    kept = _stored(order, members)
-    reads = {node: _read(node, members, kept) for node in order}
-    needs = {node: {storage[0] for storage in reads[node] if storage[0] in reads} for node in order}
-    behind = _ancestors(order, needs)
-    kernels = _kernels([n for n in _together(order, reads, needs, behind, kept) if _runs(n, kept)], reads, needs)
+    fused = fuse(region)
+    order, members, kept, reads, behind = fused.order, fused.members, fused.kept, fused.reads, fused.behind
+    kernels = fused.kernels
     last: dict[Storage, int] = {}
     for number, kernel in enumerate(kernels):
         for node in kernel:
@@ -54,7 +79,7 @@ def estimated_memory(
         free = [s for s in dying.get(number, ()) if s in live and s not in leaving]
         kernel, over = _overwriting(kernel, free, reads, behind)
         for node in kernel:
-            for storage in (s for s in _outputs(node) if s in kept):
+            for storage in (s for s in outputs_of(node) if s in kept):
                 size = storage_size(storage)
                 taken = next((s for s in free if s in over[node] and live[s] == size), None)
                 if taken is None:
@@ -65,7 +90,7 @@ def estimated_memory(
                 live[storage] = size
                 if storage not in last and storage not in leaving:
                     free.append(storage)
-        aten = [node for node in kernel if not _is_loop(node)] if on_cpu else []
+        aten = [node for node in kernel if not is_loop(node)] if on_cpu else []
         scratch = sum(compiled_workspace_bytes(node, kernels_in_use) for node in aten)
         events += [MemoryEvent(scratch), MemoryEvent(-scratch)] if scratch else []
         events += [MemoryEvent(-live.pop(storage)) for storage in free]
@@ -80,8 +105,8 @@ def _kernels(
     found: list[list[fx.Node]] = []
     for node in order:
         before = found[-1] if found else []
-        alike = [n for n in before if _is_loop(n) and _extent(n, reads) == _extent(node, reads)]
-        if _is_loop(node) and any(other in needs[node] or reads[node] & reads[other] for other in alike):
+        alike = [n for n in before if is_loop(n) and _extent(n, reads) == _extent(node, reads)]
+        if is_loop(node) and any(other in needs[node] or reads[node] & reads[other] for other in alike):
             before.append(node)
         else:
             found.append([node])
@@ -90,7 +115,7 @@ def _kernels(
 
 def _extent(node: fx.Node, reads: Mapping[fx.Node, set[Storage]]) -> int:
     """Elements that a loop runs over, in bytes."""
-    storages = reads[node] if _is_reduction(node) else _outputs(node)
+    storages = reads[node] if _is_reduction(node) else outputs_of(node)
     return max(map(storage_size, storages), default=0)
 
 
@@ -105,8 +130,8 @@ def _overwriting(
     Without reductions that is what ``codegen/inductor/kernel_passes.py`` has Inductor do, else what it does by itself:
     a loop overwrites what it reads, and nothing else in its kernel but what it needs.
     """
-    if all(_is_inlined(node) and facts_of(node.target).inductor is Inductor.LOOP for node in kernel):
-        sizes = {node: {storage_size(storage) for storage in _outputs(node)} for node in kernel}
+    if all(is_inlined(node) and facts_of(node.target).inductor is Inductor.LOOP for node in kernel):
+        sizes = {node: {storage_size(storage) for storage in outputs_of(node)} for node in kernel}
         fitting = {s for s in dying if all(storage_size(s) in sizes[node] for node in kernel if s in reads[node])}
         ends = {node: reads[node] & fitting for node in kernel}
         order = overwriting_order(kernel, ends, behind)
@@ -115,7 +140,7 @@ def _overwriting(
     over: dict[fx.Node, set[Storage]] = {}
     for node in kernel:
         others = [other for other in kernel if other is not node and other not in behind[node]]
-        alone = _is_inlined(node) and facts_of(node.target).inductor is not Inductor.ROW_LOOPS
+        alone = is_inlined(node) and facts_of(node.target).inductor is not Inductor.ROW_LOOPS
         over[node] = {s for s in reads[node] if not any(s in reads[other] for other in others)} if alone else set()
     return kernel, over
 
@@ -143,7 +168,7 @@ def _together(
     alike: dict[Storage, list[fx.Node]] = {}  # loops over the elements of a value that they read
     shared: dict[fx.Node, list[Storage]] = {}
     for node in order:
-        if _is_inlined(node) and _runs(node, kept):
+        if is_inlined(node) and _runs(node, kept):
             shared[node] = [s for s in reads[node] if storage_size(s) == _extent(node, reads)]
             for storage in shared[node]:
                 alike.setdefault(storage, []).append(node)
@@ -179,10 +204,10 @@ def _ancestors(order: Iterable[fx.Node], needs: Mapping[fx.Node, set[fx.Node]]) 
 def _stored(order: Iterable[fx.Node], members: set[fx.Node]) -> set[Storage]:
     """The storages that take memory."""
     nodes = list(order)
-    found = {s for node in nodes if not _is_inlined(node) and aliased_input(node) is None for s in _outputs(node)}
+    found = {s for node in nodes if not is_inlined(node) and aliased_input(node) is None for s in outputs_of(node)}
     found |= _leaving(nodes, members)
     for node in nodes:
-        if not _is_loop(node):
+        if not is_loop(node):
             found.update(storage_source(source) for source in node.all_input_nodes if source in members)
     return found
 
@@ -202,7 +227,7 @@ def _leaving(order: Iterable[fx.Node], members: set[fx.Node]) -> set[Storage]:
 
 
 def _runs(node: fx.Node, kept: set[Storage]) -> bool:
-    return not _is_inlined(node) or any(storage in kept for storage in _outputs(node))
+    return not is_inlined(node) or any(storage in kept for storage in outputs_of(node))
 
 
 def _read(node: fx.Node, members: set[fx.Node], kept: set[Storage]) -> set[Storage]:
@@ -214,7 +239,7 @@ def _read(node: fx.Node, members: set[fx.Node], kept: set[Storage]) -> set[Stora
         source = pending.pop()
         storage = storage_source(source)
         owner = storage[0]
-        if storage in kept or owner not in members or not _is_inlined(owner):
+        if storage in kept or owner not in members or not is_inlined(owner):
             found.add(storage)
         elif owner not in seen:
             seen.add(owner)
@@ -222,7 +247,8 @@ def _read(node: fx.Node, members: set[fx.Node], kept: set[Storage]) -> set[Stora
     return found
 
 
-def _is_inlined(node: fx.Node) -> bool:
+def is_inlined(node: fx.Node) -> bool:
+    """Whether readers in loops compute ``node`` themselves."""
     return facts_of(node.target).is_loop and not mutated_inputs(node)
 
 
@@ -230,11 +256,13 @@ def _is_reduction(node: fx.Node) -> bool:
     return facts_of(node.target).inductor is Inductor.REDUCTION
 
 
-def _is_loop(node: fx.Node) -> bool:
-    return _is_inlined(node) or _is_reduction(node)
+def is_loop(node: fx.Node) -> bool:
+    """Whether Inductor writes the kernel that computes ``node``."""
+    return is_inlined(node) or _is_reduction(node)
 
 
-def _outputs(node: fx.Node) -> list[Storage]:
+def outputs_of(node: fx.Node) -> list[Storage]:
+    """The storages that ``node`` makes, those of a loop as far as they are used."""
     if aliased_input(node) is not None:
         return []
     found = node.meta.get("val")
@@ -244,4 +272,4 @@ def _outputs(node: fx.Node) -> list[Storage]:
         return []
     used = {user.args[1] for user in node.users if user.target is operator.getitem}
     made = [i for i, output in enumerate(found) if isinstance(output, torch.Tensor)]
-    return [(node, i) for i in made if i in used or not _is_inlined(node)]
+    return [(node, i) for i in made if i in used or not is_inlined(node)]

@@ -5,8 +5,9 @@ bandwidth, plus the launch of a kernel. FLOPs come from `torch.utils.flop_counte
 operator, so they equal what `FlopCounterMode` counts; of those that it does not know, the table of operators has them
 per element (``zerofx/ir/operators/table.py``).
 
-Not covered: fusion (a region of pointwise nodes costs the sum of its parts here), causal attention (counted as full,
-as the registry does), and collectives, whose time depends on the group: see `machine.collective_seconds`.
+Not covered: fusion (a region of pointwise nodes costs the sum of its parts here; ``fused_time.py`` has what it takes
+when it is compiled for a GPU), causal attention (counted as full, as the registry does), and collectives, whose time
+depends on the group: see `machine.collective_seconds`.
 """
 
 from __future__ import annotations
@@ -126,9 +127,9 @@ def _bytes_read(node: fx.Node) -> int:
     for position, source in enumerate(node.all_input_nodes):
         if source in only_written:
             continue
-        num_bytes = sum(_touched_bytes(tensor) for tensor in tensors_of(source))
+        num_bytes = sum(touched_bytes(tensor) for tensor in tensors_of(source))
         if position == 0 and traffic is Traffic.PICKS:
-            num_bytes = min(num_bytes, sum(_touched_bytes(tensor) for tensor in tensors_of(node)))
+            num_bytes = min(num_bytes, sum(touched_bytes(tensor) for tensor in tensors_of(node)))
         owner = storage_source(source)
         touched[owner] = touched.get(owner, 0) + num_bytes
     return sum(min(num_bytes, _owned_bytes(owner)) for owner, num_bytes in touched.items())
@@ -139,10 +140,10 @@ def _bytes_written(node: fx.Node) -> int:
     if facts_of(node.target).traffic is Traffic.ALLOCATES:
         return 0
     changed = mutated_inputs(node)
-    written = sum(_touched_bytes(tensor) for source in changed for tensor in tensors_of(source))
+    written = sum(touched_bytes(tensor) for source in changed for tensor in tensors_of(source))
     if changed and (aliased_input(node) is not None or _returns_only_aliases(node)):
         return written
-    return written + sum(_touched_bytes(tensor) for tensor in tensors_of(node))
+    return written + sum(touched_bytes(tensor) for tensor in tensors_of(node))
 
 
 def _returns_only_aliases(node: fx.Node) -> bool:
@@ -158,7 +159,7 @@ def _only_written(node: fx.Node) -> tuple[fx.Node, ...]:
     return changed if is_out(node.target) or facts_of(node.target).traffic is Traffic.OVERWRITES else ()
 
 
-def _touched_bytes(tensor: Tensor) -> int:
+def touched_bytes(tensor: Tensor) -> int:
     """Bytes of the distinct elements of a view: an expanded dimension counts once."""
     sizes = (int(size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0)
     return math.prod(sizes) * tensor.element_size()

@@ -22,6 +22,7 @@ from zerofx.ir.facts import is_random
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.text import target_name
 from zerofx.ir.value_ops import VALUE_COLLECTIVES
+from zerofx.scheduler.analysis.inlined import is_free_again
 from zerofx.scheduler.analysis.pieces import ForwardRun, forward_runs
 from zerofx.scheduler.analysis.saved_values import crossing_storages, is_forward_call, outputs_of, storage_size
 from zerofx.scheduler.cost.machine import Machine
@@ -29,6 +30,8 @@ from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.wire_volume import value_collective_seconds
 
 _PRICES = 24  # how many prices are tried between the cheapest and the dearest value
+_NO_SECONDS = 1e-15  # of what costs nothing: of cuts that keep as much, the one that computes less is taken
+_FREE_SECONDS = 1e-9  # a level of nothing else takes at most
 _STEPS = 64  # between keeping all and nothing, those at most that are looked for between prices
 
 
@@ -149,12 +152,23 @@ def _key(nodes: Sequence[fx.Node], values: Mapping[Storage, int], needed: frozen
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def menu(segment: Segment, machine: Machine) -> tuple[Level, ...]:
-    """The levels of a segment, from keeping all to computing most again; each keeps less than the one before."""
-    seconds = {node: _seconds(node, machine) for node in segment.operators}
+def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[Level, ...]:
+    """The levels of a segment, from keeping all to computing most again; each keeps less than the one before.
+
+    ``inlines``: whether backward is compiled so that some of it costs nothing (``scheduler/analysis/inlined.py``): the
+    level after the first is ``free_level`` then, if that keeps less.
+    """
+    free = set(filter(is_free_again, segment.operators)) if inlines else set()
+    seconds = {node: _NO_SECONDS if node in free else _seconds(node, machine) for node in segment.operators}
     sizes = [storage_size(storage) for storage in segment.values]
-    rates = [sizes[i] / seconds[s[0]] for i, s in enumerate(segment.values) if seconds.get(s[0]) and sizes[i]]
+    rates = [
+        sizes[i] / seconds[s[0]]
+        for i, s in enumerate(segment.values)
+        if seconds.get(s[0]) and sizes[i] and s[0] not in free
+    ]
     levels = [keep_all(segment)]
+    if free and (level := free_level(segment)).num_bytes < levels[0].num_bytes:
+        levels.append(level)
     if not rates:
         return tuple(levels)
     high, low = 2 * max(rates), min(rates) / len(segment.operators)
@@ -164,6 +178,18 @@ def menu(segment: Segment, machine: Machine) -> tuple[Level, ...]:
             grain = levels[0].num_bytes // _STEPS
             levels += [*_between(segment, sizes, seconds, levels[-1], level, grain), level]
     return tuple(levels)
+
+
+def free_level(segment: Segment) -> Level:
+    """The level that computes again what costs nothing in a compiled backward, as far as less is kept then."""
+    seconds = {node: _NO_SECONDS if is_free_again(node) else float("inf") for node in segment.operators}
+    sizes = [storage_size(storage) for storage in segment.values]
+    return cheapest(segment, sizes, seconds, 1.0)
+
+
+def costs_nothing(level: Level) -> bool:
+    """Whether ``level`` is one that takes no time."""
+    return level.seconds <= _FREE_SECONDS
 
 
 def _seconds(node: fx.Node, machine: Machine) -> float:

@@ -12,6 +12,7 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.pipeline import run_quietly
+from zerofx.scheduler.cost.fused_time import fused_seconds
 from zerofx.scheduler.cost.fusion import estimated_memory
 from zerofx.scheduler.cost.liveness import Liveness, liveness, with_profiles
 from zerofx.scheduler.cost.simulate import Simulation, predict, simulate
@@ -75,12 +76,28 @@ def simulate_step(
     ``instructions`` are those that ``step`` is cut into.
     """
     costs, machine, fused = target.costs, target.machine, target.compiles_regions
-    measured = costs.of_nodes(regions_of(instructions), machine) if costs is not None else None
+    measured = None
+    if costs is not None:
+        measured = costs.of_nodes(regions_of(instructions), machine)
+    elif target.fuses:
+        measured = _seconds_when_compiled(instructions, target)
     simulation = simulate(step, machine, layout.mesh, on_cpu=target.on_cpu, fused=fused, measured=measured)
     if fused:
         live = _live_when_compiled(simulation.live, step, instructions, target)
         simulation = replace(simulation, live=live)
     return simulation
+
+
+def _seconds_when_compiled(instructions: tuple[Instruction, ...], target: Target) -> dict[str, float]:
+    """Seconds of nodes in regions that are compiled for a GPU, by name: the last has those of its region, which runs as
+    one piece. Equal regions take equal times."""
+    found: dict[str, float] = {}
+    for region in regions_of(instructions):
+        if region.key not in target.region_seconds:
+            target.region_seconds[region.key] = fused_seconds(region, target.machine)
+        found |= dict.fromkeys((node.name for node in region.own), 0.0)
+        found[region.own[-1].name] = target.region_seconds[region.key]
+    return found
 
 
 def _live_when_compiled(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from zerofx.passes.divide import divide
 from zerofx.passes.recompute import put_off, recompute
 from zerofx.scheduler.analysis.saved_values import storage_size, value_node
 from zerofx.scheduler.cost.timeline import Place, runs
-from zerofx.scheduler.decide.activations import Level, Segment, menu
+from zerofx.scheduler.decide.activations import Level, Segment, costs_nothing, free_level, keep_all, menu
 from zerofx.scheduler.decide.gathers import Gathering, keep_menus, prefetch_menu, reduction_menu, why_kept
 from zerofx.scheduler.decide.gradients import Waiting, gradient_menus, place_gradients
 from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, away_seconds, entries, joint_menu, place
@@ -121,6 +122,24 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
     return items + _accumulated(question, items, leaning)
 
 
+def free_items(question: Question) -> list[Activations]:
+    """The layers in which less is kept if backward computes again what costs it nothing."""
+    first = {part.key: part for part in reversed(question.captured.segments) if part.unit}
+    menus = {key: (keep_all(part), free_level(part)) for key, part in first.items()}
+    less = {key for key, (everything, free) in menus.items() if free.num_bytes < everything.num_bytes}
+    return [Activations(part, menus[part.key]) for part in question.captured.segments if part.key in less]
+
+
+def num_free(items: Sequence[Item], moves: Sequence[Move]) -> int:
+    """How many of the first ``moves`` cost nothing, and are made in any case."""
+
+    def is_free(move: Move) -> bool:
+        item = items[move.item]
+        return isinstance(item, Activations) and costs_nothing(item.levels[move.level])
+
+    return sum(1 for _ in itertools.takewhile(is_free, moves))
+
+
 def _accumulated(question: Question, others: Sequence[Item], leaning: Leaning) -> list[Item]:
     """Gradients between micro-batches: in slices, or in the room that states and parameters leave elsewhere."""
     states = [item.levels[1] for item in others if isinstance(item, States)] or list(question.delayed.values())
@@ -175,7 +194,7 @@ def _activations(question: Question, leaning: Leaning) -> list[Activations]:
     parts = [part for layer in range(num_layers) for part in parts[layer::num_layers]]
     machine, first = question.machine, {part.key: part for part in reversed(parts)}
     if leaning == "recompute":
-        menus = {key: menu(part, machine) for key, part in first.items()}
+        menus = {key: menu(part, machine, inlines=question.inlines) for key, part in first.items()}
         return [Activations(part, menus[part.key]) for part in parts]
     tier, recompute = question.tiers[0], leaning == "joint"
     # Of layers that are alike one at a time has its values back, and so it is with pieces, which need not be alike.
@@ -299,6 +318,8 @@ def _choose_activations(question: Question, item: Activations, move: Move, chose
         f"{reached_level}: the last move frees {format_bytes(move.freed_bytes)} for "
         f"{format_seconds(move.extra_seconds)} of computation"
     )
+    if costs_nothing(level):
+        reason = f"the kernels of backward that read it compute it, which frees {format_bytes(move.freed_bytes)}"
     for i, storage in enumerate(segment.values):
         node = value_node(storage)
         if i in segment.needed and i not in level.saved:

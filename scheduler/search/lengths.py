@@ -16,7 +16,7 @@ from typing import Protocol
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.held import Held
-from zerofx.scheduler.search.items import items_of, plan_of
+from zerofx.scheduler.search.items import items_of, num_free, plan_of
 from zerofx.scheduler.search.order import order_moves
 from zerofx.scheduler.search.question import Leaning, Question
 
@@ -101,11 +101,12 @@ class Lengths:
         return tried[best], self.at(best)[1]
 
     def fitting(self, budget: int) -> Plan | None:
-        """The plan of a length that fits where one move fewer does not; None where not even all moves do.
+        """The plan of a length that fits where one move fewer does not, but for moves that cost nothing, which are made
+        in any case; None where not even all moves do.
 
         It is looked for where enough bytes should be free, going by what the moves tried so far have really freed.
         """
-        low, high = 0, len(self._moves)
+        low, high = num_free(self._items, self._moves), len(self._moves)
         if self._bytes(low) <= budget:
             return self.at(low)[1]
         if self._bytes(high) > budget:

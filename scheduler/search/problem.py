@@ -169,6 +169,7 @@ class Problem:
             delayed=self.delayed(),
             max_grad_norm=options.max_grad_norm,
             loss_scaled=options.loss_scale is not None,
+            inlines=self.target.fuses and options.recompute != "none",
             gradients=self.gradients(),
             reduce="once" if self.gradients() else options.reduce,
             reduced_each=self.reduced_each(),

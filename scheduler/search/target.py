@@ -26,8 +26,8 @@ class Target:
     ``compiles_regions``: whether Inductor makes the kernels of regions, which hold less inside then. ``kernels``: those
     of zerofx's own that the step uses. ``costs``: measured costs to go by; ``machine`` has their links.
     ``measured_regions``: what regions hold that have been compiled; ``estimates``: what regions hold by measuring, or
-    else by an estimate, to which further estimates are added. ``verbose``: whether this rank shows progress, and writes
-    what ``ZEROFX_DEBUG`` asks for.
+    else by an estimate, to which further estimates are added. ``region_seconds``: what they take, where times are those
+    of fused kernels. ``verbose``: whether this rank shows progress, and writes what ``ZEROFX_DEBUG`` asks for.
     """
 
     machine: Machine
@@ -38,6 +38,7 @@ class Target:
     costs: MeasuredCosts | None = None
     measured_regions: RegionMemory = field(default_factory=dict)
     estimates: dict[str, tuple[MemoryEvent, ...]] = field(default_factory=dict, repr=False, compare=False)
+    region_seconds: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
     verbose: bool = True
 
     @staticmethod
@@ -54,6 +55,11 @@ class Target:
         compiles_regions = options.compiles_regions
         kernels = kernels_in_use(settings.kernels, device) if compiles_regions else frozenset[str]()
         return Target(machine, settings, on_cpu, compiles_regions, kernels, verbose=verbose)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether times are those of fused kernels, which wait for memory: on a GPU, where regions are compiled."""
+        return self.compiles_regions and not self.on_cpu
 
     def with_costs(self, costs: MeasuredCosts, num_ranks: int) -> Target:
         """The same where operators and links of ``num_ranks`` ranks take what was measured."""

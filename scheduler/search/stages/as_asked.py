@@ -8,7 +8,7 @@ from zerofx.scheduler.decide.gradients import place_gradients
 from zerofx.scheduler.decide.residency import decide
 from zerofx.scheduler.decide.states import decisions_of
 from zerofx.scheduler.plan.plan import Plan
-from zerofx.scheduler.search.items import Activations, items_of, plan_of
+from zerofx.scheduler.search.items import Activations, free_items, items_of, plan_of
 from zerofx.scheduler.search.order import order_moves
 from zerofx.scheduler.search.problem import Problem
 from zerofx.scheduler.search.stage import Search
@@ -23,7 +23,9 @@ class AsAsked:
     def plan(self, problem: Problem, rest: Search) -> Plan:
         if problem.memory_budget is not None:
             return rest.plan(problem)
-        return _least_memory(problem) if problem.options.recompute == "full" else _as_asked(problem)
+        if problem.options.recompute == "full":
+            return _least_memory(problem)
+        return _computing_for_free(problem) or _as_asked(problem)
 
 
 def _as_asked(problem: Problem) -> Plan:
@@ -39,6 +41,13 @@ def _as_asked(problem: Problem) -> Plan:
         each=problem.reduced_each(),
         loss_scaled=options.loss_scale is not None,
     )  # fmt: skip
+
+
+def _computing_for_free(problem: Problem) -> Plan | None:
+    """The plan that computes again what costs nothing, and does all else as asked; None if there is no such thing."""
+    question = problem.question()
+    items = free_items(question) if question.inlines else []
+    return plan_of(question, items, order_moves([item.levels for item in items]))[0] if items else None
 
 
 def _least_memory(problem: Problem) -> Plan:
