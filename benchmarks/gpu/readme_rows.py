@@ -27,12 +27,14 @@ def row_of_tests(cases: Cases) -> Iterator[Row]:
 
 
 def row_of_train(cases: Cases) -> Iterator[Row]:
-    known = [differences(result)[0] for _, result in results(cases) if "losses" in result]
-    if known:
-        yield Row(
-            "losses of GPT and HF Llama in bf16, eager and compiled, next to plain torch's: largest difference",
-            f"{100 * max(known):.2f} %",
-        )
+    for backend in ("eager", "inductor"):
+        trained = [entry for entry in results(cases) if "losses" in entry[1] and f", {backend}," in entry[0]]
+        if trained:
+            models = " and ".join(dict.fromkeys(name.partition(",")[0] for name, _ in trained))
+            yield Row(
+                f"losses of {models} in bf16, {backend}, next to plain torch's: largest difference",
+                f"{100 * max(differences(result)[0] for _, result in trained):.2f} %",
+            )
 
 
 def row_of_memory(cases: Cases) -> Iterator[Row]:
@@ -41,8 +43,9 @@ def row_of_memory(cases: Cases) -> Iterator[Row]:
             result[key] / result["predicted_bytes"]["device"] - 1 for _, result in results(cases) if result.get(key)
         ]
         if shares:
+            shapes = dict.fromkeys(name.partition(",")[0] for name, result in results(cases) if result.get(key))
             yield Row(
-                f"peak that was {word} next to the predicted one, Llamas of 1.1B and 8B within budgets, all cases",
+                f"peak that was {word} next to the predicted one, {' and '.join(shapes)} within budgets, all cases",
                 f"{100 * min(shares):+.1f} % to {100 * max(shares):+.1f} %",
             )
 
@@ -56,6 +59,10 @@ def row_of_speed(cases: Cases) -> Iterator[Row]:
         for verdict in one_gpu.verdicts(listed, on_cpu=data["device"] == "cpu"):
             if verdict.what.startswith("time"):
                 yield Row(f"{data['shape']}, {verdict.what} (less is better)", f"{verdict.measured:.2f}")
+        peaks = {row.name: row.peak_bytes for row in listed.get("whole", [])}
+        if {"zerofx", one_gpu.COMPILED} <= peaks.keys():
+            share = peaks["zerofx"] / peaks[one_gpu.COMPILED]
+            yield Row(f"{data['shape']}, peak: zerofx / {one_gpu.COMPILED} (less is better)", f"{share:.2f}")
 
 
 def row_of_kernels(cases: Cases) -> Iterator[Row]:

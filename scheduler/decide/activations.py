@@ -22,12 +22,12 @@ from zerofx.ir.facts import is_random
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.text import target_name
 from zerofx.ir.value_ops import VALUE_COLLECTIVES
-from zerofx.scheduler.analysis.inlined import is_free_again
 from zerofx.scheduler.analysis.pieces import ForwardRun, forward_runs
 from zerofx.scheduler.analysis.saved_values import crossing_storages, is_forward_call, outputs_of, storage_size
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.wire_volume import value_collective_seconds
+from zerofx.scheduler.decide.inlined import is_free_again
 
 _PRICES = 24  # how many prices are tried between the cheapest and the dearest value
 _NO_SECONDS = 1e-15  # of what costs nothing: of cuts that keep as much, the one that computes less is taken
@@ -155,7 +155,7 @@ def _key(nodes: Sequence[fx.Node], values: Mapping[Storage, int], needed: frozen
 def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[Level, ...]:
     """The levels of a segment, from keeping all to computing most again; each keeps less than the one before.
 
-    ``inlines``: whether backward is compiled so that some of it costs nothing (``scheduler/analysis/inlined.py``): the
+    ``inlines``: whether backward is compiled so that some of it costs nothing (``scheduler/decide/inlined.py``): the
     level after the first is ``free_level`` then, if that keeps less.
     """
     free = set(filter(is_free_again, segment.operators)) if inlines else set()

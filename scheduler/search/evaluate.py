@@ -91,13 +91,13 @@ def simulate_step(
 def _seconds_when_compiled(instructions: tuple[Instruction, ...], target: Target) -> dict[str, float]:
     """Seconds of nodes in regions that are compiled for a GPU, by name: the last has those of its region, which runs as
     one piece. Equal regions take equal times."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for region in regions_of(instructions):
         if region.key not in target.region_seconds:
             target.region_seconds[region.key] = fused_seconds(region, target.machine)
-        found |= dict.fromkeys((node.name for node in region.own), 0.0)
-        found[region.own[-1].name] = target.region_seconds[region.key]
-    return found
+        seconds |= dict.fromkeys((node.name for node in region.own), 0.0)
+        seconds[region.own[-1].name] = target.region_seconds[region.key]
+    return seconds
 
 
 def _live_when_compiled(

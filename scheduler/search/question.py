@@ -30,7 +30,7 @@ class Question:
     ``delayed``: where states are in any case, so that their updates overlap with the next step; none if empty.
     ``max_grad_norm``: what gradients are clipped to, if they are: all updates are after all reductions then.
     ``loss_scaled``: whether gradients are of a scaled loss, after which updates come so too.
-    ``inlines``: whether values may be computed again at no cost (``scheduler/analysis/inlined.py``).
+    ``inlines``: whether values may be computed again at no cost (``scheduler/decide/inlined.py``).
     ``gradients``: which wait elsewhere between micro-batches in any case, with copies that are still to be placed.
     ``reduce``: whether gradients may be reduced in each micro-batch, ``reduced_each`` those that are before any move.
     """
