@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from zerofx.codegen.kernels.choose import update_kernels
 from zerofx.codegen.kernels.table import UPDATE
 from zerofx.codegen.regions import Instruction, cut, regions_of
+from zerofx.ir.aliasing import is_view
 from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
@@ -89,14 +90,15 @@ def simulate_step(
 
 
 def _seconds_when_compiled(instructions: tuple[Instruction, ...], target: Target) -> dict[str, float]:
-    """Seconds of nodes in regions that are compiled for a GPU, by name: the last has those of its region, which runs as
-    one piece. Equal regions take equal times."""
+    """Seconds of nodes in regions that are compiled for a GPU, by name: the last that computes has those of its region,
+    which runs as one piece. Equal regions take equal times."""
     seconds: dict[str, float] = {}
     for region in regions_of(instructions):
         if region.key not in target.region_seconds:
             target.region_seconds[region.key] = fused_seconds(region, target.machine)
         seconds |= dict.fromkeys((node.name for node in region.own), 0.0)
-        seconds[region.own[-1].name] = target.region_seconds[region.key]
+        last = next((node for node in reversed(region.own) if not is_view(node)), region.own[-1])
+        seconds[last.name] = target.region_seconds[region.key]
     return seconds
 
 

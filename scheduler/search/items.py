@@ -319,7 +319,7 @@ def _choose_activations(question: Question, item: Activations, move: Move, chose
         f"{format_seconds(move.extra_seconds)} of computation"
     )
     if costs_nothing(level):
-        reason = f"the kernels of backward that read it compute it, which frees {format_bytes(move.freed_bytes)}"
+        reason = f"computed by the kernels of backward that read it: {format_bytes(move.freed_bytes)} less to keep"
     for i, storage in enumerate(segment.values):
         node = value_node(storage)
         if i in segment.needed and i not in level.saved:

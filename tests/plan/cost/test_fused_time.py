@@ -59,9 +59,14 @@ def test_a_layers_forward_takes_its_products_and_the_loops_between_them() -> Non
 def test_less_is_saved_where_backward_computes_it_in_its_kernels() -> None:
     kept, free = planned(recompute="none").plan, planned().plan
     assert len(free.recomputes) == 4 and all("silu" in decision.value for decision in free.recomputes)
-    assert "the kernels of backward that read it compute it" in free.recomputes[0].reason
+    assert "computed by the kernels of backward that read it" in free.recomputes[0].reason
     assert free.step_seconds < kept.step_seconds
     assert kept.peak_bytes["device"] - free.peak_bytes["device"] >= 3 * HIDDEN
+
+
+def test_every_region_has_its_time_in_the_schedule() -> None:
+    step = planned()
+    assert sum(row.seconds for row in step.schedule().rows) == pytest.approx(step.plan.step_seconds)
 
 
 @pytest.mark.parametrize("options", [{"backend": "eager"}, {"machine": "cpu"}, {"recompute": "none"}])
