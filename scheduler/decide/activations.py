@@ -30,8 +30,6 @@ from zerofx.scheduler.cost.wire_volume import value_collective_seconds
 from zerofx.scheduler.decide.inlined import is_free_again
 
 _PRICES = 24  # how many prices are tried between the cheapest and the dearest value
-_NO_SECONDS = 1e-15  # of what costs nothing: of cuts that keep as much, the one that computes less is taken
-_FREE_SECONDS = 1e-9  # a level of nothing else takes at most
 _STEPS = 64  # between keeping all and nothing, those at most that are looked for between prices
 
 
@@ -158,16 +156,11 @@ def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[
     ``inlines``: whether backward is compiled so that some of it costs nothing (``scheduler/decide/inlined.py``): the
     level after the first is ``free_level`` then, if that keeps less.
     """
-    free = set(filter(is_free_again, segment.operators)) if inlines else set()
-    seconds = {node: _NO_SECONDS if node in free else _seconds(node, machine) for node in segment.operators}
+    seconds = {node: 0.0 if inlines and is_free_again(node) else _seconds(node, machine) for node in segment.operators}
     sizes = [storage_size(storage) for storage in segment.values]
-    rates = [
-        sizes[i] / seconds[s[0]]
-        for i, s in enumerate(segment.values)
-        if seconds.get(s[0]) and sizes[i] and s[0] not in free
-    ]
+    rates = [sizes[i] / seconds[s[0]] for i, s in enumerate(segment.values) if seconds.get(s[0]) and sizes[i]]
     levels = [keep_all(segment)]
-    if free and (level := free_level(segment)).num_bytes < levels[0].num_bytes:
+    if inlines and (level := free_level(segment)).num_bytes < levels[0].num_bytes:
         levels.append(level)
     if not rates:
         return tuple(levels)
@@ -182,14 +175,9 @@ def menu(segment: Segment, machine: Machine, *, inlines: bool = False) -> tuple[
 
 def free_level(segment: Segment) -> Level:
     """The level that computes again what costs nothing in a compiled backward, as far as less is kept then."""
-    seconds = {node: _NO_SECONDS if is_free_again(node) else float("inf") for node in segment.operators}
+    seconds = {node: 0.0 if is_free_again(node) else float("inf") for node in segment.operators}
     sizes = [storage_size(storage) for storage in segment.values]
     return cheapest(segment, sizes, seconds, 1.0)
-
-
-def costs_nothing(level: Level) -> bool:
-    """Whether ``level`` is one that takes no time."""
-    return level.seconds <= _FREE_SECONDS
 
 
 def _seconds(node: fx.Node, machine: Machine) -> float:

@@ -15,7 +15,7 @@ from zerofx.passes.divide import divide
 from zerofx.passes.recompute import put_off, recompute
 from zerofx.scheduler.analysis.saved_values import storage_size, value_node
 from zerofx.scheduler.cost.timeline import Place, runs
-from zerofx.scheduler.decide.activations import Level, Segment, costs_nothing, free_level, keep_all, menu
+from zerofx.scheduler.decide.activations import Level, Segment, free_level, keep_all, menu
 from zerofx.scheduler.decide.gathers import Gathering, keep_menus, prefetch_menu, reduction_menu, why_kept
 from zerofx.scheduler.decide.gradients import Waiting, gradient_menus, place_gradients
 from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, away_seconds, entries, joint_menu, place
@@ -135,7 +135,7 @@ def num_free(items: Sequence[Item], moves: Sequence[Move]) -> int:
 
     def is_free(move: Move) -> bool:
         item = items[move.item]
-        return isinstance(item, Activations) and costs_nothing(item.levels[move.level])
+        return isinstance(item, Activations) and not item.levels[move.level].seconds
 
     return sum(1 for _ in itertools.takewhile(is_free, moves))
 
@@ -318,7 +318,7 @@ def _choose_activations(question: Question, item: Activations, move: Move, chose
         f"{reached_level}: the last move frees {format_bytes(move.freed_bytes)} for "
         f"{format_seconds(move.extra_seconds)} of computation"
     )
-    if costs_nothing(level):
+    if question.inlines and not level.seconds:
         reason = f"computed by the kernels of backward that read it: {format_bytes(move.freed_bytes)} less to keep"
     for i, storage in enumerate(segment.values):
         node = value_node(storage)

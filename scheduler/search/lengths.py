@@ -106,7 +106,8 @@ class Lengths:
 
         It is looked for where enough bytes should be free, going by what the moves tried so far have really freed.
         """
-        low, high = num_free(self._items, self._moves), len(self._moves)
+        low = num_free(self._items, self._moves) if self._question.inlines else 0
+        high = len(self._moves)
         if self._bytes(low) <= budget:
             return self.at(low)[1]
         if self._bytes(high) > budget:
