@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.blame import running_line
-from zerofx.capture.metadata_reads import METADATA_READS
+from zerofx.capture.values.metadata_reads import METADATA_READS
 from zerofx.torch_private.annotations import annotated, keeping_annotations, running_annotation
 
 LAYER_KEY = "zerofx_layer"

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from zerofx.capture.blame import user_line, user_lines
-from zerofx.capture.metadata_reads import METADATA_READS
+from zerofx.capture.values.metadata_reads import METADATA_READS
 from zerofx.capture.values.raising_branches import answer_without_raising
 from zerofx.capture.values.value_dependent import with_one_backward
 from zerofx.errors import CaptureError
