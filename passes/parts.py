@@ -1,4 +1,4 @@
-"""Make the views that collectives on values read where they start.
+"""Make the views that collectives on values read where they start, and those that a step hands out at its end.
 
     v = view(x, [2, 4, 8])                          v = part(x, [2, 4, 8], [32, 8, 1], 0)
     sum = reduce_scatter_values(v, 2)        ->     sum = reduce_scatter_values(v, 2)
@@ -27,34 +27,37 @@ from zerofx.scheduler.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Parts:
-    """Make the views that collectives on values read where they start."""
+    """Make the views that collectives on values read where they start, and those that a step hands out at its end."""
 
     name: str = "parts"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
         for node in list(step.calls()):
             if node.target in value_ops.VALUE_COLLECTIVES:
-                _give_part(step, node)
+                (read,) = node.all_input_nodes
+                _give_part(step, read, node, *node.users)
+        for handed_out in step.output.all_input_nodes:
+            _give_part(step, handed_out, step.output)
 
 
-def _give_part(step: StepGraph, started: fx.Node) -> None:
-    (read,) = started.all_input_nodes
+def _give_part(step: StepGraph, read: fx.Node, first: fx.Node, *others: fx.Node) -> None:
+    """Make ``read``, if it is a view, in front of its ``first`` reader, for that and ``others``."""
     if not is_view(read) or read.target in ops.EVENTS:
         return
-    owner, fake = _made(read), tensor(read)
+    owner, fake, where = _made(read), tensor(read), origin(read if first is step.output else first)
     offset = int(fake.storage_offset())
     if _is_parameter(owner):
         # What was made of a parameter is of its own memory, which by now is a part of a bucket's.
-        (full, _, _, first) = owner.args
-        assert isinstance(full, fx.Node) and isinstance(first, int)
-        offset = first if read is owner else first + offset
+        (full, _, _, begin) = owner.args
+        assert isinstance(full, fx.Node) and isinstance(begin, int)
+        offset = begin if read is owner else begin + offset
         owner = full
     else:
         offset -= int(tensor(owner).storage_offset())
-    with step.graph.inserting_before(started):
+    with step.graph.inserting_before(first):
         args = (owner, list(fake.shape), list(fake.stride()), offset)
-        part = insert_call(step.graph, ops.part, args, origin(started), fake=fake)
-    for reader in (started, *started.users):
+        part = insert_call(step.graph, ops.part, args, where, fake=fake)
+    for reader in (first, *others):
         reader.replace_input_with(read, part)
 
 
