@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,13 @@ class Log:
 
             self._board = SummaryWriter(folder)
 
-    def write(self, step: int, **numbers: float) -> None:
-        """Note the numbers of a step."""
+    def write(self, numbers: Mapping[str, float]) -> None:
+        """Note the numbers of a step, whose own is "step"."""
         if self._file is not None:
-            self._line({"step": step, **numbers})
+            self._line(dict(numbers))
         if self._board is not None:
             for name, number in numbers.items():
-                self._board.add_scalar(name, number, step)
+                self._board.add_scalar(name, number, int(numbers["step"]))
 
     def close(self) -> None:
         for sink in (self._file, self._board):

@@ -54,29 +54,27 @@ def main(args: argparse.Namespace, world: World) -> None:
     if run is not None and run.resumed_from is not None:
         world.print(f"going on from {run.resumed_from}")
 
-    first = started = time.perf_counter()
+    first = time.perf_counter()
     numbers = run.steps(args.steps) if run is not None else iter(range(1, args.steps + 1))
     progress = tqdm(numbers, "training", args.steps, initial=step.num_steps, unit="step", disable=world.rank != 0)
     batch = None
     for num_timed, number in enumerate(progress):
-        loss = step(*(batch := next_batch()))  # the first call compiles the kernels
+        step(*(batch := next_batch()))  # the first call compiles the kernels
         scheduler.step()
         if num_timed == 0:
             world.print(f"ready after {time.perf_counter() - first:.1f} s\n\n{step}\n\n{step.schedule()}\n")
-            started = time.perf_counter()
-        if number % 10 == 0 or number == args.steps:  # reading the loss waits for the device, so not at every step
-            seconds = time.perf_counter() - started
-            speed = num_timed * batch_size * BLOCK * world.size / seconds if num_timed else 0.0
-            progress.set_postfix(loss=f"{loss.item():.3f}", tokens_per_s=f"{speed:,.0f}")
-            log.write(number, loss=loss.item(), learning_rate=float(scheduler.get_last_lr()[0]), tokens_per_s=speed)
+        if number % 10 == 0 or number == args.steps:  # reading numbers waits for the device, so not at every step
+            metrics = step.metrics
+            progress.set_postfix(loss=f"{metrics['loss']:.3f}", tokens_per_s=f"{metrics['tokens_per_second']:,.0f}")
+            log.write({**metrics, "learning_rate": float(scheduler.get_last_lr()[0])})
     log.close()
     if batch is None or (run is not None and run.stopped):
         world.print("stopped and saved" if batch is not None else "nothing left to do")
         return
 
+    nats = world.mean(validation_loss(step, validation, world))
     with step.full_parameters():  # all processes gather the parameters together
         model.eval()
-        nats = world.mean(validation_loss(model, validation, world))
         sample = decode(generate(model, encode("def ").to(world.device), 300))
         model.train()
     predicted = step.plan.peak_bytes["device"]
@@ -107,11 +105,10 @@ def learning_rate_factor(done: int, steps: int) -> float:
     return min((done + 1) / WARMUP_STEPS, 0.1 + 0.9 * cosine)
 
 
-@torch.no_grad()
-def validation_loss(model: GPT, data: Tensor, world: World) -> float:
+def validation_loss(step: zerofx.Step, data: Tensor, world: World) -> float:
     """Mean loss in nats per byte over this process's share of the validation batches."""
     losses = [
-        model(tokens.to(world.device), targets.to(world.device)).item()
+        step.evaluate(tokens.to(world.device), targets.to(world.device)).item()
         for tokens, targets in validation_batches(data, BLOCK, BATCH_SIZE, 8, rank=world.rank, world_size=world.size)
     ]
     return sum(losses) / len(losses)

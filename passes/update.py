@@ -26,6 +26,9 @@ dtype of the master:
 
     mul_(grad_0, clip); ...; addcdiv_(shard_0, exp_avg_0, ...); mul_(grad_1, clip); ...
 
+Of a bucket without a reduction, as all are of an evaluation, states and masters are inputs that nothing reads: they are
+there, and count.
+
 Does not handle: optimizers that need whole tensors (refused when the optimizer is traced). States in a slower tier are
 brought to their update as ``passes/lib/placed_states.py`` says.
 """
@@ -69,7 +72,7 @@ from zerofx.passes.lib.placed_states import (
     state_decision,
 )
 from zerofx.passes.lib.rising import Rising, finish, go_on, start, what_is_updated
-from zerofx.passes.shard import add_master
+from zerofx.passes.shard import add_master, parameter_tier
 from zerofx.scheduler.plan.plan import Plan
 
 _aten = torch.ops.aten
@@ -99,6 +102,8 @@ class Update:
             program = self.programs[bucket.index]
             copies = _update_bucket(step, plan, bucket, program, known, copies, rising, written, begin, factors)
             begin = None if begin is None else last.next
+        for index in sorted(self.programs.keys() - {decision.bucket for decision in plan.reduces}):
+            _add_stored(step, plan, self.layout.buckets[index], self.programs[index], known)
         with step.graph.inserting_before(step.output):
             await_copies(step, copies)
         finish(step, rising)
@@ -140,20 +145,14 @@ def _update_bucket(
     decision = state_decision(plan, bucket)
     side = DEVICE if decision is None else decision.update
     on_host = side == HOST
-    local = bucket.updated_numel(plan.stage)
     full = known.placeholders.get((Role.FULL, bucket.index))
     low, levels = what_is_updated(step, plan, bucket, full, known.placeholders.get((Role.SHARD, bucket.index)))
     away = tier_of(low) != DEVICE
-    master = known.placeholders.get((Role.MASTER, bucket.index))
-    if master is None and on_host and not away:
-        master = add_master(step, bucket, local)
-    stored = _add_states(step, bucket, program, local) | ({} if master is None else {"param": master})
-    for node in stored.values():
-        set_tier(node, DEVICE if decision is None else decision.tier)
+    stored, delayed, scalars = _add_stored(step, plan, bucket, program, known)
+    master = stored.get("param")
     if master is None and away:
         stored["param"] = low
-    delayed = _add_delayed(step, bucket, local) if decision is not None and decision.delayed else {}
-    scalars = _add_scalars(step, bucket, program)
+    scalars[_HYPER] = _add_hyperparameters(step, bucket, program)
     reduced = step.reduced[bucket.index]
     # A gather reads the slice until it is done; its own readers, the release among them, come after that.
     readers = consumers(full) if full is not None else _readers_of_gathered(levels[0].into if levels else low)
@@ -231,6 +230,23 @@ def _on_host(step: StepGraph, plan: Plan, factors: Sequence[fx.Node]) -> dict[st
     return {HOST: copies}
 
 
+def _add_stored(
+    step: StepGraph, plan: Plan, bucket: Bucket, program: UpdateProgram, known: _Known
+) -> tuple[dict[str, fx.Node], dict[str, fx.Node], dict[str, fx.Node]]:
+    """What stays of a bucket between steps besides its parameters: states, and the master as ``param`` if there is one;
+    what a delayed update has on the host; and the scalar states that a kernel reads on the device."""
+    decision, local = state_decision(plan, bucket), bucket.updated_numel(plan.stage)
+    master = known.placeholders.get((Role.MASTER, bucket.index))
+    on_host = decision is not None and decision.update == HOST
+    if master is None and on_host and parameter_tier(plan, bucket) == DEVICE:
+        master = add_master(step, bucket, local)
+    stored = _add_states(step, bucket, program, local) | ({} if master is None else {"param": master})
+    for node in stored.values():
+        set_tier(node, DEVICE if decision is None else decision.tier)
+    delayed = _add_delayed(step, bucket, local) if decision is not None and decision.delayed else {}
+    return stored, delayed, _add_scalars(step, bucket, program)
+
+
 def _add_delayed(step: StepGraph, bucket: Bucket, local: int) -> dict[str, fx.Node]:
     """What stays on the host from one step to the next for a delayed update: the gradient as it is reduced, and the
     parameters' new values in the compute dtype where the master has them in another."""
@@ -273,7 +289,7 @@ def _add_states(step: StepGraph, bucket: Bucket, program: UpdateProgram, local: 
 
 
 def _add_scalars(step: StepGraph, bucket: Bucket, program: UpdateProgram) -> dict[str, fx.Node]:
-    """The scalar states that a kernel reads on the device, and this step's scalars by the name of the operator."""
+    """The scalar states that a kernel reads on the device."""
     scalars = {}
     for scalar in program.scalar_states:
         if scalar.name in program.tensor_scalars:
@@ -282,12 +298,16 @@ def _add_scalars(step: StepGraph, bucket: Bucket, program: UpdateProgram) -> dic
                 f"{scalar.name}_{bucket.index}", Placeholder(Role.SCALAR_STATE, scalar.name, bucket.index), (),
                 scalar.dtype,
             )  # fmt: skip
+    return scalars
+
+
+def _add_hyperparameters(step: StepGraph, bucket: Bucket, program: UpdateProgram) -> fx.Node:
+    """This step's scalars."""
     with step.graph.inserting_after(step.last_placeholder()):
-        scalars[_HYPER] = insert_call(
+        return insert_call(
             step.graph, ops.hyperparameters, (bucket.index, program.num_scalars), Origin(bucket.name, Phase.UPDATE),
             name=f"hyper_{bucket.index}",
         )  # fmt: skip
-    return scalars
 
 
 def _inline(

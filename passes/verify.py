@@ -285,6 +285,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
     checked = [ops.check_gradients] if plan.loss_scaled else []
     stateful = {placeholder(n).bucket for role in (Role.MASTER, Role.STATE) for n in step.placeholders(role)}
     states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]
+    updated = {decision.bucket for decision in plan.reduces}
     for what, carried_out, planned in (
         ("gathers buckets", gathered, [decision.bucket for decision in plan.gathers]),
         ("merges gathers with as many after them", launched, merged),
@@ -299,7 +300,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         ("has gradients waiting of buckets", waiting, planned_waiting),
         ("sums squares of gradients", [n.target for n in step.calls() if n.target is ops.square_sum], clipped),
         ("checks gradients", [n.target for n in step.calls() if n.target is ops.check_gradients], checked),
-        ("delays updates of buckets", settled, [decision.bucket for decision in plan.states if decision.delayed]),
+        ("delays updates of buckets", settled, [d.bucket for d in plan.states if d.delayed and d.bucket in updated]),
         ("sends", _of_wire(step), _planned_wire(plan)),
         ("offloads", offloaded, [f"{decision.value} to {decision.tier}" for decision in plan.offloads]),
     ):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from zerofx.options import CompileOptions
+from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.problem import Problem, Work
 from zerofx.scheduler.search.stage import Search, Stage, trail
 from zerofx.scheduler.search.stages.as_asked import AsAsked
+from zerofx.scheduler.search.stages.forward_only import ForwardOnly
 from zerofx.scheduler.search.stages.host_budget import HostBudget
 from zerofx.scheduler.search.stages.kept import Kept
 from zerofx.scheduler.search.stages.later_updates import LaterUpdates
@@ -38,14 +40,30 @@ STAGES: Final[tuple[Stage, ...]] = (
 )
 
 
-def make_plan(work: Work, target: Target, options: CompileOptions, memory_budget: int | None) -> Plan:
+# An evaluation, whose parameters and states lie where training has them.
+EVALUATION: Final[tuple[Stage, ...]] = (
+    Kept(),
+    ForwardOnly(),  # as much tiled, and as little gathered ahead, as it takes to fit
+    LeftOver(),
+)
+
+
+def make_plan(
+    work: Work,
+    target: Target,
+    options: CompileOptions,
+    memory_budget: int | None,
+    locations: Locations | None = None,
+) -> Plan:
     """Decide: without a budget as the options say, with one the fastest plan that fits.
 
-    ``memory_budget``: bytes on the device. With ``ZEROFX_DEBUG=2`` each stage writes what it tried, and why it stopped.
+    ``memory_budget``: bytes on the device. ``locations``: of an evaluation, where parameters and states lie. With
+    ``ZEROFX_DEBUG=2`` each stage writes what it tried, and why it stopped.
 
     Raises:
         BudgetMissedError: no plan fits ``memory_budget``, or none does within the host budget.
         UsageError: ``options.tile`` names what cannot be tiled, or ranks do not fill nodes and ``options.wire`` asks.
     """
     with trail(verbose=target.verbose, debug=target.settings.debug) as log:
-        return Search(STAGES, log).plan(Problem.of(work, target, options, memory_budget))
+        stages = STAGES if locations is None else EVALUATION
+        return Search(stages, log).plan(Problem.of(work, target, options, memory_budget, locations))

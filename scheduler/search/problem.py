@@ -19,6 +19,7 @@ from zerofx.scheduler.decide.gradients import gradients_asked, reduced_each
 from zerofx.scheduler.decide.states import Placement, delayed_placements
 from zerofx.scheduler.decide.tiling import named_tiles
 from zerofx.scheduler.plan.decisions import GradientDecision
+from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.evaluate import Rehearsal
 from zerofx.scheduler.search.graph_facts import Captured
@@ -78,6 +79,7 @@ class Problem:
     ``rehearsal`` has the graph and the updates that are planned for. ``memory_budget``: bytes on the device; None for
     no limit. ``machine``: the target's, whose host may have less for this plan. ``merges_gathers``: whether gathers may
     start together. ``questions``: the ways to tile and divide that are searched together. ``plan``: one that fits.
+    ``locations``: None for a training step; for an evaluation, where parameters and states lie in any case.
     """
 
     work: Work
@@ -88,12 +90,19 @@ class Problem:
     merges_gathers: bool = True
     questions: tuple[Question, ...] = ()
     plan: Plan | None = None
+    locations: Locations | None = None
 
     @staticmethod
-    def of(work: Work, target: Target, options: CompileOptions, memory_budget: int | None) -> Problem:
+    def of(
+        work: Work,
+        target: Target,
+        options: CompileOptions,
+        memory_budget: int | None,
+        locations: Locations | None = None,
+    ) -> Problem:
         """The problem with everything open."""
         rehearsal = Rehearsal(work.graph(work.candidates[0]), work.layout, work.updates[0], target)
-        return Problem(work, rehearsal, options, memory_budget, target.machine)
+        return Problem(work, rehearsal, options, memory_budget, target.machine, locations=locations)
 
     def on(self, work: Work, num_micro_batches: int) -> Problem:
         """The same for other slices, or another number of micro-batches."""

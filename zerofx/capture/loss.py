@@ -52,8 +52,10 @@ def find_loss(outputs: Any, *, source: str = "the model") -> torch.Tensor:
 class Objective:
     """What a step computes of a batch: the model's own loss, ``loss_fn`` of what the model gives, or ``forward``.
 
-    ``outside`` are the tensors that either of the two uses besides the model's.
+    ``outside`` are the tensors that either of the two uses besides the model's. ``trains``: whether it has gradients.
     """
+
+    trains = True
 
     def __init__(self, loss_fn: LossFunction | None = None, forward: ForwardFunction | None = None) -> None:
         self.loss_fn, self.forward = loss_fn, forward
@@ -83,6 +85,37 @@ class Objective:
         """That of a copy of the model. What ``forward`` uses besides is shared: a step changes none of it."""
         return Objective(copy.deepcopy(self.loss_fn, memo), self.forward)
 
+    def setting(self, model: nn.Module) -> AbstractContextManager[None]:
+        """What the forward runs in."""
+        return contextlib.nullcontext()
+
+    def outputs(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        scope: Callable[[], AbstractContextManager[None]],
+    ) -> Any:
+        """All that is computed of a batch, as it is returned; what is not of the model's forward runs in ``scope``.
+
+        Raises:
+            UsageError: the model or one of the two cannot be called with such a batch.
+        """
+        if self.forward is not None:
+            check_forward_call(self.forward, args, kwargs)
+            with scope():
+                return self.forward(model, *args, **kwargs)
+        if self.loss_fn is None:
+            return call_model(model, args, kwargs)
+        (own, named), (rest, others) = divided_call(model, self.loss_fn, args, kwargs)
+        outputs = call_model(model, own, named)
+        with scope():
+            try:
+                return self.loss_fn(outputs, *rest, **others)
+            except Exception as error:
+                error.add_note(f"in loss_fn(outputs{listed(rest, others)})")
+                raise
+
     def run(
         self,
         model: nn.Module,
@@ -93,36 +126,26 @@ class Objective:
         """The loss of a batch, what is returned besides, and the tensors of that; the loss is computed in ``scope``.
 
         Raises:
-            UsageError: the model or one of the two cannot be called with such a batch.
+            UsageError: as ``outputs``.
             CaptureError: there is no loss in what they give.
         """
-        if self.forward is not None:
-            check_forward_call(self.forward, args, kwargs)
-            with scope():
-                returned = self.forward(model, *args, **kwargs)
-                if isinstance(returned, torch.Tensor):
-                    return find_loss(returned, source="forward"), NOTHING_ELSE, ()
-                if not (type(returned) is tuple and len(returned) == 2 and isinstance(returned[0], torch.Tensor)):
-                    raise CaptureError(
-                        f"expected forward to return its loss, a scalar tensor, or a pair (loss, extras), found "
-                        f"{_describe(returned)}: pick the loss, and put all that step() is to give besides into "
-                        f"one dict"
-                    )
-                return find_loss(returned[0], source="forward"), *Returned.of_extras(returned[1])
-        if self.loss_fn is None:
-            outputs = call_model(model, args, kwargs)
-            loss = find_loss(outputs)
-            return loss, Returned(left_out=_left_out(outputs, loss)), ()
-        (own, named), (rest, others) = divided_call(model, self.loss_fn, args, kwargs)
-        outputs = call_model(model, own, named)
-        with scope():
-            try:
-                returned = self.loss_fn(outputs, *rest, **others)
-            except Exception as error:
-                error.add_note(f"in loss_fn(outputs{listed(rest, others)})")
-                raise
-            loss = find_loss(returned, source="loss_fn")
+        returned = self.outputs(model, args, kwargs, scope)
+        if self.is_plain:
+            loss = find_loss(returned)
             return loss, Returned(left_out=_left_out(returned, loss)), ()
+        with scope():
+            if self.forward is None:
+                loss = find_loss(returned, source="loss_fn")
+                return loss, Returned(left_out=_left_out(returned, loss)), ()
+            if isinstance(returned, torch.Tensor):
+                return find_loss(returned, source="forward"), NOTHING_ELSE, ()
+            if not (type(returned) is tuple and len(returned) == 2 and isinstance(returned[0], torch.Tensor)):
+                raise CaptureError(
+                    f"expected forward to return its loss, a scalar tensor, or a pair (loss, extras), found "
+                    f"{_describe(returned)}: pick the loss, and put all that step() is to give besides into "
+                    f"one dict"
+                )
+            return find_loss(returned[0], source="forward"), *Returned.of_extras(returned[1])
 
 
 Loss = LossFunction | Objective | None
@@ -136,7 +159,7 @@ class LossModule(nn.Module):
     names in ``rebound``; after them what it checks of values, as booleans, in the order of their texts in ``checked``;
     and after those the tensors of ``returned``. ``counts`` has the names of the numbers that a forward changes again
     when it runs again. The parameters and buffers of ``outside`` stand for the tensors that ``objective`` uses besides
-    the model's, in the order of ``outside_names``.
+    the model's, in the order of ``outside_names``. ``trains`` is the objective's.
     """
 
     def __init__(
@@ -165,6 +188,7 @@ class LossModule(nn.Module):
         self.checked: tuple[str, ...] = ()
         self.counts: tuple[str, ...] = ()
         self.returned = NOTHING_ELSE
+        self.trains = objective.trains
         self._has_run = False
         if not objective.is_plain:
             self._stand_in()

@@ -66,7 +66,9 @@ def traceable(
     For an absent ``gpu`` that device is the CPU. ``compiled``: whether a forward that asks is told that it is.
     """
     mode, device = fake_mode(), tracing_device(model, batch, gpu)
+    objective = Objective.of(loss_fn)
     with (
+        objective.setting(model),
         torch.enable_grad(),
         without_log_of_fakes(),
         _fake_state(model, mode, compute_dtype, device, strides) as of_model,
@@ -89,7 +91,7 @@ def traceable(
 
         maker = StandInMaker(outside, of_model)
         with KnownValues() as known:
-            lossy = LossModule(model, batch, Objective.of(loss_fn), num_micro_batches, loss_scope, known, maker)
+            lossy = LossModule(model, batch, objective, num_micro_batches, loss_scope, known, maker)
             yield lossy, fakes, device, mode
 
 

@@ -178,7 +178,8 @@ def _agree_on_plan(
     def planned() -> str:
         assert not isinstance(options.plan, Path), "a file has been read"
         given = options.plan
-        return (given if given is not None else make_plan(prepared, target, options, memory_budget)).to_json()
+        locations = prepared.request.locations
+        return (given or make_plan(prepared, target, options, memory_budget, locations)).to_json()
 
     plan = Plan.from_json(control.share("share the plan", planned))
     if prepared.may_be_sliced and not prepared.is_for(plan):

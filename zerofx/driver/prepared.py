@@ -21,6 +21,7 @@ from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
 from zerofx.runtime.state.state import TrainingState
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.stages.parameter_slices import slices_asked, slices_of
@@ -31,6 +32,7 @@ from zerofx.settings import Settings
 class Request:
     """What is asked for: a step of this model, optimizer and batch, for the ranks of a mesh on a machine.
 
+    ``locations``: None for a training step; for an evaluation, where what it reads and what it leaves alone lies.
     ``verbose``: whether this rank shows how long it takes.
     """
 
@@ -42,6 +44,7 @@ class Request:
     mesh: Mesh
     machine: Machine
     verbose: bool
+    locations: Locations | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -21,7 +21,7 @@ from zerofx.driver.kept_step import KeptStep
 from zerofx.driver.prepared import Earlier, Prepared, Request
 from zerofx.ir.serialise import NotStorableError
 from zerofx.lowering.load import CompiledStep, compiled_step, load_program, with_memory, write_plan
-from zerofx.lowering.lower import LoweredStep, lower
+from zerofx.lowering.lower import LoweredStep, host_sources, lower
 from zerofx.optimizers import UpdateProgram
 from zerofx.optimizers.shadow import structural_flags
 from zerofx.runtime.comm.collectives import is_on_cpu
@@ -62,7 +62,8 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
     parts = (
         recorded.place.key, update, repr(groups),
         repr(None if earlier is None else f"{earlier.layout} {earlier.binding.variant}"),
-        repr(sorted(batch.described().items())), repr(request.machine), str(request.mesh), str(device),
+        repr(request.locations), repr(sorted(batch.described().items())),
+        repr(request.machine), str(request.mesh), str(device),
         f"{torch.get_num_threads()} threads",  # each takes memory of its own
         *options.texts("step"),
         plan.to_json() if plan is not None else "no plan", repr(sorted(settings.disable)), str(settings.verify),
@@ -93,7 +94,7 @@ def find(key: str, request: Request, captures: Captures, earlier: Earlier | None
     # The update follows from code that is no part of zerofx, and from states that the optimizer holds.
     if binding.variant != step.variant:
         return None
-    return Recalled(step.with_update(program.host_source for program in programs.values()), binding, programs)
+    return Recalled(step.with_update(host_sources(step.program.plan, programs)), binding, programs)
 
 
 def is_everywhere(recalled: Recalled | None, control: Control) -> bool:

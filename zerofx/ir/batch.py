@@ -53,6 +53,24 @@ class Batch:
         return Batch._taken_apart((extras,), {}, "what forward returns after its loss", "extras")
 
     @staticmethod
+    def of_outputs(outputs: Any) -> tuple[Batch, tuple[str, ...]]:
+        """Take apart all that a forward returns, and describe what cannot be, in whose place there is None: a cache.
+
+        Raises:
+            UsageError: what is static in a container cannot be compared; names it.
+        """
+        unknown: list[str] = []
+
+        def visit(name: str, leaf: Any) -> Any:
+            if isinstance(leaf, (torch.Tensor, *_PLAIN)):
+                return leaf
+            unknown.append(f"{name} {type(leaf).__name__}")
+            return None
+
+        outputs = _map("", outputs, visit, [])
+        return Batch._taken_apart((outputs,), {}, "what forward returns", "outputs"), tuple(unknown)
+
+    @staticmethod
     def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
         """Take ``step(*args, **kwargs)`` apart.
 

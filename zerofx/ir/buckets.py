@@ -304,6 +304,10 @@ class BucketLayout:
         """Whether some parameter lies in parts on the model axis."""
         return any(bucket.has_model_parts for bucket in self.buckets)
 
+    def without_training(self) -> BucketLayout:
+        """The layout as what computes no gradients has it: no bucket is trained."""
+        return replace(self, buckets=tuple(replace(bucket, group=None) for bucket in self.buckets))
+
     def of_rank(self, rank: int) -> BucketLayout:
         """The layout with the parts of parameters that a rank has."""
         index = self.mesh.place(rank, "model")

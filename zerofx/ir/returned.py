@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ class Returned:
     ``extras`` is what ``forward`` returned after its loss, None where it returned its loss alone; what is no tensor in
     it is as it was while the step was captured. Of a view a step gives the memory that it is of: shapes and strides are
     those of the tensors in ``extras``, and ``offsets`` where they begin. ``left_out`` describes tensors that a model
-    returned besides its loss, and that nobody asked for.
+    returned besides its loss, and that nobody asked for; of an evaluation, whose extras are all that is returned, what
+    is neither a tensor nor a plain value.
     """
 
     extras: Batch | None = None
@@ -32,7 +33,17 @@ class Returned:
         Raises:
             UsageError: one of them is neither a tensor nor a plain value.
         """
-        flattened = Batch.of_extras(extras)
+        return Returned._of(Batch.of_extras(extras))
+
+    @staticmethod
+    def of_outputs(outputs: Any) -> tuple[Returned, tuple[torch.Tensor, ...]]:
+        """The structure of all that a forward returns, and its tensors. What cannot be handed out is left out."""
+        flattened, unknown = Batch.of_outputs(outputs)
+        returned, tensors = Returned._of(flattened)
+        return replace(returned, left_out=unknown), tensors
+
+    @staticmethod
+    def _of(flattened: Batch) -> tuple[Returned, tuple[torch.Tensor, ...]]:
         tensors = tuple(tensor.detach() for tensor in flattened.tensors)
         like = tuple(
             torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta") for tensor in tensors

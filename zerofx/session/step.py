@@ -25,23 +25,22 @@ from zerofx.errors import (
 from zerofx.ir.batch import Batch
 from zerofx.lowering.load import CompiledStep
 from zerofx.options import CompileOptions
-from zerofx.pipeline import Stage, check_disabled
-from zerofx.report.saved import SavedPlan
-from zerofx.report.schedule import Schedule, make_schedule
+from zerofx.pipeline import check_disabled
 from zerofx.runtime.cuda_graphs.capturing import CudaCapturer
-from zerofx.runtime.cuda_graphs.graphed import GraphedSteps, Launches
+from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
 from zerofx.runtime.measure.measure import Measurement, Meter
 from zerofx.runtime.state.arguments import batch_tensors
 from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
-from zerofx.scheduler.plan.plan import Plan
 from zerofx.session.checkpointed import Checkpointed
 from zerofx.session.ending import end, end_connections
+from zerofx.session.evaluations import Evaluations
 from zerofx.session.guards import LossWatch, claim, release
 from zerofx.session.life import Life
+from zerofx.session.metrics import LastStep
 from zerofx.session.micro_batches import MicroBatches, count_all
+from zerofx.session.reported import Reported
 from zerofx.session.steps import Steps
 from zerofx.session.stopped import leave_out, skip, undo
-from zerofx.session.summary import summary
 from zerofx.settings import read_settings
 from zerofx.torch_private.profiler import is_profiling
 
@@ -49,7 +48,7 @@ from zerofx.torch_private.profiler import is_profiling
 _MOST_SKIPPED = 200
 
 
-class Step(Checkpointed):
+class Step(Checkpointed, Reported):
     """A training step: ``loss = step(*batch, **kwargs)`` runs forward, backward, reduction and update.
 
     It returns this rank's loss, detached, shape ``[]``: the update has been done, and ``loss.backward()`` is neither
@@ -79,6 +78,7 @@ class Step(Checkpointed):
         self._meter: Meter | None = None
         self._measured: tuple[CompiledStep, Measurement] | None = None
         self._grad_norm: torch.Tensor | None = None
+        self._last = LastStep()
         self._later = None
         owner = weakref.proxy(self)  # a step that is dropped goes at once
         self._graphs = GraphedSteps(
@@ -100,6 +100,7 @@ class Step(Checkpointed):
             )
             self._steps = Steps(model, optimizer, options, self.settings, self._life, self._owner)
             self.options = self._steps.options
+            self._evaluations = Evaluations(model, self._steps, self._life, self._graphs)
             undo_all.pop_all()
 
     # ------------------------------------------------------------------------------------------------ running
@@ -145,8 +146,8 @@ class Step(Checkpointed):
         versions = taken.versions()
         advance.swap(taken.state)
         try:
-            taken.runtime.begin(advance.values, agreed)
-            with torch.no_grad():
+            with self._last.running(taken.device), torch.no_grad():
+                taken.runtime.begin(advance.values, agreed)
                 count_all(batch, taken.runtime)
                 state = taken.tensors(compiled.arguments)
                 given = (taken.runtime, state, batch_tensors(compiled.arguments, batch, self.options.compute_dtype))
@@ -155,7 +156,7 @@ class Step(Checkpointed):
                 else:
                     function = compiled.function_for(taken.runtime)
                     outcome = self._meter(function, compiled.emitted.functions, *given)
-            taken.runtime.end()
+                taken.runtime.end()
         except NonFiniteGradientsError:
             self._steps.gradients.put()
             left = skip(self.num_steps + 1, taken, advance, versions)
@@ -174,6 +175,7 @@ class Step(Checkpointed):
             raise
         results = list(outcome) if isinstance(outcome, tuple) else [outcome]
         self._steps.gradients.put()
+        self._last.note(results[0], batch, self._steps.mesh)
         self._count(results[0])
         taken.update_scale(is_finite=True)
         taken.finish_step(self.options.delayed_update or 0, self.num_steps, compiled.plan)
@@ -201,6 +203,27 @@ class Step(Checkpointed):
             *_, agreed = self._steps.of(self._steps.batch_of(args, kwargs), "prepare a step")
             agreed()
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for a batch in evaluation mode, computed where its parameters are. Collective.
+
+        It is what the forward returns, or ``loss_fn``, or ``forward=``, detached, of this rank's batch: a loss, or
+        whatever else; None stands in the place of what is neither a tensor nor a plain value, such as a cache. Nothing
+        is trained: after it parameters, optimizer states and torch's generators are as they were, and so are buffers,
+        unless the forward changes them in evaluation mode too. Each batch shape is captured and planned once, apart
+        from those of training, within the same memory budget: at stage 3 a bucket is gathered for its layer and
+        released. Delayed updates are finished first, as by ``flush``. ``step.evaluation`` has the plan.
+
+        Raises:
+            UsageError: no step has been prepared yet, or the batch is none for the model.
+            MemoryBudgetError: no plan for it fits the budget; says the least that one needs.
+            CaptureError: the forward cannot be captured.
+        """
+        self._life.check_open("call step.evaluate(batch)")
+        if self.options.delayed_update is not None:
+            self.flush()
+        with on_device(self._steps.device), working("evaluate a batch"):
+            return self._evaluations(args, kwargs)
+
     def measure(self, *args: Any, num_steps: int = 3, **kwargs: Any) -> Measurement:
         """Measure what the plan predicts. This trains: it is ``num_steps`` steps on this batch. Collective.
 
@@ -213,11 +236,7 @@ class Step(Checkpointed):
             UsageError: ``num_steps`` is less than one, or, on CPU, a profiler runs on some rank; nothing has run then.
                 Or one step after the other is left out.
         """
-        if num_steps < 1:
-            raise UsageError(f"expected to measure at least one step, found num_steps={num_steps}")
-        self._life.check_open("measure a step")
-        if self._steps.device.type == "cpu":
-            refuse_profilers(self._control.gather(is_profiling(), "measure a step"))
+        self._check_measurable(num_steps, "measure a step")
         self.prepare(*args, **kwargs)
         meter = self._meter = Meter(self._steps.device, num_steps)
         try:
@@ -236,6 +255,24 @@ class Step(Checkpointed):
         measurement = meter.result(self.compiled.graph, self._steps.taken.layout, self.plan.stage)
         self._measured = self.compiled, measurement
         return measurement
+
+    def measure_evaluation(self, *args: Any, num_steps: int = 3, **kwargs: Any) -> Measurement:
+        """Measure what the plan of an evaluation predicts, by ``num_steps`` evaluations. Collective.
+
+        Raises:
+            UsageError: as ``measure``.
+            ZeroFXError: as ``evaluate``.
+        """
+        self._check_measurable(num_steps, "measure an evaluation")
+        with on_device(self._steps.device), working("measure an evaluation"):
+            return self._evaluations.measure(args, kwargs, num_steps)
+
+    def _check_measurable(self, num_steps: int, purpose: str) -> None:
+        if num_steps < 1:
+            raise UsageError(f"expected to {purpose} at least once, found num_steps={num_steps}")
+        self._life.check_open(purpose)
+        if self._steps.device.type == "cpu":
+            refuse_profilers(self._control.gather(is_profiling(), purpose))
 
     def flush(self) -> None:
         """Finish delayed updates, so that the parameters are those after all steps so far. Collective.
@@ -283,50 +320,6 @@ class Step(Checkpointed):
             )
         yield self.model
 
-    @property
-    def grad_norm(self) -> torch.Tensor:
-        """The norm of all gradients in the last step, before they were clipped: what ``clip_grad_norm_`` returns.
-
-        Shape ``[]``, on the step's device, the same on every rank, and a tensor of its own for each step; the host does
-        not wait for it until it is read.
-
-        Raises:
-            UsageError: gradients are not clipped, or no step has run yet.
-        """
-        if self.options.max_grad_norm is None:
-            raise UsageError(
-                "expected max_grad_norm to be given to zerofx.compile, found None, with which no norm is taken: "
-                "max_grad_norm=math.inf takes it and clips nothing"
-            )
-        if self._grad_norm is None:
-            raise UsageError("expected a step to have run, found none yet: call step(batch) first")
-        return self._grad_norm
-
-    @property
-    def loss_scale(self) -> float:
-        """What the coming step's loss is multiplied by before backward; what a step returns is not.
-
-        Raises:
-            UsageError: losses are not scaled.
-        """
-        if self._steps.scaler is None:
-            raise UsageError(
-                "expected precision='fp16' or loss_scale to be given to zerofx.compile, found neither, with which no "
-                "loss is scaled"
-            )
-        return self._steps.scaler.scale
-
-    def tiers(self) -> dict[str, int]:
-        """Bytes that this rank holds between steps, by tier: ``device``, and ``host`` and ``nvme`` where used now.
-
-        Raises:
-            UsageError: no step has been captured yet, or the step is closed.
-        """
-        compiled = self.compiled
-        if self._steps.taken is None:
-            raise UsageError("expected to ask what is where before close(), found the step closed")
-        return self._steps.taken.held_bytes(compiled.arguments)
-
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """``model.state_dict()`` with whole, trained parameters, as copies on the CPU, on every rank. Collective."""
         with self.full_parameters():
@@ -371,6 +364,7 @@ class Step(Checkpointed):
             steps.tiers.close()
         life.closed = True
         steps.forget()
+        self._evaluations.shapes.forget()
         self._graphs.clear()
         release(self.model, self._owner)
         if taken is not None:
@@ -392,85 +386,6 @@ class Step(Checkpointed):
         except RankMismatchError:  # a rank does not come, as is found again right after this
             return None
         return None
-
-    # ------------------------------------------------------------------------------------------------ seeing
-
-    @property
-    def notice(self) -> str:
-        """What makes messages between ranks slower than they could be, as far as is known; empty for nothing."""
-        return self._steps.taken.runtime.notice if self._steps.taken is not None else ""
-
-    @property
-    def compiled(self) -> CompiledStep:
-        """The step that ran last.
-
-        Raises:
-            UsageError: none has been captured yet.
-        """
-        if self._steps.shapes.latest is None:
-            raise UsageError(
-                "expected a captured step, found none yet: call step(batch) or step.prepare(batch), or give compile an "
-                "example_batch"
-            )
-        return self._steps.shapes.latest
-
-    @property
-    def plan(self) -> Plan:
-        """The decisions and predictions of the step that ran last."""
-        return self.compiled.plan
-
-    @property
-    def source(self) -> str:
-        """The generated Python file of the step that ran last."""
-        return self.compiled.emitted.source
-
-    @property
-    def source_path(self) -> Path:
-        """Where rank 0 wrote ``source``."""
-        return self.compiled.source_path
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """The captured graph and the graph after each pass."""
-        return self.compiled.stages
-
-    @property
-    def num_regions(self) -> int:
-        """Regions that the step runs."""
-        return self.compiled.num_regions
-
-    @property
-    def num_distinct_regions(self) -> int:
-        """Regions of different structure: what had to be compiled, whatever the depth."""
-        return self.compiled.num_distinct_regions
-
-    def schedule(self) -> Schedule:
-        """What the step that ran last does, in order: a row for each node with its bytes, time, stream and origin."""
-        return make_schedule(self.compiled.lowered)
-
-    def save_plan(self, path: str | Path) -> None:
-        """Write the plan of the step that ran last with its schedule, for ``compile(plan=path)`` and ``zerofx report``.
-
-        On this rank alone; rank 0 is enough, since all ranks have the same plan.
-        """
-        assert self._steps.machine is not None, "a captured step has one"
-        what = f"{type(self.model).__name__} with {type(self.optimizer).__name__}"
-        SavedPlan.of(self.compiled.lowered, self._steps.machine, what).save(path)
-
-    def __str__(self) -> str:
-        measured = (
-            self._measured[1] if self._measured is not None and self._measured[0] is self._steps.shapes.latest else None
-        )
-        return summary(self, self._steps.shapes.latest, measured)
-
-    @property
-    def launches(self) -> Launches:
-        """How the kernels of the step that ran last are launched: as CUDA graphs, or one by one and why.
-
-        Raises:
-            UsageError: no step has been captured yet.
-        """
-        return self._graphs.launches(self.compiled)
 
     def __repr__(self) -> str:
         return f"<zerofx.Step of {type(self.model).__name__}, stage {self.options.stage}, {self.num_steps} steps done>"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,14 +96,15 @@ class Steps:
             if isinstance(self.options.plan, Plan):
                 self.mesh, self._chooses_mesh = self.options.plan.mesh, False
 
-    def batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
-        """What ``step(*args, **kwargs)`` is called with, checked.
+    def batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, counts: bool = True) -> Batch:
+        """What ``step(*args, **kwargs)`` is called with, checked. ``counts``: whether terms of its loss are counted.
 
         Raises:
             ZeroFXError: it cannot be; the other ranks hear of it.
         """
         try:
-            named = counted(self.options.loss_terms, args, kwargs, self._control.num_ranks)
+            terms = self.options.loss_terms if counts else None
+            named = counted(terms, args, kwargs, self._control.num_ranks)
             batch = self._constant.of(Batch.of(args, named))
             check_batch(self._model, batch)
             self.options.objective.outside.check()
@@ -120,29 +122,60 @@ class Steps:
         signature = "\n".join(f"{name}: {text}" for name, text in described.items())
         advance = self.taken.advance() if self.taken is not None else None
         variant = self.taken.binding.variant if self.taken is not None else "not traced yet"
-        started = self._control.start(
+        agreed = self.agreement(
             purpose,
+            batch,
             f"{signature}\noptimizer update: {variant}\n{hyperparameters(self._optimizer)}",
             "batch shapes, modes, autocast and optimizer options",
             "Give every rank batches of the same shapes, for example by padding, and the same optimizer options: a "
             "scheduler that follows a loss has to be given the mean of all ranks' losses.",
+        )
+        compiled = self.shapes.take(signature, variant)
+        if compiled is None:
+            agreed()
+            compiled, self.taken = self._build(batch, signature, described)
+            advance = advance or self.taken.advance()
+            self.shapes.put(signature, self.taken.binding.variant, described, compiled)
+        assert self.taken is not None and advance is not None
+        return compiled, self.taken, advance, agreed
+
+    def agreement(self, purpose: str, batch: Batch, text: str, what: str, hint: str) -> Agreed:
+        """Begin to compare what ranks are about to do with a batch; as ``Control.start``."""
+        started = self._control.start(
+            purpose, text, what, hint,
             self.seeds.digest(self.device, self.mesh) + digest_of(batch, self.mesh),
             lambda notes: check_digests([note[16:] for note in notes], batch, self.mesh, self._control.gather),
-        )
+        )  # fmt: skip
 
         @functools.cache  # what it gives is not to be gathered twice
         def agreed() -> Sequence[bytes]:
             return [note[:16] for note in started()]
 
-        compiled = self.shapes.take(signature, variant)
-        if compiled is None:
-            agreed()
-            with self.numbers.capturing():
-                compiled, self.taken = self._build(batch, signature, described)
-            advance = advance or self.taken.advance()
-            self.shapes.put(signature, self.taken.binding.variant, described, compiled)
-        assert self.taken is not None and advance is not None
-        return compiled, self.taken, advance, agreed
+        return agreed
+
+    def request(self, batch: Batch) -> Request:
+        """The request for a step with a batch."""
+        # A capture has the same device.
+        machine = self.machine or machine_at_hand(tracing_device(self._model, batch), self.options, self._control)
+        return Request(
+            self._model, self._optimizer, batch, self.options, self._settings, self.mesh, machine,
+            verbose=self._control.rank == 0,
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While open, the model may be captured: a capture looks at all that a parameter has."""
+        self.gradients.remove()
+        try:
+            with self.numbers.capturing(), self._life.unguarded():
+                yield
+        finally:
+            if self.taken is not None:
+                self.gradients.put()
+
+    def mode(self) -> str:
+        """Which modules are in training mode now."""
+        return self._modes.mode()
 
     def _build(self, batch: Batch, signature: str, described: Mapping[str, str]) -> tuple[CompiledStep, TakenOver]:
         if torch.is_inference_mode_enabled():
@@ -156,23 +189,17 @@ class Steps:
                 f"the edited step {self._loaded} runs for the batch shape and optimizer options it was loaded for; "
                 f"this call has others and runs a newly generated step"
             )
-        self.gradients.remove()  # a capture looks at all that a parameter has
-        with self._life.unguarded():
-            # A capture has the same device.
-            machine = self.machine or machine_at_hand(tracing_device(self._model, batch), self.options, self._control)
-            request = Request(
-                self._model, self._optimizer, batch, self.options, self._settings, self.mesh, machine,
-                verbose=self._control.rank == 0,
-            )  # fmt: skip
+        with self.capturing():
+            request = self.request(batch)
             if self._chooses_mesh:
                 self.mesh, self._chooses_mesh = best_mesh(request, self._control), False
                 request = replace(request, mesh=self.mesh)
             built = build_step(request, self.taken.earlier if self.taken is not None else None, self._control)
         if self.shapes.is_empty:
             tell_kept_tensors(self._model, self.options.objective.forward or self.options.objective.loss_fn)
-        self.machine, compiled = machine, built.compiled
+        self.machine, compiled = request.machine, built.compiled
         self._check_built(compiled)
-        tiers = self._prepared_tiers(compiled, machine)
+        tiers = self._prepared_tiers(compiled, self.machine)
         if self.taken is not None:
             return compiled, self.taken
         taken = TakenOver(

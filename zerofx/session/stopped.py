@@ -29,10 +29,7 @@ def undo(
     if isinstance(error, RankMismatchError) and not runtime.has_communicated:
         return error  # all ranks know, and have left the step at the same place
     elsewhere = control.failure()
-    if elsewhere or isinstance(error, LostRankError):
-        error = RankMismatchError(f"expected all ranks to run step {number}, found that {elsewhere or error}")
-        if not elsewhere:
-            error.add_note(f"zerofx: ranks wait {control.patience_seconds:.0f} s: {WAYS_TO_WAIT}")
+    error = _of_whoever_failed(f"run step {number}", elsewhere, life, error)
     if updated:
         error.add_note(
             f"zerofx: when step {number} failed, {len(updated)} of {len(versions)} buckets had been updated "
@@ -46,12 +43,41 @@ def undo(
         if isinstance(error, TierError):
             life.failure = failure
     else:
-        control.fail(failure)
-        error.add_note(
-            f"zerofx: rank {control.rank} left the step that {control.num_ranks} ranks run together, "
-            f"which ends it on all of them; restart all ranks from a checkpoint"
-        )
+        _leave(failure, life, error)
     return error
+
+
+def leave_evaluation(taken: TakenOver, life: Life, error: BaseException) -> BaseException:
+    """After an evaluation failed, which has changed nothing that is trained; returns what to raise, as ``undo``."""
+    control, runtime = life.control, taken.runtime
+    runtime.tiers.settle()
+    if control.num_ranks == 1 or (isinstance(error, RankMismatchError) and not runtime.has_communicated):
+        return error
+    elsewhere = control.failure()
+    failure = elsewhere or f"an evaluation failed on rank {control.rank} ({type(error).__name__}: {error})"
+    error = _of_whoever_failed("run an evaluation", elsewhere, life, error)
+    _leave(failure, life, error)
+    return error
+
+
+def _of_whoever_failed(purpose: str, elsewhere: str, life: Life, error: BaseException) -> BaseException:
+    """``error``, or what says more where ``elsewhere`` a rank has failed, or did not come."""
+    if not elsewhere and not isinstance(error, LostRankError):
+        return error
+    mismatch = RankMismatchError(f"expected all ranks to {purpose}, found that {elsewhere or error}")
+    if not elsewhere:
+        mismatch.add_note(f"zerofx: ranks wait {life.control.patience_seconds:.0f} s: {WAYS_TO_WAIT}")
+    return mismatch
+
+
+def _leave(failure: str, life: Life, error: BaseException) -> None:
+    """Let the other ranks fail too, which wait for this one."""
+    control = life.control
+    control.fail(failure)
+    error.add_note(
+        f"zerofx: rank {control.rank} left the step that {control.num_ranks} ranks run together, "
+        f"which ends it on all of them; restart all ranks from a checkpoint"
+    )
 
 
 def _finish_updates(taken: TakenOver, error: BaseException) -> None:

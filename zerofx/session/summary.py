@@ -21,10 +21,10 @@ from zerofx.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from zerofx.lowering.load import CompiledStep
-    from zerofx.session.step import Step
+    from zerofx.session.reported import Reported
 
 
-def summary(step: Step, compiled: CompiledStep | None, measured: Measurement | None) -> str:
+def summary(step: Reported, compiled: CompiledStep | None, measured: Measurement | None) -> str:
     """The summary of a step.
 
     Args:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -21,7 +20,7 @@ from torch import fx
 from zerofx.capture.normalise.joint import Joint
 from zerofx.ir import ops
 from zerofx.ir.facts import Origin, Phase, origin, set_origin, set_value, value
-from zerofx.torch_private.capture import PlainAOTOutput, TangentAOTInput, descriptions
+from zerofx.torch_private.capture import TangentAOTInput
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class BeginBackward:
             if isinstance(node.meta.get("desc"), TangentAOTInput):
                 seed = _replace_tangent(graph, node)
                 if seed is not None:
-                    _assert_values(graph, seed, zip(_checks(joint), joint.lossy.checked, strict=True))
+                    _assert_values(graph, seed, joint.checks())
 
 
 def _replace_tangent(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -55,16 +54,6 @@ def _replace_tangent(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     node.replace_all_uses_with(seed)
     graph.erase_node(node)
     return seed
-
-
-def _checks(joint: Joint) -> list[fx.Node]:
-    """What the forward checks of values."""
-    output, lossy = joint.graph.output_node(), joint.lossy
-    outputs: Any = output.args[0]
-    returned = [
-        entry for entry, desc in zip(outputs, descriptions(output), strict=True) if isinstance(desc, PlainAOTOutput)
-    ]
-    return returned[1 + len(lossy.rebound) :][: len(lossy.checked)]
 
 
 def _assert_values(graph: fx.Graph, tangent: fx.Node, checks: Iterable[tuple[fx.Node, str]]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import fx, nn
 
@@ -13,6 +13,7 @@ from zerofx.capture.values.watched_calls import CallWatcher
 from zerofx.ir.batch import Batch
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.rewrite import Rewrite
+from zerofx.torch_private.capture import PlainAOTOutput, descriptions
 
 _OUTSIDE = "outside."  # what names of stand-ins begin with in a ``LossModule``
 
@@ -53,6 +54,16 @@ class Joint:
     def outputs(self) -> Outputs:
         assert self.sorted_outputs is not None, "outputs are sorted first"
         return self.sorted_outputs
+
+    def checks(self) -> Sequence[tuple[fx.Node, str]]:
+        """What the forward checks of values, each with what to say where it does not hold."""
+        output, lossy = self.graph.output_node(), self.lossy
+        outputs: Any = output.args[0]
+        returned = [
+            entry for entry, desc in zip(outputs, descriptions(output), strict=True) if isinstance(desc, PlainAOTOutput)
+        ]
+        first = 1 + len(lossy.rebound)
+        return list(zip(returned[first : first + len(lossy.checked)], lossy.checked, strict=True))
 
     def first_names(self) -> Mapping[str, str]:
         """Of each parameter and buffer by each of its names: the first, by which the step knows it."""

@@ -5,7 +5,7 @@
 
 ``detach`` and ``alias`` of a loss with memory of its own are left as they are.
 
-Does not handle: what is handed out next to the loss (``hand_out.py``).
+Does not handle: what is handed out next to the loss, as all that an evaluation gives is (``hand_out.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class OwnLoss:
     name: str = "own_loss"
 
     def run(self, joint: Joint) -> None:
-        joint.outputs.loss = _own_storage(joint.graph, joint.outputs.loss)
+        if joint.lossy.trains:
+            joint.outputs.loss = _own_storage(joint.graph, joint.outputs.loss)
 
 
 def _own_storage(graph: fx.Graph, loss: fx.Node) -> fx.Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zerofx.capture.normalise.begin_backward import BeginBackward
+from zerofx.capture.normalise.check_first import CheckFirst
 from zerofx.capture.normalise.check_results import CheckResults
 from zerofx.capture.normalise.hand_out import HandOut
 from zerofx.capture.normalise.joint import Normalisation
@@ -32,5 +33,6 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
     OwnLoss(),  # a loss that is a view is copied
     SumGradients(),  # one gradient for a tied parameter
     HandOut(),  # extras as the step may hand them out
+    CheckFirst(),  # what an evaluation gives, after what its forward checks of values
     WriteOutputs(),  # the output node, and nothing that is not read
 )

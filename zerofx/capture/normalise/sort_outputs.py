@@ -4,6 +4,8 @@
 
 Only what is trained has a gradient. Checks are part of the graph by now (``begin_backward.py``).
 
+Of an evaluation all that is returned is handed out, and the loss is the first tensor of that.
+
 Does not handle: forwards that change their batch or parameters in place, gradients of and changes to what is outside of
 the model, losses that depend on no parameter. These are refused.
 """
@@ -88,7 +90,7 @@ class SortOutputs:
                     pass
         if loss is None:
             raise CaptureError("the captured graph has no loss; return a scalar from the model or give loss_fn")
-        if not gradients:
+        if lossy.trains and not gradients:
             raise CaptureError(
                 "expected a loss that depends on a trainable parameter, found a scalar that depends on none of the "
                 "model's: check that forward uses them and that nothing detaches the loss"

@@ -20,7 +20,8 @@ class WriteOutputs:
 
     def run(self, joint: Joint) -> None:
         step, outputs = joint.step, joint.outputs
-        step.set_outputs(outputs.loss, outputs.mutations, dict(outputs.gradients), extras=outputs.extras)
+        loss = outputs.loss if joint.lossy.trains else outputs.extras[0]
+        step.set_outputs(loss, outputs.mutations, dict(outputs.gradients), extras=outputs.extras)
         step.output.meta.pop("desc")
         for node in joint.unread:
             step.graph.erase_node(node)

@@ -18,7 +18,8 @@ from zerofx.runtime.comm.communicators import Communicators
 from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.weights import Weights, whole_bucket
 from zerofx.runtime.tiers.tiers import Stored, Tiers
-from zerofx.scheduler.plan.decisions import StateDecision
+from zerofx.scheduler.plan.decisions import ParameterDecision, StateDecision
+from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.mesh import AXES, MODEL, Axes
 from zerofx.scheduler.plan.plan import Plan
 
@@ -85,6 +86,19 @@ class TrainingState:
             for bucket, state in zip(self.layout.buckets, self.buckets, strict=True)
         ]
         return any(moved)
+
+    def locations(self) -> Locations:
+        """What is in slower tiers now."""
+        pairs = list(zip(self.layout.buckets, self.buckets, strict=True))
+        why = "as training has them"
+        return Locations(
+            tuple(ParameterDecision(bucket.index, state.tier, why) for bucket, state in pairs if state.tier != DEVICE),
+            tuple(
+                StateDecision(bucket.index, d.tier, d.update, why, delayed=d.delayed)
+                for bucket, state in pairs
+                if (d := state.decision) is not None
+            ),
+        )
 
     def _is_elsewhere(self, plan: Plan, bucket: Bucket, state: BucketState) -> bool:
         return _planned(plan, bucket) != (state.tier, _home(state.decision))

@@ -1,0 +1,156 @@
+"""Evaluations on several ranks: parameters gathered a bucket at a time, and the values of eager mode."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerofx
+from gpt import GPT
+from tests.lib.distributed import run_ranks
+from tests.lib.evaluating import checked, evaluated, in_eager_mode, own_batches, step_of_case, unlike
+from tests.lib.models import CASES
+from tests.lib.sharing import SHARING
+from tests.lib.training import world
+from zerofx import RankMismatchError
+
+
+def _wrong(runs: dict[str, tuple[str, dict[str, Any]]]) -> list[str]:
+    return [f"{what}: {text}" for what, (name, options) in runs.items() for text in evaluated(name, **options)]
+
+
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"stage {stage}": ("gpt", {"stage": stage}) for stage in range(4)},
+    "batch norm": ("batchnorm", {"stage": 3}),
+    "tied": ("tied", {"stage": 3}),
+    "nothing ahead": ("gpt", {"stage": 3, "prefetch": 0}),
+    "kept in training": ("gpt", {"stage": 3, "keep_gathered": "all"}),
+    "accumulated": ("gpt", {"stage": 2, "accumulate": 2}),
+}
+
+
+def test_two_ranks() -> None:
+    for rank, wrong in enumerate(run_ranks(_wrong, 2, RUNS)):
+        assert wrong == [], f"rank {rank}"
+
+
+@pytest.mark.slow
+def test_replicas() -> None:
+    mesh = {"replicate": 2, "shard": 2}
+    runs = {f"stage {stage}": ("gpt", {"stage": stage, "mesh": mesh}) for stage in (0, 2, 3)}
+    for rank, wrong in enumerate(run_ranks(_wrong, 4, runs)):
+        assert wrong == [], f"rank {rank}"
+
+
+def _within_budget(offload: Any, drive: str) -> list[str]:
+    """What is wrong with evaluations of a model that the budget does not hold whole."""
+    os.environ["ZEROFX_NVME_DIR"] = drive
+    torch.manual_seed(0)
+    model = GPT(vocab=64, dim=64, depth=8, heads=2, block=8)
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    budget = int(0.8 * whole)
+    torch.manual_seed(1 + world()[0])
+    ids = torch.randint(64, (2, 2, 9))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    step = zerofx.compile(model, optimizer, 3, backend="eager", memory_budget=budget, offload=offload)
+    batch, other = ((part[:, :-1].clone(), part[:, 1:].clone()) for part in ids)
+    step(*batch)
+    assert step.plan.states
+    wrong = checked(step, CASES["gpt"], other, {})
+    measured = step.measure_evaluation(*other).peak_bytes["device"]
+    wrong += [] if measured <= budget else [f"{measured} bytes of {budget} are taken"]
+    step(*batch)
+    return wrong
+
+
+@pytest.mark.parametrize("offload", ["host", "nvme"])
+def test_a_budget_smaller_than_the_model_holds(offload: str, tmp_path: Path) -> None:
+    for rank, wrong in enumerate(run_ranks(_within_budget, 2, offload, str(tmp_path))):
+        assert wrong == [], f"rank {rank}"
+
+
+def _shared(name: str, stage: int) -> list[str]:
+    """What is wrong with an evaluation that both ranks compute together."""
+    case = CASES[name]
+    (args, kwargs), (others, named) = own_batches(case, 0, 2)
+    step = step_of_case(case, stage, mesh={"model": 2}, machine=SHARING)
+    step(*args, **kwargs)
+    found = step.evaluate(*others, **named)
+    placements = {text for sharding in step.evaluation.plan.shardings for text in sharding.outputs}
+    with step.full_parameters() as model:
+        wrong = unlike(in_eager_mode(model, case, others, named), found, 2e-5)
+    step(*args, **kwargs)
+    return wrong + ([] if {"S0", "S1"} <= placements else [f"values are {placements}"])
+
+
+@pytest.mark.parametrize(("name", "stage"), [("gpt", 3), ("llama", 0)])
+def test_ranks_that_share_a_computation(name: str, stage: int) -> None:
+    for rank, wrong in enumerate(run_ranks(_shared, 2, name, stage)):
+        assert wrong == [], f"rank {rank}"
+
+
+def _apart() -> list[str]:
+    """What ranks are told that evaluate other shapes, or where others train."""
+    case, (rank, _) = CASES["gpt"], world()
+    ((args, kwargs),) = own_batches(case, rank, 1)
+    step = step_of_case(case, 3)
+    step(*args, **kwargs)
+    step.evaluate(*args, **kwargs)
+    texts = []
+    with pytest.raises(RankMismatchError) as unlike_shapes:
+        step.evaluate(*(tensor[: 1 + rank] for tensor in args), **kwargs)
+    texts.append(str(unlike_shapes.value))
+    with pytest.raises(RankMismatchError) as unlike_calls:
+        (step if rank else step.evaluate)(*args, **kwargs)
+    texts.append(str(unlike_calls.value))
+    step.evaluate(*args, **kwargs)
+    return texts
+
+
+def test_ranks_that_do_not_evaluate_alike_are_told() -> None:
+    for shapes, calls in run_ranks(_apart, 2):
+        assert "batch shapes" in shapes
+        assert "about to do different things" in calls
+        assert "call step.evaluate(batch)" in calls
+
+
+class Failing(nn.Module):
+    """Checks a value of its batch in evaluation mode, in its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        if not self.training:
+            torch._assert((x < 1e6).all(), "too large")
+        return x.sum()
+
+
+def _failing() -> str:
+    torch.manual_seed(0)
+    model = Failing()
+    step = zerofx.compile(model, torch.optim.SGD(model.parameters(), 0.01), 3, backend="eager")
+    x = torch.ones(2, 4)
+    step(x)
+    step.evaluate(x)
+    try:
+        step.evaluate(x * (1e9 if world()[0] else 1))
+        step(x)
+    except (RuntimeError, RankMismatchError) as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return "nothing"
+
+
+def test_a_rank_that_fails_amid_an_evaluation_ends_the_step_on_all() -> None:
+    first, second = run_ranks(_failing, 2)
+    assert "an evaluation failed on rank 1" in first
+    assert "too large" in second
+    assert "restart all ranks from a checkpoint" in second

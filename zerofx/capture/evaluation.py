@@ -1,0 +1,71 @@
+"""What an evaluation computes of a batch: a step's forward without gradients, of a model in evaluation mode."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.capture.loss import Objective
+from zerofx.errors import CaptureError
+from zerofx.ir.returned import Returned
+
+
+class Evaluation(Objective):
+    """What an evaluation computes of a batch: all that a step's objective returns, of a model in evaluation mode.
+
+    Nothing need be a loss. The first tensor that is returned stands where a step has its loss. ``outside`` is the
+    objective's own.
+    """
+
+    trains = False
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__(objective.loss_fn, objective.forward)
+        self.outside = objective.outside
+
+    def copied(self, memo: dict[int, Any]) -> Objective:
+        return Evaluation(super().copied(memo))
+
+    def setting(self, model: nn.Module) -> AbstractContextManager[None]:
+        """All modules of the model are in evaluation mode, as after ``eval()``."""
+        return in_evaluation_mode(model)
+
+    def run(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        scope: Callable[[], AbstractContextManager[None]],
+    ) -> tuple[torch.Tensor, Returned, tuple[torch.Tensor, ...]]:
+        """The first tensor, the structure of all that is returned, and all its tensors.
+
+        Raises:
+            UsageError: as ``outputs``.
+            CaptureError: nothing is returned that is a tensor.
+        """
+        with torch.no_grad():
+            returned, tensors = Returned.of_outputs(self.outputs(model, args, kwargs, scope))
+            if not tensors:
+                raise CaptureError(
+                    "expected a forward that returns a tensor to evaluate, or several, found none: return what is to "
+                    "be looked at"
+                )
+            return tensors[0], returned, tensors
+
+
+@contextlib.contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """While open, ``training`` is false on all modules of a model. No method of theirs is called for it."""
+    modules = [module for module in model.modules() if module.training]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = True

@@ -1,0 +1,47 @@
+"""The request for an evaluation: a step's forward alone, of parameters where training has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zerofx.capture.evaluation import Evaluation
+from zerofx.driver.prepared import Earlier, Request
+from zerofx.ir.batch import Batch
+from zerofx.options import CompileOptions
+from zerofx.scheduler.decide.residency import PolicyOptions
+from zerofx.scheduler.plan.locations import Locations
+
+
+def request_to_evaluate(training: Request, batch: Batch, locations: Locations) -> Request:
+    """The request for what a step that is asked for as ``training`` computes of a batch without training on it.
+
+    What is gathered is sent exactly as it is, and what is only about gradients and updates is left out.
+    """
+    return replace(training, batch=batch, options=_options(training.options), locations=locations)
+
+
+def untrained(earlier: Earlier) -> Earlier:
+    """What the first step of a model has made, for an evaluation: the same buckets, of which none is trained."""
+    return replace(earlier, layout=earlier.layout.without_training())
+
+
+def _options(options: CompileOptions) -> CompileOptions:
+    return replace(
+        options,
+        objective=Evaluation(options.objective),
+        plan=None,
+        policy=PolicyOptions(options.policy.prefetch),
+        recompute="none",
+        offload="none",
+        accumulate=1,
+        reduce="auto",
+        loss_terms=None,
+        tile="none" if options.tile == "none" else "auto",
+        weights=None,
+        delayed_update=None,
+        wire="exact",
+        max_grad_norm=None,
+        on_nonfinite=None,
+        loss_scale=None,
+        reduce_dtype=None,
+    )

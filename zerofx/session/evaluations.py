@@ -1,0 +1,120 @@
+"""A model evaluated where its step has it: each batch shape's forward as a planned graph of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofx.capture.evaluation import in_evaluation_mode
+from zerofx.capture.tracing_settings import dtype_settings
+from zerofx.checkpoints.random_states import random_states, set_random_states
+from zerofx.driver.driver import build_step
+from zerofx.driver.evaluation import request_to_evaluate, untrained
+from zerofx.errors import UsageError
+from zerofx.ir.batch import Batch
+from zerofx.lowering.load import CompiledStep
+from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
+from zerofx.runtime.measure.measure import Measurement, Meter
+from zerofx.runtime.state.arguments import batch_tensors
+from zerofx.session.life import Life
+from zerofx.session.shapes import Shapes
+from zerofx.session.steps import Agreed, Steps
+from zerofx.session.stopped import leave_evaluation
+from zerofx.session.taken_over import TakenOver
+
+
+class Evaluations:
+    """The evaluations of one model, by batch shape and by where its parameters and states lie.
+
+    ``shapes`` has those that were built. ``graphs`` launches their kernels.
+    """
+
+    def __init__(self, model: nn.Module, steps: Steps, life: Life, graphs: GraphedSteps) -> None:
+        self._model, self._steps, self._life, self._graphs = model, steps, life, graphs
+        self.shapes = Shapes(steps.options.max_shapes)
+        self._meter: Meter | None = None
+
+    def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_runs: int) -> Measurement:
+        """What the evaluation of a batch takes, run so often. Collective.
+
+        Raises:
+            ZeroFXError: as where it is evaluated.
+        """
+        self(args, kwargs)  # what is taken on first use counts for none
+        compiled, taken = self.shapes.latest, self._steps.taken
+        assert compiled is not None and taken is not None, "it has just run"
+        meter = self._meter = Meter(taken.device, num_runs)
+        try:
+            for _ in range(num_runs):
+                with meter.whole_step():
+                    self(args, kwargs)
+        finally:
+            self._meter = None
+        return meter.result(compiled.graph, taken.layout.without_training(), compiled.plan.stage)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the model's forward returns for a batch, or ``loss_fn`` or ``forward=``, detached. Collective.
+
+        Raises:
+            UsageError: the model has not been taken over yet.
+            ZeroFXError: the evaluation cannot be built or run.
+        """
+        taken = self._steps.taken
+        if taken is None:
+            raise UsageError(
+                "expected to evaluate a model whose step has been prepared, found that none has been yet: call "
+                "step.prepare(batch) with a batch to train on first, or give zerofx.compile an example_batch"
+            )
+        with torch.inference_mode(False):
+            batch = self._steps.batch_of(args, kwargs, counts=False)
+            compiled, agreed = self._of(batch, taken)
+            random = random_states(taken.device)
+            try:
+                return compiled.extras(self._run(compiled, batch, taken, agreed), as_list=False)
+            except BaseException as error:
+                failure = leave_evaluation(taken, self._life, error)
+                if failure is not error:
+                    raise failure from error
+                raise
+            finally:
+                set_random_states(random, taken.device)
+
+    def _of(self, batch: Batch, taken: TakenOver) -> tuple[CompiledStep, Agreed]:
+        """The evaluation of a batch, built if need be, and what waits until all ranks agree to run it."""
+        with in_evaluation_mode(self._model):
+            described = batch.described() | {"training mode": self._steps.mode()} | dtype_settings()
+        signature = "\n".join(f"{name}: {text}" for name, text in described.items())
+        agreed = self._steps.agreement(
+            "call step.evaluate(batch)", batch, signature, "batch shapes, modes and autocast",
+            "Give every rank batches of the same shapes, for example by padding, and as many of them.",
+        )  # fmt: skip
+        locations = taken.state.locations()
+        compiled = self.shapes.take(signature, repr(locations))
+        if compiled is None:
+            agreed()
+            self.shapes.announce(signature, described)
+            with self._steps.capturing():
+                request = request_to_evaluate(self._steps.request(batch), batch, locations)
+                compiled = build_step(request, untrained(taken.earlier), self._life.control).compiled
+            self.shapes.put(signature, repr(locations), described, compiled)
+        return compiled, agreed
+
+    def _run(self, compiled: CompiledStep, batch: Batch, taken: TakenOver, agreed: Agreed) -> list[torch.Tensor]:
+        """The tensors that an evaluation gives."""
+        seeds, mesh = self._steps.seeds, self._steps.mesh
+        if compiled.draws_together:
+            seeds.begin(taken.device, mesh, agreed, draws_together=True)
+        taken.runtime.begin({}, agreed)
+        with torch.no_grad():
+            state = taken.tensors(compiled.arguments)
+            tensors = batch_tensors(compiled.arguments, batch, self._steps.options.compute_dtype)
+            if self._meter is None:
+                outcome = self._graphs.run(compiled, taken.runtime, state, tensors)
+            else:
+                outcome = self._meter(compiled.function, compiled.emitted.functions, taken.runtime, state, tensors)
+        taken.runtime.end()
+        assert isinstance(outcome, tuple), "what stands for a loss is handed out once more"
+        return list(outcome[1:])

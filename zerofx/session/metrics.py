@@ -1,0 +1,119 @@
+"""Numbers about the step that ran last, for loggers: each is looked up, or waited for, when it is read."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from zerofx.ir.batch import Batch
+from zerofx.runtime.measure.measure import Measurement
+from zerofx.scheduler.plan.mesh import Mesh
+from zerofx.scheduler.plan.plan import Plan
+
+
+class Metrics(Mapping[str, float]):
+    """Names and numbers. Nothing is waited for before a number is read; what was read stays."""
+
+    def __init__(self, numbers: Mapping[str, Callable[[], float]]) -> None:
+        self._numbers = dict(numbers)
+        self._known: dict[str, float] = {}
+
+    def __getitem__(self, name: str) -> float:
+        if name not in self._known:
+            self._known[name] = self._numbers[name]()
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class LastStep:
+    """What is noted of the step that ran last: its loss, how long it took, and how much was in its batch."""
+
+    def __init__(self) -> None:
+        self._loss: torch.Tensor | None = None
+        self._sizes: Mapping[str, int] = {}
+        self._seconds: Callable[[], float] | None = None
+
+    @contextlib.contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        """A step runs inside, which has been built. Nothing is waited for."""
+        self._seconds = None  # of a step that is left amid
+        if device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._seconds = lambda: _between(begin, end)
+            return
+        began = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        self._seconds = lambda: seconds
+
+    def note(self, loss: torch.Tensor, batch: Batch, mesh: Mesh) -> None:
+        """Keep a step's loss, shape ``[]``, and the sizes of its batch."""
+        self._loss, self._sizes = loss, sizes_of(batch, mesh)
+
+    def metrics(
+        self,
+        num_steps: int,
+        num_skipped: int,
+        grad_norm: torch.Tensor | None,
+        loss_scale: float | None,
+        known: Measurement | Plan | None,
+    ) -> Metrics:
+        """All numbers; ``known`` has what was measured, or else planned, of the step, if it has been built."""
+        numbers: dict[str, Callable[[], float]] = {"step": _constant(num_steps)}
+        if self._loss is not None:
+            numbers["loss"] = self._loss.item
+        if self._seconds is not None:
+            numbers["seconds"] = self._seconds
+            numbers |= {f"{name}_per_second": _rate(size, self._seconds) for name, size in self._sizes.items()}
+        if grad_norm is not None:
+            numbers["grad_norm"] = grad_norm.item
+        if loss_scale is not None:
+            numbers["loss_scale"] = _constant(loss_scale)
+        numbers["skipped_steps"] = _constant(num_skipped)
+        if known is not None:
+            numbers["peak_bytes"] = _constant(known.peak_bytes["device"])
+            numbers["exposed_seconds"] = _constant(known.exposed_seconds)
+        return Metrics(numbers)
+
+
+def _constant(number: float) -> Callable[[], float]:
+    return lambda: number
+
+
+def _rate(size: int, seconds: Callable[[], float]) -> Callable[[], float]:
+    return lambda: size / seconds()
+
+
+def _between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3
+
+
+def sizes_of(batch: Batch, mesh: Mesh) -> dict[str, int]:
+    """Samples of all ranks in a step, if a batch says how many it has, and tokens, where its first tensor has them.
+
+    Ranks that share one computation have one batch; all others are taken to have as many samples as this one.
+    """
+    first = next((tensor for tensor in batch.tensors if tensor.dim()), None)
+    if first is None:
+        return {}
+    num_batches = mesh.num_ranks // mesh.model
+    sizes = {"samples": num_batches * first.shape[0]}
+    if first.dim() == 2 and not first.is_floating_point() and not first.is_complex():
+        sizes["tokens"] = num_batches * first.numel()
+    return sizes

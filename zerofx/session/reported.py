@@ -1,0 +1,190 @@
+"""What a step says of itself: its plan and source, where its bytes are, and numbers about what ran last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zerofx.errors import UsageError
+from zerofx.lowering.load import CompiledStep
+from zerofx.options import CompileOptions
+from zerofx.pipeline import Stage
+from zerofx.report.saved import SavedPlan
+from zerofx.report.schedule import Schedule, make_schedule
+from zerofx.runtime.cuda_graphs.graphed import GraphedSteps, Launches
+from zerofx.runtime.measure.measure import Measurement
+from zerofx.scheduler.plan.plan import Plan
+from zerofx.session.evaluations import Evaluations
+from zerofx.session.metrics import LastStep, Metrics
+from zerofx.session.steps import Steps
+from zerofx.session.summary import summary
+
+
+class Reported:
+    """The part of a ``Step`` that reports."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    options: CompileOptions
+    num_steps: int
+    num_skipped: int
+    _steps: Steps
+    _evaluations: Evaluations
+    _graphs: GraphedSteps
+    _grad_norm: torch.Tensor | None
+    _last: LastStep
+    _measured: tuple[CompiledStep, Measurement] | None
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of all gradients in the last step, before they were clipped: what ``clip_grad_norm_`` returns.
+
+        Shape ``[]``, on the step's device, the same on every rank, and a tensor of its own for each step; the host does
+        not wait for it until it is read.
+
+        Raises:
+            UsageError: gradients are not clipped, or no step has run yet.
+        """
+        if self.options.max_grad_norm is None:
+            raise UsageError(
+                "expected max_grad_norm to be given to zerofx.compile, found None, with which no norm is taken: "
+                "max_grad_norm=math.inf takes it and clips nothing"
+            )
+        if self._grad_norm is None:
+            raise UsageError("expected a step to have run, found none yet: call step(batch) first")
+        return self._grad_norm
+
+    @property
+    def metrics(self) -> Metrics:
+        """Numbers about the step that ran last, by name, for loggers: ``logger.log(step.metrics)``.
+
+        ``step`` (how many have run), ``loss`` (this rank's), ``seconds`` (without building it), ``samples_per_second``
+        and ``tokens_per_second`` (of all ranks; the first tensor of a batch says how many it has), ``skipped_steps``,
+        ``peak_bytes`` (on the device) and ``exposed_seconds`` (in which computation waits for communication), as
+        ``measure`` has found them, or else as planned; ``grad_norm`` and ``loss_scale`` where there are such. Each is a
+        Python number. The host waits for the device when ``loss``, ``seconds`` and what is a second's, or ``grad_norm``
+        are read, and not before.
+        """
+        compiled, scaler = self._steps.shapes.latest, self._steps.scaler
+        predicted = self._measurement or (None if compiled is None else compiled.plan)
+        return self._last.metrics(
+            self.num_steps, self.num_skipped, self._grad_norm, None if scaler is None else scaler.scale, predicted
+        )
+
+    @property
+    def _measurement(self) -> Measurement | None:
+        """What has been measured of the step that ran last."""
+        latest = self._steps.shapes.latest
+        return self._measured[1] if self._measured is not None and self._measured[0] is latest else None
+
+    @property
+    def loss_scale(self) -> float:
+        """What the coming step's loss is multiplied by before backward; what a step returns is not.
+
+        Raises:
+            UsageError: losses are not scaled.
+        """
+        if self._steps.scaler is None:
+            raise UsageError(
+                "expected precision='fp16' or loss_scale to be given to zerofx.compile, found neither, with which no "
+                "loss is scaled"
+            )
+        return self._steps.scaler.scale
+
+    def tiers(self) -> dict[str, int]:
+        """Bytes that this rank holds between steps, by tier: ``device``, and ``host`` and ``nvme`` where used now.
+
+        Raises:
+            UsageError: no step has been captured yet, or the step is closed.
+        """
+        compiled = self.compiled
+        if self._steps.taken is None:
+            raise UsageError("expected to ask what is where before close(), found the step closed")
+        return self._steps.taken.held_bytes(compiled.arguments)
+
+    @property
+    def notice(self) -> str:
+        """What makes messages between ranks slower than they could be, as far as is known; empty for nothing."""
+        return self._steps.taken.runtime.notice if self._steps.taken is not None else ""
+
+    @property
+    def compiled(self) -> CompiledStep:
+        """The step that ran last.
+
+        Raises:
+            UsageError: none has been captured yet.
+        """
+        if self._steps.shapes.latest is None:
+            raise UsageError(
+                "expected a captured step, found none yet: call step(batch) or step.prepare(batch), or give compile an "
+                "example_batch"
+            )
+        return self._steps.shapes.latest
+
+    @property
+    def evaluation(self) -> CompiledStep:
+        """The evaluation that ran last: its ``plan``, its ``source_path``, its graph after each pass in ``stages``.
+
+        Raises:
+            UsageError: none has run yet.
+        """
+        if self._evaluations.shapes.latest is None:
+            raise UsageError("expected an evaluation to have run, found none yet: call step.evaluate(batch) first")
+        return self._evaluations.shapes.latest
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions and predictions of the step that ran last."""
+        return self.compiled.plan
+
+    @property
+    def source(self) -> str:
+        """The generated Python file of the step that ran last."""
+        return self.compiled.emitted.source
+
+    @property
+    def source_path(self) -> Path:
+        """Where rank 0 wrote ``source``."""
+        return self.compiled.source_path
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The captured graph and the graph after each pass."""
+        return self.compiled.stages
+
+    @property
+    def num_regions(self) -> int:
+        """Regions that the step runs."""
+        return self.compiled.num_regions
+
+    @property
+    def num_distinct_regions(self) -> int:
+        """Regions of different structure: what had to be compiled, whatever the depth."""
+        return self.compiled.num_distinct_regions
+
+    def schedule(self) -> Schedule:
+        """What the step that ran last does, in order: a row for each node with its bytes, time, stream and origin."""
+        return make_schedule(self.compiled.lowered)
+
+    def save_plan(self, path: str | Path) -> None:
+        """Write the plan of the step that ran last with its schedule, for ``compile(plan=path)`` and ``zerofx report``.
+
+        On this rank alone; rank 0 is enough, since all ranks have the same plan.
+        """
+        assert self._steps.machine is not None, "a captured step has one"
+        what = f"{type(self.model).__name__} with {type(self.optimizer).__name__}"
+        SavedPlan.of(self.compiled.lowered, self._steps.machine, what).save(path)
+
+    def __str__(self) -> str:
+        return summary(self, self._steps.shapes.latest, self._measurement)
+
+    @property
+    def launches(self) -> Launches:
+        """How the kernels of the step that ran last are launched: as CUDA graphs, or one by one and why.
+
+        Raises:
+            UsageError: no step has been captured yet.
+        """
+        return self._graphs.launches(self.compiled)
