@@ -22,6 +22,7 @@ from zerofx.options import (
     MeshLike,
     Offload,
     OnNonfinite,
+    Outputs,
     Precision,
     Recompute,
     Reduce,
@@ -67,6 +68,7 @@ def compile(
     forward: ForwardFunction | None = None,
     on_nonfinite: OnNonfinite | None = None,
     constant: Collection[str] = (),
+    outputs: Outputs = "numbers",
     loss_scale: LossScale | float | None = None,
     keep_fp32: Collection[Kept] = (),
     reduce_dtype: ReduceDtype | None = None,
@@ -123,6 +125,8 @@ def compile(
         on_nonfinite: what a loss that is NaN or infinite on any rank does: None or ``"warn"`` goes on, ``"skip"``
             leaves the state as it was, ``"raise"`` raises ``NonFiniteLossError`` on all ranks.
         constant: names of arguments with the same values in every step, which a forward may read.
+        outputs: what ``step.outputs`` has of what the model, or ``loss_fn``, returns with its loss: its ``"numbers"``,
+            ``"all"`` of it, or ``"none"``.
         loss_scale: what the loss is multiplied by before backward: a ``LossScale``, as ``torch.amp.GradScaler`` has it,
             or a number that stays; None for the defaults of the former with ``precision="fp16"``, and else for none.
         keep_fp32: modules that compute in float32 with a ``precision``, by type, name or pattern of names.
@@ -153,7 +157,7 @@ def compile(
         tile=tile, host_budget=host_budget,
         weights=weights, delayed_update=delayed_update, wire=wire, cuda_graphs=cuda_graphs,
         max_grad_norm=max_grad_norm, forward=forward, on_nonfinite=on_nonfinite, constant=constant,
-        loss_scale=loss_scale, keep_fp32=keep_fp32, reduce_dtype=reduce_dtype, state_dtype=state_dtype,
+        outputs=outputs, loss_scale=loss_scale, keep_fp32=keep_fp32, reduce_dtype=reduce_dtype, state_dtype=state_dtype,
         mesh=mesh, states_over=states_over, shardings=shardings,
     )  # fmt: skip
     check_training(model, optimizer, options, on_meta=True)

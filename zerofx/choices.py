@@ -18,6 +18,7 @@ StatesOver = Literal["auto", "shard", "mesh"]
 Wire = Literal["exact", "int8", "int4", "fp8"]
 CudaGraphs = bool | Literal["auto"]
 OnNonfinite = Literal["warn", "skip", "raise"]
+Outputs = Literal["numbers", "all", "none"]
 Tiling = Literal["auto", "none"] | Mapping[str, int]
 ShardingWord = Literal["column", "row", "sequence", "replicated"]
 

@@ -16,6 +16,7 @@ from zerofx.choices import (
     Offload,
     OffloadWord,
     OnNonfinite,
+    Outputs,
     Reduce,
     ShardingWord,
     StatesOver,
@@ -89,6 +90,24 @@ def check_offload(offload: object, accumulate: Accumulate, *, given: bool, budge
         f"expected offload 'auto' (as the budget asks), 'none', 'host' or 'nvme', or {{'gradients': 'host'}} (or "
         f"'nvme') for gradients between micro-batches, found {offload!r}"
     )
+
+
+def check_outputs(outputs: Outputs, forward: object | None) -> None:
+    """Check what is to be handed out besides the loss.
+
+    Raises:
+        UsageError: it is none of the words, or ``forward`` says it.
+    """
+    if outputs not in get_args(Outputs):
+        raise UsageError(
+            f"expected outputs 'numbers' (what a model returns besides its loss that is one number), 'all' or 'none', "
+            f"found {outputs!r}"
+        )
+    if outputs != "numbers" and forward is not None:
+        raise UsageError(
+            f"expected no outputs with forward, found {outputs!r}: what forward returns after its loss is handed out, "
+            f"and nothing else"
+        )
 
 
 def check_wire(wire: object, stage: int) -> None:

@@ -19,6 +19,7 @@ from zerofx.choices import CudaGraphs as CudaGraphs
 from zerofx.choices import Offload as Offload
 from zerofx.choices import OffloadWord as OffloadWord
 from zerofx.choices import OnNonfinite as OnNonfinite
+from zerofx.choices import Outputs as Outputs
 from zerofx.choices import Precision as Precision
 from zerofx.choices import Recompute as Recompute
 from zerofx.choices import Reduce as Reduce
@@ -40,6 +41,7 @@ from zerofx.option_checks import (
     check_max_grad_norm,
     check_offload,
     check_on_nonfinite,
+    check_outputs,
     check_reduce,
     check_tile,
     check_wire,
@@ -69,6 +71,7 @@ class TuneOptions(TypedDict, total=False):
     loss_fn: LossFunction | None
     forward: ForwardFunction | None
     constant: Collection[str]
+    outputs: Outputs
     memory_budget: int | float | str | None
     recompute: Recompute
     offload: Offload
@@ -143,6 +146,7 @@ class CompileOptions:
     max_grad_norm: float | None = None
     on_nonfinite: OnNonfinite | None = None
     constant: tuple[str, ...] = field(default=(), metadata=_left_out_of("plan", "step"))  # the batch has their values
+    outputs: Outputs = field(default="numbers", metadata=_left_out_of("plan", "step"))  # the captured graph has it
     loss_scale: LossScale | None = None
     keep_fp32: tuple[Kept, ...] = ()
     reduce_dtype: ReduceDtype | None = None
@@ -232,6 +236,7 @@ def check_options(
     forward: ForwardFunction | None = None,
     on_nonfinite: OnNonfinite | None = None,
     constant: Collection[str] = (),
+    outputs: Outputs = "numbers",
     loss_scale: LossScale | float | None = None,
     keep_fp32: Collection[Kept] = (),
     reduce_dtype: ReduceDtype | None = None,
@@ -289,6 +294,7 @@ def check_options(
         )
     check_max_grad_norm(max_grad_norm, delayed_update)
     check_on_nonfinite(on_nonfinite, delayed_update)
+    check_outputs(outputs, forward)
     check_kept(keep_fp32, precision)
     if reduce_dtype is not None and reduce_dtype not in get_args(ReduceDtype):
         raise UsageError(
@@ -322,7 +328,8 @@ def check_options(
     mesh_asked = checked_mesh(mesh, wire)
     return CompileOptions(
         stage=stage,
-        objective=Objective(loss_fn, forward),
+        objective=Objective(loss_fn, forward, outputs),
+        outputs=outputs,
         precision=precision,
         backend=backend,
         machine=planned_for,

@@ -17,6 +17,7 @@ from zerofx.capture.counted import factor_of
 from zerofx.capture.outside import Outside, OutsideFoundError, StandInMaker, StandIns
 from zerofx.capture.values.known import KnownValues
 from zerofx.capture.values.watched_calls import Checks
+from zerofx.choices import Outputs
 from zerofx.errors import CaptureError
 from zerofx.ir.batch import Batch
 from zerofx.ir.returned import NOTHING_ELSE, Returned
@@ -52,20 +53,31 @@ def find_loss(outputs: Any, *, source: str = "the model") -> torch.Tensor:
 class Objective:
     """What a step computes of a batch: the model's own loss, ``loss_fn`` of what the model gives, or ``forward``.
 
+    ``hands_out`` says what is handed out of what the first two return besides the loss.
+
     ``outside`` are the tensors that either of the two uses besides the model's. ``trains``: whether it has gradients.
     """
 
     trains = True
 
-    def __init__(self, loss_fn: LossFunction | None = None, forward: ForwardFunction | None = None) -> None:
-        self.loss_fn, self.forward = loss_fn, forward
+    def __init__(
+        self,
+        loss_fn: LossFunction | None = None,
+        forward: ForwardFunction | None = None,
+        hands_out: Outputs = "numbers",
+    ) -> None:
+        self.loss_fn, self.forward, self.hands_out = loss_fn, forward, hands_out
         self.outside = Outside(forward or loss_fn, "loss_fn" if forward is None else "forward")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Objective) and (self.loss_fn, self.forward) == (other.loss_fn, other.forward)
+        return isinstance(other, Objective) and self._parts == other._parts
 
     def __hash__(self) -> int:
-        return hash((self.loss_fn, self.forward))
+        return hash(self._parts)
+
+    @property
+    def _parts(self) -> tuple[object, ...]:
+        return self.loss_fn, self.forward, self.hands_out
 
     @staticmethod
     def of(loss: Loss) -> Objective:
@@ -83,7 +95,7 @@ class Objective:
 
     def copied(self, memo: dict[int, Any]) -> Objective:
         """That of a copy of the model. What ``forward`` uses besides is shared: a step changes none of it."""
-        return Objective(copy.deepcopy(self.loss_fn, memo), self.forward)
+        return Objective(copy.deepcopy(self.loss_fn, memo), self.forward, self.hands_out)
 
     def setting(self, model: nn.Module) -> AbstractContextManager[None]:
         """What the forward runs in."""
@@ -132,11 +144,11 @@ class Objective:
         returned = self.outputs(model, args, kwargs, scope)
         if self.is_plain:
             loss = find_loss(returned)
-            return loss, Returned(left_out=_left_out(returned, loss)), ()
+            return loss, *self._besides(returned, loss)
         with scope():
             if self.forward is None:
                 loss = find_loss(returned, source="loss_fn")
-                return loss, Returned(left_out=_left_out(returned, loss)), ()
+                return loss, *self._besides(returned, loss)
             if isinstance(returned, torch.Tensor):
                 return find_loss(returned, source="forward"), NOTHING_ELSE, ()
             if not (type(returned) is tuple and len(returned) == 2 and isinstance(returned[0], torch.Tensor)):
@@ -146,6 +158,14 @@ class Objective:
                     f"one dict"
                 )
             return find_loss(returned[0], source="forward"), *Returned.of_extras(returned[1])
+
+    def _besides(self, returned: Any, loss: torch.Tensor) -> tuple[Returned, tuple[torch.Tensor, ...]]:
+        """What is handed out of what was returned, with its tensors: nothing where the loss would be all of it."""
+        if self.hands_out != "none" and not isinstance(returned, torch.Tensor):
+            structure, tensors = Returned.of_outputs(returned, numbers_only=self.hands_out == "numbers")
+            if len(tensors) > 1:
+                return structure, tensors
+        return Returned(left_out=_left_out(returned, loss)), ()
 
 
 Loss = LossFunction | Objective | None

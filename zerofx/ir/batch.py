@@ -53,8 +53,10 @@ class Batch:
         return Batch._taken_apart((extras,), {}, "what forward returns after its loss", "extras")
 
     @staticmethod
-    def of_outputs(outputs: Any) -> tuple[Batch, tuple[str, ...]]:
+    def of_outputs(outputs: Any, *, numbers_only: bool = False) -> tuple[Batch, tuple[str, ...]]:
         """Take apart all that a forward returns, and describe what cannot be, in whose place there is None: a cache.
+
+        ``numbers_only``: tensors of other than one element are left out, too.
 
         Raises:
             UsageError: what is static in a container cannot be compared; names it.
@@ -62,9 +64,13 @@ class Batch:
         unknown: list[str] = []
 
         def visit(name: str, leaf: Any) -> Any:
-            if isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            is_large = numbers_only and isinstance(leaf, torch.Tensor) and leaf.numel() != 1
+            if isinstance(leaf, (torch.Tensor, *_PLAIN)) and not is_large:
                 return leaf
-            unknown.append(f"{name} {type(leaf).__name__}")
+            what = type(leaf).__name__
+            if isinstance(leaf, torch.Tensor):
+                what = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+            unknown.append(f"{name} {what}".strip())
             return None
 
         outputs = _map("", outputs, visit, [])

@@ -15,6 +15,7 @@ from zerofx.ir.batch import Batch
 class Returned:
     """What a micro-batch gives besides its loss.
 
+    ``by_call``: whether the step returns its extras with its loss, as ``forward`` did; else they are its ``outputs``.
     ``extras`` is what ``forward`` returned after its loss, None where it returned its loss alone; what is no tensor in
     it is as it was while the step was captured. Of a view a step gives the memory that it is of: shapes and strides are
     those of the tensors in ``extras``, and ``offsets`` where they begin. ``left_out`` describes tensors that a model
@@ -25,6 +26,7 @@ class Returned:
     extras: Batch | None = None
     offsets: tuple[int, ...] = ()
     left_out: tuple[str, ...] = ()
+    by_call: bool = False
 
     @staticmethod
     def of_extras(extras: Any) -> tuple[Returned, tuple[torch.Tensor, ...]]:
@@ -33,14 +35,18 @@ class Returned:
         Raises:
             UsageError: one of them is neither a tensor nor a plain value.
         """
-        return Returned._of(Batch.of_extras(extras))
+        returned, tensors = Returned._of(Batch.of_extras(extras))
+        return replace(returned, by_call=True), tensors
 
     @staticmethod
-    def of_outputs(outputs: Any) -> tuple[Returned, tuple[torch.Tensor, ...]]:
-        """The structure of all that a forward returns, and its tensors. What cannot be handed out is left out."""
-        flattened, unknown = Batch.of_outputs(outputs)
+    def of_outputs(outputs: Any, *, numbers_only: bool = False) -> tuple[Returned, tuple[torch.Tensor, ...]]:
+        """The structure of all that a forward returns, and its tensors. What cannot be handed out is left out.
+
+        ``numbers_only``: so are tensors of other than one element.
+        """
+        flattened, left_out = Batch.of_outputs(outputs, numbers_only=numbers_only)
         returned, tensors = Returned._of(flattened)
-        return replace(returned, left_out=unknown), tensors
+        return replace(returned, left_out=left_out), tensors
 
     @staticmethod
     def _of(flattened: Batch) -> tuple[Returned, tuple[torch.Tensor, ...]]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
 from zerofx.ir.batch import Batch
+from zerofx.runtime.comm.control import Control, check_equal
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.torch_private.operators import pytree
 
 
 class Metrics(Mapping[str, float]):
@@ -88,6 +92,27 @@ class LastStep:
             numbers["peak_bytes"] = _constant(known.peak_bytes["device"])
             numbers["exposed_seconds"] = _constant(known.exposed_seconds)
         return Metrics(numbers)
+
+
+def average(values: Any, control: Control) -> Any:
+    """``values`` with each number in it, or tensor of one element, as its mean over all ranks. Collective.
+
+    Raises:
+        RankMismatchError: ranks have other numbers of them.
+    """
+    leaves, structure = pytree.tree_flatten(values)
+    numbers = [float(leaf) if _is_number(leaf) else None for leaf in leaves]
+    of_ranks = control.gather([number for number in numbers if number is not None], "average numbers")
+    check_equal(list(map(len, of_ranks)), "how many numbers there are", "Give every rank the same ones.")
+    means = (math.fsum(of_each) / control.num_ranks for of_each in zip(*of_ranks, strict=True))
+    shown = [leaf if number is None else next(means) for leaf, number in zip(leaves, numbers, strict=True)]
+    return pytree.tree_unflatten(shown, structure)
+
+
+def _is_number(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.numel() == 1 and not leaf.is_complex()
+    return isinstance(leaf, int | float) and not isinstance(leaf, bool)
 
 
 def _constant(number: float) -> Callable[[], float]:

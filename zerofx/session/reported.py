@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,8 @@ from zerofx.runtime.cuda_graphs.graphed import GraphedSteps, Launches
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.session.evaluations import Evaluations
-from zerofx.session.metrics import LastStep, Metrics
+from zerofx.session.life import Life
+from zerofx.session.metrics import LastStep, Metrics, average
 from zerofx.session.steps import Steps
 from zerofx.session.summary import summary
 
@@ -33,6 +35,8 @@ class Reported:
     _steps: Steps
     _evaluations: Evaluations
     _graphs: GraphedSteps
+    _life: Life
+    _outputs: Any
     _grad_norm: torch.Tensor | None
     _last: LastStep
     _measured: tuple[CompiledStep, Measurement] | None
@@ -55,6 +59,29 @@ class Reported:
         if self._grad_norm is None:
             raise UsageError("expected a step to have run, found none yet: call step(batch) first")
         return self._grad_norm
+
+    @property
+    def outputs(self) -> Any:
+        """What the model, or ``loss_fn``, returned with its loss in the step that ran last, detached, of this rank.
+
+        It has the structure in which it was returned: a dict of metrics, say. Unless ``outputs="all"`` asks for all,
+        None is in the place of tensors with more than one element; and there are no outputs, but None, where only the
+        loss would be left. With ``accumulate`` other than 1 it is a list, of what each micro-batch gives. None, too,
+        for a step that was left out. It is held until the next step begins. ``step.average(step.outputs)`` is the mean
+        over all ranks.
+        """
+        return self._outputs
+
+    def average(self, values: Any) -> Any:
+        """The mean over all ranks of each number in a structure: a loss, or dicts and lists of numbers. Collective.
+
+        Tensors of one element count as numbers, whose values the host waits for. What else is there stays as it is.
+
+        Raises:
+            RankMismatchError: ranks have other numbers of numbers.
+        """
+        self._life.check_open("average numbers")
+        return average(values, self._life.control)
 
     @property
     def metrics(self) -> Metrics:

@@ -57,8 +57,9 @@ class Step(Checkpointed, Reported):
 
     Where ``forward`` returns a pair, so does the step: ``loss, extras = step(*batch)``. The tensors of ``extras`` are
     this rank's, detached, on their device; with ``accumulate`` other than 1, ``extras`` is a list of what each
-    micro-batch gives, and None for a step that was left out. What else a model returns besides its loss is computed
-    only where the loss needs it, and not kept: ``print(step)`` lists it, and ``forward`` can hand it out.
+    micro-batch gives, and None for a step that was left out. What else a model returns besides its loss is in
+    ``step.outputs``, as far as ``outputs=`` asks for it; the rest is computed only where the loss needs it, and not
+    kept: ``print(step)`` lists it.
 
     An error before the step runs leaves model and optimizer as they were. An error while it runs (an index out of
     range, no memory) leaves them as they were too if no bucket had been updated yet, which a note on the error says; on
@@ -79,6 +80,7 @@ class Step(Checkpointed, Reported):
         self._measured: tuple[CompiledStep, Measurement] | None = None
         self._grad_norm: torch.Tensor | None = None
         self._last = LastStep()
+        self._outputs: Any = None
         self._later = None
         owner = weakref.proxy(self)  # a step that is dropped goes at once
         self._graphs = GraphedSteps(
@@ -136,6 +138,7 @@ class Step(Checkpointed, Reported):
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._life.check_open("call step(batch)")
+        self._outputs = None  # which have no place in the plan of another step
         if self._later is not None:
             self._later.tidy()
         batch = self._steps.batch_of(args, kwargs)
@@ -167,7 +170,7 @@ class Step(Checkpointed, Reported):
             raises = self.options.on_nonfinite == "raise"
             loss = leave_out(self.num_steps + 1, taken, self._life, advance, versions, error, raises=raises)
             self.num_skipped += 1
-            return loss if compiled.returned.extras is None else (loss, None)
+            return (loss, None) if compiled.returned.by_call else loss
         except BaseException as error:
             failure = undo(self.num_steps + 1, taken, self._life, advance, versions, error)
             if failure is not error:
@@ -188,7 +191,11 @@ class Step(Checkpointed, Reported):
         self._grad_norm = others.pop() if self.options.max_grad_norm is not None else None
         if compiled.returned.extras is None:
             return loss
-        return loss, compiled.extras(others, as_list=self.options.accumulate != 1)
+        extras = compiled.extras(others, as_list=self.options.accumulate != 1)
+        if compiled.returned.by_call:
+            return loss, extras
+        self._outputs = extras
+        return loss
 
     def _count(self, loss: torch.Tensor) -> None:
         self.num_steps += 1

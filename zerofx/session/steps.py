@@ -215,7 +215,7 @@ class Steps:
         return compiled, taken
 
     def _check_built(self, compiled: CompiledStep) -> None:
-        if self.options.on_nonfinite == "skip" and compiled.returned.extras is not None:
+        if self.options.on_nonfinite == "skip" and compiled.returned.by_call:
             raise UsageError(
                 "expected forward to return its loss alone with on_nonfinite='skip', under which a step that is left "
                 "out has nothing else to return, found more: give on_nonfinite='raise'"
