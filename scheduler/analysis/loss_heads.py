@@ -28,22 +28,16 @@ _CLASS_TILES = (8, 32)
 
 
 @dataclass(frozen=True)
-class LossHead:
-    """The nodes of one projection [rows, classes] with its loss.
+class ForwardHead:
+    """The nodes of one projection [rows, classes] with its loss, in an evaluation.
 
-    ``cast`` converts the logits and ``grad_cast`` their gradient, where the loss is taken in another dtype.
-    ``by_row`` are backward's products that have a row for each of the gradient's; ``over_rows`` sum over the rows.
+    ``cast`` converts the logits, where the loss is taken in another dtype.
     """
 
     product: fx.Node
     cast: fx.Node | None
     softmax: fx.Node
     loss: fx.Node
-    grad_loss: fx.Node
-    grad_softmax: fx.Node
-    grad_cast: fx.Node | None
-    by_row: tuple[fx.Node, ...]
-    over_rows: tuple[fx.Node, ...]
 
     @property
     def num_rows(self) -> int:
@@ -55,11 +49,8 @@ class LossHead:
 
     @property
     def has_classes(self) -> bool:
-        """Whether it can be tiled over its classes too: the softmax is in float32, and a bias has one for each."""
-        bias = [tensor(arg) for arg in self.product.args[:-2] if isinstance(arg, fx.Node)]
-        return tensor(self.softmax).dtype == torch.float32 and all(
-            vector.shape == (self.num_classes,) for vector in bias
-        )
+        """Whether it can be tiled over its classes too."""
+        return False
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +60,7 @@ class LossHead:
     @property
     def weight_bytes(self) -> int:
         """Bytes of what is summed up over the tiles."""
-        return sum(tensor(node).numel() * sum_dtype(tensor(node).dtype).itemsize for node in self.over_rows)
+        return 0
 
     def tile_counts(self) -> list[int]:
         """Numbers of tiles worth trying: about those with which a tile's logits are as large as the summed gradients.
@@ -85,36 +76,84 @@ class LossHead:
         return [n for n in _CLASS_TILES if self.has_classes and self.num_classes >= n * MIN_CLASSES]
 
 
+@dataclass(frozen=True)
+class LossHead(ForwardHead):
+    """The same with its backward.
+
+    ``grad_cast`` converts the logits' gradient, where the loss is taken in another dtype. ``by_row`` are backward's
+    products that have a row for each of the gradient's; ``over_rows`` sum over the rows.
+    """
+
+    grad_loss: fx.Node
+    grad_softmax: fx.Node
+    grad_cast: fx.Node | None
+    by_row: tuple[fx.Node, ...]
+    over_rows: tuple[fx.Node, ...]
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether it can be tiled over its classes too: the softmax is in float32, and a bias has one for each."""
+        bias = [tensor(arg) for arg in self.product.args[:-2] if isinstance(arg, fx.Node)]
+        return tensor(self.softmax).dtype == torch.float32 and all(
+            vector.shape == (self.num_classes,) for vector in bias
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of what is summed up over the tiles."""
+        return sum(tensor(node).numel() * sum_dtype(tensor(node).dtype).itemsize for node in self.over_rows)
+
+
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which parts of a sum are added up that has ``dtype`` itself."""
     return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
 
 
 def find_heads(step: StepGraph) -> list[LossHead]:
-    """All heads of ``step`` that can be tiled."""
+    """All heads of a training step that can be tiled."""
     order = step.positions()
     heads = (_head(step, node, order) for node in step.calls() if node.target is _aten.nll_loss_backward.default)
     return [head for head in heads if head is not None]
 
 
-def _head(step: StepGraph, grad_loss: fx.Node, order: dict[fx.Node, int]) -> LossHead | None:
-    softmax, reduction = grad_loss.args[1], grad_loss.args[4]
-    if not isinstance(softmax, fx.Node) or softmax.target is not _aten._log_softmax.default:
+def find_forward_heads(step: StepGraph) -> list[ForwardHead]:
+    """All heads of an evaluation that can be tiled: their logits are read for their loss alone."""
+    heads = []
+    for loss in (node for node in step.calls() if node.target is _aten.nll_loss_forward.default):
+        softmax = loss.args[0]
+        if isinstance(softmax, fx.Node) and set(softmax.users) == {loss}:
+            made = _logits(softmax, loss.args[2], loss.args[3])
+            if made is not None:
+                heads.append(ForwardHead(*made, softmax, loss))
+    return heads
+
+
+def _logits(softmax: fx.Node, weights: object, reduction: object) -> tuple[fx.Node, fx.Node | None] | None:
+    """The product that makes the logits of a loss, and their conversion, where those are read for a softmax alone."""
+    if softmax.target is not _aten._log_softmax.default or weights is not None or reduction not in (MEAN, SUM):
         return None
-    if reduction not in (MEAN, SUM) or grad_loss.args[3] is not None or softmax.args[1] not in (1, -1):
-        return None
-    if tensor(softmax).dtype not in _SUMMABLE:
+    if softmax.args[1] not in (1, -1) or tensor(softmax).dtype not in _SUMMABLE:
         return None
     product, cast = _made_from(softmax)
     if product is None or tensor(product).shape != tensor(softmax).shape:
         return None
+    if set(consumers(product)) != {cast or softmax} or (cast is not None and set(consumers(cast)) != {softmax}):
+        return None
+    return product, cast
+
+
+def _head(step: StepGraph, grad_loss: fx.Node, order: dict[fx.Node, int]) -> LossHead | None:
+    softmax = grad_loss.args[1]
+    made = _logits(softmax, grad_loss.args[3], grad_loss.args[4]) if isinstance(softmax, fx.Node) else None
+    if made is None:
+        return None
+    assert isinstance(softmax, fx.Node)
+    product, cast = made
     losses = [user for user in softmax.users if user.target is _aten.nll_loss_forward.default]
     grads = [user for user in grad_loss.users if user.target is _aten._log_softmax_backward_data.default]
     if len(losses) != 1 or len(grads) != 1 or set(softmax.users) != {losses[0], grad_loss, grads[0]}:
         return None
     if losses[0].args[1:5] != grad_loss.args[2:6] or set(grad_loss.users) != set(grads):
-        return None
-    if set(consumers(product)) != {cast or softmax} or (cast is not None and set(consumers(cast)) != {softmax}):
         return None
     if not _is_first_used_after(losses[0], grad_loss, order):
         return None

@@ -8,7 +8,7 @@ from dataclasses import replace
 from zerofx.errors import UsageError
 from zerofx.ir.facts import origin
 from zerofx.ir.graph import StepGraph
-from zerofx.scheduler.analysis.loss_heads import LossHead, find_heads
+from zerofx.scheduler.analysis.loss_heads import ForwardHead, find_forward_heads, find_heads
 from zerofx.scheduler.analysis.tile_chains import Chain, find_chains
 from zerofx.scheduler.plan.decisions import TileDecision
 from zerofx.units import format_bytes
@@ -26,7 +26,7 @@ def rungs(step: StepGraph, allowed: bool, *, classes: bool = False) -> list[list
     """
     if not allowed:
         return [[()]]
-    heads = find_heads(step)
+    heads = [*find_heads(step), *find_forward_heads(step)]
     chains = {chain: chain.most_tiles() for chain in find_chains(step) if chain.most_tiles() > 1}
     counts = sorted({count for head in heads for count in head.tile_counts()})
     of_heads = [tuple(_as_needed(head, n) for head in heads if n in head.tile_counts()) for n in counts]
@@ -49,7 +49,7 @@ def named_tiles(step: StepGraph, counts_by_name: Mapping[str, int]) -> Tiles:
     Raises:
         UsageError: there is nothing to tile in one of them, or not so many rows; lists what there is.
     """
-    targets: list[LossHead | Chain] = [*find_heads(step), *find_chains(step)]
+    targets: list[ForwardHead | Chain] = [*find_heads(step), *find_forward_heads(step), *find_chains(step)]
     layers = {target.product.name: origin(target.product).layer for target in targets}
     decisions: dict[str, TileDecision] = {}
     parameters = {alias for info in step.parameters for alias in (info.source, *info.aliases)}
@@ -74,17 +74,17 @@ def _is_within(layer: str, name: str) -> bool:
     return not name or layer == name or layer.startswith(f"{name}.")
 
 
-def _as_needed(target: LossHead | Chain, num_tiles: int) -> TileDecision:
-    what = "logits" if isinstance(target, LossHead) else "values"
+def _as_needed(target: ForwardHead | Chain, num_tiles: int) -> TileDecision:
+    what = "logits" if isinstance(target, ForwardHead) else "values"
     whole, each = format_bytes(target.num_bytes), format_bytes(target.num_bytes // num_tiles)
     return _decision(
         target, num_tiles, f"no plan with whole {what} ({whole}) fits; each of {num_tiles} tiles has {each}"
     )
 
 
-def _of_classes(head: LossHead, num_tiles: int) -> TileDecision:
+def _of_classes(head: ForwardHead, num_tiles: int) -> TileDecision:
     return replace(_as_needed(head, num_tiles), over="classes")
 
 
-def _decision(target: LossHead | Chain, num_tiles: int, reason: str) -> TileDecision:
+def _decision(target: ForwardHead | Chain, num_tiles: int, reason: str) -> TileDecision:
     return TileDecision(target.product.name, num_tiles, target.num_bytes, reason, origin(target.product).layer)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
+from gpt import GPT
 from tests.lib.evaluating import checked, evaluated, in_eager_mode, own_batches, step_of_case, unlike
 from tests.lib.models import CASES
 from tests.lib.pairs import Pair, compile_eager
@@ -241,3 +242,17 @@ def test_a_budget_holds_for_evaluations_too() -> None:
         step.evaluate(ids(0, rows=9000), labels=ids(1, rows=9000))
     step.evaluate(ids(), labels=ids(1))
     step(ids(), labels=ids(1))
+
+
+def test_logits_are_tiled_where_a_budget_asks_for_it() -> None:
+    torch.manual_seed(0)
+    model = GPT(vocab=4096, dim=16, depth=2, heads=2, block=256)
+    batch = torch.randint(4096, (2, 256)), torch.randint(4096, (2, 256))
+    step = compile_eager(model, adamw(model), memory_budget="10MB")
+    step(*batch)
+    found = step.evaluate(*batch)
+    assert step.plan.tiles and step.evaluation.plan.tiles
+    measured = step.measure_evaluation(*batch, num_steps=1).peak_bytes["device"]
+    assert measured == step.evaluation.plan.peak_bytes["device"] <= 10_000_000
+    with step.full_parameters(), torch.no_grad():
+        torch.testing.assert_close(found, model(*batch), rtol=1e-6, atol=0)
