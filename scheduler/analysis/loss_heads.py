@@ -122,9 +122,9 @@ def find_forward_heads(step: StepGraph) -> list[ForwardHead]:
     for loss in (node for node in step.calls() if node.target is _aten.nll_loss_forward.default):
         softmax = loss.args[0]
         if isinstance(softmax, fx.Node) and set(softmax.users) == {loss}:
-            made = _logits(softmax, loss.args[2], loss.args[3])
-            if made is not None:
-                heads.append(ForwardHead(*made, softmax, loss))
+            logits = _logits(softmax, loss.args[2], loss.args[3])
+            if logits is not None:
+                heads.append(ForwardHead(*logits, softmax, loss))
     return heads
 
 
@@ -144,11 +144,11 @@ def _logits(softmax: fx.Node, weights: object, reduction: object) -> tuple[fx.No
 
 def _head(step: StepGraph, grad_loss: fx.Node, order: dict[fx.Node, int]) -> LossHead | None:
     softmax = grad_loss.args[1]
-    made = _logits(softmax, grad_loss.args[3], grad_loss.args[4]) if isinstance(softmax, fx.Node) else None
-    if made is None:
+    logits = _logits(softmax, grad_loss.args[3], grad_loss.args[4]) if isinstance(softmax, fx.Node) else None
+    if logits is None:
         return None
     assert isinstance(softmax, fx.Node)
-    product, cast = made
+    product, cast = logits
     losses = [user for user in softmax.users if user.target is _aten.nll_loss_forward.default]
     grads = [user for user in grad_loss.users if user.target is _aten._log_softmax_backward_data.default]
     if len(losses) != 1 or len(grads) != 1 or set(softmax.users) != {losses[0], grad_loss, grads[0]}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from zerofx.codegen.kernels.current_device import on_device
-from zerofx.deferred import is_deferred
 from zerofx.driver.asked import describe_request
 from zerofx.errors import (
     CheckpointError,
@@ -31,7 +30,6 @@ from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
 from zerofx.runtime.measure.measure import Measurement, Meter
 from zerofx.runtime.state.arguments import batch_tensors
 from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
-from zerofx.session.checkpointed import Checkpointed
 from zerofx.session.ending import end, end_connections
 from zerofx.session.evaluations import Evaluations
 from zerofx.session.guards import LossWatch, claim, release
@@ -41,6 +39,7 @@ from zerofx.session.micro_batches import MicroBatches, count_all
 from zerofx.session.reported import Reported
 from zerofx.session.steps import Steps
 from zerofx.session.stopped import leave_out, skip, undo
+from zerofx.session.whole import Whole
 from zerofx.settings import read_settings
 from zerofx.torch_private.profiler import is_profiling
 
@@ -48,7 +47,7 @@ from zerofx.torch_private.profiler import is_profiling
 _MOST_SKIPPED = 200
 
 
-class Step(Checkpointed, Reported):
+class Step(Whole, Reported):
     """A training step: ``loss = step(*batch, **kwargs)`` runs forward, backward, reduction and update.
 
     It returns this rank's loss, detached, shape ``[]``: the update has been done, and ``loss.backward()`` is neither
@@ -294,46 +293,7 @@ class Step(Checkpointed, Reported):
             with self._control.together("flush the step"):
                 self._steps.taken.state.flush()
 
-    # ------------------------------------------------------------------------------------------------ the model
-
-    @contextlib.contextmanager
-    def full_parameters(self, *, write_back: bool = False) -> Iterator[nn.Module]:
-        """The model with its whole, trained parameters, for evaluation, generation or saving. Every rank must enter.
-
-        Args:
-            write_back: take the values that the parameters have at the end of the block as those to train on from, for
-                example after ``model.load_state_dict``. Without it, changes made in the block are dropped where
-                parameters are sharded.
-
-        Before the first step and after ``close`` this is the model as it is. Where the block raises, nothing is written
-        back.
-        """
-        taken, life = self._steps.taken, self._life
-        if taken is not None and not life.showing:
-            if write_back:
-                self.finish_saving()
-            with taken.shown(write_back=write_back):
-                yield self.model
-            return
-        if taken is None and is_deferred(self.model):
-            raise UsageError(
-                "expected full parameters to be asked for once there are any, found a deferred model before its "
-                "first step: call step.prepare(batch) first, which makes its values"
-            )
-        if taken is not None and write_back:
-            raise UsageError(
-                "expected write_back=True at the outermost full_parameters() block, found it inside another: give "
-                "it there"
-            )
-        yield self.model
-
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """``model.state_dict()`` with whole, trained parameters, as copies on the CPU, on every rank. Collective."""
-        with self.full_parameters():
-            return {
-                name: tensor.detach().to("cpu", copy=True) if isinstance(tensor, torch.Tensor) else tensor
-                for name, tensor in self.model.state_dict().items()
-            }
+    # ------------------------------------------------------------------------------------------------ ending
 
     def abandon(self) -> None:
         """Let go of a model that has not been taken over yet; on this rank alone. Does nothing afterwards.

@@ -258,25 +258,27 @@ class TrainingState:
     def write_back(self) -> None:
         """Take the model's whole parameters as the values to train on from (rank by rank its own slice)."""
         for bucket in self.layout.buckets:
-            state = self.buckets[bucket.index]
-            whole = whole_bucket(bucket, self._tensors, self.device)
-            mine = self.slice(bucket, whole)
-            if isinstance(state.master, Stored):
-                state.master = self._put(state, mine.clone())
-            elif state.master is not None:
-                state.master.copy_(mine)
-            if isinstance(state.low, Stored):
-                state.shard = self._tiers.hold(mine.to(bucket.compute_dtype), state.tier)
-            else:
-                state.low.copy_(mine)
-            if state.full is not None and state.full is not state.low:
-                state.full.copy_(whole)
-            if state.full is None and state.part is not None:
-                assert isinstance(state.shard, torch.Tensor)
-                first, last = self._kept(bucket)
-                state.shard.copy_(whole[first:last])
-            if "low" in state.delayed:
-                state.delayed["low"] = self._tiers.hold(mine.to(bucket.compute_dtype), "host")
+            self.write_bucket(bucket, whole_bucket(bucket, self._tensors, self.device))
+
+    def write_bucket(self, bucket: Bucket, whole: torch.Tensor) -> None:
+        """Take a flat tensor ``[bucket.numel]`` as the values of a bucket to train on from."""
+        state, mine = self.buckets[bucket.index], self.slice(bucket, whole)
+        if isinstance(state.master, Stored):
+            state.master = self._put(state, mine.clone())
+        elif state.master is not None:
+            state.master.copy_(mine)
+        if isinstance(state.low, Stored):
+            state.shard = self._tiers.hold(mine.to(bucket.compute_dtype), state.tier)
+        else:
+            state.low.copy_(mine)
+        if state.full is not None and state.full is not state.low:
+            state.full.copy_(whole)
+        if state.full is None and state.part is not None:
+            assert isinstance(state.shard, torch.Tensor)
+            first, last = self._kept(bucket)
+            state.shard.copy_(whole[first:last])
+        if "low" in state.delayed:
+            state.delayed["low"] = self._tiers.hold(mine.to(bucket.compute_dtype), "host")
 
     def gather(self, bucket: Bucket, stored: torch.Tensor) -> torch.Tensor:
         """A flat tensor ``[bucket.numel]`` from what every rank updates; the tensor itself where all hold it whole."""

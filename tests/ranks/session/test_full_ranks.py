@@ -1,0 +1,46 @@
+"""One tensor by name on several ranks: gathered, written by all, and refused where they differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lib.distributed import run_ranks
+from tests.lib.evaluating import own_batches, step_of_case
+from tests.lib.models import CASES
+from tests.lib.training import world
+from zerofx import RankMismatchError
+
+
+def _full(stage: int, options: dict[str, Any]) -> list[str]:
+    """What is wrong with tensors that are read and written by name, in words."""
+    case, (rank, _) = CASES["gpt"], world()
+    ((args, kwargs),) = own_batches(case, rank // options.get("mesh", {}).get("model", 1), 1)
+    step = step_of_case(case, stage, **options)
+    step(*args, **kwargs)
+    wrong, expected = [], step.full_state_dict()
+    paths = [path for path, _ in step.model.named_parameters()]
+    for path in paths:
+        with step.full(path) as tensor:
+            wrong += [] if torch.equal(tensor, expected[path]) else [f"{path} is another"]
+        with step.full(path, write_back=True) as tensor:
+            tensor.mul_(2)
+    written = step.full_state_dict()
+    wrong += [f"{path} is not twice as large" for path in paths if not torch.equal(2 * expected[path], written[path])]
+    path = paths[0]
+    with pytest.raises(RankMismatchError, match="values of"), step.full(path, write_back=True) as tensor:
+        tensor.fill_(rank)
+    with pytest.raises(RankMismatchError, match="about to do different things"), step.full(paths[rank]):
+        pass
+    unchanged = step.full_state_dict()
+    wrong += [f"{path} was written" for path in expected if not torch.equal(unchanged[path], written[path])]
+    step(*args, **kwargs)
+    return wrong
+
+
+@pytest.mark.parametrize(("stage", "options"), [(0, {}), (2, {}), (3, {}), (3, {"mesh": {"model": 2}})], ids=str)
+def test_reading_and_writing(stage: int, options: dict[str, Any]) -> None:
+    for rank, wrong in enumerate(run_ranks(_full, 2, stage, options)):
+        assert wrong == [], f"rank {rank}"

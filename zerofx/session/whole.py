@@ -1,0 +1,206 @@
+"""A model's whole parameters while its step holds them: all of them, copies of them, or one by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zerofx.capture.checks import names
+from zerofx.deferred import is_deferred
+from zerofx.errors import UsageError
+from zerofx.ir.batch import hash_of
+from zerofx.ir.buckets import Bucket, Slot
+from zerofx.runtime.comm.control import Control
+from zerofx.runtime.state.state import TrainingState
+from zerofx.session.checkpointed import Checkpointed
+from zerofx.session.taken_over import TakenOver
+
+
+class Whole(Checkpointed):
+    """The part of a ``Step`` that shows whole parameters."""
+
+    @contextmanager
+    def full_parameters(self, *, write_back: bool = False) -> Iterator[nn.Module]:
+        """The model with its whole, trained parameters, for evaluation, generation or saving. Every rank must enter.
+
+        Args:
+            write_back: take the values that the parameters have at the end of the block as those to train on from, for
+                example after ``model.load_state_dict``. Without it, changes made in the block are dropped where
+                parameters are sharded.
+
+        Before the first step and after ``close`` this is the model as it is. Where the block raises, nothing is written
+        back.
+        """
+        taken, life = self._steps.taken, self._life
+        if taken is not None and not life.showing:
+            if write_back:
+                self.finish_saving()
+            with taken.shown(write_back=write_back):
+                yield self.model
+            return
+        if taken is None and is_deferred(self.model):
+            raise UsageError(
+                "expected full parameters to be asked for once there are any, found a deferred model before its "
+                "first step: call step.prepare(batch) first, which makes its values"
+            )
+        if taken is not None and write_back:
+            raise UsageError(
+                "expected write_back=True at the outermost full_parameters() block, found it inside another: give "
+                "it there"
+            )
+        yield self.model
+
+    @contextmanager
+    def full(self, name: str, state: str | None = None, *, write_back: bool = False) -> Iterator[torch.Tensor]:
+        """One parameter, whole, in the dtype in which it is stored, or a ``state`` that the optimizer has of it.
+
+        ::
+
+            with step.full("layers.0.weight") as weight: ...
+            with step.full("layers.0.weight", "exp_avg", write_back=True) as average:
+                average.zero_()
+
+        It is a copy on the device; no other parameter is gathered with it but those of its bucket. Every rank must
+        enter, and no step run inside. Where the block raises, nothing is written.
+
+        Args:
+            name: of a parameter, as ``model.named_parameters()`` has it; any one of the names of a shared one.
+            state: ``"exp_avg"``, say; None for the parameter itself.
+            write_back: take the values that it has at the end of the block as those to train on from. They have to be
+                the same on all ranks, which is checked.
+
+        Raises:
+            UsageError: there is no such parameter or state, or no step has been prepared yet, or one has run inside.
+            RankMismatchError: ranks ask for others, or write other values.
+        """
+        self._life.check_open("read one tensor")
+        taken = self._taken_for("read one tensor")
+        if write_back:
+            self.finish_saving()
+        before = self.num_steps
+        with _whole_tensor(taken, self._life.control, name, state, write_back=write_back) as tensor:
+            yield tensor
+            if write_back and self.num_steps != before:
+                raise UsageError(
+                    f"expected no step while {name} is written, found that {self.num_steps - before} ran, whose update "
+                    f"would be lost: call step(batch) outside the block"
+                )
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """``model.state_dict()`` with whole, trained parameters, as copies on the CPU, on every rank. Collective."""
+        with self.full_parameters():
+            return {
+                name: tensor.detach().to("cpu", copy=True) if isinstance(tensor, torch.Tensor) else tensor
+                for name, tensor in self.model.state_dict().items()
+            }
+
+
+@contextmanager
+def _whole_tensor(
+    taken: TakenOver, control: Control, name: str, state_name: str | None, *, write_back: bool
+) -> Iterator[torch.Tensor]:
+    """A copy of a parameter, or of a state of it, of the parameter's shape; with ``write_back`` it is taken over after.
+
+    Collective. Where the block raises, nothing is written.
+
+    Raises:
+        UsageError: there is no such parameter, or no such state.
+        RankMismatchError: ranks ask for others, or write other values.
+    """
+    place = _Place.of(taken, name, state_name)
+    purpose = f"read {place.described}"
+    control.meet(purpose)
+    with control.together(purpose), torch.no_grad():
+        taken.optimizer_state.take_loaded()
+        taken.state.flush()
+        value = place.read()
+    yield value
+    if write_back:
+        purpose = f"write {place.described}"
+        place.check(value)
+        control.agree(
+            purpose, hash_of(value), f"values of {place.described}",
+            "Give every rank the same, for example by torch.distributed.broadcast.",
+        )  # fmt: skip
+        with control.together(purpose), torch.no_grad():
+            place.write(value)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter, or its state ``state_name``, lies: in one bucket, or in slices in several."""
+
+    state: TrainingState
+    parameter: torch.Tensor
+    slots: Sequence[tuple[Bucket, Slot]]
+    state_name: str | None
+    described: str
+
+    @staticmethod
+    def of(taken: TakenOver, name: str, state_name: str | None) -> _Place:
+        """Raises:
+        UsageError: there is nothing of that name; lists what there is.
+        """
+        state = taken.state
+        by_any_name = dict(taken.model.named_parameters(remove_duplicate=False))
+        parameter = by_any_name.get(name)
+        if parameter is None:
+            near = [other for other in by_any_name if other.rpartition(".")[2] == name.rpartition(".")[2]]
+            raise UsageError(
+                f"expected the name of a parameter, found {name!r}: there are "
+                f"{names(near or list(by_any_name)) or 'none'}; buffers are on the model, whole"
+            )
+        slots = [(bucket, slot) for bucket, _, slot in state.slots() if state.parameter(slot.source) is parameter]
+        if state_name is not None:
+            held = state.buckets[slots[0][0].index]
+            there = sorted(held.present & held.flat.keys())
+            if state_name not in there:
+                raise UsageError(
+                    f"expected a state that the optimizer has of {name}, found {state_name!r}: there are "
+                    f"{names(there) or 'none before its first step'}; numbers that parameters share are in "
+                    f"optimizer.state_dict(), and gradients live within a step"
+                )
+        return _Place(state, parameter, slots, state_name, name if state_name is None else f"{state_name} of {name}")
+
+    def read(self) -> torch.Tensor:
+        """The whole tensor, on the device, as a copy. Collective."""
+        value: torch.Tensor | None = None
+        for bucket, slot in self.slots:
+            flat = self._flat(bucket)
+            if slot.whole is None:
+                return self.state.shown(slot, flat).clone()
+            if value is None:
+                value = flat.new_empty(self.parameter.shape)
+            slot.box(value).copy_(slot.view(flat))
+        assert value is not None, "a parameter lies in some bucket"
+        return value
+
+    def write(self, value: torch.Tensor) -> None:
+        """Take ``value`` over. Collective."""
+        for bucket, slot in self.slots:
+            flat = self._flat(bucket).clone()
+            slot.boxed(slot.view(flat)).copy_(slot.box(value))
+            if self.state_name is None:
+                self.state.write_bucket(bucket, flat)
+            else:
+                self.state.set_flat(bucket, self.state_name, self.state.slice(bucket, flat).clone())
+
+    def check(self, value: torch.Tensor) -> None:
+        """Raises:
+        UsageError: the tensor has been made another.
+        """
+        if value.shape != self.parameter.shape:
+            raise UsageError(
+                f"expected {self.described} to be of shape {list(self.parameter.shape)} at the end of the block, found "
+                f"{list(value.shape)}: change its values in place"
+            )
+
+    def _flat(self, bucket: Bucket) -> torch.Tensor:
+        """What the bucket has, whole, as it is stored."""
+        held = self.state.buckets[bucket.index]
+        stored = held.stored if self.state_name is None else held.flat[self.state_name]
+        return self.state.gather(bucket, self.state.load(stored))
