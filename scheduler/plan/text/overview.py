@@ -232,9 +232,16 @@ def _line(plan: Plan, alike: Sequence[int], gathers: Counter[int]) -> list[str]:
         _dtype(first.compute_dtype) + ("" if first.dtype == first.compute_dtype else f" ({_dtype(first.dtype)} kept)"),
         format_bytes(first.shard_numel * itemsize(first)),
         format_bytes(first.shard_numel * plan.num_slices(first) * itemsize(first)),
-        "frozen" if first.group is None else str(first.group),
+        _group(plan, first),
         str(gathers[alike[0]]) if plan.has_residencies else "",
     ]
+
+
+def _group(plan: Plan, bucket: BucketSummary) -> str:
+    """The param group that a bucket is trained with; nothing in an evaluation, which trains none."""
+    if bucket.group is not None:
+        return str(bucket.group)
+    return "frozen" if plan.reduces else ""
 
 
 def _dtype(name: str) -> str:
