@@ -85,6 +85,7 @@ class _Partitioning:
 
     def __init__(self, step: StepGraph, decided: Mapping[str, ShardingDecision], num_parts: int) -> None:
         self._step, self._decided, self._num_parts = step, decided, num_parts
+        self._named = step.by_name()
         self._graph, self._names = fx.Graph(), dict[fx.Node, str]()
         self._results: dict[fx.Node, tuple[Any, Rule]] = {}  # of calls: a node, or a tuple of nodes
         self._values: dict[fx.Node, tuple[fx.Node, Placement]] = {}
@@ -101,7 +102,9 @@ class _Partitioning:
             fake = torch.empty((), dtype=torch.int64, device="cpu")
             host_rank = self._placed("model_rank_on_host", fake, Role.HOST_RANK)
         for node in step.graph.nodes:
-            local = LocalGraph(self._graph, self._num_parts, rank, host_rank, origin(node), piece_of(node))
+            local = LocalGraph(
+                self._graph, self._num_parts, rank, host_rank, origin(node), self._whole_value, piece_of(node)
+            )
             if node.target is operator.getitem:
                 self._pick(node, local)
             elif node.op == "call_function":
@@ -120,6 +123,9 @@ class _Partitioning:
         node = self._graph.placeholder(name)
         set_placeholder(node, Placeholder(role, AXIS))
         return set_value(node, fake)
+
+    def _whole_value(self, name: str, local: LocalGraph) -> fx.Node:
+        return self._as(self._named[name], REPLICATED, local)
 
     def _name_nodes(self) -> None:
         """Nodes of the whole graph keep their names; those that are put in have ones that it has not."""
@@ -179,7 +185,7 @@ class _Partitioning:
         self._check(node, results, rule)
         if isinstance(results, fx.Node):
             self._keep_facts(results, node)
-            if isinstance(node.meta["val"], torch.Tensor):
+            if isinstance(node.meta.get("val"), torch.Tensor):
                 assert rule.outputs[0] is not None
                 self._values[node] = results, rule.outputs[0]
 
@@ -243,7 +249,7 @@ class _Partitioning:
 def _same_call(rank: LocalCallOf) -> fx.Node:
     """The call itself, with local sizes in the place of the result's."""
     node, args, kwargs = rank.node, list(rank.args), dict(rank.kwargs)
-    whole, placement = outputs_of(node)[0], rank.rule.outputs[0]
+    whole, placement = next(zip(outputs_of(node), rank.rule.outputs, strict=True), (None, None))
     if isinstance(placement, Sharded) and whole is not None:
         shape = list(local_shape(tuple(whole.shape), placement, rank.num_ranks))
         for position, argument in enumerate(schema_of(node.target).arguments):  # type: ignore[arg-type]  # an operator

@@ -197,12 +197,16 @@ class _Nodes:
             has_no_way = len(taken) == 1 and whole and self._has_work(node)
             if whole and not again and not has_no_way:
                 continue
-            outputs = tuple(None if placement is None else str(placement) for placement in rule.outputs)
             reason = self._reason(node, name, answer) if explained else ""
             for member in self._ways.classes.members[node]:
+
+                def written(placement: Placement, member: fx.Node = member) -> str:
+                    return str(self._ways.of_member(member, placement))
+
+                outputs = tuple(None if placement is None else written(placement) for placement in rule.outputs)
+                inputs, made_again = tuple(map(written, rule.inputs)), tuple(map(written, again))
                 parameter = placeholder(member).name if member.op == "placeholder" else ""
-                inputs = tuple(map(str, rule.inputs))
-                yield ShardingDecision(member.name, outputs, inputs, again, parameter, has_no_way, reason)
+                yield ShardingDecision(member.name, outputs, inputs, made_again, parameter, has_no_way, reason)
 
     def _has_work(self, node: fx.Node) -> bool:
         """Whether a call takes time of its own, or a placeholder is a parameter's matrix."""
@@ -228,9 +232,9 @@ class _Nodes:
             return f"{target_name(node)} cannot be shared: every rank does it whole, {format_seconds(whole)} a step"
         return f"{format_seconds(own)} a step on each rank, {format_seconds(whole)} where each does it whole"
 
-    def _again_of(self, node: fx.Node, chosen: _Answer) -> tuple[str, ...]:
+    def _again_of(self, node: fx.Node, chosen: _Answer) -> tuple[Placement, ...]:
         repeated = self._again.get((node, 0), {})
-        return tuple(str(placement) for placement, names in repeated.items() if any(chosen[name] for name in names))
+        return tuple(placement for placement, names in repeated.items() if any(chosen[name] for name in names))
 
     def _add(self, node: fx.Node, rules: list[Rule], seconds: list[float]) -> None:
         times = len(self._ways.classes.members[node])
