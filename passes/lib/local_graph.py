@@ -45,7 +45,7 @@ class LocalGraph:
     rank: fx.Node
     host_rank: fx.Node | None
     where: Origin
-    values: Callable[[str, LocalGraph], fx.Node]
+    values: Callable[[str, LocalGraph], fx.Node] | None = None
     piece: str | None = None
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -166,6 +166,7 @@ class LocalGraph:
         return self._from_ranks(self.call(ops.wait, pending, parts), source)
 
     def _of_rows(self, target: OpOverload[..., Any], node: fx.Node, placement: Ragged) -> fx.Node:
+        assert self.values is not None
         return self.call(target, node, self.values(placement.ends, self), self.rank, self.num_ranks, placement.dim)
 
     def _on_first_rank(self, node: fx.Node) -> fx.Node:

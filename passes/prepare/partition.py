@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from zerofx.errors import PlanError
+from zerofx.ir.aliasing import storage_source
 from zerofx.ir.facts import (
     Phase,
     Placeholder,
@@ -35,6 +36,7 @@ from zerofx.ir.facts import (
     origin,
     piece_of,
     placeholder,
+    set_alike,
     set_placeholder,
     set_value,
     tensor,
@@ -45,6 +47,7 @@ from zerofx.ir.operators.table import facts_of
 from zerofx.ir.sharding.rule import Rule, outputs_of, rules_follow_from
 from zerofx.ir.sharding.rules import replicated, rule_for
 from zerofx.passes.lib.local_graph import AXIS, LocalCallOf, LocalGraph
+from zerofx.scheduler.analysis.saved_values import value_node
 from zerofx.scheduler.analysis.sharding_ways import slot_of
 from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Placement, Replicated, Sharded, local_shape, placement_of
@@ -91,6 +94,7 @@ class _Partitioning:
         self._values: dict[fx.Node, tuple[fx.Node, Placement]] = {}
         self._rules: dict[tuple[object, ...], Rule | None] = {}
         self._converted: dict[tuple[fx.Node, Placement, Phase | None], fx.Node] = {}
+        self._alike: list[fx.Node] = []  # what all ranks have
 
     def run(self) -> None:
         step = self._step
@@ -112,6 +116,8 @@ class _Partitioning:
             elif node.op == "output":
                 self._graph.output(self._outputs(local))
         self._name_nodes()
+        for node in self._alike:
+            set_alike(value_node(storage_source(node)))
         parameters = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
         step.parameters = tuple(
             self._part(info, parameters[info.name]) if info.name in parameters else info for info in step.parameters
@@ -171,6 +177,7 @@ class _Partitioning:
         picked = results[index] if isinstance(results, tuple) else local.call(operator.getitem, results, index)
         self._keep_facts(picked, node)
         self._values[node] = picked, placement
+        self._alike += [picked] if placement == REPLICATED else []
 
     def _call(self, node: fx.Node, local: LocalGraph) -> None:
         rule = self._rule(node)
@@ -188,6 +195,7 @@ class _Partitioning:
             if isinstance(node.meta.get("val"), torch.Tensor):
                 assert rule.outputs[0] is not None
                 self._values[node] = results, rule.outputs[0]
+                self._alike += [results] if rule.outputs[0] == REPLICATED else []
 
     def _check(self, node: fx.Node, results: Any, rule: Rule) -> None:
         local = outputs_of(results) if isinstance(results, fx.Node) else tuple(result.meta["val"] for result in results)
@@ -223,6 +231,7 @@ class _Partitioning:
         key = (source, target, local.where.phase if again else None)
         if key not in self._converted:
             self._converted[key] = local.converted(node, placement, target)
+            self._alike += [self._converted[key]] if target == REPLICATED else []
         return self._converted[key]
 
     def _outputs(self, local: LocalGraph) -> tuple[Any, ...]:
