@@ -32,8 +32,8 @@ from zerofx.ir.graph import StepGraph
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.sharding.rule import outputs_of
 from zerofx.ir.value_ops import gather_values
+from zerofx.passes.activations.recompute import recompute
 from zerofx.passes.prepare.partition import partition
-from zerofx.passes.recompute import recompute
 from zerofx.scheduler.analysis.saved_values import crossing_storages, storage_size, value_node
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, sharding_ways, slot_of
 from zerofx.scheduler.cost.machine import Machine

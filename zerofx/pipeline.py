@@ -18,6 +18,9 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.optimizers import UpdateProgram
 from zerofx.passes.across import Across
+from zerofx.passes.activations.offload import Offload
+from zerofx.passes.activations.recompute import Recompute
+from zerofx.passes.activations.spread import Spread
 from zerofx.passes.barrier.check_gradients import CheckGradients
 from zerofx.passes.barrier.clip import Clip
 from zerofx.passes.barrier.guard_loss import GuardLoss
@@ -32,7 +35,6 @@ from zerofx.passes.in_place import InPlace
 from zerofx.passes.lib.norm_check import check_norm
 from zerofx.passes.lib.placement_check import check_placements, whole_calls
 from zerofx.passes.merge import Merge
-from zerofx.passes.offload import Offload
 from zerofx.passes.parts import Parts
 from zerofx.passes.prefetch import Prefetch
 from zerofx.passes.prepare.accumulate import Accumulate
@@ -41,7 +43,6 @@ from zerofx.passes.prepare.partition import Partition
 from zerofx.passes.prepare.scale_loss import ScaleLoss
 from zerofx.passes.prepare.simplify import Simplify
 from zerofx.passes.prepare.slice import Slice
-from zerofx.passes.recompute import Recompute
 from zerofx.passes.reduce import Reduce
 from zerofx.passes.shard import Shard
 from zerofx.passes.tile import Tile
@@ -122,6 +123,8 @@ PLAN = (
     ),
     # Activations that are not kept, computed again in backward.
     Listed(Recompute, {"recomputes": ("value",), "extra_keeps": ()}),
+    # Those that all ranks of the model axis have, kept as one part on each.
+    Listed(Spread, {"spreads": ("value",)}, lambda plan, _: plan.model > 1),
     # Activations that wait for backward in a slower tier.
     Listed(Offload, {"offloads": ("value", "tier", "free_after", "reload_before")}),
     Listed(Shard, {"parameters": ("bucket", "tier")}),  # parameters become views of flat buckets

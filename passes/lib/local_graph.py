@@ -6,10 +6,13 @@ S -> S     exchange_values: an all-to-all
 P -> R     all_reduce_values
 P -> S     reduce_scatter_values
 R -> P     the value on rank 0, zeros on the others
+R -> S[]   own_rows: this rank's rows first
+S[] -> P   whole_rows: in their places, zeros elsewhere
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +23,9 @@ from zerofx.ir import ops, value_ops
 from zerofx.ir.facts import Origin, is_random, set_piece, tensor
 from zerofx.ir.graph import insert_call
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
+from zerofx.ir.op_kernels.own_rows import own_rows, whole_rows
 from zerofx.ir.sharding.rule import Rule
-from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Replicated, Sharded
+from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Placement, Ragged, Replicated, Sharded
 from zerofx.torch_private.operators import OpOverload
 
 _aten = torch.ops.aten
@@ -33,7 +37,7 @@ class LocalGraph:
     """Writes calls at the end of ``graph``; ``rank`` is the placeholder of this rank's number, int64 of shape [1].
 
     ``host_rank`` is that of the number on the host, of shape [], where a step draws. ``where`` is the origin of what is
-    written, ``piece`` its piece.
+    written, ``piece`` its piece. ``values`` gives, by its name in the whole graph, a value that all ranks have.
     """
 
     graph: fx.Graph
@@ -41,6 +45,7 @@ class LocalGraph:
     rank: fx.Node
     host_rank: fx.Node | None
     where: Origin
+    values: Callable[[str, LocalGraph], fx.Node] | None = None
     piece: str | None = None
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -81,7 +86,13 @@ class LocalGraph:
                 return self._on_first_rank(node)
             case Replicated(), Partial():
                 return node  # the largest, or smallest, of what is the same everywhere
-            case _, Partial():
+            case Replicated(), Ragged():
+                return self._of_rows(own_rows, node, target)
+            case Ragged(), Partial("sum"):
+                return self._of_rows(whole_rows, node, source)
+            case Ragged(), Replicated() | Sharded():
+                return self.converted(self._of_rows(whole_rows, node, source), SUM, target)
+            case _, Partial() | Ragged():
                 return self.converted(self.converted(node, source, REPLICATED), REPLICATED, target)
         raise AssertionError(f"{source} -> {target}: no such conversion")
 
@@ -153,6 +164,10 @@ class LocalGraph:
         parts = self._dense(self._ranks_first(node, target))
         pending = self.call(value_ops.exchange_values, parts, self.num_ranks, over=AXIS)
         return self._from_ranks(self.call(ops.wait, pending, parts), source)
+
+    def _of_rows(self, target: OpOverload[..., Any], node: fx.Node, placement: Ragged) -> fx.Node:
+        assert self.values is not None
+        return self.call(target, node, self.values(placement.ends, self), self.rank, self.num_ranks, placement.dim)
 
     def _on_first_rank(self, node: fx.Node) -> fx.Node:
         others = self.call(_aten.ne.Scalar, self.rank, 0)

@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from zerofx.errors import PlanError
+from zerofx.ir.aliasing import storage_source
 from zerofx.ir.facts import (
     Phase,
     Placeholder,
@@ -35,6 +36,7 @@ from zerofx.ir.facts import (
     origin,
     piece_of,
     placeholder,
+    set_alike,
     set_placeholder,
     set_value,
     tensor,
@@ -45,6 +47,7 @@ from zerofx.ir.operators.table import facts_of
 from zerofx.ir.sharding.rule import Rule, outputs_of, rules_follow_from
 from zerofx.ir.sharding.rules import replicated, rule_for
 from zerofx.passes.lib.local_graph import AXIS, LocalCallOf, LocalGraph
+from zerofx.scheduler.analysis.saved_values import value_node
 from zerofx.scheduler.analysis.sharding_ways import slot_of
 from zerofx.scheduler.plan.decisions import ShardingDecision
 from zerofx.scheduler.plan.placements import REPLICATED, SUM, Placement, Replicated, Sharded, local_shape, placement_of
@@ -85,11 +88,13 @@ class _Partitioning:
 
     def __init__(self, step: StepGraph, decided: Mapping[str, ShardingDecision], num_parts: int) -> None:
         self._step, self._decided, self._num_parts = step, decided, num_parts
+        self._named = step.by_name()
         self._graph, self._names = fx.Graph(), dict[fx.Node, str]()
         self._results: dict[fx.Node, tuple[Any, Rule]] = {}  # of calls: a node, or a tuple of nodes
         self._values: dict[fx.Node, tuple[fx.Node, Placement]] = {}
         self._rules: dict[tuple[object, ...], Rule | None] = {}
         self._converted: dict[tuple[fx.Node, Placement, Phase | None], fx.Node] = {}
+        self._alike: list[fx.Node] = []  # what all ranks have
 
     def run(self) -> None:
         step = self._step
@@ -101,7 +106,9 @@ class _Partitioning:
             fake = torch.empty((), dtype=torch.int64, device="cpu")
             host_rank = self._placed("model_rank_on_host", fake, Role.HOST_RANK)
         for node in step.graph.nodes:
-            local = LocalGraph(self._graph, self._num_parts, rank, host_rank, origin(node), piece_of(node))
+            local = LocalGraph(
+                self._graph, self._num_parts, rank, host_rank, origin(node), self._whole_value, piece_of(node)
+            )
             if node.target is operator.getitem:
                 self._pick(node, local)
             elif node.op == "call_function":
@@ -109,6 +116,8 @@ class _Partitioning:
             elif node.op == "output":
                 self._graph.output(self._outputs(local))
         self._name_nodes()
+        for node in self._alike:
+            set_alike(value_node(storage_source(node)))
         parameters = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
         step.parameters = tuple(
             self._part(info, parameters[info.name]) if info.name in parameters else info for info in step.parameters
@@ -120,6 +129,9 @@ class _Partitioning:
         node = self._graph.placeholder(name)
         set_placeholder(node, Placeholder(role, AXIS))
         return set_value(node, fake)
+
+    def _whole_value(self, name: str, local: LocalGraph) -> fx.Node:
+        return self._as(self._named[name], REPLICATED, local)
 
     def _name_nodes(self) -> None:
         """Nodes of the whole graph keep their names; those that are put in have ones that it has not."""
@@ -165,6 +177,7 @@ class _Partitioning:
         picked = results[index] if isinstance(results, tuple) else local.call(operator.getitem, results, index)
         self._keep_facts(picked, node)
         self._values[node] = picked, placement
+        self._alike += [picked] if placement == REPLICATED else []
 
     def _call(self, node: fx.Node, local: LocalGraph) -> None:
         rule = self._rule(node)
@@ -179,9 +192,10 @@ class _Partitioning:
         self._check(node, results, rule)
         if isinstance(results, fx.Node):
             self._keep_facts(results, node)
-            if isinstance(node.meta["val"], torch.Tensor):
+            if isinstance(node.meta.get("val"), torch.Tensor):
                 assert rule.outputs[0] is not None
                 self._values[node] = results, rule.outputs[0]
+                self._alike += [results] if rule.outputs[0] == REPLICATED else []
 
     def _check(self, node: fx.Node, results: Any, rule: Rule) -> None:
         local = outputs_of(results) if isinstance(results, fx.Node) else tuple(result.meta["val"] for result in results)
@@ -217,6 +231,7 @@ class _Partitioning:
         key = (source, target, local.where.phase if again else None)
         if key not in self._converted:
             self._converted[key] = local.converted(node, placement, target)
+            self._alike += [self._converted[key]] if target == REPLICATED else []
         return self._converted[key]
 
     def _outputs(self, local: LocalGraph) -> tuple[Any, ...]:
@@ -243,7 +258,7 @@ class _Partitioning:
 def _same_call(rank: LocalCallOf) -> fx.Node:
     """The call itself, with local sizes in the place of the result's."""
     node, args, kwargs = rank.node, list(rank.args), dict(rank.kwargs)
-    whole, placement = outputs_of(node)[0], rank.rule.outputs[0]
+    whole, placement = next(zip(outputs_of(node), rank.rule.outputs, strict=True), (None, None))
     if isinstance(placement, Sharded) and whole is not None:
         shape = list(local_shape(tuple(whole.shape), placement, rank.num_ranks))
         for position, argument in enumerate(schema_of(node.target).arguments):  # type: ignore[arg-type]  # an operator

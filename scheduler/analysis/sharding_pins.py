@@ -20,7 +20,7 @@ from zerofx.choices import TP_STYLES
 from zerofx.errors import UsageError
 from zerofx.ir.facts import Phase, Role, origin, placeholder, source_line, tensor
 from zerofx.ir.graph import StepGraph
-from zerofx.ir.sharding.rule import outputs_of, read_tensors
+from zerofx.ir.sharding.rule import Rule, outputs_of, read_tensors
 from zerofx.ir.text import target_name
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, slot_of
 from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Replicated, Sharded
@@ -117,6 +117,8 @@ def pinned(ways: ShardingWays, pins: Pins) -> ShardingWays:
                     f"{' and '.join(map(str, of_node))}, which do not go together: it is one tensor of several names"
                 )
             placeholders[first] = left
+            if REPLICATED not in left:
+                _keep_readers(ways, rules, node, pin.module, left)
     for node, pin in pins.results.items():
         source, index = slot_of(node)
         first, dim = ways.classes.first[source], tensor(node).ndim - 2
@@ -129,6 +131,21 @@ def pinned(ways: ShardingWays, pins: Pins) -> ShardingWays:
             )
         rules[first] = left_rules
     return replace(ways, placeholders=placeholders, rules=rules)
+
+
+def _keep_readers(
+    ways: ShardingWays, rules: dict[fx.Node, list[Rule]], node: fx.Node, module: str, lies: Collection[Placement]
+) -> None:
+    """Leave the forward of ``module`` the rules that read a value as it lies, where it can: a pin is about products."""
+    for reader, place in _forward_readers(node, module):
+        first = ways.classes.first[reader]
+        left = [rule for rule in rules[first] if rule.inputs[place] in lies]
+        if not left:
+            continue
+        rules[first] = left
+        given = [rule.outputs[0] for rule in left]
+        if len(read_tensors(reader)) == 1 and len(outputs_of(reader)) == 1:
+            _keep_readers(ways, rules, reader, module, [placement for placement in given if placement is not None])
 
 
 def _given_by_modules(step: StepGraph) -> dict[str, list[fx.Node]]:

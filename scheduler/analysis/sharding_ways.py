@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from torch import Tensor, fx
@@ -17,7 +18,7 @@ from zerofx.ir.operators.table import facts_of
 from zerofx.ir.sharding.rule import Rule, outputs_of, read_tensors
 from zerofx.ir.sharding.rules import Ways, rules_of
 from zerofx.scheduler.analysis.layer_classes import NodeClasses, node_classes
-from zerofx.scheduler.plan.placements import REPLICATED, Placement, Sharded
+from zerofx.scheduler.plan.placements import REPLICATED, Placement, Ragged, Sharded
 from zerofx.torch_private.operators import OpOverload
 
 Slot = tuple[fx.Node, int]
@@ -46,10 +47,32 @@ class ShardingWays:
     rules: dict[fx.Node, list[Rule]] = field(default_factory=dict)
     placeholders: dict[fx.Node, list[Placement]] = field(default_factory=dict)
 
+    @functools.cached_property
+    def named(self) -> Mapping[str, fx.Node]:
+        """The step's nodes by name."""
+        return self.step.by_name()
+
     def slot(self, node: fx.Node) -> Slot:
         """The value of ``node``, of the first node of its class."""
         source, index = slot_of(node)
         return self.classes.first[source], index
+
+    def can_lie(self, node: fx.Node, placement: Placement) -> bool:
+        """Whether a value can lie so on account of where it is: rows of groups that a layer makes stay in it."""
+        if not isinstance(placement, Ragged):
+            return True
+        ends = self.named[placement.ends]
+        is_alone = len(self.classes.members[self.classes.first[ends]]) == 1
+        return node.op == "call_function" and (is_alone or self.step.unit_of(node) == self.step.unit_of(ends))
+
+    def of_member(self, member: fx.Node, placement: Placement) -> Placement:
+        """How a node lies whose class lies as ``placement``: what ends groups of rows is its layer's."""
+        if not isinstance(placement, Ragged):
+            return placement
+        alike = self.classes.members[self.classes.first[self.named[placement.ends]]]
+        unit = self.step.unit_of(member)
+        own = next((node for node in alike if self.step.unit_of(node) == unit), alike[0])
+        return replace(placement, ends=own.name)
 
     def calls(self) -> Iterator[fx.Node]:
         """The first node of each class of calls, in order."""
@@ -65,7 +88,7 @@ def sharding_ways(step: StepGraph, num_ranks: int, marks: Mapping[fx.Node, str] 
     classes = node_classes(step, marks)
     ways = ShardingWays(step, classes, num_ranks)
     firsts = [node for node in classes.members if node.target is not operator.getitem and node.op != "output"]
-    candidates: dict[Slot, set[Sharded]] = {
+    candidates: dict[Slot, set[Sharded | Ragged]] = {
         (node, index): set() for node in firsts for index in range(len(outputs_of(node)))
     }
     readers: dict[Slot, set[fx.Node]] = {}
@@ -85,14 +108,14 @@ def sharding_ways(step: StepGraph, num_ranks: int, marks: Mapping[fx.Node, str] 
         rules = rules_of(calls[node], num_ranks, read_ways, given_ways, plain=leads)
         ways.rules[node] = rules
         for slot, placement in _said(rules, node, sources[node]):
-            if placement not in candidates[slot]:
+            if placement not in candidates[slot] and ways.can_lie(slot[0], placement):
                 candidates[slot].add(placement)
                 pending.update(dict.fromkeys([*([slot[0]] if slot[0] in calls else []), *readers.get(slot, ())]))
     ways.rules = {node: ways.rules[node] for node in calls}
     for node in firsts:
         if node.op == "placeholder" and isinstance(value(node), Tensor):
-            shards = sorted(candidates[node, 0]) if placeholder(node).role is Role.PARAMETER else []
-            ways.placeholders[node] = [REPLICATED, *shards]
+            shards = sorted(p for p in candidates[node, 0] if isinstance(p, Sharded))
+            ways.placeholders[node] = [REPLICATED, *(shards if placeholder(node).role is Role.PARAMETER else [])]
     return ways
 
 
@@ -109,11 +132,11 @@ def _sources(ways: ShardingWays, node: fx.Node) -> list[list[Slot]]:
     return [list(dict.fromkeys(slots)) for slots in zip(*read, strict=True)]
 
 
-def _said(rules: list[Rule], node: fx.Node, sources: list[list[Slot]]) -> Iterator[tuple[Slot, Sharded]]:
+def _said(rules: list[Rule], node: fx.Node, sources: list[list[Slot]]) -> Iterator[tuple[Slot, Sharded | Ragged]]:
     for rule in rules:
         for index, placement in enumerate(rule.outputs):
-            if isinstance(placement, Sharded):
+            if isinstance(placement, Sharded | Ragged):
                 yield (node, index), placement
         for slots, placement in zip(sources, rule.inputs, strict=True):
-            if isinstance(placement, Sharded):
+            if isinstance(placement, Sharded | Ragged):
                 yield from ((slot, placement) for slot in slots)

@@ -18,7 +18,16 @@ from zerofx.scheduler.cost.machine import CollectiveKind, Machine
 from zerofx.scheduler.cost.roofline import node_cost
 from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.plan.mesh import MODEL, SHARD, Mesh
-from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Replicated, Sharded, local_shape
+from zerofx.scheduler.plan.placements import (
+    REPLICATED,
+    SUM,
+    Partial,
+    Placement,
+    Ragged,
+    Replicated,
+    Sharded,
+    local_shape,
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,13 @@ def conversion_seconds(tensor: Tensor, source: Placement, target: Placement, mes
             return 2 * size / machine.memory_bandwidth
         case Replicated(), Partial():
             return 0.0
+        case Replicated(), Ragged():
+            return 2 * size / machine.memory_bandwidth
+        case Ragged(), Partial("sum"):
+            return 3 * size / machine.memory_bandwidth
+        case Ragged(), Replicated() | Sharded():
+            terms = conversion_seconds(tensor, source, SUM, mesh, machine)
+            return terms + conversion_seconds(tensor, SUM, target, mesh, machine)
         case Sharded(), Replicated():
             return collective("all_gather", size) + copied(source, size)
         case Sharded(), Sharded() if source.dim == target.dim:

@@ -24,7 +24,7 @@ from zerofx.ir.aliasing import storage_bytes, tensors_of
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, origin, piece_of
 from zerofx.ir.graph import StepGraph
-from zerofx.passes.offload import refusal
+from zerofx.passes.activations.offload import refusal
 from zerofx.scheduler.analysis.saved_values import storage_size
 from zerofx.scheduler.cost.machine import Machine, copy_seconds, first_with_room
 from zerofx.scheduler.cost.roofline import node_cost

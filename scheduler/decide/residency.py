@@ -22,8 +22,8 @@ from zerofx.ir.facts import Phase, Role, origin, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import loop_bodies
 from zerofx.ir.text import target_name, type_name
+from zerofx.passes.activations.recompute import put_off, recompute
 from zerofx.passes.divide import divide
-from zerofx.passes.recompute import put_off, recompute
 from zerofx.passes.tile import tile
 from zerofx.scheduler.decide.overlap import awaited_later, crossed, gathered_later, issued_ahead
 from zerofx.scheduler.plan.decisions import (
@@ -34,6 +34,7 @@ from zerofx.scheduler.plan.decisions import (
     PieceDecision,
     RecomputeDecision,
     ReduceDecision,
+    SpreadDecision,
     StateDecision,
     TileDecision,
 )
@@ -98,6 +99,7 @@ def decide(
     max_grad_norm: float | None = None,
     loss_scaled: bool = False,
     offloads: tuple[OffloadDecision, ...] = (),
+    spreads: tuple[SpreadDecision, ...] = (),
     carried_out: StepGraph | None = None,
     identity: GraphIdentity | None = None,
 ) -> Plan:
@@ -137,6 +139,7 @@ def decide(
         extra_keeps=extra_keeps,
         pieces=pieces,
         offloads=offloads,
+        spreads=spreads,
         states=states,
         parameters=parameters,
         gradients=gradients,

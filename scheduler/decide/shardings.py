@@ -30,6 +30,7 @@ from zerofx.errors import PlanError
 from zerofx.ir.aliasing import is_view
 from zerofx.ir.facts import Phase, Role, origin, placeholder, tensor
 from zerofx.ir.sharding.rule import Rule, num_bytes, outputs_of, read_tensors
+from zerofx.ir.sharding.rules import replicated
 from zerofx.ir.text import target_name
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, Slot
 from zerofx.scheduler.cost.machine import Machine
@@ -192,16 +193,20 @@ class _Nodes:
         for node, taken in self._taken.items():
             name, rule = next((name, rule) for name, rule in taken if answer[name])
             again = self._again_of(node, answer)
-            has_no_way = len(taken) == 1 and self._has_work(node)
             whole = all(placement in (None, REPLICATED) for placement in (*rule.outputs, *rule.inputs))
+            has_no_way = len(taken) == 1 and whole and self._has_work(node)
             if whole and not again and not has_no_way:
                 continue
-            outputs = tuple(None if placement is None else str(placement) for placement in rule.outputs)
             reason = self._reason(node, name, answer) if explained else ""
             for member in self._ways.classes.members[node]:
+
+                def written(placement: Placement, member: fx.Node = member) -> str:
+                    return str(self._ways.of_member(member, placement))
+
+                outputs = tuple(None if placement is None else written(placement) for placement in rule.outputs)
+                inputs, made_again = tuple(map(written, rule.inputs)), tuple(map(written, again))
                 parameter = placeholder(member).name if member.op == "placeholder" else ""
-                inputs = tuple(map(str, rule.inputs))
-                yield ShardingDecision(member.name, outputs, inputs, again, parameter, has_no_way, reason)
+                yield ShardingDecision(member.name, outputs, inputs, made_again, parameter, has_no_way, reason)
 
     def _has_work(self, node: fx.Node) -> bool:
         """Whether a call takes time of its own, or a placeholder is a parameter's matrix."""
@@ -221,14 +226,15 @@ class _Nodes:
             second = max((entry for entry in taken if entry[0] != name), key=lambda entry: other.values[entry[0]])
             more = max(other.seconds - answer.seconds, 0.0)
             return f"as {second[1].outputs[0]}, the next best, a step takes {format_seconds(more)} more, or longer"
-        whole, own = (times * self._seconds(node, rule) for rule in (taken[0][1], dict(taken)[name]))
-        if len(taken) == 1:
+        by_all, rule = replicated(node), dict(taken)[name]
+        whole, own = (times * self._seconds(node, each) for each in (by_all, rule))
+        if len(taken) == 1 and rule == by_all:
             return f"{target_name(node)} cannot be shared: every rank does it whole, {format_seconds(whole)} a step"
         return f"{format_seconds(own)} a step on each rank, {format_seconds(whole)} where each does it whole"
 
-    def _again_of(self, node: fx.Node, chosen: _Answer) -> tuple[str, ...]:
+    def _again_of(self, node: fx.Node, chosen: _Answer) -> tuple[Placement, ...]:
         repeated = self._again.get((node, 0), {})
-        return tuple(str(placement) for placement, names in repeated.items() if any(chosen[name] for name in names))
+        return tuple(placement for placement, names in repeated.items() if any(chosen[name] for name in names))
 
     def _add(self, node: fx.Node, rules: list[Rule], seconds: list[float]) -> None:
         times = len(self._ways.classes.members[node])

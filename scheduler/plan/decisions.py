@@ -149,6 +149,19 @@ class OffloadDecision:
 
 
 @dataclass(frozen=True)
+class SpreadDecision:
+    """A forward value that all ranks of the model axis have, of which each keeps a part until backward gathers it.
+
+    ``value`` is a node of the captured graph, ``num_bytes`` what it takes whole, ``layer`` as in ``RecomputeDecision``.
+    """
+
+    value: str
+    num_bytes: int
+    reason: str
+    layer: str = ""
+
+
+@dataclass(frozen=True)
 class StateDecision:
     """Where a bucket's optimizer states and fp32 masters live between steps (``tier``), and where its update runs.
 

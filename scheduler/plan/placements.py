@@ -1,4 +1,7 @@
-"""How a value lies on the ranks of the ``model`` axis: whole on each, a part of a dimension on each, or as a sum."""
+"""How a value lies on the ranks of the ``model`` axis: whole on each, a part of a dimension on each, or as a sum.
+
+Of rows in groups of lengths that only the step knows, tokens of experts, each rank may have those of its groups.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +47,28 @@ class Partial:
         return "P" if self.reduction == "sum" else f"P({self.reduction})"
 
 
-Placement = Replicated | Sharded | Partial
+@dataclass(frozen=True, order=True)
+class Ragged:
+    """Every rank has a tensor of the value's shape, whose first places along ``dim`` are those of its groups of rows.
+
+    Rows lie in groups, one after the other, and the value ``ends`` has the place where each ends, int, shape
+    ``[groups]``. Of n ranks, rank i has the rows of the i-th n-th of the groups, in order; what follows them is
+    anything.
+    """
+
+    dim: int
+    ends: str
+
+    def __str__(self) -> str:
+        return f"S{self.dim}[{self.ends}]"
+
+
+Placement = Replicated | Sharded | Partial | Ragged
 REPLICATED, SUM = Replicated(), Partial()
 
 
 def placement_of(text: str) -> Placement:
-    """The placement that is written ``text``: ``R``, ``S1``, ``S1/3``, ``P``, ``P(max)``.
+    """The placement that is written ``text``: ``R``, ``S1``, ``S1/3``, ``S0[ends]``, ``P``, ``P(max)``.
 
     Raises:
         PlanError: none is.
@@ -58,11 +77,13 @@ def placement_of(text: str) -> Placement:
         return REPLICATED
     if match := re.fullmatch(r"S(\d+)(?:/(\d+))?", text):
         return Sharded(int(match[1]), int(match[2] or 1))
+    if match := re.fullmatch(r"S(\d+)\[(\w+)\]", text):
+        return Ragged(int(match[1]), match[2])
     if match := re.fullmatch(r"P(?:\((\w+)\))?", text):
         for reduction in get_args(Reduction):
             if reduction == (match[1] or "sum"):
                 return Partial(reduction)
-    raise PlanError(f"expected a placement (R, S1, S1/3, P, P(max)), found {text!r}")
+    raise PlanError(f"expected a placement (R, S1, S1/3, S0[ends], P, P(max)), found {text!r}")
 
 
 def local_shape(shape: tuple[int, ...], placement: Placement, num_ranks: int) -> tuple[int, ...]:

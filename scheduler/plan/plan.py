@@ -20,6 +20,7 @@ from zerofx.scheduler.plan.decisions import (
     ReduceDecision,
     ShardingDecision,
     SliceDecision,
+    SpreadDecision,
     StateDecision,
     TileDecision,
     WireDecision,
@@ -62,6 +63,7 @@ class Plan:
     shardings: tuple[ShardingDecision, ...] = ()
     overlaps: tuple[OverlapDecision, ...] = ()
     offloads: tuple[OffloadDecision, ...] = ()
+    spreads: tuple[SpreadDecision, ...] = ()
     states: tuple[StateDecision, ...] = ()
     parameters: tuple[ParameterDecision, ...] = ()
     gradients: tuple[GradientDecision, ...] = ()

@@ -36,8 +36,8 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Phase, Role, origin, piece_of, placeholder
 from zerofx.ir.graph import StepGraph
 from zerofx.ir.micro_batches import times_run
+from zerofx.passes.activations.recompute import recompute
 from zerofx.passes.divide import divide
-from zerofx.passes.recompute import recompute
 from zerofx.scheduler.analysis.pieces import forward_runs, pieces
 from zerofx.scheduler.analysis.saved_values import crossing_storages, is_forward_call, storage_size
 from zerofx.scheduler.cost.cpu.workspace import workspace_bytes
@@ -82,7 +82,7 @@ def with_least_seconds(
     by_region: bool = False,
 ) -> Plan:
     """``plan`` with ``Prediction.least_seconds``, where it has a budget and only keeps and recomputes."""
-    moves = plan.offloads or plan.states or plan.parameters or plan.gradients or plan.tiles
+    moves = plan.offloads or plan.spreads or plan.states or plan.parameters or plan.gradients or plan.tiles
     if plan.memory_budget is None or plan.prediction is None or moves:
         return plan
     bounded = bound(plan, step, layout, machine, on_cpu=on_cpu, by_region=by_region)

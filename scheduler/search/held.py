@@ -8,9 +8,10 @@ from typing import Final
 from zerofx.ir import ops
 from zerofx.ir.facts import copied_from
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.value_ops import gather_values
 from zerofx.scheduler.cost.liveness import Liveness
 
-_BRINGING: Final = frozenset({ops.reload, ops.all_gather, ops.gather_on_node})
+_BRINGING: Final = frozenset({ops.reload, ops.all_gather, ops.gather_on_node, gather_values})
 
 
 @dataclass(frozen=True)

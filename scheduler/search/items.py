@@ -11,10 +11,12 @@ from zerofx.ir.aliasing import storage_bytes, tensors_of
 from zerofx.ir.buckets import Bucket
 from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
+from zerofx.passes.activations.recompute import put_off, recompute
+from zerofx.passes.activations.spread import spread
 from zerofx.passes.divide import divide
-from zerofx.passes.recompute import put_off, recompute
 from zerofx.scheduler.analysis.saved_values import storage_size, value_node
 from zerofx.scheduler.cost.timeline import Place, runs
+from zerofx.scheduler.cost.wire_volume import seconds_along
 from zerofx.scheduler.decide.activations import Level, Segment, free_level, keep_all, menu
 from zerofx.scheduler.decide.gathers import Gathering, keep_menus, prefetch_menu, reduction_menu, why_kept
 from zerofx.scheduler.decide.gradients import Waiting, gradient_menus, place_gradients
@@ -22,6 +24,7 @@ from zerofx.scheduler.decide.offload import Capacity, OffloadRequest, away_secon
 from zerofx.scheduler.decide.parameters import ParameterLevel, copies_menu, parameter_menus
 from zerofx.scheduler.decide.prefetch import NUM_BUFFERS, place_arrivals
 from zerofx.scheduler.decide.residency import PolicyOptions, decide, residencies
+from zerofx.scheduler.decide.spread import Parted, spread_menu, spreads_of
 from zerofx.scheduler.decide.states import Placement, decisions_of, left_to_activations, state_menus
 from zerofx.scheduler.plan.decisions import (
     GradientDecision,
@@ -29,6 +32,7 @@ from zerofx.scheduler.plan.decisions import (
     RecomputeDecision,
     StateDecision,
 )
+from zerofx.scheduler.plan.mesh import MODEL
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import Tier
 from zerofx.scheduler.search.order import Move, reached
@@ -91,12 +95,20 @@ class Accumulated:
     levels: tuple[Waiting, ...]
 
 
-Item = Activations | Keeping | Prefetching | Awaiting | States | Parameters | Accumulated
+@dataclass(frozen=True)
+class Spreading:
+    """Which values of a layer, of those that all ranks of the model axis have, wait for backward in parts."""
+
+    segment: Segment
+    levels: tuple[Parted, ...]
+
+
+Item = Activations | Keeping | Prefetching | Awaiting | States | Parameters | Accumulated | Spreading
 
 
 def items_of(question: Question, leaning: Leaning) -> list[Item]:
     """All that can be decided, in a fixed order."""
-    items: list[Item] = list(_activations(question, leaning))
+    items: list[Item] = [*_activations(question, leaning), *_spreading(question)]
     if any(bucket.is_gathered(question.stage) for bucket in question.layout.buckets):
         asked, seconds = question.asked, question.captured.seconds_of_one
         gathered = residencies(question.captured.tiled, question.layout, asked)
@@ -206,6 +218,19 @@ def _activations(question: Question, leaning: Leaning) -> list[Activations]:
     return [Activations(part, joint_menu(entries_of[part.key], away_seconds(part, spans))) for part in parts]
 
 
+def _spreading(question: Question) -> list[Spreading]:
+    mesh, machine = question.layout.mesh, question.machine
+
+    def seconds(num_bytes: int) -> float:
+        cut = 2 * num_bytes / mesh.model / machine.memory_bandwidth
+        return cut + seconds_along("all_gather", num_bytes, mesh, MODEL, machine)
+
+    if mesh.model == 1:
+        return []
+    menus = [(part, spread_menu(part, mesh.model, seconds)) for part in question.captured.segments]
+    return [Spreading(part, levels) for part, levels in menus if len(levels) > 1]
+
+
 def _kind(part: Segment) -> str:
     return "piece" if part.piece else part.key
 
@@ -226,6 +251,7 @@ class _Choice:
     parameters: list[ParameterDecision] = field(default_factory=list)
     gradients: list[GradientDecision] = field(default_factory=list)
     each: dict[int, str] = field(default_factory=dict)  # buckets that are reduced in each micro-batch
+    spreads: dict[str, str] = field(default_factory=dict)  # reasons by value
 
 
 def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) -> tuple[Plan, StepGraph]:
@@ -240,6 +266,10 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         put_off(carried_out)
     divided = question.captured.pieces_without(recomputed.union(decision.value for decision in offloads))
     divide(carried_out, divided)
+    spreads = spreads_of(
+        carried_out, chosen.spreads, question.layout.mesh.model, {decision.value for decision in offloads}
+    )
+    spread(carried_out, spreads, question.layout.mesh.model)
     plan = decide(
         question.step,
         question.layout,
@@ -254,6 +284,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
         pieces=divided,
         tiles=question.tiles,
         offloads=offloads,
+        spreads=spreads,
         states=tuple(chosen.states),
         parameters=tuple(chosen.parameters),
         gradients=place_gradients(chosen.gradients, carried_out, question.layout, chosen.seconds, question.machine),
@@ -304,6 +335,12 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
             else:
                 chosen.each.pop(item.bucket.index, None)
                 chosen.gradients.append(waiting.decision(item.bucket, move.freed_bytes))
+        elif isinstance(item, Spreading) and move is not None:
+            why = (
+                f"the last move for {item.segment.name} frees {format_bytes(move.freed_bytes)} on each of "
+                f"{question.layout.mesh.model} ranks for {format_seconds(move.extra_seconds)} to gather them"
+            )
+            chosen.spreads |= dict.fromkeys(item.levels[move.level].values, why)
         elif isinstance(item, Activations) and move is not None:
             _choose_activations(question, item, move, chosen)
     return chosen

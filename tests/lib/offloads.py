@@ -19,7 +19,7 @@ from zerofx.ir.aliasing import is_view, storage_bytes
 from zerofx.ir.edit import consumers
 from zerofx.ir.facts import Phase, is_random, origin, tensor
 from zerofx.ir.graph import StepGraph
-from zerofx.passes.recompute import recompute
+from zerofx.passes.activations.recompute import recompute
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.analysis.saved_values import crossing_values
 from zerofx.scheduler.decide.residency import PolicyOptions, decide

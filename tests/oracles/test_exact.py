@@ -29,8 +29,8 @@ from zerofx.ir.buckets import BucketLayout
 from zerofx.ir.facts import Origin, Phase, Placeholder, Role, set_placeholder, set_value
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.options import check_options
+from zerofx.passes.activations.recompute import recompute
 from zerofx.passes.prepare.simplify import simplify
-from zerofx.passes.recompute import recompute
 from zerofx.scheduler.cost.liveness import liveness
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.simulate import predict, simulate

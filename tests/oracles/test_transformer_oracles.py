@@ -12,7 +12,7 @@ from benchmarks.activation_table import kept_values as kept
 from benchmarks.megatron import traced
 from tests.lib.formulas import Transformer
 from zerofx.ir.text import target_name
-from zerofx.passes.recompute import recompute
+from zerofx.passes.activations.recompute import recompute
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.roofline import node_flops
 from zerofx.scheduler.decide.activations import menu, segments

@@ -224,8 +224,21 @@ def set_piece(node: fx.Node, name: str) -> fx.Node:
     return node
 
 
+def set_alike(node: fx.Node) -> fx.Node:
+    """Record that all ranks of the model axis have what ``node`` gives; returns it."""
+    node.meta["zerofx_alike"] = 1
+    return node
+
+
+def is_alike(node: fx.Node) -> bool:
+    """Whether all ranks of the model axis have what ``node`` gives."""
+    return "zerofx_alike" in node.meta
+
+
 # Facts that are words and numbers, which files have as they are.
-_PLAIN = ("zerofx_tier", "zerofx_delayed", "zerofx_tile", "zerofx_slice", "zerofx_piece", "zerofx_copy_of")
+_PLAIN = (
+    "zerofx_tier", "zerofx_delayed", "zerofx_tile", "zerofx_slice", "zerofx_piece", "zerofx_copy_of", "zerofx_alike",
+)  # fmt: skip
 
 
 def plain_facts(node: fx.Node) -> dict[str, str | int]:

@@ -34,6 +34,9 @@ runs is the emitted step, which calls the runtime (``zerofx/runtime/executor.py`
 ``bernoulli_into``    ATen's ``bernoulli_``, which a compiled region runs whether or not the draws are read
 ``own_...``           random operators of ATen, and the one above, where a rank draws for its part of a value
                       (``zerofx/ir/op_kernels/own_draws.py``)
+``own_ends``          where this rank's groups of rows end, of those that are after one another in a tensor
+``own_rows``          the same rows, those of this rank's groups first, and
+``whole_rows``        those alone, back in their places (``zerofx/ir/op_kernels/own_rows.py``)
 ``checked``           a copy of what linear algebra gave, once its own report says that it succeeded
 ``asserted``          a copy of a tensor, once it is seen that what a forward checks holds
 ``masked_sum``        the sum, to a size, of the rows of a tensor that a mask names

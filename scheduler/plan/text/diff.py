@@ -40,6 +40,7 @@ def diff_plans(first: Plan, other: Plan) -> str:
         "optimizer states": _folded(_states(first, other)),
         "gradients": _folded(_gradients(first, other)),
         "recomputed": [*_folded(_recomputes(first, other)), *_extra_keeps(first, other)],
+        "kept in parts": _folded(_values(first, *(by_unit(plan, plan.spreads) for plan in (first, other)))),
         **{f"offloaded to {tier}": _folded(_offloads(first, other, tier)) for tier in TIERS if tier != "device"},
         "predicted, per rank": list(_predictions(first, other)),
     }

@@ -10,7 +10,13 @@ from typing import TypeVar
 import torch
 from tabulate import tabulate
 
-from zerofx.scheduler.plan.decisions import OffloadDecision, RecomputeDecision, TileDecision, WireDecision
+from zerofx.scheduler.plan.decisions import (
+    OffloadDecision,
+    RecomputeDecision,
+    SpreadDecision,
+    TileDecision,
+    WireDecision,
+)
 from zerofx.scheduler.plan.facts import BucketSummary
 from zerofx.scheduler.plan.mesh import SHARD
 from zerofx.scheduler.plan.plan import Plan
@@ -20,8 +26,8 @@ from zerofx.scheduler.plan.text.shared import shared_lines
 from zerofx.scheduler.plan.units import unit_of
 from zerofx.units import format_bytes, format_count, format_seconds, on_tiers
 
-AboutValue = RecomputeDecision | OffloadDecision
-D = TypeVar("D", RecomputeDecision, OffloadDecision)
+AboutValue = RecomputeDecision | OffloadDecision | SpreadDecision
+D = TypeVar("D", RecomputeDecision, OffloadDecision, SpreadDecision)
 
 _ATTENTION = re.compile(r"(?:aten\.|zerofx\.own_)_scaled_dot_product_(cudnn|flash|efficient)_attention\.default")
 _HEADERS = ("bucket", "parameters", "dtype", "slice", "whole", "group", "gathers")
@@ -62,6 +68,8 @@ def describe_plan(plan: Plan) -> str:
         lines += ["", f"tiled{over}: {tiled.value} of {tiled.layer or '(model)'} and what follows: {tiled.reason}"]
     if plan.recomputes:
         lines += ["", *_recomputed(plan)]
+    if plan.spreads:
+        lines += ["", *_spread(plan)]
     if plan.offloads:
         lines += ["", *_offloaded(plan)]
     return "\n".join(lines)
@@ -147,6 +155,16 @@ def _recomputed(plan: Plan) -> Iterator[str]:
     yield from _layers(by_unit(plan, plan.recomputes))
     if plan.extra_keeps:
         yield f"  kept for it, though backward does not read it: {count_values(len(plan.extra_keeps))}"
+
+
+def _spread(plan: Plan) -> Iterator[str]:
+    """As ``_recomputed``."""
+    freed = sum(decision.num_bytes for decision in plan.spreads) * (plan.model - 1) // plan.model
+    yield (
+        f"kept as one part on each of {plan.model} ranks: {count_values(len(plan.spreads))}, {format_bytes(freed)} "
+        f"freed between forward and backward, which gathers them"
+    )
+    yield from _layers(by_unit(plan, plan.spreads))
 
 
 def _offloaded(plan: Plan) -> Iterator[str]:

@@ -12,6 +12,7 @@ from zerofx.scheduler.plan.decisions import (
     PieceDecision,
     RecomputeDecision,
     ReduceDecision,
+    SpreadDecision,
     TileDecision,
 )
 from zerofx.scheduler.plan.plan import Plan
@@ -80,6 +81,7 @@ def _of_node(plan: Plan, name: str) -> Iterator[str]:
             yield _offload(offload)
         elif at:
             yield f"offload of {offload.value}: {', '.join(at)}: {offload.reason}"
+    yield from (_spread(plan, decision) for decision in plan.spreads if decision.value == name)
     for tiled in plan.tiles:
         if tiled.value == name:
             yield _tile(tiled)
@@ -146,6 +148,8 @@ def _of_module(plan: Plan, name: str) -> Iterator[str]:
         yield f"offloaded between forward and backward: {count_values(len(out))}, {format_bytes(total)} freed"
         yield from (f"  {_offload(decision)}" for decision in out)
 
+    yield from (_spread(plan, decision) for decision in plan.spreads if _within(decision.layer, name))
+
 
 def _gather(gather: GatherDecision) -> str:
     ahead = "" if gather.read is None else f", read from nvme before {gather.read}"
@@ -172,6 +176,14 @@ def _offload(decision: OffloadDecision) -> str:
     return (
         f"{decision.value}{where}, {format_bytes(decision.num_bytes)}, waits in {decision.tier}, freed after "
         f"{decision.free_after}, reloaded before {decision.reload_before}: {decision.reason}"
+    )
+
+
+def _spread(plan: Plan, decision: SpreadDecision) -> str:
+    where = f" of {decision.layer}" if decision.layer else ""
+    return (
+        f"{decision.value}{where}, {format_bytes(decision.num_bytes)}, is kept as one part on each of {plan.model} "
+        f"ranks, and gathered for backward: {decision.reason}"
     )
 
 
@@ -206,7 +218,7 @@ def _within(inner: str, outer: str) -> bool:
 
 
 def _nearest(plan: Plan, name: str) -> str:
-    about_values: list[AboutValue] = [*plan.recomputes, *plan.offloads]
+    about_values: list[AboutValue] = [*plan.recomputes, *plan.offloads, *plan.spreads]
     known = [
         *(bucket.name for bucket in plan.buckets),
         *(decision.layer for decision in about_values),

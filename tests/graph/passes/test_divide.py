@@ -13,9 +13,9 @@ from zerofx.codegen.regions import cut, is_free_view, regions_of
 from zerofx.errors import PlanError
 from zerofx.ir.facts import piece_of
 from zerofx.ir.graph import StepGraph
+from zerofx.passes.activations.recompute import recompute
 from zerofx.passes.divide import divide
 from zerofx.passes.prepare.simplify import simplify
-from zerofx.passes.recompute import recompute
 from zerofx.scheduler.plan.decisions import PieceDecision
 
 

@@ -18,6 +18,7 @@ from zerofx.ir import ops, value_ops
 from zerofx.ir.facts import Origin, Phase
 from zerofx.ir.graph import StepGraph, insert_call
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
+from zerofx.ir.op_kernels.own_rows import own_ends, own_rows, whole_rows
 from zerofx.passes.lib.placement_check import WholeCall, check_placements, whole_calls
 from zerofx.passes.prepare.partition import partition
 from zerofx.passes.prepare.simplify import simplify
@@ -53,6 +54,23 @@ class Experts(Regression):
         return x + (torch.relu(x @ self.up) @ self.down * share).sum(0)
 
 
+class Routed(Regression):
+    """Each token is given to one expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, DIM, HIDDEN)), nn.Parameter(torch.randn(4, HIDDEN, DIM))
+
+    def predict(self, x: Tensor) -> Tensor:
+        experts, order = x[:, :4].argmax(-1).sort()
+        ends = F.one_hot(experts, 4).sum(0).cumsum(0, dtype=torch.int32)
+        import transformers.integrations.moe  # noqa: F401  # it registers the operator
+
+        grouped_mm = torch.ops.transformers.grouped_mm_fallback
+        y: Tensor = grouped_mm(torch.relu(grouped_mm(x[order], self.up, ends)), self.down, ends)
+        return y[order.argsort()]
+
+
 class Classes(nn.Module):
     """The loss of rows that are shared."""
 
@@ -85,11 +103,19 @@ _EXPERTS = {
     "bmm, bmm_1, mul": "S0 S0 -> S0",
     "sum_1": "S0 -> P",
 }
+_ROUTED = {
+    "up, down": "-> S0",
+    "grouped_mm_fallback, grouped_mm_fallback_1": "S0[cumsum] S0 R -> S0[cumsum]",
+    "relu": "S0[cumsum] -> S0[cumsum]",
+    "threshold_backward": "S0[cumsum] S0[cumsum] -> S0[cumsum]",
+    "grouped_mm_fallback_backward, grouped_mm_fallback_backward_1": "S0[cumsum] S0 R S0[cumsum] -> S0[cumsum] S0",
+}
 _CLASSES = {"_log_softmax": "S0 -> S0", "nll_loss_forward": "S0 S0 -> P R"}
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "feed": (Feed, {**_FEED, "clone": "S1 -> S1"}),
     "dropping": (lambda: Feed(0.1), {**_FEED, **_DROPPING}),
     "experts": (Experts, _EXPERTS),
+    "routed": (Routed, _ROUTED),
     "classes": (Classes, _CLASSES),
 }
 
@@ -166,6 +192,28 @@ def test_a_sum_of_what_ranks_have_that_is_not_taken(name: str) -> None:
         wait = reductions(step)[number]
         wait.replace_all_uses_with(started(wait))
         found((step, whole), "placements: ")
+
+
+def test_tokens_of_others_that_are_counted_as_this_ranks_experts() -> None:
+    step, whole = of("routed")
+    first = calls(step, own_rows)[0]
+    first.replace_all_uses_with(first.all_input_nodes[0])
+    found((step, whole), "placements: grouped_mm_fallback: no way")
+
+
+def test_tokens_of_experts_that_end_where_those_of_all_do() -> None:
+    step, whole = of("routed")
+    product = named(step, "grouped_mm_fallback")
+    (ends,) = (node for node in product.all_input_nodes if node.target is own_ends)
+    product.replace_input_with(ends, ends.all_input_nodes[0])
+    found((step, whole), "placements: grouped_mm_fallback: ")
+
+
+def test_tokens_that_are_not_put_back_before_they_are_summed() -> None:
+    step, whole = of("routed")
+    (back,) = (node for node in calls(step, whole_rows) if node.all_input_nodes[0].name == "grouped_mm_fallback_1")
+    back.replace_all_uses_with(back.all_input_nodes[0])
+    found((step, whole), r"a collective of terms \(P\) is given none")
 
 
 def test_a_sum_that_is_taken_twice() -> None:

@@ -11,8 +11,8 @@ from zerofx.capture.trace import Batch, capture
 from zerofx.errors import PlanError
 from zerofx.ir.facts import Phase, copied_from, origin
 from zerofx.ir.graph import StepGraph
+from zerofx.passes.activations.recompute import recompute
 from zerofx.passes.prepare.simplify import simplify
-from zerofx.passes.recompute import recompute
 from zerofx.scheduler.analysis.saved_values import crossing_values
 
 

@@ -41,13 +41,14 @@ def qwen3_next() -> nn.Module:
     return Qwen3NextForCausalLM(config)
 
 
-def mixtral() -> nn.Module:
+def mixtral(**options: Any) -> nn.Module:
     """Four experts a layer, of which two work for each token."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, **options}
     config = MixtralConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=16,
+        vocab_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        num_experts_per_tok=2, max_position_embeddings=16, **sizes,
     )  # fmt: skip
     return MixtralForCausalLM(config)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tests.lib.models.huggingface import gpt2, llama
 from tests.plan.decide.test_shardings import FAST, captured, placements_of
 from zerofx import UsageError
+from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.analysis.sharding_pins import pinned, pins_of
 from zerofx.scheduler.analysis.sharding_ways import ShardingWays, sharding_ways
@@ -136,3 +137,17 @@ def test_what_cannot_be_is_refused(asked: dict[str, str], num_ranks: int, messag
     step = language_model(llama())
     with pytest.raises(UsageError, match=message):
         left(step, asked, num_ranks)
+
+
+def test_products_read_what_is_pinned_as_it_lies() -> None:
+    torch.manual_seed(0)
+    step = language_model(llama())
+    pins = pins_of(step, {"*.up_proj": "column", "*.down_proj": "row"})
+    ways = pinned(sharding_ways(step, 2, pins.marks), pins)
+    decisions = {d.node: d for d in decide_shardings(ways, Mesh(model=2), FAST, Prices())}
+    for node in pins.parameters:
+        is_up, (transposed,) = "up_proj" in node.name, [n for n in node.users if n.target is torch.ops.aten.t.default]
+        (product,) = (user for user in transposed.users if origin(user).phase is Phase.FORWARD)
+        weight, result = ("S1", "S1") if is_up else ("S0", "P")
+        assert (decisions[product.name].inputs[1], decisions[product.name].outputs) == (weight, (result,))
+        assert not decisions[node.name].has_no_way

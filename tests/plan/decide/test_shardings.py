@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from tests.lib.models.huggingface import gpt2, llama
+from tests.lib.models.huggingface import gpt2, llama, mixtral
 from zerofx import Machine, PlanError
 from zerofx.capture.trace import Batch, capture
 from zerofx.ir.facts import Role, placeholder
@@ -193,3 +193,18 @@ def test_what_cannot_be_shared_is_said() -> None:
     whole = {decision.node: decision.reason for decision in decisions if decision.has_no_way}
     assert any("aten.cummax.default cannot be shared: every rank does it whole" in reason for reason in whole.values())
     partition(step, decisions, 2)
+
+
+@pytest.mark.parametrize(("width", "lies"), [(96, {"S1/2", "S2"}), (97, {"S0"})])
+def test_experts_are_shared_by_columns_and_each_whole_where_these_do_not_divide(width: int, lies: set[str]) -> None:
+    """Columns leave less to do between the two products, whichever experts the tokens have."""
+    tokens = torch.zeros(2, 128, dtype=torch.int64)
+    step = captured(mixtral(hidden_size=64, intermediate_size=width), input_ids=tokens, labels=tokens)
+    ways = sharding_ways(step, 2)
+    decisions = decide_shardings(ways, Mesh(model=2), Machine.named("cpu"), Prices(), explained=False)
+    assert {d.outputs[0] for d in decisions if "experts" in d.parameter} == lies
+    ends = {d.node: d.inputs[0] for d in decisions if "grouped_mm_fallback" in d.node}
+    assert len(ends) == 8
+    # Each layer's tokens are told from the other's.
+    of_layers = {"S0[cumsum]", "S0[cumsum_1]"}
+    assert (set(ends.values()) == of_layers) if lies == {"S0"} else of_layers.isdisjoint(ends.values())

@@ -37,5 +37,6 @@ OPERATORS: dict[str, Operator] = {
     "zerofx::largest": Operator(per_element=1),  # compare
     "zerofx::softmax_chunk": Operator(per_element=5),  # max, subtract, exp, sum, compare
     "zerofx::softmax_gradient": Operator(per_element=4),  # subtract, exp, subtract, multiply
+    **dict.fromkeys(("zerofx::own_rows", "zerofx::whole_rows", "zerofx::own_ends"), Operator(per_element=0)),
     "zerofx::reduce_scatter": Operator(per_element=0),
 }

@@ -17,7 +17,14 @@ _MATRIX_VECTOR = Operator(per_element=2)  # every element of the matrix is multi
 
 def _grouped_flops(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     """Every row of the ragged operand meets one matrix: rows x columns x inner size."""
-    return 2 * int(outputs[0].numel()) * int(inputs[0].shape[-1])
+    left, right = inputs[:2]
+    columns = right.shape[-1] if left.dim() == right.dim() == 2 else outputs[0].numel() // left.shape[-2]
+    return 2 * int(left.numel()) * int(columns)
+
+
+def _grouped_gradient_flops(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """A product for the gradient of each operand: of rows with matrices, and of rows with rows."""
+    return 4 * int(outputs[0].numel()) * int(inputs[-1].shape[-1])
 
 
 def _mm_inside(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> int | None:
@@ -45,6 +52,9 @@ OPERATORS: dict[str, Operator] = {
     "_int_mm": Operator(kind=OperatorKind.CUBIC, counted_as="mm"),
     "_scaled_mm": _CUBIC,
     "_grouped_mm": Operator(kind=OperatorKind.CUBIC, flops=_grouped_flops),
+    # Where there is no kernel: one product for each group (transformers).
+    "transformers::grouped_mm_fallback": Operator(kind=OperatorKind.CUBIC, flops=_grouped_flops),
+    "transformers::grouped_mm_fallback_backward": Operator(kind=OperatorKind.CUBIC, flops=_grouped_gradient_flops),
     "mv": _MATRIX_VECTOR,
     "addmv": _MATRIX_VECTOR,
     "dot": _MATRIX_VECTOR,

@@ -8,12 +8,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from zerofx.ir.facts import value
+from zerofx.ir.facts import is_random, value
 from zerofx.ir.sharding.rule import Extra, LocalCall, Rule, outputs_of, read_tensors, shape_of
-from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Reduction, Sharded, divides, local_shape
+from zerofx.scheduler.plan.placements import (
+    REPLICATED,
+    Partial,
+    Placement,
+    Ragged,
+    Reduction,
+    Sharded,
+    divides,
+    local_shape,
+)
 
-Lies = int | Reduction | None
-"""The dimension that is sharded, or how parts add up; None where every rank has the value."""
+Lies = int | Ragged | Reduction | None
+"""The dimension that is sharded, or whose rows each rank has some of, or how parts add up; None where every rank has
+the value."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,25 @@ class Pattern:
         rule = Rule(outputs, inputs, self.local, self.extra(groups))
         return rule if not self.is_tried or _gives_its_shapes(node, rule, num_ranks) else None
 
+    def ragged_rule(self, node: fx.Node, ends: str) -> Rule | None:
+        """The rule where each rank has the rows of its groups; None unless the call treats each row for itself, and
+        all of them alike, and what it gives are numbers that nobody looks anything up by."""
+        outputs, tensors = outputs_of(node), [*outputs_of(node), *map(value, read_tensors(node))]
+        lies = (*self.outputs, *self.inputs)
+        rows = [t for t, dim in zip(tensors, lies, strict=True) if t is not None and isinstance(dim, int)]
+        if self.local is not None or not self.in_groups or not any(isinstance(dim, int) for dim in self.inputs):
+            return None
+        if not all(dim is None or isinstance(dim, int) for dim in lies) or not self._alike(node):
+            return None
+        if is_random(node) or not all(tensor.is_floating_point() for tensor in rows):
+            return None
+
+        def placed(dim: Lies) -> Placement:
+            return Ragged(dim, ends) if isinstance(dim, int) else REPLICATED
+
+        given = tuple(None if tensor is None else placed(d) for tensor, d in zip(outputs, self.outputs, strict=True))
+        return Rule(given, tuple(map(placed, self.inputs)))
+
     def _alike(self, node: fx.Node) -> bool:
         """Whether all dimensions that are sharded have one size, as they have where they are the same in the call."""
         outputs, inputs = outputs_of(node), read_tensors(node)
@@ -87,6 +116,8 @@ def _gives_its_shapes(node: fx.Node, rule: Rule, num_ranks: int) -> bool:
 def _placement(lies: Lies, groups: int) -> Placement:
     if lies is None:
         return REPLICATED
+    if isinstance(lies, Ragged):
+        return lies
     return Sharded(lies, groups) if isinstance(lies, int) else Partial(lies)
 
 
@@ -113,6 +144,17 @@ class Moved:
         if not all(divides(shape, source, num_ranks) for shape in read):
             return None
         return Rule((target,) * len(outputs_of(node)), (source,) * len(read), self.local)
+
+    def rows(self, node: fx.Node) -> list[Pattern]:
+        """Dimensions that come through as they are, each with its rows."""
+        num_outputs, shapes = len(outputs_of(node)), [shape_of(argument) for argument in read_tensors(node)]
+        given = next(tuple(tensor.shape) for tensor in outputs_of(node) if tensor is not None)
+        moved = {dim: self.forward(Sharded(dim)) for dim in range(len(shapes[0]))}
+        return [
+            Pattern((target.dim,) * num_outputs, (dim,) * len(shapes))
+            for dim, target in moved.items()
+            if target is not None and target.groups == 1 and given[target.dim] == shapes[0][dim]
+        ]
 
 
 def linear(node: fx.Node) -> Pattern:

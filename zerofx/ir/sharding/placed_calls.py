@@ -24,7 +24,7 @@ from zerofx.ir.sharding.placed_moves import MOVES, any_part
 from zerofx.ir.sharding.placed_numbers import OF_OWN
 from zerofx.ir.sharding.rule import argument, outputs_of, read_tensors, rules_follow_from, shape_of
 from zerofx.ir.sharding.rules import Ways, rules_of
-from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Sharded
+from zerofx.scheduler.plan.placements import REPLICATED, SUM, Partial, Ragged, Sharded
 from zerofx.torch_private.operators import OpOverload, schema_of
 
 _aten = torch.ops.aten
@@ -50,6 +50,8 @@ def kinds_of_call(
         rule = OF_OWN.get(name)
         if rule is None:
             return None
+    elif any(isinstance(kind, Ragged) for kinds in read for kind in kinds):
+        rule = None  # by the rules: what treats each row for itself
     possible = _by_rules(node, read, num_ranks, known) if rule is None else rule(node, read, num_ranks)
     return (possible,) if isinstance(possible, frozenset) else possible
 
@@ -84,7 +86,7 @@ def _asked(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds,
             {k for k in kinds if _is_placement(k) and (k.dim if isinstance(k, Sharded) else None) == dim}
             for kinds, dim in zip(read, dims, strict=True)
         ]
-        shards = [[k for k in kinds if isinstance(k, Sharded)] for kinds in allowed]
+        shards = [[k for k in kinds if isinstance(k, Sharded | Ragged)] for kinds in allowed]
         for rule in rules_of(Ways.of(whole), num_ranks, shards, [()] * len(outputs), plain=False):
             if any(placement not in kinds for placement, kinds in zip(rule.inputs, allowed, strict=True)):
                 continue

@@ -14,12 +14,14 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from zerofx.ir.sharding.kinds import NOTHING, Kinds, Own, Rule
+from zerofx.ir.sharding.grouped import GROUPED, by_group
+from zerofx.ir.sharding.kinds import NOTHING, Kind, Kinds, Own, Rule
 from zerofx.ir.sharding.placed_moves import dim_of, same
 from zerofx.ir.sharding.rule import argument, read_tensors, shape_of
-from zerofx.scheduler.plan.placements import REPLICATED, SUM, Sharded
+from zerofx.scheduler.plan.placements import REPLICATED, SUM, Ragged, Sharded
 
 _aten = torch.ops.aten
+_ENDS = "ends in "
 
 
 def _index_select(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds:
@@ -130,6 +132,42 @@ def _put(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
     return frozenset({SUM}) if SUM in zeros and _only(index) == Own("head") and Sharded(dim) in part else None
 
 
+def _own_ends(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    is_own = read[1] == _one("number") and REPLICATED in read[0] and argument(node, 2, "num_ranks") == num_ranks
+    return _one(_ENDS + read_tensors(node)[0].name) if is_own else None
+
+
+def _own_rows(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    rows, _, rank = read
+    is_own = rank == _one("number") and argument(node, 3, "num_ranks") == num_ranks
+    return frozenset({_ragged(node)}) if is_own and REPLICATED in rows else NOTHING
+
+
+def _whole_rows(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> Kinds | None:
+    rows, _, rank = read
+    is_own = rank == _one("number") and argument(node, 3, "num_ranks") == num_ranks
+    return frozenset({SUM}) if is_own and _ragged(node) in rows else NOTHING
+
+
+def _ragged(node: fx.Node) -> Ragged:
+    return Ragged(dim_of(node, 4), read_tensors(node)[1].name)
+
+
+def _grouped(node: fx.Node, read: Sequence[Kinds], num_ranks: int) -> tuple[Kinds, ...] | None:
+    """Matrices of this rank's groups, and rows of these."""
+    ends = _only(read[2])
+    if ends is None or not ends.what.startswith(_ENDS):
+        return None
+    outputs, inputs = by_group(node, ends.what.removeprefix(_ENDS))
+    fits = all(lies is None or _kind(lies) in kinds for lies, kinds in zip(inputs, read, strict=True))
+    return tuple(frozenset({_kind(lies)}) if fits else NOTHING for lies in outputs)
+
+
+def _kind(lies: object) -> Kind:
+    assert isinstance(lies, int | Ragged)
+    return Sharded(lies) if isinstance(lies, int) else lies
+
+
 OF_OWN: Mapping[str, Rule] = MappingProxyType(
     {
         **dict.fromkeys(("view", "expand", "clone", "unsqueeze", "squeeze", "_to_copy"), same),
@@ -148,5 +186,9 @@ OF_OWN: Mapping[str, Rule] = MappingProxyType(
         "floor_divide": _head,
         "index_select": _index_select,
         "index_copy": _put,
+        "zerofx::own_ends": _own_ends,
+        "zerofx::own_rows": _own_rows,
+        "zerofx::whole_rows": _whole_rows,
+        **dict.fromkeys(GROUPED, _grouped),
     }
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.ir.facts import value
-from zerofx.scheduler.plan.placements import Placement, Sharded
+from zerofx.scheduler.plan.placements import Placement, Ragged, Sharded
 
 
 class Local(Protocol):
@@ -93,8 +93,8 @@ class Rule:
 
     @property
     def shards(self) -> bool:
-        """Whether some value is sharded."""
-        return any(isinstance(placement, Sharded) for placement in (*self.outputs, *self.inputs))
+        """Whether each rank has its own part of some value."""
+        return any(isinstance(placement, Sharded | Ragged) for placement in (*self.outputs, *self.inputs))
 
 
 def read_tensors(node: fx.Node) -> list[fx.Node]:
@@ -105,8 +105,8 @@ def read_tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def outputs_of(node: fx.Node) -> tuple[Tensor | None, ...]:
-    """What a call gives: one tensor, or several, or None in the place of one that is left out."""
-    given = value(node)
+    """What a call gives: one tensor, or several, or None in the place of one that is left out; of checks nothing."""
+    given = node.meta.get("val")
     if isinstance(given, Tensor):
         return (given,)
     return tuple(item if isinstance(item, Tensor) else None for item in given or ())

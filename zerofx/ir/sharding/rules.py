@@ -5,7 +5,7 @@ An operator of which nothing is known is run by every rank on whole values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,16 +13,16 @@ from torch import fx
 
 from zerofx.ir.op_kernels.own_draws import OWN_DRAWS
 from zerofx.ir.operators.table import facts_of
-from zerofx.ir.sharding import attention, convolutions, indexing, losses, reductions, shapes
+from zerofx.ir.sharding import attention, convolutions, grouped, indexing, losses, reductions, shapes
 from zerofx.ir.sharding.pattern import Lies, Moved, Pattern
 from zerofx.ir.sharding.rule import Rule, outputs_of, read_tensors, shape_of
-from zerofx.scheduler.plan.placements import REPLICATED, Placement, Sharded
+from zerofx.scheduler.plan.placements import REPLICATED, Placement, Ragged, Sharded
 from zerofx.torch_private.distributed import single_dim_rules
 from zerofx.torch_private.operators import OpOverload, schema_of
 
 _OWN: Mapping[str, Callable[[fx.Node], list[Pattern]]] = {
     **shapes.PATTERNS, **indexing.PATTERNS, **losses.PATTERNS, **convolutions.PATTERNS, **attention.PATTERNS,
-    **reductions.PATTERNS,
+    **reductions.PATTERNS, **grouped.PATTERNS,
 }  # fmt: skip
 
 
@@ -108,15 +108,16 @@ class Ways:
 def rules_of(
     ways: Ways,
     num_ranks: int,
-    read: Sequence[Collection[Sharded]],
-    given: Sequence[Collection[Sharded]],
+    read: Sequence[Collection[Sharded | Ragged]],
+    given: Sequence[Collection[Sharded | Ragged]],
     *,
     plain: bool,
 ) -> list[Rule]:
     """The rules of a call, that of doing all of it first.
 
     ``read`` has the ways in which each tensor argument may be sharded, ``given`` those of each output: a rule shards in
-    one of them, or, if ``plain``, in any dimension in one group.
+    one of them, or, if ``plain``, in any dimension in one group. Rows of groups of which each rank has some come out
+    of all calls that treat each row for itself.
     """
     rules: dict[tuple[tuple[Placement | None, ...], tuple[Placement, ...]], Rule] = {}
 
@@ -127,24 +128,41 @@ def rules_of(
     add(replicated(ways.node))
     for pattern in ways.patterns:
         pairs = [*zip(pattern.outputs, given, strict=True), *zip(pattern.inputs, read, strict=True)]
-        groups = {p.groups for lies, shards in pairs if isinstance(lies, int) for p in shards if p.dim == lies}
+        groups = {p.groups for lies, shards in pairs for p in shards if isinstance(p, Sharded) and p.dim == lies}
         if plain or not any(isinstance(lies, int) for lies, _ in pairs):
             groups.update((1, *pattern.groups))
         for number in sorted(groups):
             add(pattern.rule(ways.node, number, num_ranks))
     if ways.moved is not None:
-        shards = {p for source in read for p in source}
-        shards |= {back for p in given[0] if (back := ways.moved.backward(p)) is not None}
+        shards = {p for source in read for p in source if isinstance(p, Sharded)}
+        shards |= {back for p in given[0] if isinstance(p, Sharded) and (back := ways.moved.backward(p)) is not None}
         for shard in sorted(shards):
             add(ways.moved.rule(ways.node, shard, num_ranks))
+    for rule in _by_rows(ways, read, given):
+        add(rule)
     return list(rules.values())
+
+
+def _by_rows(
+    ways: Ways, read: Sequence[Collection[Sharded | Ragged]], given: Sequence[Collection[Sharded | Ragged]]
+) -> Iterator[Rule | None]:
+    """The rules of a call that treats each row for itself, for rows of which each rank has some."""
+    ragged = {p for shards in (*given, *read) for p in shards if isinstance(p, Ragged)}
+    if not ragged:
+        return
+    moved = ways.moved.rows(ways.node) if ways.moved is not None else []
+    for pattern in (*ways.patterns, *moved):
+        pairs = [*zip(pattern.outputs, given, strict=True), *zip(pattern.inputs, read, strict=True)]
+        for ends in sorted({p.ends for p in ragged}):
+            if any(Ragged(lies, ends) in shards for lies, shards in pairs if isinstance(lies, int)):
+                yield pattern.ragged_rule(ways.node, ends)
 
 
 def rule_for(
     node: fx.Node, outputs: tuple[Placement | None, ...], inputs: tuple[Placement, ...], num_ranks: int
 ) -> Rule | None:
     """The rule of a call whose outputs and tensor arguments lie so; None where there is none."""
-    read = [[p] if isinstance(p, Sharded) else [] for p in inputs]
-    given = [[p] if isinstance(p, Sharded) else [] for p in outputs]
+    read = [[p] if isinstance(p, Sharded | Ragged) else [] for p in inputs]
+    given = [[p] if isinstance(p, Sharded | Ragged) else [] for p in outputs]
     rules = rules_of(Ways.of(node), num_ranks, read, given, plain=False)
     return next((rule for rule in rules if (rule.outputs, rule.inputs) == (outputs, inputs)), None)

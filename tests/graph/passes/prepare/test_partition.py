@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from tests.lib.models.cases import CASES, batches
 from tests.lib.virtual_ranks import Drawn, assembled, feeds_of, part_of, run
@@ -17,25 +18,38 @@ from zerofx.errors import PlanError
 from zerofx.ir import ops
 from zerofx.ir.facts import Phase, Role, origin, placeholder
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.op_kernels.own_rows import own_rows, whole_rows
 from zerofx.ir.sharding.attention import is_attention
 from zerofx.ir.sharding.rule import Rule
 from zerofx.ir.value_ops import gather_values
 from zerofx.passes.lib.placement_check import check_placements, whole_calls
 from zerofx.passes.prepare.partition import partition
 from zerofx.passes.prepare.simplify import simplify
-from zerofx.scheduler.analysis.sharding_ways import sharding_ways, slot_of
+from zerofx.scheduler.analysis.sharding_ways import ShardingWays, sharding_ways, slot_of
 from zerofx.scheduler.plan.decisions import ShardingDecision
-from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, placement_of
+from zerofx.scheduler.plan.placements import REPLICATED, Partial, Placement, Ragged, placement_of
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-MODELS = ("gpt", "llama", "gpt2", "bert", "t5", "vit", "qwen3 next", "llama masked", "image layers", "torch layers")
+MODELS = (
+    "gpt",
+    "llama",
+    "gpt2",
+    "bert",
+    "t5",
+    "vit",
+    "qwen3 next",
+    "mixtral",
+    "llama masked",
+    "image layers",
+    "torch layers",
+)
 DRAWING = ("dropout", "gpt2 dropout", "bert dropout")
 
 
-def captured(name: str) -> tuple[nn.Module, Batch, StepGraph]:
+def captured(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Batch, StepGraph]:
     case = CASES[name]
     torch.manual_seed(0)
-    model = case.model()
+    model = case.model().to(dtype)
     batch = Batch.of(*next(batches(case, 0, 1)))
     step = capture(model, batch, loss_fn=case.loss_fn)
     simplify(step)
@@ -48,11 +62,11 @@ def drawn(step: StepGraph, num_ranks: int, draw: random.Random) -> tuple[Shardin
     decisions: list[ShardingDecision] = []
     for node, placements in ways.placeholders.items():
         placement = draw.choice(placements)
-        decisions += [ShardingDecision(member.name, (str(placement),)) for member in ways.classes.members[node]]
+        decisions += [decision(ways, member, Rule((placement,), ())) for member in ways.classes.members[node]]
     for node, rules in ways.rules.items():
         # What parts add up to is no largest element of others: such parts are only made, and then reduced.
         rule = draw.choice([rule for rule in rules if not any(_is_extreme(p) for p in rule.inputs)])
-        decisions += [decision(member.name, rule) for member in ways.classes.members[node]]
+        decisions += [decision(ways, member, rule) for member in ways.classes.members[node]]
     return tuple(decisions)
 
 
@@ -60,9 +74,9 @@ def _is_extreme(placement: Placement) -> bool:
     return isinstance(placement, Partial) and placement.reduction != "sum"
 
 
-def decision(name: str, rule: Rule) -> ShardingDecision:
-    outputs = tuple(None if placement is None else str(placement) for placement in rule.outputs)
-    return ShardingDecision(name, outputs, tuple(map(str, rule.inputs)))
+def decision(ways: ShardingWays, node: fx.Node, rule: Rule) -> ShardingDecision:
+    outputs = tuple(None if placement is None else str(ways.of_member(node, placement)) for placement in rule.outputs)
+    return ShardingDecision(node.name, outputs, tuple(str(ways.of_member(node, p)) for p in rule.inputs))
 
 
 def compare(
@@ -121,6 +135,26 @@ def test_many_ways_to_share_each_call_give_the_whole_graphs_values(name: str, nu
     compare(model, batch, step, drawn(step, num_ranks, random.Random(seed)), num_ranks)
 
 
+@pytest.mark.parametrize(("num_ranks", "dtype"), [(2, torch.float32), (4, torch.float32), (2, torch.bfloat16)])
+def test_each_rank_has_the_tokens_of_its_experts(num_ranks: int, dtype: torch.dtype) -> None:
+    """Products of tokens with their experts' matrices, and all that follows them and treats each row for itself.
+
+    In bfloat16 they are ATen's operator, of rows with matrices and of rows with rows.
+    """
+    model, batch, step = captured("mixtral", dtype)
+    ways, decisions = sharding_ways(step, num_ranks), list[ShardingDecision]()
+    for node, rules in ways.rules.items():
+        by_rows = [rule for rule in rules if any(isinstance(p, Ragged) for p in (*rule.outputs, *rule.inputs))]
+        for rule in by_rows[:1]:
+            decisions += [decision(ways, member, rule) for member in ways.classes.members[node]]
+    experts = [node.name for node in step.placeholders(Role.PARAMETER) if "experts" in placeholder(node).name]
+    decisions += [ShardingDecision(name, ("S0",)) for name in experts]
+    compare(model, batch, step, decisions, num_ranks)
+    rows_of = Counter(node.target for node in step.calls() if node.target in (own_rows, whole_rows))
+    # Of each layer: tokens, their weights and the gradient of results go in; results and two gradients come out.
+    assert rows_of == {own_rows: 3 * 2, whole_rows: 3 * 2}
+
+
 def test_nothing_is_shared_without_decisions() -> None:
     model, batch, step = captured("gpt")
     before = [node.name for node in step.calls()]
@@ -159,8 +193,9 @@ def test_a_way_that_an_operator_has_not_is_refused() -> None:
 def test_a_value_that_is_not_kept_whole_is_gathered_once_more_for_backward(again: tuple[str, ...]) -> None:
     model, batch, step = captured("gpt")
     attention = next(node for node in step.calls() if node.target is ATTENTION)
-    rule = next(rule for rule in sharding_ways(step, 2).rules[attention] if rule.outputs[0] == placement_of("S1"))
-    shared = replace(decision(attention.name, rule), again=again)
+    ways = sharding_ways(step, 2)
+    rule = next(rule for rule in ways.rules[attention] if rule.outputs[0] == placement_of("S1"))
+    shared = replace(decision(ways, attention, rule), again=again)
     compare(model, batch, step, (shared,), 2)
     gathers = [(slot_of(node.all_input_nodes[0]), node) for node in step.calls() if node.target is gather_values]
     of_result = [node for (source, index), node in gathers if (source.name, index) == (attention.name, 0)]

@@ -54,7 +54,7 @@ def shared(model: nn.Module, num_ranks: int, groups: int, *, ring: bool) -> tupl
     for node, rules in ways.rules.items():
         if "attention" in str(node.target):
             rule = next(rule for rule in rules if _is_by_tokens(rule, groups, ring=ring))
-            decisions += [decision(member.name, rule) for member in ways.classes.members[node]]
+            decisions += [decision(ways, member, rule) for member in ways.classes.members[node]]
     assert len(decisions) == 2
     compare(model, batch, step, decisions, num_ranks)
     targets = [node.target for node in step.calls()]

@@ -1,0 +1,67 @@
+"""Rows in groups of lengths that only the step knows, tokens of experts, of which each rank has some groups.
+
+    own = own_rows(x, ends, rank, 2, 0)            # this rank's rows first, in order; the others after them
+    y = grouped_mm(own, w, own_ends(ends, rank, 2))   # w: the matrices of this rank's groups; makes its rows alone
+    term = whole_rows(y, ends, rank, 2, 0)         # this rank's rows in their places, zeros elsewhere: terms of a sum
+
+``ends`` has where each group ends, ``[groups]``; rank i of n has the i-th n-th of the groups. Shapes do not depend on
+how long groups are, and nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_library = torch.library.Library("zerofx", "FRAGMENT")  # torch unregisters the operators when this object goes
+_library.define("own_ends(Tensor ends, Tensor rank, int num_ranks) -> Tensor")
+_library.define("own_rows(Tensor rows, Tensor ends, Tensor rank, int num_ranks, int dim) -> Tensor")
+_library.define("whole_rows(Tensor rows, Tensor ends, Tensor rank, int num_ranks, int dim) -> Tensor")
+
+
+def _bounds(ends: Tensor, rank: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """Where the rows of a rank begin and end, of shape [1]; ``rank``: int64, shape [1]."""
+    starts = torch.cat([ends.new_zeros(1), ends])
+    size = ends.shape[0] // num_ranks
+    return starts.index_select(0, rank * size), starts.index_select(0, (rank + 1) * size)
+
+
+def _own_ends(ends: Tensor, rank: Tensor, num_ranks: int) -> Tensor:
+    first, _ = _bounds(ends, rank, num_ranks)
+    return ends.view(num_ranks, -1).index_select(0, rank).view(-1).sub_(first)
+
+
+def _own_rows(rows: Tensor, ends: Tensor, rank: Tensor, num_ranks: int, dim: int) -> Tensor:
+    first, _ = _bounds(ends, rank, num_ranks)
+    size = rows.shape[dim]
+    return rows.index_select(dim, torch.arange(size, device=rows.device).add_(first).remainder_(size))
+
+
+def _whole_rows(rows: Tensor, ends: Tensor, rank: Tensor, num_ranks: int, dim: int) -> Tensor:
+    first, last = _bounds(ends, rank, num_ranks)
+    size = rows.shape[dim]
+    places = torch.arange(size, device=rows.device).sub_(first).remainder_(size)
+    whole = rows.index_select(dim, places)
+    elsewhere = (places >= last - first).view(-1, *(1,) * (rows.dim() - dim - 1))
+    return whole.masked_fill_(elsewhere, 0)
+
+
+def _part_of_ends(ends: Tensor, rank: Tensor, num_ranks: int) -> Tensor:
+    return ends.new_empty(ends.shape[0] // num_ranks)
+
+
+def _as_many(rows: Tensor, *_args: object) -> Tensor:
+    return rows.new_empty(rows.shape)
+
+
+for _name, _kernel, _fake in (
+    ("own_ends", _own_ends, _part_of_ends),
+    ("own_rows", _own_rows, _as_many),
+    ("whole_rows", _whole_rows, _as_many),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    _library.impl(_name, _fake, "Meta")
+
+own_ends = torch.ops.zerofx.own_ends.default
+own_rows = torch.ops.zerofx.own_rows.default
+whole_rows = torch.ops.zerofx.whole_rows.default

@@ -1,0 +1,105 @@
+"""Products of rows in groups, each with a matrix of its group: experts, whose tokens lie one after the other.
+
+``sk,ekn->sn``: rows ``s``, of which each of the groups ``e`` has some, meet its matrix. What is shared may be the
+columns of all matrices, their rows, or the groups: then each rank has the matrices of its groups, and makes their rows
+(``zerofx/ir/op_kernels/own_rows.py``). Whose rows these are, calls that follow keep, which treat each row for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import fx
+
+from zerofx.ir.op_kernels.own_rows import own_ends
+from zerofx.ir.sharding.pattern import Lies, Pattern
+from zerofx.ir.sharding.rule import Local, argument, outputs_of, read_tensors, shape_of
+from zerofx.ir.sharding.shapes import PatternsOf
+from zerofx.scheduler.plan.placements import Ragged
+from zerofx.torch_private.operators import schema_of
+
+_ENDS = 2  # the argument that says where groups end
+
+
+def _patterns(node: fx.Node) -> list[Pattern]:
+    """The ways to share a call: by each dimension that is not in groups, by groups, and by terms."""
+    inputs, outputs = _letters(node)
+    if len(inputs) != len(read_tensors(node)) or len(outputs) != len(outputs_of(node)):
+        return []
+    ends = argument(node, _ENDS, "offs")
+    in_groups = {"s", "e"} if isinstance(ends, fx.Node) else set()
+
+    def along(letter: str) -> Pattern:
+        """What a result does not have, it is a sum over."""
+        return Pattern(
+            tuple(names.index(letter) if letter in names else "sum" for names in outputs),
+            tuple(names.index(letter) if letter in names else None for names in inputs),
+            is_tried=True,
+        )
+
+    patterns = [along(letter) for letter in sorted(set("".join(inputs)) - in_groups)]
+    if isinstance(ends, fx.Node):
+        num_groups = shape_of(ends)[0]
+        given, read = by_group(node, ends.name)
+        patterns.append(
+            Pattern(given, read, _own_groups, in_groups=False, allowed=lambda ranks: num_groups % ranks == 0)
+        )
+    return [*patterns, *_linear(inputs, outputs)]
+
+
+def by_group(node: fx.Node, ends: str) -> tuple[tuple[Lies, ...], tuple[Lies, ...]]:
+    """How results and tensor arguments lie where each rank has some groups, whose rows end at ``ends``."""
+
+    def lies(names: str) -> Lies:
+        if "s" in names:
+            return Ragged(names.index("s"), ends)
+        return names.index("e") if names else None
+
+    inputs, outputs = _letters(node)
+    return tuple(map(lies, outputs)), tuple(map(lies, inputs))
+
+
+def _letters(node: fx.Node) -> tuple[list[str], list[str]]:
+    """The dimensions of a call's tensor arguments and results, by letters; none of what says where groups end."""
+    name = schema_of(node.target).name.removeprefix("aten::")  # type: ignore[arg-type]  # an operator
+    tensors = read_tensors(node)
+    dims = tuple(len(shape_of(source)) for source in tensors[:2])
+    read, _, given = (GROUPED[name] or _BY_DIMS[dims]).partition("->")
+    inputs = read.split(",")
+    if isinstance(argument(node, _ENDS, "offs"), fx.Node):
+        inputs.insert(_ENDS, "")
+    return inputs, given.split(",")
+
+
+def _linear(inputs: list[str], outputs: list[str]) -> list[Pattern]:
+    """Terms of a tensor that all results are products of, with others that are whole."""
+    everywhere = [number for number, names in enumerate(inputs) if names and len(outputs) == 1]
+    if len(outputs) > 1:
+        everywhere = [len(inputs) - 1]  # a gradient: those of both operands are its products
+    return [
+        Pattern(tuple("sum" for _ in outputs), tuple("sum" if at == number else None for at in range(len(inputs))))
+        for number in everywhere
+    ]
+
+
+def _own_groups(rank: Local) -> Any:
+    args = list(rank.args)
+    args[_ENDS] = rank.call(own_ends, args[_ENDS], rank.rank(), rank.num_ranks)
+    return rank.call(rank.node.target, *args, **rank.kwargs)
+
+
+_BY_DIMS: Mapping[tuple[int, ...], str] = MappingProxyType(
+    {(2, 3): "sk,ekn->sn", (2, 2): "ms,sn->emn", (3, 2): "emk,ks->ms", (3, 3): "emk,ekn->emn"}
+)
+GROUPED: Mapping[str, str] = MappingProxyType(
+    {
+        "_grouped_mm": "",  # by the dimensions of its operands
+        "transformers::grouped_mm_fallback": "sk,ekn->sn",
+        "transformers::grouped_mm_fallback_backward": "sk,ekn,sn->sk,ekn",
+    }
+)
+"""Products of rows in groups, by their names, and the dimensions of what they read and give."""
+
+PATTERNS: Mapping[str, PatternsOf] = MappingProxyType(dict.fromkeys(GROUPED, _patterns))
