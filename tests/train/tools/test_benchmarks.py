@@ -153,6 +153,12 @@ def test_peers_are_compared_through_the_baseline_that_ran_beside_each() -> None:
     assert "- DeepSpeed ZeRO-3: no such thing" in text and "| zerofx stage 3 / FSDP2 " in text
 
 
+def test_ranks_that_share_a_batch_have_its_tokens_once() -> None:
+    contenders = [measured(name, [2.0], ranks_per_batch=2) for name in ("DTensor + compile", "zerofx, shared")]
+    found = peers_report.rows({"num_ranks": 2, "contenders": contenders})
+    assert [row.tokens_per_second for row in found] == [2 * 10 / 2.0] * 2
+
+
 _MACHINE = {"name": "a machine", "cores": 2, "torch": "2"}
 
 
@@ -242,6 +248,18 @@ def test_collectives_are_counted_as_rings_send_them() -> None:
         assert sent == [1200, 1200, 2400, 1200, 1200, 2400, 0]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["tiny", "tiny-llama"])
+def test_what_is_shared_by_hand_trains_what_is_shared_by_plan(shape: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.peers", "--shape", shape, "--device", "cpu", "--groups", "shared"]
+    command += ["--rounds", "1", "--steps", "1", "--only", "zerofx, shared", "--out", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT)
+    data = json.loads((tmp_path / "peers_cpu.json").read_text())
+    contenders = data["runs"][f"{shape}, float32"]["groups"]["shared"]["contenders"]
+    losses = {one["name"]: one["facts"]["loss"] for one in contenders if "loss" in one["facts"] and one["rounds"]}
+    assert losses["zerofx, shared"] == pytest.approx(losses["DTensor + compile"], rel=1e-5)
 
 
 @pytest.mark.slow
