@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from benchmarks import (
     kernels,
     largest_trainable,
     launch_cost,
+    layouts,
     nvme_throughput,
     one_gpu,
     peers,
@@ -248,6 +250,17 @@ def test_collectives_are_counted_as_rings_send_them() -> None:
         assert sent == [1200, 1200, 2400, 1200, 1200, 2400, 0]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(layouts.MODELS))
+def test_no_layout_by_hand_is_faster_than_the_chosen_one_on_two_ranks(name: str) -> None:
+    model = replace(layouts.MODELS[name], shape=replace(layouts.MODELS[name].shape, depth=2))
+    seconds = {
+        layout: layouts.planned(model.shape, pins, 2, backend="eager").step_seconds
+        for layout, pins in layouts.layouts(model).items()
+    }
+    assert len(seconds) == 5 and min(seconds.values()) == seconds[layouts.CHOSEN]
 
 
 @pytest.mark.slow
