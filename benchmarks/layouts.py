@@ -1,4 +1,4 @@
-"""The layout that a plan chooses on the model axis, beside those that people write by hand, as the simulator has them.
+"""The layout that a plan chooses on the model axis and those that people write by hand, as the simulator has them.
 
     python -m benchmarks.layouts                          # a GPT and a Llama on 2, 4 and 8 ranks
     python -m benchmarks.layouts --models gpt --ranks 2
