@@ -39,7 +39,9 @@ class TrainStep:
 
 def build(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
     """The step of the family that ``request`` names, ready to run."""
-    builders = {"torch": _torch, "ddp": _ddp, "fsdp2": _fsdp2, "deepspeed": _deepspeed, "zerofx": _zerofx}
+    builders = {
+        "torch": _torch, "ddp": _ddp, "fsdp2": _fsdp2, "deepspeed": _deepspeed, "dtensor": _dtensor, "zerofx": _zerofx,
+    }  # fmt: skip
     builder = builders.get(request["family"])
     if request.get("keep_freed"):
         keep_freed_memory()
@@ -123,6 +125,31 @@ def _fsdp2(request: dict[str, Any], work: Workload, device: torch.device) -> Tra
     return _plain(work, work.model, _adamw(work.model), accumulate=request.get("accumulate", 1))
 
 
+def _dtensor(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    from benchmarks.tensor_parallel import parallelize, parameter_groups
+
+    parallelize(work, init_device_mesh(device.type, (dist.get_world_size(),)))
+    if request.get("compile"):
+        for block in work.blocks:
+            block.compile()
+    optimizer = torch.optim.AdamW(parameter_groups(work.model), lr=1e-4, fused=True)
+
+    def run() -> Tensor:
+        with loss_parallel():
+            loss = work.loss(work.model)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        whole = loss.detach()
+        return whole.full_tensor() if isinstance(whole, DTensor) else whole
+
+    return TrainStep(run, trained=(work.model, optimizer))
+
+
 def _deepspeed(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     warnings.simplefilter("ignore")
@@ -184,6 +211,7 @@ def _zerofx(request: dict[str, Any], work: Workload, device: torch.device) -> Tr
         work.model,
         _adamw(work.model),
         stage=request.get("stage", 3),
+        mesh={"model": dist.get_world_size()} if request.get("shared") else None,
         memory_budget=request.get("budget"),
         offload=request.get("offload", "auto"),
         precision="bf16" if request.get("mixed") else None,

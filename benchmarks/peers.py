@@ -1,8 +1,8 @@
-"""zerofx compared with its peers in one run: DDP, FSDP2 and DeepSpeed, eager, compiled and checkpointed.
+"""zerofx compared with its peers in one run: DDP, FSDP2, DTensor and DeepSpeed, eager, compiled and checkpointed.
 
     python -m benchmarks.peers                        # a GPT of 27M on two gloo ranks of one thread: about ten minutes
     python -m benchmarks.peers --shape 110m           # the same of 110M; or llama, a Llama of transformers
-    python -m benchmarks.peers --groups sharded       # one group: sharded, accumulated, replicated or single
+    python -m benchmarks.peers --groups sharded       # one group: sharded, accumulated, replicated, shared or single
     python -m benchmarks.peers --only fsdp2 zerofx    # contenders whose name has one of these
     python -m benchmarks.peers --report               # tables and plot from what was measured before
     python -m benchmarks.peers --device cuda --shape llama-1b --dtype bfloat16      # NCCL, or one GPU
@@ -100,6 +100,15 @@ GROUPS = (
             Contender("DDP + compile, memory kept", {"family": "ddp", "compile": True, "keep_freed": True}),
             Contender("DDP", {"family": "ddp"}),
             *(Contender(f"DeepSpeed ZeRO-{stage}", {"family": "deepspeed", "stage": stage}) for stage in (1, 2)),
+        ),
+    ),
+    Group(
+        "shared",  # ranks compute one batch together
+        (
+            Contender("DTensor + compile", {"family": "dtensor", "shared": True, "compile": True}),
+            Contender("zerofx, shared", {"family": "zerofx", "shared": True}),
+            Contender("zerofx, shared, 80 %", {"family": "zerofx", "shared": True}, ("DTensor + compile",), 0.80),
+            Contender("DTensor", {"family": "dtensor", "shared": True}),
         ),
     ),
     Group(

@@ -29,7 +29,7 @@ from benchmarks.processes import high_water_bytes
 from benchmarks.wire_count import WireCount
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 
-_NEED_A_GROUP = ("ddp", "fsdp2", "deepspeed")  # also where it has one member
+_NEED_A_GROUP = ("ddp", "fsdp2", "deepspeed", "dtensor")  # also where it has one member
 
 
 def main() -> None:
@@ -40,7 +40,8 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     device = join(request["device"], alone=request["contender"]["family"] not in _NEED_A_GROUP)
     shape = SHAPES[request["shape"]]
-    work = make_workload(shape, device, getattr(torch, request["dtype"]), int(os.environ["RANK"]))
+    ranks_per_batch = int(os.environ["WORLD_SIZE"]) if request["contender"].get("shared") else 1
+    work = make_workload(shape, device, getattr(torch, request["dtype"]), int(os.environ["RANK"]) // ranks_per_batch)
     num_parameters = sum(p.numel() for p in work.model.parameters())
     began = time.perf_counter()
     try:
@@ -52,8 +53,9 @@ def main() -> None:
         return
     facts: dict[str, Any] = {"ready_seconds": time.perf_counter() - began, "loss": float(step.run().mean())}
     facts |= _measure(step, device) | step.facts
-    facts |= {"shape": asdict(shape), "num_parameters": num_parameters}
-    facts.setdefault("flops", request["contender"].get("accumulate", 1) * model_flops(shape, num_parameters))
+    facts |= {"shape": asdict(shape), "num_parameters": num_parameters, "ranks_per_batch": ranks_per_batch}
+    num_flops = request["contender"].get("accumulate", 1) * model_flops(shape, num_parameters)
+    facts.setdefault("flops", num_flops / ranks_per_batch)
     answers.write(json.dumps(facts) + "\n")
     for line in sys.stdin:
         meet()

@@ -84,6 +84,9 @@ def tile(step: StepGraph, decisions: Sequence[TileDecision]) -> None:
                 f"values between operators ({', '.join(chains) or 'there are none'}), into 2 tiles up to one for each "
                 f"row, found {decision.value} into {decision.num_tiles} over {decision.over}"
             )
+        if isinstance(target, LossHead):
+            for node in target.late:
+                target.grad_loss.prepend(node)
         if isinstance(target, LossHead) and decision.over == "classes":
             tile_classes(step, target, decision.num_tiles)
         elif isinstance(target, LossHead):

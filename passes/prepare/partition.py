@@ -105,6 +105,10 @@ class _Partitioning:
         if any(map(is_random, step.calls())):
             fake = torch.empty((), dtype=torch.int64, device="cpu")
             host_rank = self._placed("model_rank_on_host", fake, Role.HOST_RANK)
+        asked = self._asked_of_outputs()
+        completed: dict[fx.Node, list[Placement]] = {}
+        for node, placement in asked[len(asked) - len(step.gradient_names) :]:
+            completed.setdefault(node, []).append(placement)
         for node in step.graph.nodes:
             local = LocalGraph(
                 self._graph, self._num_parts, rank, host_rank, origin(node), self._whole_value, piece_of(node)
@@ -114,7 +118,9 @@ class _Partitioning:
             elif node.op == "call_function":
                 self._call(node, local)
             elif node.op == "output":
-                self._graph.output(self._outputs(local))
+                self._graph.output(tuple(self._as(result, placement, local) for result, placement in asked))
+            for placement in completed.get(node, ()):  # not where the step ends: no bucket would be complete before
+                self._as(node, placement, local)
         self._name_nodes()
         for node in self._alike:
             set_alike(value_node(storage_source(node)))
@@ -234,18 +240,15 @@ class _Partitioning:
             self._alike += [self._converted[key]] if target == REPLICATED else []
         return self._converted[key]
 
-    def _outputs(self, local: LocalGraph) -> tuple[Any, ...]:
+    def _asked_of_outputs(self) -> list[tuple[fx.Node, Placement]]:
         """The step's results: whole, but gradients, which lie as their parameters, or add up where these are whole."""
         step = self._step
         parameters = {placeholder(node).name: node for node in step.placeholders(Role.PARAMETER)}
-        gradients = [self._values[parameters[name]][1] for name in step.gradient_names]
-        asked = [SUM if isinstance(placement, Replicated) else placement for placement in gradients]
+        lies = [self._values[parameters[name]][1] for name in step.gradient_names]
         outputs = step.output.args[0]
         assert isinstance(outputs, tuple)
-        whole = [REPLICATED] * (len(outputs) - len(asked))
-        return tuple(
-            self._as(node, placement, local) for node, placement in zip(outputs, [*whole, *asked], strict=True)
-        )
+        asked = [SUM if isinstance(placement, Replicated) else placement for placement in lies]
+        return list(zip(outputs, [*[REPLICATED] * (len(outputs) - len(asked)), *asked], strict=True))
 
     def _part(self, info: ParameterInfo, node: fx.Node) -> ParameterInfo:
         local, placement = self._values[node]

@@ -81,7 +81,9 @@ class LossHead(ForwardHead):
     """The same with its backward.
 
     ``grad_cast`` converts the logits' gradient, where the loss is taken in another dtype. ``by_row`` are backward's
-    products that have a row for each of the gradient's; ``over_rows`` sum over the rows.
+    products that have a row for each of the gradient's; ``over_rows`` sum over the rows. ``late`` is what these read of
+    forward that is made after ``grad_loss``, in order: where ranks share a computation, a value is brought from one
+    placement to another where it is read.
     """
 
     grad_loss: fx.Node
@@ -89,6 +91,7 @@ class LossHead(ForwardHead):
     grad_cast: fx.Node | None
     by_row: tuple[fx.Node, ...]
     over_rows: tuple[fx.Node, ...]
+    late: tuple[fx.Node, ...]
 
     @property
     def has_classes(self) -> bool:
@@ -165,7 +168,24 @@ def _head(step: StepGraph, grad_loss: fx.Node, order: dict[fx.Node, int]) -> Los
     over_rows = [n for n in readers if n not in by_row]
     if not readers or not all(_sums_rows(node, sources) for node in over_rows):
         return None
-    return LossHead(product, cast, softmax, losses[0], grad_loss, grads[0], grad_cast, tuple(by_row), tuple(over_rows))
+    late = _made_after(grad_loss, [node.args[1] for node in readers if node.target is _aten.mm.default], order)
+    if grad_loss in late:
+        return None
+    return LossHead(
+        product, cast, softmax, losses[0], grad_loss, grads[0], grad_cast, tuple(by_row), tuple(over_rows), late
+    )
+
+
+def _made_after(place: fx.Node, values: list[object], order: dict[fx.Node, int]) -> tuple[fx.Node, ...]:
+    """What ``values`` are made of from ``place`` on, in order."""
+    late: set[fx.Node] = set()
+    pending = [value for value in values if isinstance(value, fx.Node)]
+    while pending:
+        node = pending.pop()
+        if order[node] >= order[place] and node not in late:
+            late.add(node)
+            pending.extend(node.all_input_nodes)
+    return tuple(sorted(late, key=order.__getitem__))
 
 
 def _made_from(softmax: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:

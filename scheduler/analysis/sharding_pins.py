@@ -2,9 +2,9 @@
 
 Our own words are about what a product gives, wherever the module keeps which dimension of its weight: ``"column"``
 gives parts of features, ``"row"`` parts that add up, ``"sequence"`` parts of the last dimension but one, which is
-tokens, of parameters that every rank has, ``"replicated"`` leaves parameters whole. Styles of a ``tp_plan`` are about
-dimensions of the parameter, as ``transformers`` has them; those that say how a module's forward is rewritten say
-nothing here, where the graph is.
+tokens, of parameters that every rank has, ``"replicated"`` has every rank do the whole: parameters and what is given.
+Styles of a ``tp_plan`` are about dimensions of the parameter, as ``transformers`` has them; those that say how a
+module's forward is rewritten say nothing here, where the graph is.
 """
 
 from __future__ import annotations
@@ -77,20 +77,23 @@ def pins_of(step: StepGraph, asked: Mapping[str, str]) -> Pins:
     for pattern, word in asked.items():
         is_style = word in TP_STYLES
         means = TP_STYLES[word] if is_style else word
+        says_what_is_given = means == "sequence" or word == "replicated"  # other styles leave it to the plan
         matched = [name for name in modules if name and fnmatch.fnmatchcase(name, pattern)]
         parameters = [
             alias for alias in named if fnmatch.fnmatchcase(alias, pattern) or alias.rpartition(".")[0] in matched
         ]
-        gives = [node for module in matched for node in given.get(module, ())] if means == "sequence" else []
+        gives = [node for module in matched for node in given.get(module, ())]
         if means is None:
             ignored.append(f"{pattern!r}: {word!r} (it says how a module's forward is written)")
-        elif not parameters and not gives:
+        elif not parameters and not (gives and says_what_is_given):
             if not is_style:
                 raise UsageError(_names_nothing(pattern, word, [*named, *modules]))
             ignored.append(f"{pattern!r}: {word!r} (it names nothing in this model)")
         else:
             by_name |= {alias: Pin(pattern, word, alias.rpartition(".")[0]) for alias in parameters}
-            results |= {node: Pin(pattern, word, origin(node).layer) for node in gives}
+            results = {node: pin for node, pin in results.items() if node not in gives}
+            if says_what_is_given:
+                results |= {node: Pin(pattern, word, origin(node).layer) for node in gives}
     pins: dict[fx.Node, tuple[Pin, ...]] = {}
     for alias, pin in by_name.items():
         pins[named[alias]] = (*pins.get(named[alias], ()), pin)
@@ -121,11 +124,15 @@ def pinned(ways: ShardingWays, pins: Pins) -> ShardingWays:
                 _keep_readers(ways, rules, node, pin.module, left)
     for node, pin in pins.results.items():
         source, index = slot_of(node)
-        first, dim = ways.classes.first[source], tensor(node).ndim - 2
-        left_rules = [rule for rule in rules[first] if _is_along(rule.outputs[index], dim)]
+        first, dim, is_whole = ways.classes.first[source], tensor(node).ndim - 2, pin.word == "replicated"
+        left_rules = [
+            rule for rule in rules[first]
+            if (rule.outputs[index] == REPLICATED if is_whole else _is_along(rule.outputs[index], dim))
+        ]  # fmt: skip
         if not left_rules:
+            lies = "whole" if is_whole else f"in parts along dimension {dim}"
             raise UsageError(
-                f"expected what {pin.module} gives, {list(tensor(node).shape)}, in parts along dimension {dim} on "
+                f"expected what {pin.module} gives, {list(tensor(node).shape)}, {lies} on "
                 f"{ways.num_ranks} ranks of the model axis, as {pin} asks, found {_operator(source)} in the way, which "
                 f"can give it {_list(dict.fromkeys(str(rule.outputs[index]) for rule in rules[first]))}"
             )

@@ -232,15 +232,16 @@ def _updates(plan: Plan, step: StepGraph, layout: BucketLayout, at: _Positions) 
     readers = {bucket.index: nodes[-1] for bucket, nodes in parameter_uses(step, layout)}
     updates = {}
     for decision in plan.reduces:
-        last = _reduced(decision, plan, step, layout, at)
+        last = _reduced(decision, step, layout, at)
         if decision.bucket in readers:
             last = max(last, at.run_of(readers[decision.bucket]))
         updates[decision.bucket] = last
     return updates
 
 
-def _reduced(decision: ReduceDecision, plan: Plan, step: StepGraph, layout: BucketLayout, at: _Positions) -> int:
+def _reduced(decision: ReduceDecision, step: StepGraph, layout: BucketLayout, at: _Positions) -> int:
     """The run after which a bucket's reduced gradient is there."""
-    if plan.num_ranks > 1:
+    bucket = layout.buckets[decision.bucket]
+    if bucket.num_reduced > 1:
         return at.run(decision.updated_after) if decision.updated_after else at.run_of(step.output)
-    return max(at.run_of(step.gradients[slot.name]) for slot in layout.buckets[decision.bucket].slots)
+    return max(at.run_of(step.gradients[slot.name]) for slot in bucket.slots)

@@ -87,6 +87,19 @@ def test_norms_by_sequence_have_their_parameters_whole_and_give_parts_of_tokens(
     assert all(lies == "R" for name, lies in placements_of(step, ways).items() if name.endswith("norm.weight"))
 
 
+def test_what_is_replicated_every_rank_does_whole() -> None:
+    """Its results too, of which the last entry that names a module says where they lie."""
+    torch.manual_seed(0)
+    step = language_model(llama())
+    pins = pins_of(step, {"*norm": "sequence", "*input_layernorm": "replicated", "model.layers.?": "replicated"})
+    ways = pinned(sharding_ways(step, 2, pins.marks), pins)
+    outputs = {d.node: d.outputs for d in decide_shardings(ways, Mesh(model=2), FAST, Prices())}
+    lie = {pin.module.rpartition(".")[2]: outputs.get(node.name, ("R",)) for node, pin in pins.results.items()}
+    whole, in_parts = ("0", "1", "input_layernorm"), ("post_attention_layernorm", "norm")
+    assert lie == dict.fromkeys(whole, ("R",)) | dict.fromkeys(in_parts, ("S1",))
+    assert all(placements_of(step, ways)[f"model.layers.0.self_attn.{n}_proj.weight"] != "R" for n in "qkvo")
+
+
 def test_one_of_two_layers_that_are_alike() -> None:
     torch.manual_seed(0)
     step = language_model(llama())

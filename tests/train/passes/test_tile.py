@@ -13,13 +13,17 @@ import zerofx
 from gpt import GPT
 from tests.lib.budgets import least_bytes, planned
 from tests.lib.graphs import calls, captured, check_same_results, sgd
+from tests.lib.virtual_ranks import feeds_of, run
+from zerofx.capture.trace import Batch, capture
 from zerofx.errors import PlanError, UsageError
 from zerofx.ir.facts import tensor
 from zerofx.ir.graph import StepGraph
 from zerofx.options import Tiling
+from zerofx.passes.prepare.partition import partition
+from zerofx.passes.prepare.simplify import simplify
 from zerofx.passes.tile import tile
 from zerofx.scheduler.analysis.loss_heads import find_heads
-from zerofx.scheduler.plan.decisions import TileDecision
+from zerofx.scheduler.plan.decisions import ShardingDecision, TileDecision
 from zerofx.scheduler.plan.plan import Plan
 
 VOCAB = 512
@@ -186,3 +190,22 @@ def test_a_loss_in_bf16_is_summed_in_float32(num_tiles: int) -> None:
     whole = captured(model, *batch, precision=torch.bfloat16)
     assert tensor(whole.loss).dtype == torch.bfloat16
     check_same_results(whole, tiled(whole.clone(), num_tiles), model, batch, 2**-7, 2**-7, loss_rtol=2**-7)
+
+
+def test_a_head_whose_backward_reads_what_is_brought_to_another_placement_there() -> None:
+    model, batch = gpt(tied=False)
+    given = Batch.of(batch, {})
+    step = capture(model, given)
+    simplify(step)
+    feeds = feeds_of(step, model, given)
+    (head,) = find_heads(step)
+    (product,) = head.over_rows
+    partition(step, (ShardingDecision(product.name, ("S1",), ("R", "S1")),), 2)
+    (head,) = find_heads(step)
+    assert head.late
+    each = [{**feeds, "model_rank": torch.tensor([rank])} for rank in range(2)]
+    expected = run(step.graph, each)
+    tile(step, (TileDecision(head.product.name, 4, 0, "by hand"),))
+    step.graph.lint()
+    for values, others in zip(run(step.graph, each), expected, strict=True):
+        torch.testing.assert_close(values, others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -106,3 +107,13 @@ def test_training_with_states_on_the_host_has_the_same_bits(share: float) -> Non
     step, found = trained(model, batch, machine=machine, offload="host", memory_budget=budget)
     assert step.plan.states
     assert same_bits(found, expected)
+
+
+def test_states_of_what_ranks_have_parts_of_are_there_where_its_gradients_are_complete() -> None:
+    """Nobody else sums those, so that they are updated as on one rank, however many ranks there are."""
+    model, batch = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    options: dict[str, Any] = {"machine": "cpu", "backend": "eager", "mesh": {"model": 4}, "recompute": "none"}
+    budget = int(0.95 * zerofx.plan(model, optimizer, batch, **options).plan.peak_bytes["device"])
+    plan = zerofx.plan(model, optimizer, batch, memory_budget=budget, offload="host", **options).plan
+    assert plan.states and plan.peak_bytes["device"] <= budget

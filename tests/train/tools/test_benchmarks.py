@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from benchmarks import (
     kernels,
     largest_trainable,
     launch_cost,
+    layouts,
     nvme_throughput,
     one_gpu,
     peers,
@@ -153,6 +155,12 @@ def test_peers_are_compared_through_the_baseline_that_ran_beside_each() -> None:
     assert "- DeepSpeed ZeRO-3: no such thing" in text and "| zerofx stage 3 / FSDP2 " in text
 
 
+def test_ranks_that_share_a_batch_have_its_tokens_once() -> None:
+    contenders = [measured(name, [2.0], ranks_per_batch=2) for name in ("DTensor + compile", "zerofx, shared")]
+    found = peers_report.rows({"num_ranks": 2, "contenders": contenders})
+    assert [row.tokens_per_second for row in found] == [2 * 10 / 2.0] * 2
+
+
 _MACHINE = {"name": "a machine", "cores": 2, "torch": "2"}
 
 
@@ -242,6 +250,29 @@ def test_collectives_are_counted_as_rings_send_them() -> None:
         assert sent == [1200, 1200, 2400, 1200, 1200, 2400, 0]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(layouts.MODELS))
+def test_no_layout_by_hand_is_faster_than_the_chosen_one_on_two_ranks(name: str) -> None:
+    model = replace(layouts.MODELS[name], shape=replace(layouts.MODELS[name].shape, depth=2))
+    seconds = {
+        layout: layouts.planned(model.shape, pins, 2, backend="eager").step_seconds
+        for layout, pins in layouts.layouts(model).items()
+    }
+    assert len(seconds) == 5 and min(seconds.values()) == seconds[layouts.CHOSEN]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["tiny", "tiny-llama"])
+def test_what_is_shared_by_hand_trains_what_is_shared_by_plan(shape: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.peers", "--shape", shape, "--device", "cpu", "--groups", "shared"]
+    command += ["--rounds", "1", "--steps", "1", "--only", "zerofx, shared", "--out", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT)
+    data = json.loads((tmp_path / "peers_cpu.json").read_text())
+    contenders = data["runs"][f"{shape}, float32"]["groups"]["shared"]["contenders"]
+    losses = {one["name"]: one["facts"]["loss"] for one in contenders if "loss" in one["facts"] and one["rounds"]}
+    assert losses["zerofx, shared"] == pytest.approx(losses["DTensor + compile"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -165,6 +165,16 @@ def test_nothing_is_shared_without_decisions() -> None:
     assert {str(node.target) for node in added} <= {"aten.ne.Scalar", "aten.masked_fill.Scalar"}
 
 
+def test_gradients_lie_as_their_parameters_where_their_layer_is_done() -> None:
+    """Not where the step ends: buckets are reduced, updated and dropped one after the other."""
+    _, _, step = captured("gpt")
+    bias = next(n for n in step.placeholders(Role.PARAMETER) if placeholder(n).name == "layers.2.mlp.out.bias")
+    partition(step, (ShardingDecision(bias.name, ("S0",)),), 2)
+    order = step.positions()
+    complete = {name: order[node] for name, node in step.gradients.items()}
+    assert complete["layers.2.mlp.out.bias"] < min(at for name, at in complete.items() if "layers.1." in name)
+
+
 def test_a_parameter_is_this_ranks_part_of_it() -> None:
     _, _, step = captured("gpt")
     node = next(node for node in step.placeholders(Role.PARAMETER) if node.meta["val"].shape[0] % 2 == 0)
