@@ -11,7 +11,7 @@ from zerofx.ir.aliasing import storage_bytes, tensors_of
 from zerofx.ir.buckets import Bucket
 from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
-from zerofx.passes.divide import divide
+from zerofx.passes.divide import end_regions_at
 from zerofx.passes.recompute import put_off, recompute
 from zerofx.scheduler.analysis.saved_values import storage_size, value_node
 from zerofx.scheduler.cost.timeline import Place, runs
@@ -239,7 +239,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     if not offloads:
         put_off(carried_out)
     divided = question.captured.pieces_without(recomputed.union(decision.value for decision in offloads))
-    divide(carried_out, divided)
+    end_regions_at(carried_out, divided)
     plan = decide(
         question.step,
         question.layout,
