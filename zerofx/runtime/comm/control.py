@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # docum
 
 from zerofx.errors import RankMismatchError, TierError, ZeroFXError
 from zerofx.runtime.comm.groups import close_connections, destroyed_with, gloo_over
-from zerofx.runtime.comm.patience import WAYS_TO_WAIT, Work, in_time, patience_seconds, wait_for
+from zerofx.runtime.comm.patience import WAYS_TO_WAIT, SilentRankError, Work, in_time, patience_seconds, wait_for
 from zerofx.runtime.comm.transport import LostRankError
 from zerofx.torch_private.distributed import default_store
 
@@ -320,8 +320,8 @@ class Control:
                 yield
                 work.finish()
             self._last_work = work  # whose last words may still be on their way
-        except LookupError as error:
-            raise self._absence(purpose, error, error.args[0]) from error
+        except SilentRankError as error:
+            raise self._absence(purpose, error, error.rank) from error
         except (KeyboardInterrupt, SystemExit) as error:
             self.fail(f"rank {self.rank} was to {purpose} ({type(error).__name__})")
             raise
