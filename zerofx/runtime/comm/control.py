@@ -177,16 +177,16 @@ class Control:
 
         Raises:
             ZeroFXError: what it raised there, on every rank.
+            Exception: what else it raised, on rank 0; the others raise a ``RankMismatchError`` that says so.
         """
-        shared: T | None = None
-        failure: ZeroFXError | None = None
-        with self._working(purpose):
-            if self.rank == 0:
-                try:
-                    shared = make()
-                except ZeroFXError as error:
-                    failure = error
-        shared, failure = self.from_rank_0((shared, failure), purpose)
+
+        def on_rank_0() -> tuple[T | None, ZeroFXError | None]:
+            try:
+                return make() if self.rank == 0 else None, None
+            except ZeroFXError as error:
+                return None, error
+
+        shared, failure = self.from_rank_0(self.attempt(purpose, on_rank_0), purpose)
         if failure is not None:
             try:
                 raise failure
