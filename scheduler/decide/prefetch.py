@@ -241,6 +241,7 @@ def _updates(plan: Plan, step: StepGraph, layout: BucketLayout, at: _Positions) 
 
 def _reduced(decision: ReduceDecision, plan: Plan, step: StepGraph, layout: BucketLayout, at: _Positions) -> int:
     """The run after which a bucket's reduced gradient is there."""
-    if plan.num_ranks > 1:
+    bucket = layout.buckets[decision.bucket]
+    if bucket.num_reduced > 1:
         return at.run(decision.updated_after) if decision.updated_after else at.run_of(step.output)
-    return max(at.run_of(step.gradients[slot.name]) for slot in layout.buckets[decision.bucket].slots)
+    return max(at.run_of(step.gradients[slot.name]) for slot in bucket.slots)
