@@ -56,4 +56,9 @@ def divide(step: StepGraph, pieces: Sequence[PieceDecision]) -> None:
             if node.op == "call_function" and origin(node).phase is phase:
                 set_piece(node, name)
             node = node.next
+    end_regions_at(step, pieces)
+
+
+def end_regions_at(step: StepGraph, pieces: Sequence[PieceDecision]) -> None:
+    """Have regions end at the borders of those ``pieces`` some of whose values do not stay; all nodes are marked."""
     step.cut_pieces = frozenset(piece.name for piece in pieces if piece.values)

@@ -6,7 +6,9 @@
     grad_1 = wait(reduce_1, grads_1)             grad_1 = wait(reduce_1, grads_1)
     add_(shard_1, grad_1, alpha=-0.1)            add_(shard_1, grad_1, alpha=-0.1)
 
-The step's graph says whether it is wanted (``StepGraph.guarded``). What forward has done to buffers stays.
+The step's graph says whether it is wanted (``StepGraph.guarded``). What forward has done to buffers stays. What a loss
+is computed of that stands after the first update moves in front of it: the ranks of the model axis may each have a term
+of the loss, and add these up where the step ends.
 
 Does not handle: delayed updates, which are refused next to it.
 """
@@ -15,7 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerofx.errors import PlanError
+from torch import fx
+
 from zerofx.ir import ops
 from zerofx.ir.aliasing import mutated_inputs
 from zerofx.ir.facts import Origin, Phase, origin
@@ -30,10 +33,35 @@ class GuardLoss:
     name: str = "guard_loss"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
-        order = step.positions()
-        updates = [node for node in step.calls() if origin(node).phase is Phase.UPDATE]
-        if any(order[node] < order[step.loss] and mutated_inputs(node) for node in updates):
-            raise PlanError("expected the loss before all updates, found one before it: make the plan anew")
-        place = next((node for node in updates if order[node] > order[step.loss]), step.output)
+        place = _first_update(step)
+        for node in sorted(_read_after(place, step.loss)):
+            place.prepend(node)
         with step.graph.inserting_before(place):
             insert_call(step.graph, ops.check_finite, (step.loss,), Origin("", Phase.UPDATE), name="check_finite")
+
+
+def _first_update(step: StepGraph) -> fx.Node:
+    """The first of the nodes in a row that the first change of a parameter, state or gradient is among."""
+    # What is loaded from slower tiers for an update may be long before it.
+    updates = (node for node in step.calls() if _is_update(node) and node.target not in ops.EVENTS)
+    place: fx.Node | None = next((node for node in updates if mutated_inputs(node)), None)
+    if place is None:
+        return step.output
+    while _is_update(place.prev):
+        place = place.prev
+    return place
+
+
+def _is_update(node: fx.Node) -> bool:
+    return node.op == "call_function" and origin(node).phase is Phase.UPDATE
+
+
+def _read_after(place: fx.Node, node: fx.Node) -> set[fx.Node]:
+    """``node`` and all that it is computed of, as far as these stand after ``place``."""
+    late, pending = set[fx.Node](), [node]
+    while pending:
+        current = pending.pop()
+        if place < current and current not in late:
+            late.add(current)
+            pending.extend(current.all_input_nodes)
+    return late

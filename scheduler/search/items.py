@@ -13,7 +13,7 @@ from zerofx.ir.facts import Phase, origin
 from zerofx.ir.graph import StepGraph
 from zerofx.passes.activations.recompute import put_off, recompute
 from zerofx.passes.activations.spread import spread
-from zerofx.passes.divide import divide
+from zerofx.passes.divide import end_regions_at
 from zerofx.scheduler.analysis.saved_values import storage_size, value_node
 from zerofx.scheduler.cost.timeline import Place, runs
 from zerofx.scheduler.cost.wire_volume import seconds_along
@@ -265,7 +265,7 @@ def plan_of(question: Question, items: Sequence[Item], moves: Sequence[Move]) ->
     if not offloads:
         put_off(carried_out)
     divided = question.captured.pieces_without(recomputed.union(decision.value for decision in offloads))
-    divide(carried_out, divided)
+    end_regions_at(carried_out, divided)
     spreads = spreads_of(
         carried_out, chosen.spreads, question.layout.mesh.model, {decision.value for decision in offloads}
     )

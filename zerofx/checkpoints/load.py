@@ -12,6 +12,7 @@ from torch import nn
 
 from zerofx.checkpoints.fitting import check_optimizer, saved_names, warn_of_rounding
 from zerofx.checkpoints.names import ModelNames, number_from, set_extra, set_groups
+from zerofx.checkpoints.predecessors import predecessor
 from zerofx.checkpoints.random_states import saved_random_states, set_random_states
 from zerofx.checkpoints.together import on_all
 from zerofx.checkpoints.user_state import saved_state, take_over
@@ -30,13 +31,15 @@ _CPU = torch.device("cpu")
 class Checked:
     """A checkpoint that is whole, and fits model and optimizer.
 
-    ``saved``: names in it by the model's names. ``state``: what is loaded for the user, ``random``: for generators.
+    ``saved``: names in it by the model's names. ``before``: the rank in it whose own values this one goes on with, if
+    any. ``state``: what is loaded for the user, ``random``: for generators.
     ``scalars``: the optimizer's numbers by the saved names of parameters.
     """
 
     reader: CheckpointReader
     names: ModelNames
     saved: Mapping[str, str]
+    before: int | None
     state: Mapping[str, Any]
     random: dict[str, torch.Tensor]
     scalars: Mapping[str, tuple[Scalar, ...]]
@@ -64,9 +67,16 @@ class Checked:
 
 
 def check(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], control: Control
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    control: Control,
+    num_model: int,
 ) -> Checked:
     """Find a checkpoint, and check all that can be before anything is changed. Collective.
+
+    ``num_model`` ranks share one computation.
 
     Raises:
         CheckpointError: on all ranks.
@@ -86,10 +96,10 @@ def check(
         ids = {id(parameter): saved[names.parameters[own]] for own, parameter in model.named_parameters()}
         groups = [[ids[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         check_optimizer(reader.marker, optimizer, groups)
-        given = saved_state(reader, state, control.rank)
-        return Checked(
-            reader, names, saved, given, saved_random_states(reader, control.rank), reader.marker.optimizer.scalars_of()
-        )
+        marker, rank = reader.marker, control.rank
+        before = predecessor(rank, num_model, marker.num_ranks, marker.num_model)
+        given, random = saved_state(reader, state, before), saved_random_states(reader, before, rank // num_model)
+        return Checked(reader, names, saved, before, given, random, marker.optimizer.scalars_of())
 
     checked = on_all(control, "compare the checkpoint with the model", fit)
     warn_of_rounding(reader.place, reader.marker, checked.names, checked.saved)
@@ -103,9 +113,9 @@ def load_model(checked: Checked, parameters: Mapping[str, torch.Tensor]) -> None
     checked.reader.close()
 
 
-def load_buffers(checked: Checked, rank: int) -> None:
-    """Give the model's buffers their values: this rank's own, or rank 0's where there was no such rank."""
-    shard = checked.reader.shard(STATE, rank) if rank < checked.reader.marker.num_ranks else None
+def load_buffers(checked: Checked) -> None:
+    """Give the model's buffers their values: those of this rank's predecessor, or rank 0's where there was none."""
+    shard = checked.reader.shard(STATE, checked.before) if checked.before is not None else None
     for name, buffer in checked.names.buffers.items():
         key = f"buffer.{checked.saved[name]}"
         if shard is not None and key in shard.placed:

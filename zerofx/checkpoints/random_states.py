@@ -18,25 +18,26 @@ def random_states(device: torch.device) -> dict[str, torch.Tensor]:
     return states | ({CUDA: torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
-def saved_random_states(reader: CheckpointReader, rank: int) -> dict[str, torch.Tensor]:
-    """What ``rank`` goes on with of what a checkpoint has, by name."""
-    shard = reader.shard(STATE, rank if rank < reader.marker.num_ranks else 0)
+def saved_random_states(reader: CheckpointReader, before: int | None, group: int) -> dict[str, torch.Tensor]:
+    """What a rank of a ``group`` that shares a computation goes on with of what a checkpoint has, by name; ``before``
+    is its predecessor there."""
+    shard = reader.shard(STATE, before or 0)
     states = {name: reader.read_entry(shard, shard.placed[name][0]) for name in (CPU, CUDA) if name in shard.placed}
-    return states if rank < reader.marker.num_ranks else _others(states, rank)
+    return states if before is not None else _others(states, group)
 
 
-def states_for(rank: int, saved: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """What ``rank`` goes on with of what all ranks had, by name."""
-    return saved[rank] if rank < len(saved) else _others(saved[0], rank)
+def states_for(before: int | None, group: int, saved: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What a rank goes on with of what all ranks had, by name; ``before`` and ``group`` as above."""
+    return saved[before] if before is not None else _others(saved[0], group)
 
 
-def _others(states: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """Generators for a rank that there was not, from those of rank 0.
+def _others(states: dict[str, torch.Tensor], group: int) -> dict[str, torch.Tensor]:
+    """Generators for the ranks of a group that there was not, from those of rank 0.
 
-    They are seeded from its state and the rank's number: what they draw differs from all others, and is the same
-    whenever this is loaded.
+    They are seeded from its state and the group's number: what they draw differs from all other groups, and is the same
+    on all of its ranks, and whenever this is loaded.
     """
-    seed = xxhash.xxh3_64_intdigest(states[CPU].numpy().tobytes() + rank.to_bytes(8, "little"))
+    seed = xxhash.xxh3_64_intdigest(states[CPU].numpy().tobytes() + group.to_bytes(8, "little"))
     seeded = {CPU: torch.Generator().manual_seed(seed).get_state()}
     if CUDA in states and torch.cuda.is_available():
         seeded[CUDA] = torch.Generator("cuda").manual_seed(seed).get_state()

@@ -197,6 +197,7 @@ def _marker(training: Training, names: ModelNames, numbers: Numbers) -> Marker:
         )
     return Marker(
         num_ranks=training.control.num_ranks,
+        num_model=training.state.layout.mesh.model,
         num_steps=numbers.num_steps,
         num_skipped=numbers.num_skipped,
         saved_at=datetime.now(UTC).isoformat(),

@@ -13,6 +13,7 @@ from zerofx.capture.checks import names as listed_names
 from zerofx.checkpoints.distributed import Sharded
 from zerofx.checkpoints.names import ModelNames, set_groups_from
 from zerofx.checkpoints.pieces import Piece, pieces_of
+from zerofx.checkpoints.predecessors import predecessor
 from zerofx.checkpoints.random_states import random_states, set_random_states, states_for
 from zerofx.checkpoints.save import Numbers
 from zerofx.checkpoints.training import Training
@@ -62,6 +63,7 @@ def state_of(training: Training, names: ModelNames, numbers: Numbers) -> dict[st
         "num_skipped": numbers.num_skipped,
         "extra": dict(numbers.extra),
         "has_begun": any(held.present for _, held in training.buckets()),
+        "num_model": training.state.layout.mesh.model,
         "random": training.control.gather(drawn, "take down the random generators"),
     }
     ids = {id(training.state.parameter(own_name)): name for own_name, name in names.parameters.items()}
@@ -169,7 +171,9 @@ class Loaded:
                 }
                 for by_name in self.own["random"]
             ]
-            set_random_states(states_for(training.control.rank, drawn), training.device)
+            rank, num_model = training.control.rank, training.state.layout.mesh.model
+            before = predecessor(rank, num_model, len(drawn), self.own.get("num_model", 1))
+            set_random_states(states_for(before, rank // num_model, drawn), training.device)
 
 
 class _Latest:

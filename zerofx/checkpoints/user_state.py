@@ -47,13 +47,13 @@ def described(state: Mapping[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
     return json.dumps(plain), tensors
 
 
-def saved_state(reader: CheckpointReader, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """What was saved of ``state`` on this rank, or on rank 0 where there was no such rank.
+def saved_state(reader: CheckpointReader, state: Mapping[str, Any], before: int | None) -> dict[str, Any]:
+    """What was saved of ``state`` on this rank's predecessor, or on rank 0 where there was none.
 
     Raises:
         CheckpointError: something that is asked for has not been saved.
     """
-    shard = reader.shard(STATE, rank if rank < reader.marker.num_ranks else 0)
+    shard = reader.shard(STATE, before or 0)
     saved = json.loads(shard.words.get(WORD, "{}"))
     missing = [name for name in state if name not in saved]
     if missing:

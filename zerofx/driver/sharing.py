@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import TypeVar
+from dataclasses import replace
 
 import xxhash
 
 from zerofx.driver.captures import Captures
+from zerofx.driver.kept_sharing import decided_once, read, written
 from zerofx.driver.prepared import Earlier, Request
 from zerofx.errors import RankMismatchError, UsageError, warn
 from zerofx.ir.batch import Batch, hash_of
@@ -20,12 +19,10 @@ from zerofx.scheduler.cost.sharing import Prices
 from zerofx.scheduler.decide.shardings import decide_shardings
 from zerofx.scheduler.decide.value_overlap import decide_overlaps
 from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision
-from zerofx.scheduler.plan.json_format import typed
 from zerofx.scheduler.plan.mesh import MODEL, Mesh
 from zerofx.scheduler.plan.placements import REPLICATED, Placement
 from zerofx.scheduler.plan.plan import Plan
 
-Decision = TypeVar("Decision", ShardingDecision, OverlapDecision)
 GatherHashes = Callable[[Mapping[str, str], str], Sequence[Mapping[str, str]]]
 Everywhere = Callable[[str, Callable[[], str]], str]
 """What rank 0 says, on all ranks: ``Control.share``."""
@@ -45,11 +42,11 @@ def share_computation(
         return captures
     _check(request, captures)
     shardings = everywhere(
-        "share how ranks share the computation", lambda: _written(_decided(request, captures, earlier))
+        "share how ranks share the computation", lambda: written(_decided(request, captures, earlier))
     )
-    one_rank = captures.shared(_read(ShardingDecision, shardings), num_parts)
-    overlaps = everywhere("overlap what ranks send each other", lambda: _written(_overlaps(request, one_rank)))
-    return one_rank.ordered(_read(OverlapDecision, overlaps))
+    one_rank = captures.shared(read(ShardingDecision, shardings), num_parts)
+    overlaps = everywhere("overlap what ranks send each other", lambda: written(_overlaps(request, one_rank)))
+    return one_rank.ordered(read(OverlapDecision, overlaps))
 
 
 def shared_alone(request: Request, captures: Captures) -> Captures:
@@ -137,20 +134,24 @@ def _decided(
 ) -> tuple[ShardingDecision, ...]:
     if isinstance(request.options.plan, Plan):
         return request.options.plan.shardings
-    mesh = request.mesh
-    with watched("sharing the computation", show=request.verbose):
-        step = captures.of_one(captures.candidates[0])
-        pins = pins_of(step, request.options.shardings)
-        if pins.ignored and request.verbose:
-            warn(f"shardings: nothing follows from {', '.join(pins.ignored)}")
-        ways = pinned(sharding_ways(step, mesh.model, pins.marks), pins)
-        given = _placements(earlier) if earlier else {}
-        decided = decide_shardings(ways, mesh, request.machine, Prices(), given, explained=explained)
+    step = captures.of_one(captures.candidates[0])
+    pins = pins_of(step, request.options.shardings)
+    if pins.ignored and request.verbose:
+        warn(f"shardings: nothing follows from {', '.join(pins.ignored)}")
+    given = _placements(earlier) if earlier else {}
+
+    def decide() -> tuple[ShardingDecision, ...]:
+        ways = pinned(sharding_ways(step, request.mesh.model, pins.marks), pins)
+        decided = decide_shardings(ways, request.mesh, request.machine, Prices(), given, explained=explained)
         asked = {node.name: ", ".join(map(str, of_node)) for node, of_node in pins.parameters.items()}
         return tuple(
             replace(decision, reason=f"as {asked[decision.node]} asks") if decision.node in asked else decision
             for decision in decided
         )
+
+    said = (repr(sorted(request.options.shardings.items())), repr(sorted(given.items())), str(explained))
+    with watched("sharing the computation", show=request.verbose):
+        return decided_once(request, step, ShardingDecision, decide, *said)
 
 
 def _placements(earlier: Earlier) -> Mapping[str, Placement]:
@@ -162,12 +163,9 @@ def _placements(earlier: Earlier) -> Mapping[str, Placement]:
 def _overlaps(request: Request, one_rank: Captures) -> tuple[OverlapDecision, ...]:
     if isinstance(request.options.plan, Plan):
         return request.options.plan.overlaps
-    return decide_overlaps(one_rank.of_rank(one_rank.candidates[0]), request.machine)
-
-
-def _written(decisions: Sequence[ShardingDecision | OverlapDecision]) -> str:
-    return json.dumps([asdict(decision) for decision in decisions])
-
-
-def _read(kind: type[Decision], text: str) -> tuple[Decision, ...]:
-    return tuple(typed(kind, item) for item in json.loads(text))
+    number = one_rank.candidates[0]
+    whole = one_rank.of_one(number)
+    return decided_once(
+        request, whole, OverlapDecision, lambda: decide_overlaps(one_rank.of_rank(number), request.machine),
+        written(one_rank.shardings),
+    )  # fmt: skip

@@ -122,7 +122,7 @@ def mutated_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or not _sharing(node.target).writes:
         return ()
     written: dict[fx.Node, None] = {}
-    for argument, value in _bound(node):
+    for argument, value in bound_arguments(node):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.update(dict.fromkeys(_nodes(value)))
     return tuple(written)
@@ -181,7 +181,7 @@ def _aliased_output(node: fx.Node, index: int) -> fx.Node | None:
     alias = returns[index if len(returns) > 1 else 0].alias_info if returns else None
     if alias is None:
         return None
-    for argument, value in _bound(node):
+    for argument, value in bound_arguments(node):
         if argument.alias_info is not None and _matches(argument.alias_info, alias):
             base = next(_nodes(value), None)
             return base if base is not None and _is_shared(view, base, node) else None
@@ -205,7 +205,7 @@ def _is_shared(view: View | None, base: fx.Node, node: fx.Node) -> bool:
         return True
     before, after = tensors_of(base)[0], tensors_of(node)[0]
     if view is View.WHERE_ALIKE:
-        wants_copy = any(argument.name == "copy" and value is True for argument, value in _bound(node))
+        wants_copy = any(argument.name == "copy" and value is True for argument, value in bound_arguments(node))
         same_kind = before.dtype == after.dtype and before.device == after.device
         return same_kind and not wants_copy and before.stride() == after.stride()
     # PyTorch's own rule, asked of a meta tensor: a view that the strides do not permit raises.
@@ -217,7 +217,7 @@ def _is_shared(view: View | None, base: fx.Node, node: fx.Node) -> bool:
     return True
 
 
-def _bound(node: fx.Node) -> Iterator[tuple[Argument, object]]:
+def bound_arguments(node: fx.Node) -> Iterator[tuple[Argument, object]]:
     """The schema's arguments with the values given for them; arguments left at their default are skipped."""
     assert isinstance(node.target, OpOverload), node
     for i, argument in enumerate(schema_of(node.target).arguments):

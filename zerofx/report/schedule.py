@@ -17,11 +17,10 @@ from torch import fx
 from zerofx.codegen.regions import Event, Instruction
 from zerofx.disk.own_files import write_text
 from zerofx.ir import ops
-from zerofx.ir.aliasing import is_view, storage_bytes, storage_source, tensors_of
+from zerofx.ir.aliasing import bound_arguments, is_view, storage_bytes, storage_source, tensors_of
 from zerofx.ir.facts import copied_from, origin, tier_of
 from zerofx.ir.streams import stream_of
 from zerofx.ir.text import target_name
-from zerofx.ir.value_ops import VALUE_COLLECTIVES
 from zerofx.lowering.lower import LoweredStep
 from zerofx.report.page import write_html
 from zerofx.report.peak import Peak, peak_of
@@ -178,19 +177,17 @@ def _short_name(node: fx.Node) -> str:
     return target_name(node).removeprefix("zerofx.").removesuffix(".default")
 
 
-_OF_NO_BUCKET = frozenset({ops.broadcast, ops.empty_stored, ops.part, *ops.TRANSFERS, *VALUE_COLLECTIVES})
-
-
 def _bucket_of(node: fx.Node) -> int | None:
     """The index of the bucket that an event is about; None for other nodes, and where there is none."""
     if node.target in (ops.wait, ops.release):
         source = node.args[0]
         return _bucket_of(source) if isinstance(source, fx.Node) else None
-    if node.target not in ops.EVENTS or node.target in _OF_NO_BUCKET:
+    if node.target not in ops.EVENTS:
         return None
-    index = node.args[2] if node.target is ops.all_gather_into else node.args[0]
-    if node.target in (ops.all_gather, *ops.REDUCTIONS, ops.gather_on_node, ops.exchange, ops.second_shard):
-        index = node.args[1]
+    if node.target is ops.hyperparameters:
+        index: object = node.args[0]
+    else:
+        index = next((value for argument, value in bound_arguments(node) if argument.name == "bucket"), ops.NO_BUCKET)
     assert isinstance(index, int)
     return None if index == ops.NO_BUCKET else index
 

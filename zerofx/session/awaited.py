@@ -19,8 +19,8 @@ class Awaited:
     are refused.
     """
 
-    def __init__(self, checked: Checked, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
-        self._checked, self._rank = checked, rank
+    def __init__(self, checked: Checked, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._checked = checked
         parameters = dict(model.named_parameters())
         optimizer.state.clear()
         for own, entry in entries_of(checked, parameters).items():
@@ -33,7 +33,7 @@ class Awaited:
     def take_over(self, taken: TakenOver) -> None:
         """Give a model and an optimizer that have just been taken over their values. Collective."""
         checked = self._checked
-        taken.load(checked, str(checked.reader.place), lambda: load_buffers(checked, self._rank))
+        taken.load(checked, str(checked.reader.place), lambda: load_buffers(checked))
 
     def end(self) -> None:
         """The states are where they belong, or another checkpoint has been loaded."""

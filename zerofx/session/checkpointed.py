@@ -112,7 +112,7 @@ class Checkpointed:
         parameters have their values at once, and the optimizer's states get theirs when the step is prepared.
 
         With as many ranks, training goes on bit for bit as it would have; with fewer or more, by rounding apart, and
-        each rank draws random numbers of its own.
+        each rank draws random numbers of its own, or each group of ranks that share a computation does.
 
         Args:
             path: what ``save_checkpoint`` was given, for the latest one there, or what it returned.
@@ -133,7 +133,7 @@ class Checkpointed:
         control.meet("load a checkpoint")
         with working("load a checkpoint"), torch.no_grad():
             with life.unguarded():
-                checked = check(Path(path), self.model, self.optimizer, own, control)
+                checked = check(Path(path), self.model, self.optimizer, own, control, steps.mesh.model)
             taken = steps.taken
             if taken is not None:
                 on_all(control, "compare the checkpoint with the step", lambda: check_histories(checked, taken.layout))
@@ -197,16 +197,16 @@ class Checkpointed:
 
     def _load(self, checked: Checked, taken: TakenOver | None, own: Mapping[str, Any]) -> None:
         """Change what is in memory: where this fails, the step is over."""
-        life, steps, rank = self._life, self._steps, self._life.control.rank
+        life, steps = self._life, self._steps
         place = str(checked.reader.place)
         try:
             if taken is not None:
-                taken.load(checked, place, lambda: load_buffers(checked, rank))
+                taken.load(checked, place, lambda: load_buffers(checked))
             else:
                 if not is_deferred(self.model):
                     load_model(checked, dict(self.model.named_parameters()))
-                    load_buffers(checked, rank)
-                steps.await_checkpoint(Awaited(checked, self.model, self.optimizer, rank))
+                    load_buffers(checked)
+                steps.await_checkpoint(Awaited(checked, self.model, self.optimizer))
             load_rest(checked, self.model, self.optimizer, steps.device, own)
         except BaseException as error:
             life.failure = f"{place} was loaded in part ({type(error).__name__}: {error})"

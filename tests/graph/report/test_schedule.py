@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.lib.lowered import lowered
+from tests.lib.graphs import prepare, target
+from tests.lib.lowered import Deep, lowered
 from zerofx.ir import ops
 from zerofx.ir.aliasing import is_view
+from zerofx.lowering.lower import lower
 from zerofx.report.schedule import make_schedule
 from zerofx.scheduler.cost.categories import memory_curve, peak_memory
+from zerofx.scheduler.cost.machine import Machine
 
 STAGES = [(0, 1), (0, 2), (1, 2), (2, 2), (3, 2), (3, 8)]
 
@@ -47,6 +50,17 @@ def test_a_copy_of_two_legs_is_on_two_tracks(tmp_path: Path) -> None:
 
 def test_table_in_full(golden: Callable[..., None]) -> None:
     golden(make_schedule(lowered(2)).table(fold=False))
+
+
+def test_what_stands_between_micro_batches_and_before_updates_is_of_no_bucket() -> None:
+    prepared = prepare(Deep(2), num_ranks=2, num_micro_batches=2)
+    prepared.step.guarded = True
+    step = lower(
+        prepared.step, prepared.plan, prepared.layout, prepared.programs, target(Machine.named("cpu"))
+    )  # fmt: skip
+    buckets = {row.op: row.bucket for row in make_schedule(step).rows}
+    assert (buckets["next_micro_batch"], buckets["check_finite"]) == ("", "")
+    assert all(buckets[op] for op in ("all_gather", "reduce_scatter", "hyperparameters", "wait", "release"))
 
 
 def test_the_folded_table_is_flat_in_depth() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import zerofx
 from tests.lib.budgets import small_machine
 from tests.lib.graphs import prepare
 from tests.lib.lowered import Deep
+from tests.lib.models import CASES, batches, sgd
+from tests.lib.sharing import SHARING
+from tests.lib.training import build
 from zerofx.scheduler.cost.machine import Link, Machine, Nvme, copy_seconds
 from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.decide.prefetch import Arrival, place_arrivals, starts_of
@@ -148,3 +153,21 @@ def simulate(
                     now = max(now, there[number])
         now += seconds[run]
     return now
+
+
+def test_states_of_a_bucket_that_no_rank_adds_to_are_there_when_its_gradients_are_complete() -> None:
+    case = replace(CASES["stack"], optimizer=sgd)
+    ((args, _),) = batches(case, 0, 1)
+
+    def planned(**options: Any) -> zerofx.PlannedStep:
+        model = build(case)
+        optimizer = case.optimizer(model)
+        return zerofx.plan(
+            model, optimizer, args, 0, mesh={"model": 2}, machine=SHARING, backend="eager", **options
+        )  # fmt: skip
+
+    most = planned().plan.peak_bytes["device"]
+    step = planned(memory_budget=int(0.9 * most), offload="host", recompute="none")
+    alone = {number for number, bucket in enumerate(step.layout.buckets) if bucket.num_reduced == 1}
+    assert alone.intersection(decision.bucket for decision in step.plan.states)
+    assert step.plan.peak_bytes["device"] <= 0.9 * most

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,6 +169,49 @@ def check(folder: Path, ways: list[Way], others: list[Way], *, first: bool = Tru
         assert run_ranks(loaded, number, str(folder), fitting) == [[]] * number
 
 
+@dataclass
+class Position:
+    """What each rank saves of its own."""
+
+    number: int
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+def saved_of_each(folder: str, way: Way) -> str:
+    """Save what each rank has of its own, and give the state of its generator."""
+    step, given = way.step(7)
+    trained(step, given[:1])
+    torch.manual_seed(100 + world()[0])
+    step.save_checkpoint(folder, state={"position": Position(world()[0])})
+    dcp_save({"step": step}, checkpoint_id=Path(folder, "dcp"))
+    step.close()
+    return drawn()
+
+
+def taken_of_each(folder: str, way: Way) -> list[tuple[str, str, int]]:
+    """The state of this rank's generator by both formats, and its position; before the first step, and after it."""
+    step, given = way.step(8)
+    found = []
+    for _ in range(2):
+        position = Position(-1)
+        step.load_checkpoint(folder, state={"position": position})
+        own = drawn()
+        step.prepare(*given[0][0], **given[0][1])
+        dcp_load({"step": step}, checkpoint_id=Path(folder, "dcp"))
+        found.append((own, drawn(), position.number))
+    step.close()
+    return found
+
+
+def drawn() -> str:
+    return bytes(torch.get_rng_state().tolist()).hex()
+
+
 TWO, PAIRS = {"model": 2}, {"shard": 2, "model": 2}
 
 
@@ -178,6 +222,22 @@ def test_two_ranks_that_share_a_model_go_on_and_others_take_it_up(tmp_path: Path
 
 def test_two_ranks_that_share_a_model_take_up_what_others_saved(tmp_path: Path) -> None:
     check(tmp_path, [Way({"shard": 2}, options={"precision": "bf16"})], [Way(TWO, 1)], first=False)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "other", "before"),
+    [({"shard": 2}, PAIRS, (0, 0, 1, 1)), (PAIRS, {"shard": 2}, (0, 2)), (TWO, PAIRS, (0, 1, None, None))],
+    ids=str,
+)
+def test_ranks_that_share_a_computation_go_on_with_what_their_group_had(
+    tmp_path: Path, mesh: dict[str, int], other: dict[str, int], before: tuple[int | None, ...]
+) -> None:
+    was = run_ranks(saved_of_each, math.prod(mesh.values()), str(tmp_path), Way(mesh))
+    found = run_ranks(taken_of_each, math.prod(other.values()), str(tmp_path), Way(other))
+    for rank, number in enumerate(before):
+        own = was[number] if number is not None else found[before.index(None)][0][0]
+        assert found[rank] == [(own, own, number or 0)] * 2, rank
+        assert number is not None or own not in was
 
 
 MESHES: list[dict[str, int]] = [

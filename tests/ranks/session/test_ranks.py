@@ -21,6 +21,7 @@ import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.users import TOKENS, adamw, facts, ids, same_parameters, tiny
 from zerofx import RankMismatchError, ShardedParametersError, Step, ZeroFXError
+from zerofx.runtime.comm.control import Control
 
 TIMEOUT = 3
 
@@ -172,6 +173,29 @@ def test_ranks_that_do_not_come_are_named_within_the_timeout() -> None:
     assert re.match("RankMismatchError: .*capture a step, found that rank 1 could not: CaptureError", zero["capture"])
     assert re.match("IndexError: .*nothing had been updated yet.*restart all ranks", one["midway"])
     assert re.match("RankMismatchError: .*step 2 failed on rank 1 .*restart all ranks", one["after"])
+
+
+def fail_at_work() -> str:
+    """What this rank raises where rank 0 looks up what is not there while the other waits for it."""
+    control = Control(dist.group.WORLD, TIMEOUT)
+
+    def make() -> str:
+        return dict[str, str]()["missing"]
+
+    try:
+        control.share("share what rank 0 makes", make)
+    except (KeyError, ZeroFXError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_ranks_that_wait_for_work_hear_how_it_failed() -> None:
+    zero, one = run_ranks(fail_at_work, 2)
+    assert zero == "KeyError: 'missing'"
+    assert one == (
+        "RankMismatchError: expected all ranks to share what rank 0 makes, found that rank 0 could not: "
+        "KeyError: 'missing'"
+    )
 
 
 def use_divided_model(folder: str) -> None:

@@ -157,6 +157,32 @@ def test_other_batches_are_refused_on_all_ranks_in_any_step() -> None:
             assert "found other values of batch[1] on rank 1 than on rank 0" in error
 
 
+def _skipped() -> list[str]:
+    """What a step changes whose loss is not finite for the second of two pairs of ranks."""
+    case, (rank, _) = CASES["gpt"], world()
+    first, spoilt, last = (args for args, _ in batches(case, rank // 2, 3))
+    if rank // 2 == 1:
+        spoilt = spoilt[0], torch.full((2, 8), -100)[:, 1:]  # the mean of no target
+    options: dict[str, Any] = {"mesh": {"shard": 2, "model": 2}, "backend": "eager", "machine": SHARING}
+
+    def trained(data: list[tuple[Any, ...]], **given: Any) -> Trained:
+        model = build(case)
+        step = zerofx.compile(model, case.optimizer(model), 3, loss_fn=case.loss_fn, **options, **given)
+        losses = [step(*args).clone() for args in data]
+        assert (step.num_steps, step.num_skipped) == (2, len(data) - 2)
+        check_measured(step.measure(*last), step.plan, 4096, share=0.01)
+        step.close()
+        return Trained([losses[0], losses[-1]], step.full_state_dict())
+
+    with pytest.warns(zerofx.ZeroFXWarning, match="nothing has been updated"):
+        found = trained([first, spoilt, last], on_nonfinite="skip")
+    return differences(trained([first, last]), found)
+
+
+def test_a_loss_of_which_each_rank_has_a_term_is_known_before_the_first_update() -> None:
+    assert run_ranks(_skipped, 4) == [[]] * 4
+
+
 def test_two_ranks_share_each_of_two_slices() -> None:
     runs = {"stage 3": RUNS["stage 3"]}
     for rank, wrong in enumerate(run_ranks(compared, 4, ["gpt"], {"shard": 2, "model": 2}, runs, 3)):

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import zerofx
 from tests.lib.distributed import run_ranks
 from tests.lib.models import CASES, Case, batches, sgd
 from tests.lib.sharing import SHARING, one_process
 from tests.lib.training import Trained, build, captured_once, differences, world
+from zerofx.scheduler.search.problem import BudgetMissedError
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +44,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "offloaded": {"stage": 2, "offload": "host", "recompute": "none"},
     "offloaded to a drive": {"stage": 0, "offload": "nvme", "recompute": "none"},
 }
+ROUNDING = 1e-6  # what has no gradient but rounding stays below, and nothing else does
 BUDGET_SHARE = 0.9  # of the peak without a budget: what is offloaded
 
 
@@ -51,22 +54,30 @@ def case_of(name: str) -> Case:
 
 
 def shared(case: Case, mesh: dict[str, int], stage: int, **options: Any) -> tuple[Trained, zerofx.Plan]:
-    """Training with zerofx on ``mesh``; ``offload`` asks for a budget of a part of the peak without."""
+    """Training with zerofx on ``mesh``, and the plan of the shape that takes most."""
     model, (rank, _) = build(case), world()
     given = {"backend": "eager", "machine": SHARING, "loss_fn": case.loss_fn, "mesh": mesh, **options}
     data = list(batches(case, rank // mesh.get("model", 1), case.steps))
-    if "offload" in options:
-        args, keywords = data[0]
-        other = build(case)
-        free = zerofx.compile(other, case.optimizer(other), stage, **{**given, "offload": "none"})
-        free.prepare(*args, **keywords)
-        given["memory_budget"] = int(BUDGET_SHARE * free.plan.peak_bytes["device"])
-        free.close()
     step = zerofx.compile(model, case.optimizer(model), stage, **given)
-    losses = [step(*args, **keywords).clone() for args, keywords in data]
-    trained, plan = Trained(losses, step.full_state_dict()), step.plan
+    losses, plans = list[Tensor](), list[zerofx.Plan]()
+    for args, keywords in data:
+        losses.append(step(*args, **keywords).clone())
+        plans.append(step.plan)
+    trained = Trained(losses, step.full_state_dict())
     step.close()
-    return trained, plan
+    return trained, max(plans, key=lambda plan: plan.peak_bytes["device"])
+
+
+def _far_off(expected: Trained, found: Trained, tolerance: float) -> list[str]:
+    """What differs by more than ``tolerance`` of the largest value of a tensor, or of zero by more than rounding: the
+    bias of a key, say, has no gradient."""
+    zeros = {name for name, value in expected.state.items() if value.numel() and value.abs().max() < ROUNDING}
+    grown = [name for name in sorted(zeros & found.state.keys()) if found.state[name].abs().max() >= ROUNDING]
+
+    def others(trained: Trained) -> Trained:
+        return replace(trained, state={name: value for name, value in trained.state.items() if name not in zeros})
+
+    return [f"{name} is not zero" for name in grown] + differences(others(expected), others(found), tolerance)
 
 
 @captured_once()
@@ -76,14 +87,20 @@ def _compared(name: str, mesh: dict[str, int], drive: str) -> dict[str, Any]:
     case, num_data = case_of(name), world()[1] // mesh.get("model", 1)
     expected, first = one_process(case, num_data, case.steps), list[Trained]()
     wrong: dict[str, Any] = {}
+    peaks: dict[int, int] = {}  # of a stage where all stays
     for label, options in PLANS.items():
+        budget = int(BUDGET_SHARE * peaks[options["stage"]]) if "offload" in options else None
         try:
-            trained, plan = shared(case, mesh, **options)
+            try:
+                trained, plan = shared(case, mesh, memory_budget=budget, **options)
+            except BudgetMissedError as refusal:  # of a few layers, most is needed at the peak
+                trained, plan = shared(case, mesh, memory_budget=refusal.least_bytes, **options)
         except zerofx.ZeroFXError as error:
             wrong[f"{label}, refused"] = [str(error)]
             continue
+        peaks.setdefault(options["stage"], plan.peak_bytes["device"])
         first = first or [trained]
-        wrong[f"{label}, far off"] = differences(expected, trained, 1e-5)
+        wrong[f"{label}, far off"] = _far_off(expected, trained, 1e-5)
         wrong[f"{label}, another bit"] = differences(first[0], trained)
         placements = {text for sharding in plan.shardings for text in sharding.outputs}
         wrong[f"{label}, nothing shared"] = (
@@ -105,7 +122,7 @@ def test_ranks_share_every_model(mesh: dict[str, int], name: str, tmp_path: Path
 def _compiled(name: str, mesh: dict[str, int]) -> list[str]:
     case = case_of(name)
     trained, _ = shared(case, mesh, 3, backend="inductor")
-    return differences(one_process(case, world()[1] // mesh.get("model", 1), case.steps), trained, 1e-4)
+    return _far_off(one_process(case, world()[1] // mesh.get("model", 1), case.steps), trained, 1e-4)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

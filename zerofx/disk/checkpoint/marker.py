@@ -83,7 +83,8 @@ class OptimizerInfo:
 @dataclass(frozen=True)
 class Marker:
     """What is in a checkpoint. ``files`` are by name: bytes, and hash. ``aliases``: names of tied tensors by their
-    other names. ``about``: what loading does not need, such as versions and the model's configuration."""
+    other names. ``about``: what loading does not need, such as versions and the model's configuration. ``num_model`` of
+    the ``num_ranks`` ranks in a row shared one computation; a marker that does not say so has 1."""
 
     num_ranks: int
     num_steps: int
@@ -96,6 +97,7 @@ class Marker:
     extra: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
+    num_model: int = 1
 
     def to_json(self) -> str:
         content = _canonical(asdict(self))
@@ -120,7 +122,8 @@ class Marker:
         if _hash(_canonical(content)) != digest:
             raise CheckpointError(f"{damaged} that it was changed since: its hash is not {digest}; load another one")
         try:
-            about = {item.name: content[item.name] for item in fields(cls)}
+            about = {item.name: content[item.name] for item in fields(cls) if item.name != "num_model"}
+            about["num_model"] = int(content.get("num_model", 1))
             optimizer = dict(about["optimizer"])
             optimizer["groups"] = tuple(optimizer["groups"])
             optimizer["states"] = {name: tuple(states) for name, states in optimizer["states"].items()}

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # docum
 
 from zerofx.errors import RankMismatchError, TierError, ZeroFXError
 from zerofx.runtime.comm.groups import close_connections, destroyed_with, gloo_over
-from zerofx.runtime.comm.patience import WAYS_TO_WAIT, Work, in_time, patience_seconds, wait_for
+from zerofx.runtime.comm.patience import WAYS_TO_WAIT, SilentRankError, Work, in_time, patience_seconds, wait_for
 from zerofx.runtime.comm.transport import LostRankError
 from zerofx.torch_private.distributed import default_store
 
@@ -177,16 +177,16 @@ class Control:
 
         Raises:
             ZeroFXError: what it raised there, on every rank.
+            Exception: what else it raised, on rank 0; the others raise a ``RankMismatchError`` that says so.
         """
-        shared: T | None = None
-        failure: ZeroFXError | None = None
-        with self._working(purpose):
-            if self.rank == 0:
-                try:
-                    shared = make()
-                except ZeroFXError as error:
-                    failure = error
-        shared, failure = self.from_rank_0((shared, failure), purpose)
+
+        def on_rank_0() -> tuple[T | None, ZeroFXError | None]:
+            try:
+                return make() if self.rank == 0 else None, None
+            except ZeroFXError as error:
+                return None, error
+
+        shared, failure = self.from_rank_0(self.attempt(purpose, on_rank_0), purpose)
         if failure is not None:
             try:
                 raise failure
@@ -320,8 +320,8 @@ class Control:
                 yield
                 work.finish()
             self._last_work = work  # whose last words may still be on their way
-        except LookupError as error:
-            raise self._absence(purpose, error, error.args[0]) from error
+        except SilentRankError as error:
+            raise self._absence(purpose, error, error.rank) from error
         except (KeyboardInterrupt, SystemExit) as error:
             self.fail(f"rank {self.rank} was to {purpose} ({type(error).__name__})")
             raise

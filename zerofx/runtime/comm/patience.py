@@ -36,6 +36,14 @@ _FIRST_TAG = 1 << 20  # of the words: no other message of the group has one so l
 _DONE, _AT_WORK = 1, 0
 
 
+class SilentRankError(Exception):
+    """A rank has not said for too long that it works, or is gone; ``rank`` where it is known which."""
+
+    def __init__(self, rank: int | None) -> None:
+        super().__init__(f"rank {rank} says no more that it works" if rank is not None else "a rank is gone")
+        self.rank = rank
+
+
 def patience_seconds(group: dist.ProcessGroup | None, timeout_seconds: float) -> float:
     """How long a rank is waited for: ``timeout_seconds``, or the timeout of the user's group if that is less."""
     theirs = group_timeout(group) if group is not None else None
@@ -110,7 +118,7 @@ class Work:
         """Say that the work is done here, and wait until it is on all ranks.
 
         Raises:
-            LookupError: a rank has not said for too long that it works, or is gone; its number is the argument.
+            SilentRankError: a rank has not said for too long that it works, or is gone.
         """
         self._done_here = True
         if self._rank == 0:
@@ -120,7 +128,7 @@ class Work:
         try:
             self._say(_DONE)
         except RuntimeError as error:
-            raise LookupError(self._listeners[0] if len(self._listeners) == 1 else None) from error
+            raise SilentRankError(self._listeners[0] if len(self._listeners) == 1 else None) from error
         if self._rank != 0:
             self._hear(0)
 
@@ -134,7 +142,7 @@ class Work:
             try:
                 in_time(receive, self._patience + 1.0)
             except (RuntimeError, TimeoutError) as error:
-                raise LookupError(peer) from error
+                raise SilentRankError(peer) from error
 
     def _say(self, what: int) -> None:
         for peer in self._listeners:

@@ -1,0 +1,54 @@
+"""How ranks share a computation, kept on disk: it takes longer to decide than most plans that are made of it.
+
+It follows from the captured graph, the mesh, the machine and what is said of placements, so that steps of other stages,
+budgets and optimizers read it too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TypeVar
+
+from zerofx.capture.tracing_settings import tracing_settings
+from zerofx.disk.cache import DiskCache, key_of
+from zerofx.driver.prepared import Request
+from zerofx.ir.canonical import canonical
+from zerofx.ir.graph import StepGraph
+from zerofx.scheduler.plan.decisions import OverlapDecision, ShardingDecision
+from zerofx.scheduler.plan.json_format import typed
+from zerofx.torch_private.profiler import is_profiling
+
+Decision = TypeVar("Decision", ShardingDecision, OverlapDecision)
+
+
+def decided_once(
+    request: Request, step: StepGraph, kind: type[Decision], decide: Callable[[], tuple[Decision, ...]], *said: str
+) -> tuple[Decision, ...]:
+    """What ``decide()`` gives for the captured ``step``, or gave in an earlier run; ``said`` is all else that it
+    follows from."""
+    cache = DiskCache(request.settings.cache_dir)
+    if cache.folder is None:
+        return decide()
+    key = key_of("sharing", (
+        kind.__name__, step.text(), canonical(step.graph), str(step.device), repr(step.parameters),
+        repr(sorted(step.units)), repr((step.mutation_names, step.gradient_names, step.num_extras)),
+        repr(request.mesh), repr(request.machine), *tracing_settings(), *said,
+    ))  # fmt: skip
+    decisions = cache.read_as(key, lambda text: read(kind, text))
+    if decisions is None:
+        decisions = decide()
+        if not is_profiling():  # as of plans
+            cache.write(key, written(decisions))
+    return decisions
+
+
+def written(decisions: Sequence[ShardingDecision | OverlapDecision]) -> str:
+    """Decisions as JSON."""
+    return json.dumps([asdict(decision) for decision in decisions])
+
+
+def read(kind: type[Decision], text: str) -> tuple[Decision, ...]:
+    """The decisions that ``written`` has made ``text`` of."""
+    return tuple(typed(kind, item) for item in json.loads(text))
