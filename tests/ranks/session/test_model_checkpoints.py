@@ -226,7 +226,11 @@ def test_two_ranks_that_share_a_model_take_up_what_others_saved(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("mesh", "other", "before"),
-    [({"shard": 2}, PAIRS, (0, 0, 1, 1)), (PAIRS, {"shard": 2}, (0, 2)), (TWO, PAIRS, (0, 1, None, None))],
+    [
+        pytest.param({"shard": 2}, PAIRS, (0, 0, 1, 1), marks=pytest.mark.slow),
+        (PAIRS, {"shard": 2}, (0, 2)),
+        pytest.param(TWO, PAIRS, (0, 1, None, None), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_ranks_that_share_a_computation_go_on_with_what_their_group_had(

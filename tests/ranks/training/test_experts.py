@@ -66,7 +66,9 @@ def _trained(ways: str, num_steps: int, options: dict[str, Any]) -> tuple[dict[s
     return {what: found for what, found in wrong.items() if found}, torch.stack(first[0].losses).tolist()
 
 
-@pytest.mark.parametrize("ways", EXPERTS)
+@pytest.mark.parametrize(
+    "ways", [pytest.param(way, marks=() if way == "by expert" else pytest.mark.slow) for way in EXPERTS]
+)
 def test_two_ranks_train_experts_as_one_process(ways: str) -> None:
     (wrong, losses), (wrong_too, losses_too) = run_ranks(_trained, 2, ways, 20, {})
     assert wrong == wrong_too == {}

@@ -45,7 +45,12 @@ def _trained(name: str, mesh: dict[str, int], share: float, options: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("share", "options"), [(0.93, {"recompute": "none"}), (0.98, {"recompute": "none", "accumulate": 2})], ids=str
+    ("share", "options"),
+    [
+        (0.93, {"recompute": "none"}),
+        pytest.param(0.98, {"recompute": "none", "accumulate": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_two_ranks_keep_parts_of_what_both_have(share: float, options: dict[str, Any]) -> None:
     assert run_ranks(_trained, 2, "llama", {"model": 2}, share, options) == [{}, {}]

@@ -212,7 +212,14 @@ def test_tests_go_on_after_one_that_takes_its_process_with_it(tmp_path: Path, mo
 
 def part(name: str, results: Mapping[str, Any], device: str = "cuda") -> dict[str, Any]:
     entries = [
-        {"name": "llama-1b, a case", "status": "ran", "why": "", "output": "", "seconds": 1.0, "results": results},
+        {
+            "name": "llama-1b, inductor, a case",
+            "status": "ran",
+            "why": "",
+            "output": "",
+            "seconds": 1.0,
+            "results": results,
+        },
         {"name": "another", "status": "not run", "why": "3 s were left", "output": "", "seconds": 0.0, "results": {}},
     ]
     machine = {**_MACHINE, "gpus": [{"name": "H100", "num_bytes": 80e9}]}
