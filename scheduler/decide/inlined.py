@@ -10,11 +10,9 @@ Does not handle: what a matrix product or another operator with a kernel of its 
 
 from __future__ import annotations
 
-import operator
-
 from torch import fx
 
-from zerofx.ir.aliasing import is_view
+from zerofx.ir.edit import consumers
 from zerofx.ir.facts import is_random
 from zerofx.scheduler.analysis.saved_values import is_forward_call
 from zerofx.scheduler.cost.fusion import is_inlined, is_loop
@@ -22,17 +20,7 @@ from zerofx.scheduler.cost.fusion import is_inlined, is_loop
 
 def is_free_again(node: fx.Node) -> bool:
     """Whether to compute ``node`` again in backward moves nothing more through memory than to read what it needs."""
-    return is_inlined(node) and not is_random(node) and all(map(is_loop, _read_in_backward(node)))
-
-
-def _read_in_backward(node: fx.Node) -> set[fx.Node]:
-    """The operators of backward that read ``node``, through views or not."""
-    readers: set[fx.Node] = set()
-    pending = list(node.users)
-    while pending:
-        user = pending.pop()
-        if is_view(user) or user.target is operator.getitem:
-            pending.extend(user.users)
-        elif not is_forward_call(user) and user.op == "call_function":
-            readers.add(user)
-    return readers
+    if not is_inlined(node) or is_random(node):
+        return False
+    readers = (reader for reader in consumers(node) if reader.op == "call_function" and not is_forward_call(reader))
+    return all(map(is_loop, readers))
