@@ -3,6 +3,8 @@
 A bucket's slice is copied to the device for each of its residencies, during the computation of its layer in that
 phase, and once more for its update, from which it goes down again during the layer's backward. There the copies of the
 bucket's states have the links already: what a slice costs is how much longer both are exposed than the states alone.
+Where states leave the device too, and are updated on the host, the slice is there for the update: it takes no more
+room, and only its uses cost.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from zerofx.scheduler.cost.machine import Machine, copy_seconds, first_with_room
 from zerofx.scheduler.cost.timeline import Place
 from zerofx.scheduler.decide.gathers import Gathering
 from zerofx.scheduler.decide.residency import Residency
+from zerofx.scheduler.decide.states import Placement
 from zerofx.scheduler.plan.decisions import ParameterDecision
 from zerofx.scheduler.plan.tiers import Tier
 from zerofx.units import format_bytes, format_seconds
@@ -42,6 +45,7 @@ def parameter_menus(
     seconds: Mapping[Place, float],
     machine: Machine,
     capacity: Mapping[Tier, int],
+    states_off: Mapping[Bucket, Placement],
 ) -> dict[Bucket, tuple[ParameterLevel, ParameterLevel]]:
     """For each bucket: its parameters on the device, and off it.
 
@@ -52,25 +56,28 @@ def parameter_menus(
         seconds: computation by unit and phase.
         machine: its links.
         capacity: bytes that each slower tier has for a rank's parameters; the first is filled first.
+        states_off: where the states of buckets go that leave the device; ``capacity`` is without them.
     """
     left, menus = dict(capacity), {}
     for bucket in layout.buckets:
-        size = bucket.shard_bytes
-        tier = first_with_room(left, size)
+        size, states = bucket.shard_bytes, states_off.get(bucket)
+        with_states = states is not None and states.parameter_bytes > 0
+        tier = states.tier if states is not None and with_states else first_with_room(left, size)
         # A slice whose parts several ranks update is put together where they can reach it.
         if not size or tier is None or bucket.num_parts > 1:
             continue
-        left[tier] -= size
+        if not with_states:
+            left[tier] -= size
         up, down = copy_seconds(size, tier, "device", machine), copy_seconds(size, "device", tier, machine)
         exposed = 0.0
         for residency in residencies:
             if residency.bucket is bucket:
                 exposed += max(0.0, up - seconds.get((bucket.unit, origin(residency.first).phase), 0.0))
-        if bucket.trainable:
-            overlapping, states = seconds.get((bucket.unit, Phase.BACKWARD), 0.0), state_bytes.get(bucket.index, 0)
+        if bucket.trainable and not with_states:
+            overlapping, num_bytes = seconds.get((bucket.unit, Phase.BACKWARD), 0.0), state_bytes.get(bucket.index, 0)
             for extra, states_alone in (
-                (up, copy_seconds(states, tier, "device", machine)),
-                (down, copy_seconds(states, "device", tier, machine)),
+                (up, copy_seconds(num_bytes, tier, "device", machine)),
+                (down, copy_seconds(num_bytes, "device", tier, machine)),
             ):
                 exposed += max(0.0, states_alone + extra - overlapping) - max(0.0, states_alone - overlapping)
         menus[bucket] = (ParameterLevel(size, 0.0), ParameterLevel(0, exposed, tier))

@@ -29,7 +29,9 @@ class Placement:
 
     ``stored_bytes`` are what it takes of its tier throughout, ``passing_bytes`` of the host while the bucket is
     updated, ``waiting_bytes`` of the host from the bucket's reduction to its update where gradients are clipped.
-    ``delayed_bytes`` are those that a delayed update frees on the device.
+    ``parameter_bytes``, of what is stored, are the bucket's parameters, which an update on the host works on there:
+    parameters that live in ``tier`` themselves are these. ``delayed_bytes`` are those that a delayed update frees on
+    the device.
     """
 
     num_bytes: int
@@ -39,6 +41,7 @@ class Placement:
     stored_bytes: int = 0
     passing_bytes: int = 0
     waiting_bytes: int = 0
+    parameter_bytes: int = 0
     delayed_bytes: int = 0
 
     def decision(self, bucket: Bucket, freed_bytes: int) -> StateDecision:
@@ -126,10 +129,11 @@ def _off_the_device(
     if through <= on_host:
         return Placement(0, through, tier, "device", num_bytes, num_bytes if tier == "nvme" else 0)
     # What is updated on the host has its parameters there, and takes gradients and gives parameters back.
-    stored = num_bytes if bucket.has_master else num_bytes + numel * bucket.dtype.itemsize
+    parameter_bytes = 0 if bucket.has_master else numel * bucket.dtype.itemsize
+    stored = num_bytes + parameter_bytes
     passing = gradient_bytes + numel * bucket.compute_dtype.itemsize + (stored if tier == "nvme" else 0)
     waiting = gradient_bytes if clipped else 0
-    return Placement(0, on_host, tier, "host", stored, passing, waiting_bytes=waiting)
+    return Placement(0, on_host, tier, "host", stored, passing, waiting, parameter_bytes)
 
 
 def _through_device(num_bytes: int, tier: Tier, machine: Machine) -> float:

@@ -129,7 +129,7 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         )  # fmt: skip
         items += [States(bucket, levels) for bucket, levels in menus.items()]
         if question.stage == 3:
-            items += _parameters(question, [levels[1] for levels in menus.values()], activation_bytes)
+            items += _parameters(question, {bucket: off for bucket, (_, off) in menus.items()}, activation_bytes)
         items += _prefetching_copies(question, items)
     return items + _accumulated(question, items, leaning)
 
@@ -154,7 +154,7 @@ def num_free(items: Sequence[Item], moves: Sequence[Move]) -> int:
 
 def _accumulated(question: Question, others: Sequence[Item], leaning: Leaning) -> list[Item]:
     """Gradients between micro-batches: in slices, or in the room that states and parameters leave elsewhere."""
-    states = [item.levels[1] for item in others if isinstance(item, States)] or list(question.delayed.values())
+    states = {item.bucket: item.levels[1] for item in others if isinstance(item, States)} or question.delayed
     parameters = [item.levels[1].decision(item.bucket, 0) for item in others if isinstance(item, Parameters)]
     menus = gradient_menus(
         question.layout, question.stage, question.step.num_micro_batches, question.reduce,
@@ -179,7 +179,7 @@ def _offloaded_bytes(items: Sequence[Item]) -> int:
     return sum(storage_size(segment.values[i]) for segment, level in last for i in level.offloaded)
 
 
-def _parameters(question: Question, states: Sequence[Placement], activation_bytes: int) -> list[Parameters]:
+def _parameters(question: Question, states: Mapping[Bucket, Placement], activation_bytes: int) -> list[Parameters]:
     """``states`` are where states may go, which takes room too, and ``activation_bytes`` what activations may take."""
     used = residencies(question.captured.tiled, question.layout, question.asked)
     capacity = dict(_capacity(question, states).tiers)
@@ -193,6 +193,7 @@ def _parameters(question: Question, states: Sequence[Placement], activation_byte
         question.captured.seconds_of_one,
         question.machine,
         capacity,
+        states,
     )
     return [Parameters(bucket, levels) for bucket, levels in menus.items()]
 
@@ -247,7 +248,7 @@ class _Choice:
     extra_keeps: dict[str, None] = field(default_factory=dict)
     requests: dict[str, OffloadRequest] = field(default_factory=dict)
     states: list[StateDecision] = field(default_factory=list)
-    placements: list[Placement] = field(default_factory=list)  # of the same buckets
+    placements: dict[Bucket, Placement] = field(default_factory=dict)  # of the same buckets
     parameters: list[ParameterDecision] = field(default_factory=list)
     gradients: list[GradientDecision] = field(default_factory=list)
     each: dict[int, str] = field(default_factory=dict)  # buckets that are reduced in each micro-batch
@@ -312,7 +313,7 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
     asked = question.asked
     chosen = _Choice(asked.prefetch, dict.fromkeys(_named(asked), "as asked"), dict(question.captured.seconds))
     chosen.states += decisions_of(question.delayed)
-    chosen.placements += question.delayed.values()
+    chosen.placements |= question.delayed
     chosen.gradients += question.gradients
     chosen.each |= question.reduced_each
     for number, item in enumerate(items):
@@ -325,7 +326,7 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
             chosen.hide_reductions = False
         elif isinstance(item, States) and move is not None:
             chosen.states.append(item.levels[1].decision(item.bucket, move.freed_bytes))
-            chosen.placements.append(item.levels[1])
+            chosen.placements[item.bucket] = item.levels[1]
         elif isinstance(item, Parameters) and move is not None:
             chosen.parameters.append(item.levels[1].decision(item.bucket, move.freed_bytes))
         elif isinstance(item, Accumulated) and move is not None:
@@ -370,7 +371,7 @@ def _choose_activations(question: Question, item: Activations, move: Move, chose
 
 def _capacity(
     question: Question,
-    states: Sequence[Placement],
+    states: Mapping[Bucket, Placement],
     parameters: Sequence[ParameterDecision] = (),
     gradients: Sequence[GradientDecision] = (),
 ) -> Capacity:
@@ -378,12 +379,13 @@ def _capacity(
     machine = question.machine
     left: dict[Tier, int] = {"host": machine.host_bytes_per_rank, "nvme": machine.nvme_bytes_per_rank}
     for tier in left:
-        left[tier] -= sum(placement.stored_bytes for placement in states if placement.tier == tier)
+        left[tier] -= sum(placement.stored_bytes for placement in states.values() if placement.tier == tier)
         buckets = [question.layout.buckets[decision.bucket] for decision in parameters if decision.tier == tier]
-        left[tier] -= sum(bucket.shard_bytes for bucket in buckets)
+        with_states = {bucket for bucket in buckets if bucket in states and states[bucket].parameter_bytes}
+        left[tier] -= sum(bucket.shard_bytes for bucket in buckets if bucket not in with_states)
         left[tier] -= sum(decision.num_bytes for decision in gradients if decision.tier == tier)
-    left["host"] -= sum(placement.waiting_bytes for placement in states)
-    left["host"] -= NUM_BUFFERS * max((placement.passing_bytes for placement in states), default=0)
+    left["host"] -= sum(placement.waiting_bytes for placement in states.values())
+    left["host"] -= NUM_BUFFERS * max((placement.passing_bytes for placement in states.values()), default=0)
     return Capacity({tier: left[tier] for tier in question.tiers}, left["host"])
 
 

@@ -18,6 +18,7 @@ from zerofx.scheduler.cost.machine import Link, Machine, Nvme
 from zerofx.scheduler.cost.timeline import seconds_by_place
 from zerofx.scheduler.decide.parameters import ParameterLevel, copies_menu, parameter_menus
 from zerofx.scheduler.decide.residency import PolicyOptions, residencies
+from zerofx.scheduler.decide.states import Placement
 from zerofx.scheduler.plan.mesh import Mesh
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import Tier
@@ -26,8 +27,14 @@ H100 = Machine.named("h100-sxm")
 
 
 def menus(
-    machine: Machine, num_ranks: int = 1, state_bytes: int = 12, capacity: int = 2**40
+    machine: Machine,
+    num_ranks: int = 1,
+    state_bytes: int = 12,
+    capacity: int = 2**40,
+    *,
+    states: Placement | None = None,
 ) -> dict[str, tuple[ParameterLevel, ParameterLevel]]:
+    """``states``: where those of all buckets go that leave the device."""
     with torch.device("meta"):
         model = GPT(512, 512, 2, 8, 128)
         ids = torch.zeros(1, 128, dtype=torch.long)
@@ -36,7 +43,13 @@ def menus(
     held = {bucket.index: state_bytes * bucket.shard_numel for bucket in layout.buckets}
     space: dict[Tier, int] = {"host": capacity}
     found = parameter_menus(
-        residencies(step, layout, PolicyOptions()), layout, held, seconds_by_place(step, machine), machine, space
+        residencies(step, layout, PolicyOptions()),
+        layout,
+        held,
+        seconds_by_place(step, machine),
+        machine,
+        space,
+        {} if states is None else dict.fromkeys(layout.buckets, states),
     )
     return {bucket.name: levels for bucket, levels in found.items()}
 
@@ -70,6 +83,16 @@ def test_what_a_tier_has_no_room_for_stays() -> None:
     assert not menus(H100, capacity=8)
     one = menus(H100)["layers.0"][0].num_bytes
     assert len(menus(H100, capacity=one)) < len(menus(H100))
+
+
+def test_next_to_states_that_are_updated_on_the_host_they_take_no_room_and_their_update_costs_nothing() -> None:
+    updated_there = Placement(0, 0.0, "host", "host", stored_bytes=12, parameter_bytes=4)
+    with_masters = replace(updated_there, parameter_bytes=0)
+    shared = menus(H100, capacity=8, states=updated_there)
+    apart = menus(H100)
+    assert set(shared) == set(apart) and all(leave.tier == "host" for _, leave in shared.values())
+    assert all(shared[name][1].seconds < apart[name][1].seconds for name in apart)
+    assert not menus(H100, capacity=8, states=with_masters)
 
 
 def test_copies_ahead_hold_a_bucket_and_copies_at_once_are_waited_for() -> None:
