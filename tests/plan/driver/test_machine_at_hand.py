@@ -13,8 +13,14 @@ from zerofx.driver import asked
 from zerofx.options import check_options
 from zerofx.scheduler.cost.machine import Machine
 
-CONTROL: Any = SimpleNamespace(share=lambda what, ask: ask(), num_ranks=1)
 ROW = Machine.named("h100-sxm").host.memory_bytes
+
+
+def at_hand(monkeypatch: pytest.MonkeyPatch, name: str, num_ranks: int = 1) -> Machine:
+    control: Any = SimpleNamespace(share=lambda what, ask: ask(), num_ranks=num_ranks)
+    properties = SimpleNamespace(name=name, total_memory=79 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return asked.machine_at_hand(torch.device("cuda", 0), check_options(stage=3), control)
 
 
 @pytest.mark.parametrize("host_bytes", [128 << 30, 2 * ROW])
@@ -22,12 +28,22 @@ ROW = Machine.named("h100-sxm").host.memory_bytes
 def test_a_gpu_of_a_server_has_no_more_host_memory_than_there_is(
     monkeypatch: pytest.MonkeyPatch, name: str, host_bytes: int
 ) -> None:
-    properties = SimpleNamespace(name=name, total_memory=79 << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(asked, "memory_bytes", lambda: host_bytes)
     unknown: AbstractContextManager[object] = (
         pytest.warns(UserWarning, match="no machine row") if name == "Another GPU" else nullcontext()
     )
     with unknown:
-        machine = asked.machine_at_hand(torch.device("cuda", 0), check_options(stage=3), CONTROL)
+        machine = at_hand(monkeypatch, name)
     assert machine.host.memory_bytes == min(host_bytes, ROW)
+
+
+@pytest.mark.parametrize("num_threads", [1, 4, 1000])
+def test_updates_on_the_host_take_as_long_as_the_threads_of_each_rank_need(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    num_bytes, row = 1e9, Machine.named("h100-sxm")
+    alone, of_eight = at_hand(monkeypatch, "NVIDIA H100"), at_hand(monkeypatch, "NVIDIA H100", 8)
+    threads = num_bytes / (num_threads * asked.THREAD_BANDWIDTH * row.efficiency.memory)
+    assert alone.host_seconds(0, num_bytes) == max(threads, row.for_ranks(1).host_seconds(0, num_bytes))
+    assert of_eight.host_seconds(0, num_bytes) == pytest.approx(max(threads, row.host_seconds(0, num_bytes)))
