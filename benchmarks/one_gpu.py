@@ -63,8 +63,8 @@ def capped(cap_bytes: int, *, mixed: bool) -> Group:
     deepspeed = {"family": "deepspeed", "offload": True, **common}
     ours = {"family": "zerofx", "stage": 3, "offload": "host", "budget": int(BUDGET_SHARE * cap_bytes), **common}
     contenders = (
+        Contender("FSDP2 + CPU offload + checkpoint", {**fsdp2, "checkpoint": True}),  # fits in the least
         Contender("FSDP2 + CPU offload", fsdp2),
-        Contender("FSDP2 + CPU offload + checkpoint", {**fsdp2, "checkpoint": True}),
         Contender("DeepSpeed ZeRO-Offload", {**deepspeed, "stage": 2}),
         Contender("DeepSpeed ZeRO-Offload + checkpoint", {**deepspeed, "stage": 2, "checkpoint": True}),
         Contender("DeepSpeed ZeRO-3 offload + checkpoint", {**deepspeed, "stage": 3, "checkpoint": True}),

@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu                        # all parts, one after the other
     python -m benchmarks.gpu train memory           # some
+    python -m benchmarks.gpu memory --only 1b       # cases whose name has one of these
     python -m benchmarks.gpu --device cpu --sizes tiny train     # the same code without a GPU
 
 Each part writes ``<part>.json`` and ``<part>.log`` to ``--out`` as it goes. Cases that ran there before, with the same
@@ -54,6 +55,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--sizes", choices=SIZES, default="full")
     parser.add_argument("--drive", type=Path, help="folder on NVMe (default: a folder in --out)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose name has one of these")
     parser.add_argument("--fresh", action="store_true", help="run again what ran before")
     options = parser.parse_args()
     if unknown := [part for part in options.parts if part not in PARTS]:
@@ -72,7 +74,7 @@ def main() -> int:
         if options.fresh:
             record.path.unlink(missing_ok=True)
         try:
-            run_part(record, setup, cases_of(part), facts, options.seconds)
+            run_part(record, setup, cases_of(part), facts, options.seconds, tuple(options.only))
         except Exception:  # noqa: BLE001  # the record has it; the other parts are still worth their time
             traceback.print_exc()
             failed = True

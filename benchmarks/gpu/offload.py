@@ -12,7 +12,7 @@ from benchmarks.models import SHAPES, Shape
 
 DEVICE_SHARE = 0.92  # of the device's memory: the rest is for libraries and for what blocks do not fill
 TORCH_BYTES, TIER_BYTES = 8, 6  # for each parameter in bfloat16: value, moments and, in plain torch, gradient
-START_SHARE = 0.6  # of what memory has by that count: the first size is one that should train
+START_SHARE = 0.8  # of what memory has by that count: the first size is one that should train
 
 
 @dataclass(frozen=True)

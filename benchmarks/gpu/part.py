@@ -84,10 +84,13 @@ def code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def run_part(record: Record, setup: Setup, cases: Cases, facts: dict[str, Any], seconds: float) -> None:
+def run_part(
+    record: Record, setup: Setup, cases: Cases, facts: dict[str, Any], seconds: float, only: tuple[str, ...] = ()
+) -> None:
     """Run what fits into ``seconds``; the rest is listed as not run.
 
-    ``facts`` say what the results belong to. Cases that ran before are not run again.
+    ``facts`` say what the results belong to. Cases that ran before are not run again. ``only``: of the others, those
+    whose name has one of these; all where it is empty.
     """
     until = time.monotonic() + seconds
     before = record.ran_before(facts)
@@ -98,7 +101,9 @@ def run_part(record: Record, setup: Setup, cases: Cases, facts: dict[str, Any], 
         return
     try:
         for case in cases(setup, entries):
-            _settle(record, facts, entries, before.get(case.name) or _attempt(case, setup, until, record))
+            asked_for = not only or any(word in case.name for word in only)
+            skipped = None if asked_for else Entry(case.name, "not run", "not asked for")
+            _settle(record, facts, entries, before.get(case.name) or skipped or _attempt(case, setup, until, record))
     except Exception:
         # A mistake of the part's own: the file says so, and whoever started it sees it.
         text = traceback.format_exc()
