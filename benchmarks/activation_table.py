@@ -24,7 +24,7 @@ import torch
 from tabulate import tabulate
 from torch import fx
 
-from benchmarks.megatron import traced
+from benchmarks.lib.megatron import traced
 from zerofx.ir import ops
 from zerofx.ir.aliasing import is_view
 from zerofx.ir.facts import origin

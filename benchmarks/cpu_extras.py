@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from benchmarks.models import SHAPES
-from benchmarks.peers import record, say
-from benchmarks.processes import Ranks, device_name
+from benchmarks.lib.models import SHAPES
+from benchmarks.lib.processes import Ranks, device_name
+from benchmarks.peers.measure import record, say
 from zerofx.codegen.cpu.extras import CHANNELS, CPU_KERNELS, EXTRAS, SHARED_BUCKETS, Extra
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -59,7 +59,7 @@ def measure(extra: Extra, shape: str, num_rounds: int, cache: Path) -> list[Roun
         for variables in environments(extra):
             # Kept steps are found by what was asked for: each is to be made as it is asked for here.
             own = {"ZEROFX_CACHE_DIR": "0", **variables}
-            pair.append(Ranks(extra.name, "benchmarks.peers_worker", measured, num_ranks, 1, cache, own))
+            pair.append(Ranks(extra.name, "benchmarks.peers.worker", measured, num_ranks, 1, cache, own))
             pair[-1].read()
         for number in range(num_rounds + 1):
             order = (0, 1) if number % 2 else (1, 0)

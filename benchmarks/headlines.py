@@ -44,7 +44,7 @@ import torch
 from tabulate import tabulate
 
 import zerofx
-from benchmarks.processes import ROOT
+from benchmarks.lib.processes import ROOT
 from zerofx.progress import watched
 from zerofx.scheduler.cost.machine import Device, Efficiency, Host, Link, Machine, Nvme, Peaks
 from zerofx.units import format_bytes, format_count, format_seconds

@@ -24,8 +24,8 @@ import torch
 from tabulate import tabulate
 
 import zerofx
-from benchmarks.models import SHAPES, Workload, make_workload
-from benchmarks.processes import ROOT
+from benchmarks.lib.models import SHAPES, Workload, make_workload
+from benchmarks.lib.processes import ROOT
 
 RESULTS = Path(__file__).resolve().parent / "results"
 AT_MOST = 0.02  # of a step on a CPU

@@ -20,7 +20,7 @@ from tabulate import tabulate
 from torch import nn
 
 import zerofx
-from benchmarks.models import Shape, llama
+from benchmarks.lib.models import Shape, llama
 from zerofx.units import format_bytes, format_seconds
 
 CHOSEN: Final = "chosen"

@@ -30,10 +30,12 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from benchmarks.json_file import write_json
-from benchmarks.models import SHAPES
-from benchmarks.peers import RESULTS, Contender, Group, absent, describe_machine, measure_group, say, wanted
-from benchmarks.peers_report import Row, reason, rows, table
+from benchmarks.lib.json_file import write_json
+from benchmarks.lib.models import SHAPES
+from benchmarks.lib.processes import RESULTS
+from benchmarks.peers.groups import Contender, Group, absent, wanted
+from benchmarks.peers.measure import describe_machine, measure_group, say
+from benchmarks.peers.report import Row, reason, rows, table
 from zerofx.units import parse_bytes
 
 COMPILED = "torch.compile"

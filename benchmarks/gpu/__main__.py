@@ -42,7 +42,7 @@ def cases_of(part: str) -> Cases:
     """The cases of a part, whose module is imported with the first: it may fail, which is then the part's."""
 
     def cases(setup: Setup, entries: Mapping[str, Entry]) -> Iterator[Case]:
-        yield from import_module(f"benchmarks.gpu.{part}").cases(setup, entries)
+        yield from import_module(f"benchmarks.gpu.parts.{part}").cases(setup, entries)
 
     return cases
 

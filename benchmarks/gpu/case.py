@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.json_file import write_json
+from benchmarks.lib.json_file import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = "{out}"  # in a command: the folder that its results go to

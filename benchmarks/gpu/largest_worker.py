@@ -1,4 +1,4 @@
-"""One trial of ``benchmarks/gpu/offload.py``: a Llama of some layers trains two steps, or says why it does not.
+"""One trial of ``benchmarks/gpu/parts/offload.py``: a Llama of some layers trains two steps, or says why it does not.
 
 python -m benchmarks.gpu.largest_worker '{"shape": "llama-8b", "changes": {"depth": 64}, "tier": "host", ...}' FOLDER
 """
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import zerofx
 from benchmarks.gpu.case import Answers
-from benchmarks.models import SHAPES, Shape, Workload, make_batch, make_model, make_workload
-from benchmarks.processes import high_water_bytes
+from benchmarks.lib.models import SHAPES, Shape, Workload, make_batch, make_model, make_workload
+from benchmarks.lib.processes import high_water_bytes
 from zerofx.errors import MemoryBudgetError
 from zerofx.scheduler.cost.catalog import machine_of_device, named_machine
 from zerofx.scheduler.cost.machine import Machine

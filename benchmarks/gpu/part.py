@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.gpu.case import ROOT, Case, Entry, run
 from benchmarks.gpu.setup import Setup, lacking
-from benchmarks.json_file import write_json
+from benchmarks.lib.json_file import write_json
 
 Cases = Callable[[Setup, Mapping[str, Entry]], Iterator[Case]]
 _SECONDS_FOR_FACTS = 60.0

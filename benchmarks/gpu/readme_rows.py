@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from benchmarks import one_gpu, peers_report
-from benchmarks.gpu import tests
+from benchmarks import one_gpu
+from benchmarks.gpu.parts import tests
 from benchmarks.gpu.tables import Cases, differences, kernel_rows, results
+from benchmarks.peers import report as peers_report
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 
 import zerofx
 from benchmarks.gpu.case import Answers
-from benchmarks.models import SHAPES, Workload, make_workload
+from benchmarks.lib.models import SHAPES, Workload, make_workload
 from zerofx.errors import MemoryBudgetError
 from zerofx.scheduler.cost.machine import Machine
 

@@ -9,8 +9,11 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks import host_update, kernels, launch_cost, memory_frontier, nvme_throughput, one_gpu, peers_report
-from benchmarks.gpu import tests
+from benchmarks import host_update, launch_cost, nvme_throughput, one_gpu
+from benchmarks.gpu.parts import tests
+from benchmarks.kernels import measure as kernels
+from benchmarks.memory_frontier import measure as memory_frontier
+from benchmarks.peers import report as peers_report
 from zerofx.scheduler.cost.machine import Machine
 
 Cases = Sequence[Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""One case of ``benchmarks/gpu/train.py``: plain torch and zerofx from the same values, on the same batches.
+"""One case of ``benchmarks/gpu/parts/train.py``: plain torch and zerofx from the same values, on the same batches.
 
 python -m benchmarks.gpu.train_worker '{"model": "gpt", "backend": "eager", "masters": true, ...}' FOLDER
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import zerofx
 from benchmarks.gpu.case import Answers
-from benchmarks.models import Shape, llama
+from benchmarks.lib.models import Shape, llama
 from gpt import GPT
 from text import VOCAB, Batches, load_source
 from train_gpt import BLOCK, DEPTH, DIM, HEADS

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.activation_table import SEQUENCE, SHAPES
 from benchmarks.activation_table import kept_values as kept
-from benchmarks.megatron import traced
+from benchmarks.lib.megatron import traced
 from tests.lib.formulas import Transformer
 from zerofx.ir.text import target_name
 from zerofx.passes.activations.recompute import recompute

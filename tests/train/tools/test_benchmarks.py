@@ -17,26 +17,28 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import (
-    checkpoints,
     compile_depth,
     cpu_extras,
     headlines,
     host_update,
-    kernel_groups_cpu,
-    kernels,
-    largest_trainable,
     launch_cost,
     layouts,
     nvme_throughput,
     one_gpu,
-    peers,
-    peers_report,
     rounding,
 )
-from benchmarks import kernel_groups_cuda as cuda
-from benchmarks.kernel_groups import Group
-from benchmarks.memory_frontier import BASELINE, Contender, Result, rows, table
-from benchmarks.wire_count import WireCount
+from benchmarks.checkpoints import measure as checkpoints
+from benchmarks.kernels import __main__ as kernels_command
+from benchmarks.kernels import groups_cpu as kernel_groups_cpu
+from benchmarks.kernels import groups_cuda as cuda
+from benchmarks.kernels import measure as kernels
+from benchmarks.kernels.groups import Group
+from benchmarks.largest_trainable import search as largest_trainable
+from benchmarks.lib.wire_count import WireCount
+from benchmarks.memory_frontier.measure import BASELINE, Contender, Result, rows, table
+from benchmarks.peers import groups
+from benchmarks.peers import measure as peers
+from benchmarks.peers import report as peers_report
 from tests.lib.checkout import ROOT
 from zerofx.codegen.cpu.extras import EXTRAS
 from zerofx.ir.op_kernels import norms
@@ -165,7 +167,7 @@ _MACHINE = {"name": "a machine", "cores": 2, "torch": "2"}
 
 
 def test_the_baseline_is_among_each_few_that_fit() -> None:
-    few = [peers.Contender(name, {}) for name in "abcd"]
+    few = [groups.Contender(name, {}) for name in "abcd"]
     assert [[one.name for one in part] for part in peers.chunks(few, 3)] == [["a", "b", "c"], ["a", "d"]]
     assert [[one.name for one in part] for part in peers.chunks(few[:1], 3)] == [["a"]]
 
@@ -210,7 +212,10 @@ def test_a_cap_is_told_to_all_and_leaves_zerofx_some_room() -> None:
     assert {one.request["cap"] for one in group.contenders} == {1000}
     ours = [one.request for one in group.contenders if one.request["family"] == "zerofx"]
     assert [one["budget"] for one in ours] == [950] and all(one.request["mixed"] for one in group.contenders)
-    assert [one.name for one in peers.wanted(group, ["zerofx"])] == ["FSDP2 + CPU offload", "zerofx, capped"]
+    assert [one.name for one in groups.wanted(group, ["zerofx"])] == [
+        "FSDP2 + CPU offload + checkpoint",
+        "zerofx, capped",
+    ]
     assert not any("graphs" in one.name for one in one_gpu.whole("cpu").contenders)
     assert sum("graphs" in one.name for one in one_gpu.whole("cuda").contenders) == 2
 
@@ -442,7 +447,7 @@ def test_the_documentation_has_what_is_rounded_off() -> None:
 def test_kernels_are_not_measured_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["kernels"])
     with pytest.raises(SystemExit, match="expected a CUDA GPU, found none"):
-        kernels.main()
+        kernels_command.main()
 
 
 def _planned(seconds: float, host: float, num_bytes: int = 0) -> headlines.Planned:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 import benchmarks.gpu.__main__ as command
-from benchmarks.gpu import largest_worker, memory, offload, report, step_worker, tests, train_worker
+from benchmarks.gpu import largest_worker, report, step_worker, train_worker
 from benchmarks.gpu.case import OUT, Case, Entry, run
 from benchmarks.gpu.part import Record, run_part
+from benchmarks.gpu.parts import memory, offload, tests
 from benchmarks.gpu.setup import SIZES, Setup
-from benchmarks.largest_trainable import Search
+from benchmarks.largest_trainable.search import Search
 from tests.lib.checkout import ROOT
 
 _MACHINE = {

@@ -1,4 +1,4 @@
-"""A contender of ``benchmarks/peers.py``: tensor parallelism as DTensor's users write it by hand, model by model.
+"""A contender of ``benchmarks/peers/``: tensor parallelism as DTensor's users write it by hand, model by model.
 
 The plan is torchtitan's: matrices by columns and then by rows, embeddings and the loss by vocabulary, and between them
 norms and residuals in parts of the sequence. The last is for a model that is written for it: forward of the Llama of
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from benchmarks.models import Workload
+from benchmarks.lib.models import Workload
 
 
 class HeadsAttention(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from benchmarks.gpu.case import Case, Entry, worker
-from benchmarks.gpu.memory import named, step_case
+from benchmarks.gpu.parts.memory import named, step_case
 from benchmarks.gpu.setup import Setup
 
 MACHINE = "Machine.measure()"

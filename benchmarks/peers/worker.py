@@ -1,6 +1,6 @@
-"""One rank of one contender of ``benchmarks/peers.py``, a process of its own.
+"""One rank of one contender of ``benchmarks/peers/``, a process of its own.
 
-    python -m benchmarks.peers_worker '{"shape": "27m", "device": "cpu", "dtype": "float32", "contender": {...}}'
+    python -m benchmarks.peers.worker '{"shape": "27m", "device": "cpu", "dtype": "float32", "contender": {...}}'
 
 Builds its step, prints what it took as a line of JSON, and then runs as many steps as each line on stdin says,
 answering with the seconds and the CPU seconds of each. Every contender is measured by the same code. The default
@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.contenders import TrainStep, build
-from benchmarks.models import SHAPES, make_workload, model_flops
-from benchmarks.processes import high_water_bytes
-from benchmarks.wire_count import WireCount
+from benchmarks.lib.models import SHAPES, make_workload, model_flops
+from benchmarks.lib.processes import high_water_bytes
+from benchmarks.lib.wire_count import WireCount
+from benchmarks.peers.contenders import TrainStep, build
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak
 
 _NEED_A_GROUP = ("ddp", "fsdp2", "deepspeed", "dtensor")  # also where it has one member

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernel_groups import Group
+from benchmarks.kernels.groups import Group
 from zerofx.ir import ops
 from zerofx.ir.op_kernels import norms, quantise
 

@@ -1,23 +1,8 @@
-"""The largest GPT that trains within a cap of memory: plain AdamW, DeepSpeed, and zerofx from the drive.
-
-    python -m benchmarks.largest_trainable --folder /mnt/nvme
-
-A size is trained for two steps in a process of its own, whose resident memory is held to the cap: the kernel's
-high-water mark is read many times a second and once more at the end, and a process that was over it at any time is
-killed, or has failed. Python, torch and the contender's libraries are in the cap with everything else.
-
-The largest is searched for by the number of layers, and by the width of a few layers, which is harder: no layer can
-then be smaller than another. A search begins where memory is expected to end (for plain AdamW by the plan of the same
-step, for zerofx at the multiple of plain AdamW's that is asked for, or where its plan ends to fit), grows or shrinks
-from there, and bisects between what trains and what does not, until these are close or its time is up.
-
-DeepSpeed takes part where it can be imported (docs/benchmarks.md). Writes ``largest_trainable.json`` and a table.
-"""
+"""The search for the largest model that trains, a process for each size, and its table."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
@@ -25,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,17 +20,28 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import zerofx
-from benchmarks.processes import ROOT, high_water_bytes
+from benchmarks.lib.processes import ROOT, high_water_bytes
 from zerofx.errors import MemoryBudgetError
 from zerofx.units import format_bytes, parse_bytes
 
-RESULTS = ROOT / "benchmarks" / "results"
 NUM_STEPS = 2
+
+
 LIBRARY_BYTES = 400 << 20  # about what Python and torch take: for where the first search begins
+
+
 WIDTH_UNIT = 128
+
+
 CLOSE = 0.05  # the search ends where what fails is at most so much larger than what trains
+
+
 GROWTH = 1.5  # of the size, while all that was tried trains, or none
+
+
 _LOOK_SECONDS = 0.02  # between two looks at a process's memory
+
+
 _TAIL_CHARACTERS = 400
 
 
@@ -63,7 +59,7 @@ class Axis:
 
     def numel(self, size: int) -> int:
         """Parameters of the model of a size."""
-        from benchmarks.trainable_worker import gpt
+        from benchmarks.largest_trainable.worker import gpt
 
         dim, depth = self.shape(size)
         with torch.device("meta"):
@@ -150,7 +146,7 @@ def attempt(contender: str, axis: Axis, cap_bytes: int, folder: Path, most_secon
             "ZEROFX_DUMP_DIR": own,
             "TORCH_EXTENSIONS_DIR": str(extensions),
         }
-        command = [sys.executable, "-m", "benchmarks.trainable_worker", json.dumps({**request, "folder": own})]
+        command = [sys.executable, "-m", "benchmarks.largest_trainable.worker", json.dumps({**request, "folder": own})]
         out, log = Path(own) / "answers", Path(own) / "log"
         began = time.monotonic()
         with out.open("w") as answers, log.open("w") as errors:
@@ -202,7 +198,7 @@ def _last_line(text: str) -> str:
 
 def first_plain(axis: Axis, room_bytes: int) -> int:
     """The largest size whose plain training is predicted to take ``room_bytes`` at most."""
-    from benchmarks.trainable_worker import adamw, gpt, one_batch
+    from benchmarks.largest_trainable.worker import adamw, gpt, one_batch
 
     def predicted(size: int) -> int:
         with torch.device("meta"):
@@ -219,7 +215,7 @@ def first_plain(axis: Axis, room_bytes: int) -> int:
 
 def first_zerofx(axis: Axis, at_least: float, plain: Trial | None, room_bytes: int) -> int:
     """Along layers, the size at the multiple of plain AdamW's that is asked for; by width, where plans end to fit."""
-    from benchmarks.trainable_worker import adamw, budgets, gpt, one_batch
+    from benchmarks.largest_trainable.worker import adamw, budgets, gpt, one_batch
 
     if axis.name == "layers":
         numel = at_least * plain.numel if plain else 0
@@ -297,43 +293,3 @@ def table(searches: list[Search], cap_bytes: int) -> str:
     headers = [f"within {format_bytes(cap_bytes)}", "parameters", searches[0].axis, "ratio", "most resident"]
     headers += ["of it libraries", "first that does not train"]
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
-
-
-def main() -> None:
-    sys.path.append(str(ROOT / "examples"))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on a local drive")
-    parser.add_argument("--cap", default="2GiB", help="resident memory of a trial (default: %(default)s)")
-    parser.add_argument("--by", nargs="+", choices=["layers", "width"], default=["layers", "width"])
-    parser.add_argument("--dim", type=int, default=1024, help="width of the layers that are counted")
-    parser.add_argument("--depth", type=int, default=4, help="layers of the model that grows wide")
-    parser.add_argument("--at-least", type=float, default=10.0, help="times plain AdamW's, where zerofx begins")
-    parser.add_argument("--minutes", type=float, default=2.0, help="for each search, after which no trial begins")
-    parser.add_argument("--patience", type=float, default=15.0, help="minutes that a trial may take")
-    parser.add_argument("--only", nargs="+", help="of the contenders, besides plain AdamW")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    contenders = ["plain AdamW", "AdamW in backward", "zerofx"]
-    if importlib.util.find_spec("deepspeed") is not None:
-        contenders.insert(2, "DeepSpeed ZeRO-3")
-    contenders = [name for name in contenders if not options.only or name in {"plain AdamW", *options.only}]
-    cap, texts, data = parse_bytes(options.cap), [], []
-    for name in options.by:
-        axis = (
-            Axis("layers", 1, options.dim)
-            if name == "layers"
-            else Axis(f"width / {WIDTH_UNIT}", WIDTH_UNIT, options.depth)
-        )
-        with tempfile.TemporaryDirectory(dir=options.folder, prefix="largest-") as folder:
-            searches = run(axis, options, contenders, Path(folder))
-        data += [{**asdict(search), "fixed": axis.fixed} for search in searches]
-        what = f"Layers of width {axis.fixed}" if name == "layers" else f"The width of {axis.fixed} layers"
-        texts.append(f"{what}:\n\n{table(searches, cap)}\n")
-        print(texts[-1])
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "largest_trainable.json").write_text(json.dumps({"cap_bytes": cap, "searches": data}, indent=1))
-    (options.out / "largest_trainable.md").write_text("\n".join(texts))
-
-
-if __name__ == "__main__":
-    main()

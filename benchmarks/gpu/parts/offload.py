@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from benchmarks.gpu.case import OUT, Case, Entry, worker
 from benchmarks.gpu.setup import Setup
-from benchmarks.largest_trainable import Search, Trial, next_size
-from benchmarks.models import SHAPES, Shape
+from benchmarks.largest_trainable.search import Search, Trial, next_size
+from benchmarks.lib.models import SHAPES, Shape
 
 DEVICE_SHARE = 0.92  # of the device's memory: the rest is for libraries and for what blocks do not fill
 TORCH_BYTES, TIER_BYTES = 8, 6  # for each parameter in bfloat16: value, moments and, in plain torch, gradient

@@ -1,6 +1,6 @@
-"""One rank of ``benchmarks/step_times.py``: measures the machine, builds all plans of a model, and runs them in turn.
+"""One rank of ``benchmarks/step_times/``: measures the machine, builds all plans of a model, and runs them in turn.
 
-    python -m benchmarks.step_times_worker '{"model": "gpt", "stages": [0, 3], "shares": [1.0, 0.6, 0.0], ...}'
+    python -m benchmarks.step_times.worker '{"model": "gpt", "stages": [0, 3], "shares": [1.0, 0.6, 0.0], ...}'
 
 Prints what is predicted of each plan as a line of JSON, and then runs as many steps of each plan as each line on stdin
 says, answering with the seconds of each by plan; where it says ``regions``, with those of its regions. A share is of
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zerofx
-from benchmarks.models import SHAPES, make_workload
-from benchmarks.peers_worker import join, meet
+from benchmarks.lib.models import SHAPES, make_workload
+from benchmarks.peers.worker import join, meet
 from zerofx.codegen.regions import regions_of
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.search.problem import BudgetMissedError

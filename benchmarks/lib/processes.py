@@ -14,7 +14,8 @@ from typing import IO, Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 _TAIL_CHARACTERS = 3000
 
 

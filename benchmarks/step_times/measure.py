@@ -1,35 +1,22 @@
-"""Predicted and measured seconds of a step on this machine's CPU, plan by plan, after ``Machine.measure()``.
-
-    python -m benchmarks.step_times
-    python -m benchmarks.step_times --models gpt --ranks 1 --shares 1 0 --rounds 2 --regions     # short, in detail
-
-Models are the GPT and the unmodified HF Llama of 27M and the convolutional network of the examples; plans are those of
-each stage without a budget (share 1), within a budget (0.6 of what the first takes above what lives throughout the
-step) and within the least that can be met (0). All plans of a model are built in the same processes, from the machine
-as these have measured it, and run in turn; measured is the median over the rounds of the slowest rank.
-
-The order of two plans of a model on as many ranks counts where they differ by more than 5 % as measured.
-
-Writes ``benchmarks/results/step_times.json`` and a Markdown table.
-"""
+"""Predicted next to measured seconds of the plans of a model, and their tables."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import statistics
-from pathlib import Path
 from typing import Any
 
-import torch
 from tabulate import tabulate
 
-from benchmarks.json_file import write_json
-from benchmarks.processes import Ranks, device_name
+from benchmarks.lib.processes import Ranks
 
-RESULTS = Path(__file__).resolve().parent / "results"
 WITHIN = 0.15  # of one, which predicted over measured is to be
+
+
 APART = 0.05  # two plans that differ by less, as measured, have no order to predict
+
+
 RIGHT = 0.9  # of the pairs, at least, of which the order is to be right
 
 
@@ -39,7 +26,7 @@ def measure(model: str, num_ranks: int, options: argparse.Namespace) -> dict[str
         "model": model, "stages": options.stages, "shares": options.shares, "backend": options.backend,
     }  # fmt: skip
     name = f"{model}, {num_ranks} rank{'s' if num_ranks > 1 else ''}"
-    ranks = Ranks(name, "benchmarks.step_times_worker", request, num_ranks, options.threads)
+    ranks = Ranks(name, "benchmarks.step_times.worker", request, num_ranks, options.threads)
     try:
         facts = ranks.read()[0]
         rounds = []
@@ -123,36 +110,3 @@ def region_tables(groups: list[dict[str, Any]]) -> str:
             text = tabulate(lines, headers, disable_numparse=True, colalign=("left", *["right"] * 4))
             texts.append(f"{group['name']}, {plan}\n{text}")
     return "\n\n".join(texts)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=("gpt", "llama", "cnn"), default=["gpt", "llama", "cnn"])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--stages", nargs="+", type=int, default=[0, 3])
-    parser.add_argument(
-        "--shares", nargs="+", type=float, default=[1.0, 0.6, 0.0], help="of the memory; the first is 1"
-    )
-    parser.add_argument("--backend", choices=("inductor", "eager"), default="inductor")
-    parser.add_argument("--threads", type=int, default=1, help="of each rank")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=2, help="of each plan in a round")
-    parser.add_argument("--regions", action="store_true", help="show where the time goes")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    groups = []
-    for model in options.models:
-        for num_ranks in options.ranks:
-            groups.append(measure(model, num_ranks, options))
-            print(table(groups[-1:]), flush=True)
-    text = f"{device_name('cpu')}, torch {torch.__version__}, {options.backend}, {options.threads} thread(s) a rank\n\n"
-    text += f"{table(groups)}\n\n{conclusion(groups)}\n"
-    options.out.mkdir(parents=True, exist_ok=True)
-    name = "step_times" if options.backend == "inductor" else f"step_times_{options.backend}"
-    write_json(options.out / f"{name}.json", {"backend": options.backend, "groups": groups})
-    (options.out / f"{name}.md").write_text(text)
-    print(region_tables(groups) if options.regions else "", text, sep="\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The contenders of ``benchmarks/peers.py``: training steps of one model, each as its library's users write it.
+"""The contenders of ``benchmarks/peers/``: training steps of one model, each as its library's users write it.
 
 All train with AdamW on torch's fused kernels. A request is what a worker is told: a family and its options.
 """
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofx
-from benchmarks.memory_kept import keep_freed_memory
-from benchmarks.models import Workload
+from benchmarks.lib.memory_kept import keep_freed_memory
+from benchmarks.lib.models import Workload
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _dtensor(request: dict[str, Any], work: Workload, device: torch.device) -> T
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel
 
-    from benchmarks.tensor_parallel import parallelize, parameter_groups
+    from benchmarks.peers.tensor_parallel import parallelize, parameter_groups
 
     parallelize(work, init_device_mesh(device.type, (dist.get_world_size(),)))
     if request.get("compile"):

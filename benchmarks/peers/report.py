@@ -1,4 +1,4 @@
-"""The measurements of ``benchmarks/peers.py`` as ratios, compared with their targets, as Markdown and as a plot."""
+"""The measurements of ``benchmarks/peers/`` as ratios, compared with their targets, as Markdown and as a plot."""
 
 from __future__ import annotations
 

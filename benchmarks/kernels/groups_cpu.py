@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.kernel_groups import Group
+from benchmarks.kernels.groups import Group
 from zerofx.ir import ops
 from zerofx.ir.op_kernels.products import has_kernel
 

@@ -1,6 +1,6 @@
-"""One trial of ``benchmarks/largest_trainable.py``, a process of its own: a GPT of a size, trained for some steps.
+"""One trial of ``benchmarks/largest_trainable/``, a process of its own: a GPT of a size, trained for some steps.
 
-    python -m benchmarks.trainable_worker '{"contender": "plain AdamW", "dim": 512, "depth": 4, ...}'
+    python -m benchmarks.largest_trainable.worker '{"contender": "plain AdamW", "dim": 512, "depth": 4, ...}'
 
 Writes a line of JSON when it is ready and after each step: what is resident, and the loss. Whoever started it holds it
 to its cap; libraries are imported before the first line, so that this says what they take of it.

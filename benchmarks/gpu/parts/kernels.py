@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from benchmarks.gpu.case import OUT, Case, Entry
 from benchmarks.gpu.setup import Setup
-from benchmarks.kernel_names import CUDA
+from benchmarks.kernels.names import CUDA
 
 
 def cases(setup: Setup, entries: Mapping[str, Entry]) -> Iterator[Case]:

@@ -1,6 +1,6 @@
-"""One contender of ``benchmarks/memory_frontier.py`` in a process of its own.
+"""One contender of ``benchmarks/memory_frontier/`` in a process of its own.
 
-    python -m benchmarks.frontier_worker '{"shape": {...}, "device": "cpu", "contender": {...}}'
+    python -m benchmarks.memory_frontier.worker '{"shape": {...}, "device": "cpu", "contender": {...}}'
 
 Builds its training step, prints what it took as a line of JSON, and then runs as many steps as each line on stdin says,
 answering with the seconds and the CPU seconds of each. Every contender is measured by the same code: memory by the
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from benchmarks.contenders import Checkpointed
+from benchmarks.peers.contenders import Checkpointed
 from gpt import GPT
 from zerofx.errors import MemoryBudgetError
 from zerofx.scheduler.cost.cpu.peaks import CpuPeak, CudaPeak

@@ -1,6 +1,6 @@
-"""One rank of ``benchmarks/checkpoints.py``: trains a contender for some steps, and saves and loads it on command.
+"""One rank of ``benchmarks/checkpoints/``: trains a contender for some steps, and saves and loads it on command.
 
-    python -m benchmarks.checkpoints_worker '{"shape": "27m", "folder": "/tmp/x", "contender": {...}}'
+    python -m benchmarks.checkpoints.worker '{"shape": "27m", "folder": "/tmp/x", "contender": {...}}'
 
 Prints facts as a line of JSON, and then does what each line on stdin says: ``save``, ``load`` or ``asynchronous``.
 """
@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 import zerofx
-from benchmarks.contenders import TrainStep, build
-from benchmarks.models import SHAPES, Workload, make_workload
-from benchmarks.peers_worker import _NEED_A_GROUP, _forget_resident_peak, join, meet
-from benchmarks.processes import high_water_bytes
+from benchmarks.lib.models import SHAPES, Workload, make_workload
+from benchmarks.lib.processes import high_water_bytes
+from benchmarks.peers.contenders import TrainStep, build
+from benchmarks.peers.worker import _NEED_A_GROUP, _forget_resident_peak, join, meet
 from zerofx.scheduler.search.problem import BudgetMissedError
 
 BLOCK_BYTES = 16 << 20
