@@ -14,7 +14,7 @@ _DRIVE_BYTES = 20e9  # the least that is worth offloading to
 
 @dataclass(frozen=True)
 class Sizes:
-    """Names of ``benchmarks.lib.models.SHAPES`` and counts; ``deep_layers`` are those of ``deep`` that fit on one GPU."""
+    """Names of ``benchmarks.lib.models.SHAPES``, and counts; ``deep_layers`` of ``deep`` fit on one GPU."""
 
     num_steps: int
     num_sequences: int

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from tabulate import tabulate
 
 from zerofx.capture.checks import names
@@ -51,6 +53,7 @@ def summary(step: Reported, compiled: CompiledStep | None, measured: Measurement
         "",
         _predictions(plan, measured),
         *_not_predicted(compiled),
+        *reserves_more(compiled.graph.device, plan.memory_budget),
         "",
         f"On the device at the peak, in {_place(compiled, step.options.backend)}:",
         _shares(peak_memory(compiled.graph, compiled.simulation.live)),
@@ -97,6 +100,20 @@ def _not_predicted(compiled: CompiledStep) -> Iterator[str]:
         yield (
             f"the predicted peak lacks what {', '.join(operators)} may take and give back while running, "
             f"which is not known; step.measure() finds the peak"
+        )
+
+
+def reserves_more(device: torch.device, budget: int | None) -> Iterator[str]:
+    """That the allocator of ``device`` may take more from it than it gives to a step with a ``budget`` in bytes."""
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    if (
+        device.type == "cuda"
+        and budget is not None
+        and all("expandable_segments:True" not in text for text in settings)
+    ):
+        yield (
+            "memory_budget is for what is allocated; the allocator may reserve some percent more, in segments that are "
+            "not full: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps it near to that"
         )
 
 

@@ -15,6 +15,7 @@ from tests.lib.lowered import Deep, lowered
 from zerofx.scheduler.plan.decisions import RecomputeDecision
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.reasons import one_line, reasons
+from zerofx.session.summary import reserves_more
 
 
 def compiled_step(depth: int = 4) -> zerofx.Step:
@@ -46,6 +47,16 @@ def test_measured() -> None:
     with pytest.warns(zerofx.ZeroFXWarning, match="another shape"):
         step.prepare(torch.randn(5, 4))
     assert "measured" not in str(step), "what ran last has not been measured"
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_budget_on_a_gpu_is_for_what_is_allocated(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.delenv(variable, raising=False)
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert "expandable_segments" in "".join(reserves_more(gpu, 1 << 30))
+    assert not list(reserves_more(gpu, None)) and not list(reserves_more(cpu, 1 << 30))
+    monkeypatch.setenv(variable, "max_split_size_mb:64,expandable_segments:True")
+    assert not list(reserves_more(gpu, 1 << 30))
 
 
 @torch.library.custom_op("zerofx_summary::doubled", mutates_args=())
