@@ -1,0 +1,110 @@
+"""Which ``TrainingArguments`` of transformers a compiled step honours, and which are refused by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import TrainingArguments
+
+from zerofx import api
+from zerofx.errors import UsageError
+
+# What the Trainer's own arguments say: each with the one that does.
+_OF_THE_TRAINER = {
+    "model": "model=",
+    "optimizer": "optimizers=",
+    "loss_fn": "compute_loss_func=, or a compute_loss() of your own",
+    "forward": "compute_loss_func=, or a compute_loss() of your own",
+    "example_batch": "train_dataset=",
+    "accumulate": "gradient_accumulation_steps",
+    "max_grad_norm": "max_grad_norm",
+    "loss_terms": "average_tokens_across_devices",
+    "outputs": "compute_metrics=",
+}
+
+_DDP = "the model is not wrapped in DistributedDataParallel: leave it out"
+# What a step has no place for, and what to give instead.
+_REFUSED = {
+    "deepspeed": "stages, offload and NVMe are stage= and offload= of the ZeroFXTrainer",
+    "fsdp": "sharding is stage= and mesh= of the ZeroFXTrainer",
+    "parallelism_config": "give mesh= to the ZeroFXTrainer",
+    "torch_compile": "backend='inductor', the default, compiles the whole step",
+    "gradient_checkpointing": "memory_budget= recomputes what it takes, recompute='full' as much as possible",
+    "activation_checkpointing": "memory_budget= recomputes what it takes, recompute='full' as much as possible",
+    "use_liger_kernel": "backend='inductor' fuses, and tile= has logits a few rows at a time",
+    "neftune_noise_alpha": "its hook comes and goes with training: add the noise in the model",
+    "auto_find_batch_size": "zerofx.largest_micro_batch() finds the batch size that fits before training",
+    "torch_empty_cache_steps": "memory_budget= is what holds memory down",
+    "bf16_full_eval": "precision='bf16' holds in evaluations too",
+    "fp16_full_eval": "precision='fp16' holds in evaluations too",
+    "debug": "its hooks read values in the forward, which runs in no step",
+    "ddp_find_unused_parameters": _DDP,
+    "ddp_bucket_cap_mb": _DDP,
+    "ddp_broadcast_buffers": _DDP,
+    "ddp_static_graph": _DDP,
+}
+
+
+def check_keywords(given: Mapping[str, Any], base: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide a trainer's keywords into those of ``base`` and those of ``zerofx.compile``.
+
+    Raises:
+        UsageError: a keyword of ``zerofx.compile`` is what an argument of the trainer already says.
+        TypeError: there is no such keyword.
+    """
+    of_base = {name for kind in base.__mro__ for name in inspect.signature(kind.__init__).parameters}  # type: ignore[misc]  # each is looked at as what it is
+    own, options = dict[str, Any](), dict[str, Any]()
+    known = inspect.signature(api.compile).parameters
+    for name, value in given.items():
+        if name in of_base:
+            own[name] = value
+        elif name in _OF_THE_TRAINER:
+            raise UsageError(f"expected {name} to be left to the Trainer, found {name}=: give {_OF_THE_TRAINER[name]}")
+        elif name in known:
+            options[name] = value
+        else:
+            raise TypeError(f"ZeroFXTrainer() got an unexpected keyword argument {name!r}")
+    return own, options
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Check that a step can do what the arguments ask for.
+
+    Raises:
+        UsageError: names each that it cannot.
+    """
+    refused = {name: why for name, why in _REFUSED.items() if _is_given(getattr(args, name, None))}
+    if getattr(args.accelerator_config, "gradient_accumulation_kwargs", None):
+        refused["accelerator_config.gradient_accumulation_kwargs"] = "reduce= says when gradients are reduced"
+    if args.n_gpu > 1:
+        refused["one process for several GPUs"] = "start one for each, with torchrun --nproc-per-node"
+    if refused:
+        listed = "; ".join(f"{name}={_text(args, name)}, where {why}" for name, why in refused.items())
+        raise UsageError(f"expected arguments that a compiled step can honour, found {listed}")
+
+
+def precision_of(args: TrainingArguments, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The precision that the arguments ask for.
+
+    Raises:
+        UsageError: ``options`` ask for another.
+    """
+    asked = {"bf16" if args.bf16 else "fp16" if args.fp16 else None, options.get("precision")} - {None}
+    if len(asked) > 1:
+        raise UsageError(
+            f"expected one precision, found {'bf16' if args.bf16 else 'fp16'}=True and "
+            f"precision={options['precision']!r}: give one of them"
+        )
+    return dict.fromkeys(("precision",), *asked) if asked else {}
+
+
+def _is_given(value: Any) -> bool:
+    """Whether an argument says something: False does for those whose default is None."""
+    return value is not None and value != [] and value != "" and (value is not False)
+
+
+def _text(args: TrainingArguments, name: str) -> str:
+    value = getattr(args, name, "")
+    return repr(value) if isinstance(value, str | int | float | bool | list) else type(value).__name__
