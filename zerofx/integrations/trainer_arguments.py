@@ -10,6 +10,8 @@ from transformers import TrainingArguments
 
 from zerofx import api
 from zerofx.errors import UsageError
+from zerofx.meshes import AUTO, mesh_of
+from zerofx.scheduler.plan.mesh import Mesh
 
 # What the Trainer's own arguments say: each with the one that does.
 _OF_THE_TRAINER = {
@@ -69,19 +71,33 @@ def check_keywords(given: Mapping[str, Any], base: type) -> tuple[dict[str, Any]
     return own, options
 
 
+def check_mesh(mesh: object) -> None:
+    """Check that every rank has batches of its own, as the Trainer's data loaders give them.
+
+    Raises:
+        UsageError: some ranks share one computation, and so a batch.
+    """
+    asked = AUTO if mesh == AUTO else mesh_of(mesh)
+    if asked == AUTO or (isinstance(asked, Mesh) and asked.model > 1):
+        raise UsageError(
+            f"expected a mesh on which every rank has batches of its own, as the Trainer gives them, found {asked}: "
+            f"give ranks to 'replicate' and 'shard', or call zerofx.compile in a loop of your own"
+        )
+
+
 def check_arguments(args: TrainingArguments) -> None:
     """Check that a step can do what the arguments ask for.
 
     Raises:
         UsageError: names each that it cannot.
     """
-    refused = {name: why for name, why in _REFUSED.items() if _is_given(getattr(args, name, None))}
+    refused = {name: why for name, why in _REFUSED.items() if _is_given(name, getattr(args, name, None))}
     if getattr(args.accelerator_config, "gradient_accumulation_kwargs", None):
         refused["accelerator_config.gradient_accumulation_kwargs"] = "reduce= says when gradients are reduced"
     if args.n_gpu > 1:
         refused["one process for several GPUs"] = "start one for each, with torchrun --nproc-per-node"
     if refused:
-        listed = "; ".join(f"{name}={_text(args, name)}, where {why}" for name, why in refused.items())
+        listed = "; ".join(f"{name}{_text(args, name)} ({why})" for name, why in refused.items())
         raise UsageError(f"expected arguments that a compiled step can honour, found {listed}")
 
 
@@ -100,11 +116,17 @@ def precision_of(args: TrainingArguments, options: Mapping[str, Any]) -> dict[st
     return dict.fromkeys(("precision",), *asked) if asked else {}
 
 
-def _is_given(value: Any) -> bool:
-    """Whether an argument says something: False does for those whose default is None."""
-    return value is not None and value != [] and value != "" and (value is not False)
+def _is_given(name: str, value: Any) -> bool:
+    """Whether an argument says something; where None is what is meant by nothing, False does too."""
+    return value not in (None, [], "") and (value is not False or name.startswith("ddp_"))
 
 
 def _text(args: TrainingArguments, name: str) -> str:
-    value = getattr(args, name, "")
-    return repr(value) if isinstance(value, str | int | float | bool | list) else type(value).__name__
+    value = getattr(args, name, None)
+    return (
+        ""
+        if value is None
+        else f"={value!r}"
+        if isinstance(value, str | int | float | list)
+        else f"={type(value).__name__}"
+    )

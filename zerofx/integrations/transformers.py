@@ -19,7 +19,7 @@ from transformers import Trainer
 
 from zerofx import api
 from zerofx.errors import UsageError, warn
-from zerofx.integrations.trainer_arguments import check_arguments, check_keywords, precision_of
+from zerofx.integrations.trainer_arguments import check_arguments, check_keywords, check_mesh, precision_of
 from zerofx.session.step import Step
 from zerofx.torch_private.operators import pytree
 
@@ -49,6 +49,7 @@ class ZeroFXTrainer(Trainer):
         if not hasattr(Trainer, "_clip_grad_norm"):
             raise UsageError(f"expected transformers {_OLDEST} or later, found a Trainer without its hooks: update it")
         own, self._options = check_keywords(options, type(self))
+        check_mesh(self._options.get("mesh"))
         self.step: Step | None = None
         self._asked: Any = None
         self._waiting: list[Inputs] = []
@@ -222,8 +223,7 @@ class ZeroFXTrainer(Trainer):
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         if self.step is not None and self.step.is_prepared and best is not None and _has_state(best):
-            with torch.random.fork_rng([self.args.device] if self.args.device.type == "cuda" else []):
-                self.step.load_checkpoint(Path(best, _STATE))
+            self.step.load_checkpoint(Path(best, _STATE), weights_only=True)
             return
         with self._whole():
             super()._load_best_model()
