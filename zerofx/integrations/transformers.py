@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import Trainer
 
@@ -25,7 +26,7 @@ from zerofx.torch_private.operators import pytree
 
 _STATE = "zerofx"  # the folder of a checkpoint that has all that training goes on from
 _SCHEDULER = "scheduler.pt"  # as the Trainer calls it
-_OLDEST = "5.4"
+_OLDEST = (5, 6)  # from then on it has the hooks, and divides gradients by their accumulation once
 
 Inputs = dict[str, Any]
 
@@ -46,8 +47,10 @@ class ZeroFXTrainer(Trainer):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        if not hasattr(Trainer, "_clip_grad_norm"):
-            raise UsageError(f"expected transformers {_OLDEST} or later, found a Trainer without its hooks: update it")
+        if tuple(map(int, transformers.__version__.split(".")[:2])) < _OLDEST:
+            raise UsageError(
+                f"expected transformers {'.'.join(map(str, _OLDEST))} or later, found {transformers.__version__}"
+            )
         own, self._options = check_keywords(options, type(self))
         check_mesh(self._options.get("mesh"))
         self.step: Step | None = None
@@ -313,7 +316,7 @@ class _Loss:
         losses: list[Any] = [
             trainer.compute_loss(model, dict(part), num_items_in_batch=num_items_in_batch) for part in parts or [inputs]
         ]
-        is_of_all = trainer.loss_is_scaled_for_ga
+        is_of_all = getattr(trainer, "loss_is_scaled_for_ga", None)  # which trainers may say since 5.20
         if is_of_all is None:
             is_counted = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
             is_of_all = is_counted or trainer.compute_loss_func is not None

@@ -205,9 +205,7 @@ class Checkpointed:
         """What ranks agree over outside of steps."""
         return self._life.control
 
-    def _load(
-        self, checked: Checked, taken: TakenOver | None, own: Mapping[str, Any], *, weights_only: bool
-    ) -> None:
+    def _load(self, checked: Checked, taken: TakenOver | None, own: Mapping[str, Any], *, weights_only: bool) -> None:
         """Change what is in memory: where this fails, the step is over."""
         life, steps = self._life, self._steps
         place = str(checked.reader.place)
