@@ -33,8 +33,6 @@ _REFUSED = {
     "fsdp": "sharding is stage= and mesh= of the ZeroFXTrainer",
     "parallelism_config": "give mesh= to the ZeroFXTrainer",
     "torch_compile": "backend='inductor', the default, compiles the whole step",
-    "gradient_checkpointing": "memory_budget= recomputes what it takes, recompute='full' as much as possible",
-    "activation_checkpointing": "memory_budget= recomputes what it takes, recompute='full' as much as possible",
     "use_liger_kernel": "backend='inductor' fuses, and tile= has logits a few rows at a time",
     "neftune_noise_alpha": "its hook comes and goes with training: add the noise in the model",
     "auto_find_batch_size": "zerofx.largest_micro_batch() finds the batch size that fits before training",
@@ -92,6 +90,9 @@ def check_arguments(args: TrainingArguments) -> None:
         UsageError: names each that it cannot.
     """
     refused = {name: why for name, why in _REFUSED.items() if _is_given(name, getattr(args, name, None))}
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        if set(getattr(args, name, None) or {}) - {"use_reentrant"}:
+            refused[name] = "which layers compute again what, and what is offloaded, is the plan's choice: leave it out"
     if getattr(args.accelerator_config, "gradient_accumulation_kwargs", None):
         refused["accelerator_config.gradient_accumulation_kwargs"] = "reduce= says when gradients are reduced"
     if args.n_gpu > 1:
@@ -114,6 +115,13 @@ def precision_of(args: TrainingArguments, options: Mapping[str, Any]) -> dict[st
             f"precision={options['precision']!r}: give one of them"
         )
     return dict.fromkeys(("precision",), *asked) if asked else {}
+
+
+def recompute_of(args: TrainingArguments, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the arguments say of recomputation: checkpointing asks for all of it, unless a budget says how much."""
+    checkpoints = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None)
+    given = {"recompute", "memory_budget", "plan"} & options.keys()
+    return {"recompute": "full"} if checkpoints and not given else {}
 
 
 def _is_given(name: str, value: Any) -> bool:

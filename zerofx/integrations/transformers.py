@@ -20,7 +20,13 @@ from transformers import Trainer
 
 from zerofx import api
 from zerofx.errors import UsageError, warn
-from zerofx.integrations.trainer_arguments import check_arguments, check_keywords, check_mesh, precision_of
+from zerofx.integrations.trainer_arguments import (
+    check_arguments,
+    check_keywords,
+    check_mesh,
+    precision_of,
+    recompute_of,
+)
 from zerofx.session.step import Step
 from zerofx.torch_private.operators import pytree
 
@@ -108,6 +114,7 @@ class ZeroFXTrainer(Trainer):
         options = {
             **self._options,
             **precision_of(self.args, self._options),
+            **recompute_of(self.args, self._options),
             "accumulate": self.args.gradient_accumulation_steps,
             "max_grad_norm": norm if norm and norm > 0 else None,
         }
@@ -161,8 +168,25 @@ class ZeroFXTrainer(Trainer):
         for part in parts:
             step.micro(**part, **of_all)
         skipped = step.num_skipped
-        loss: torch.Tensor = step.update(partial=True)
+        outcome = step.update(partial=True)
         optimizer.step_was_skipped = step.num_skipped > skipped
+        return self._loss_alone(outcome)
+
+    def step_loss(self, model: nn.Module, inputs: Inputs, num_items: torch.Tensor | None) -> Any:
+        """What a step, or an evaluation, computes of a micro-batch: its loss, or a pair of that and a dict of numbers.
+
+        It is captured: it may not read the values of tensors. ``note_numbers`` is given the dicts.
+        """
+        return self.compute_loss(model, inputs, num_items_in_batch=num_items)
+
+    def note_numbers(self, numbers: list[dict[str, torch.Tensor]]) -> None:
+        """Called after a step, or the evaluation of a batch, with what ``step_loss`` gave besides each loss."""
+
+    def _loss_alone(self, outcome: Any) -> torch.Tensor:
+        loss, numbers = outcome if isinstance(outcome, tuple) else (outcome, None)
+        if numbers is not None:  # of each micro-batch a list, where there are several
+            self.note_numbers(pytree.tree_leaves(numbers, is_leaf=lambda inner: isinstance(inner, dict)))
+        assert isinstance(loss, torch.Tensor)
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -182,7 +206,7 @@ class ZeroFXTrainer(Trainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         inputs = self._on_device(inputs)
         num_items = self._get_num_items_in_batch([inputs], self.args.device)
-        return step.evaluate(**inputs, num_items_in_batch=num_items), None, None
+        return self._loss_alone(step.evaluate(**inputs, num_items_in_batch=num_items)), None, None
 
     def _on_device(self, inputs: Mapping[str, Any]) -> Inputs:
         moved: Inputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.args.device), dict(inputs))
@@ -313,15 +337,16 @@ class _Loss:
         if outputs:
             return model(*args, **inputs)
         trainer = self._trainer
-        losses: list[Any] = [
-            trainer.compute_loss(model, dict(part), num_items_in_batch=num_items_in_batch) for part in parts or [inputs]
-        ]
+        outcomes = [trainer.step_loss(model, dict(part), num_items_in_batch) for part in parts or [inputs]]
+        losses: list[Any] = [outcome[0] if isinstance(outcome, tuple) else outcome for outcome in outcomes]
+        numbers = [outcome[1] for outcome in outcomes if isinstance(outcome, tuple)]
         is_of_all = getattr(trainer, "loss_is_scaled_for_ga", None)  # which trainers may say since 5.20
         if is_of_all is None:
             is_counted = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
             is_of_all = is_counted or trainer.compute_loss_func is not None
         # A step gives the mean over its micro-batches.
-        return sum(losses) * num_micro_batches if is_of_all else sum(losses) / len(losses)
+        loss = sum(losses) * num_micro_batches if is_of_all else sum(losses) / len(losses)
+        return (loss, numbers) if numbers else loss
 
 
 def _loss_of(trainer: ZeroFXTrainer) -> Callable[..., Any]:

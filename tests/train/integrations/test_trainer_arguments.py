@@ -15,7 +15,6 @@ from zerofx.integrations.transformers import ZeroFXTrainer
 
 REFUSED: dict[str, Any] = {
     "torch_compile": True,
-    "activation_checkpointing": True,
     "use_liger_kernel": True,
     "neftune_noise_alpha": 5.0,
     "auto_find_batch_size": True,
@@ -48,11 +47,27 @@ def test_another_way_to_shard_is_named(name: str, tmp_path: Path) -> None:
         trainer(ZeroFXTrainer, llama(1), args)
 
 
-def test_all_arguments_that_are_refused_are_arguments_of_some_version(tmp_path: Path) -> None:
+def test_all_arguments_that_are_refused_are_arguments(tmp_path: Path) -> None:
     known = vars(arguments(tmp_path))
-    renamed = {"gradient_checkpointing", "activation_checkpointing"}
-    assert [name for name in _REFUSED if name not in known and name not in renamed] == []
-    assert renamed & known.keys()
+    assert [name for name in _REFUSED if name not in known] == []
+
+
+def test_checkpointing_asks_for_recomputation_and_how_is_the_plans(tmp_path: Path) -> None:
+    name = (
+        "activation_checkpointing"
+        if hasattr(arguments(tmp_path), "activation_checkpointing")
+        else "gradient_checkpointing"
+    )
+    args = arguments(tmp_path, max_steps=2, eval_strategy="no", **{name: True})
+    one = trainer(ZeroFXTrainer, llama(1), args)
+    one.train()
+    assert one.step.options.recompute == "full"
+    one = trainer(ZeroFXTrainer, llama(1), args, memory_budget="1GiB")
+    one.train()
+    assert one.step.options.recompute == "auto"
+    setattr(args, f"{name}_kwargs", {"use_reentrant": False, "offload": True})
+    with pytest.raises(UsageError, match=f"found {name}_kwargs=dict"):
+        trainer(ZeroFXTrainer, llama(1), args)
 
 
 def test_gradient_accumulation_is_not_left_to_accelerate(tmp_path: Path) -> None:
