@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ class ZeroFXSFTTrainer(ZeroFXTrainer, SFTTrainer):
     """
 
     def __init__(self, *args: Any, log_token_metrics: bool = True, **options: Any) -> None:
-        self._logs_tokens = log_token_metrics
+        self._logs_tokens, self._num_tokens = log_token_metrics, 0
+        self._of_mode = {trains: defaultdict[str, list[float]](list) for trains in (True, False)}
         super().__init__(*args, **options)
         given: Any = self.args
         refused = {
@@ -59,18 +61,28 @@ class ZeroFXSFTTrainer(ZeroFXTrainer, SFTTrainer):
             }  # fmt: skip
 
     def note_numbers(self, numbers: list[dict[str, torch.Tensor]]) -> None:
-        metrics = self._metrics["train" if self._own_model.training else "eval"]
+        noted = self._noted()
         for each in numbers:
             entropy, correct, valid = self.accelerator.reduce(
                 torch.stack([each[name].double() for name in ("entropy", "correct", "valid")])
             ).tolist()
-            metrics["entropy"].append(entropy / valid if valid else 0.0)
-            metrics["mean_token_accuracy"].append(correct / valid if valid else 0.0)
-        metrics["num_tokens"] = [self._total_train_tokens]  # so far, also where an evaluation is logged
+            noted["entropy"].append(entropy / valid if valid else 0.0)
+            noted["mean_token_accuracy"].append(correct / valid if valid else 0.0)
+        noted["num_tokens"] = [self._num_tokens]  # so far, also where an evaluation is logged
 
     def training_step(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None) -> torch.Tensor:
         tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel()
         counted = torch.as_tensor(tokens, device=self.args.device)
-        self._total_train_tokens += int(self.accelerator.gather_for_metrics(counted).sum())
-        self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        self._num_tokens += int(self.accelerator.gather_for_metrics(counted).sum())
+        self._noted()["num_tokens"] = [self._num_tokens]
         return super().training_step(model, inputs, num_items_in_batch)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        prefix, noted = "" if self._own_model.training else "eval_", self._noted()
+        logs |= {prefix + name: sum(values) / len(values) for name, values in noted.items()}
+        noted.clear()
+        super().log(logs, start_time)
+
+    def _noted(self) -> defaultdict[str, list[float]]:
+        """What has been noted since the last log, in training or in evaluations."""
+        return self._of_mode[self._own_model.training]
