@@ -161,7 +161,7 @@ class ZeroFXTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         parts, self._waiting = self._waiting, []
         model.train()
-        if any(_form(part) != _form(parts[0]) for part in parts):
+        if self._options.get("lengths") is None and any(_form(part) != _form(parts[0]) for part in parts):
             # A smaller one at the end, as a rule: computed together, in the place of one after the other.
             parts = [{"parts": parts}]
         of_all = {"num_items_in_batch": num_items_in_batch, "num_micro_batches": len(parts)}
