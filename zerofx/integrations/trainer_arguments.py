@@ -114,7 +114,7 @@ def precision_of(args: TrainingArguments, options: Mapping[str, Any]) -> dict[st
             f"expected one precision, found {'bf16' if args.bf16 else 'fp16'}=True and "
             f"precision={options['precision']!r}: give one of them"
         )
-    return dict.fromkeys(("precision",), *asked) if asked else {}
+    return {"precision": asked.pop()} if asked else {}
 
 
 def recompute_of(args: TrainingArguments, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,10 +131,6 @@ def _is_given(name: str, value: Any) -> bool:
 
 def _text(args: TrainingArguments, name: str) -> str:
     value = getattr(args, name, None)
-    return (
-        ""
-        if value is None
-        else f"={value!r}"
-        if isinstance(value, str | int | float | list)
-        else f"={type(value).__name__}"
-    )
+    if value is None:
+        return ""
+    return f"={value!r}" if isinstance(value, str | int | float | list) else f"={type(value).__name__}"

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, EvalPrediction, Trainer
 
 from tests.lib.trainers import apart, arguments, bert, history, llama, shapes_may_differ, trainer
+from zerofx import LossScale
 from zerofx.integrations.transformers import ZeroFXTrainer
 
 LOGGED = ("loss", "learning_rate", "eval_loss", "train_loss")
@@ -146,3 +147,14 @@ def test_what_calls_the_model_itself_does_so_with_whole_parameters(tmp_path: Pat
     with shapes_may_differ():
         one.train()
     assert not one.step.is_closed
+
+
+def test_a_step_that_is_left_out_leaves_the_schedule_where_it_is(tmp_path: Path) -> None:
+    scale = LossScale(init_scale=2.0**60, backoff_factor=2.0**-20)
+    one = trained(
+        ZeroFXTrainer, llama(1), tmp_path, own={"precision": "fp16", "loss_scale": scale}, max_steps=6, warmup_steps=6,
+        eval_strategy="no",
+    )  # fmt: skip
+    skipped, rates = one.step.num_skipped, history(one, "learning_rate")["learning_rate"]
+    assert 0 < skipped < 6 and rates[:skipped] == [0.0] * skipped
+    assert rates[skipped:] == pytest.approx([1e-2 * step / 6 for step in range(6 - skipped)])
