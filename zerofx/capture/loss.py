@@ -22,7 +22,7 @@ from zerofx.errors import CaptureError
 from zerofx.ir.batch import Batch
 from zerofx.ir.returned import NOTHING_ELSE, Returned
 from zerofx.torch_private.modules import buffer_table, parameter_table
-from zerofx.torch_private.operators import pytree
+from zerofx.torch_private.operators import flattened_with_paths, pytree
 
 LossFunction = Callable[..., Any]  # of outputs and what the model did not take
 ForwardFunction = Callable[..., Any]  # of the model and a batch
@@ -322,7 +322,7 @@ def _left_out(outputs: Any, loss: torch.Tensor) -> tuple[str, ...]:
     """The tensors among outputs that are not the loss, as texts."""
     if isinstance(outputs, torch.Tensor):
         return ()
-    named = pytree.tree_flatten_with_path(outputs)[0]
+    named = flattened_with_paths(outputs)[0]
     return tuple(
         f"{pytree.keystr(path)} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}".strip()
         for path, leaf in named

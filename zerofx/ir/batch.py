@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from zerofx.errors import UsageError
-from zerofx.torch_private.operators import pytree
+from zerofx.torch_private.operators import flattened_with_paths, pytree
 
 # What may stand in a batch next to tensors: values that are equal when they print alike.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype, torch.device, torch.Size)
@@ -198,7 +198,7 @@ def _map(name: str, value: Any, visit: Callable[[str, Any], Any], structure: lis
 def _open(name: str, value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any], str] | None:
     """A container's children, each with how it is reached, what builds the like from other children, and a text for
     what is static in it besides its class."""
-    paths, spec = pytree.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
+    paths, spec = flattened_with_paths(value, is_leaf=lambda inner: inner is not value)
     if not (len(paths) == 1 and paths[0][0] == ()):
         children = [(pytree.keystr(path), child) for path, child in paths]
         static = _suffixes(children) if type(value) in _BY_KEY else _context_text(name, value, spec.context)

@@ -104,7 +104,9 @@ class Checkpointed:
         """Whether this rank still writes a checkpoint; rank 0 does until it is in its place."""
         return self._later is not None and self._later.is_writing
 
-    def load_checkpoint(self, path: str | Path, *, state: Mapping[str, Any] | None = None) -> Path:
+    def load_checkpoint(
+        self, path: str | Path, *, state: Mapping[str, Any] | None = None, weights_only: bool = False
+    ) -> Path:
         """Go on from a checkpoint, saved by any number of ranks, at any stage, from any tiers. Collective.
 
         Before anything is changed, all files are checked against their hashes, and names and shapes against the model.
@@ -117,6 +119,7 @@ class Checkpointed:
         Args:
             path: what ``save_checkpoint`` was given, for the latest one there, or what it returned.
             state: what was saved by name is given back to each, by its ``load_state_dict()``; a dictionary is filled.
+            weights_only: take parameters and persistent buffers over, and leave all else as it is.
 
         Returns:
             The folder of the checkpoint that was loaded.
@@ -129,6 +132,11 @@ class Checkpointed:
         life, steps, control = self._life, self._steps, self._life.control
         life.check_open("load a checkpoint")
         self._micro_batches.check_empty("load a checkpoint")
+        if weights_only and steps.taken is None and is_deferred(self.model):
+            raise UsageError(
+                "expected weights_only=True once a model without values has some, found it before its first step: give "
+                "zerofx.compile weights= in its place"
+            )
         self.finish_saving()
         control.meet("load a checkpoint")
         with working("load a checkpoint"), torch.no_grad():
@@ -137,8 +145,10 @@ class Checkpointed:
             taken = steps.taken
             if taken is not None:
                 on_all(control, "compare the checkpoint with the step", lambda: check_histories(checked, taken.layout))
-            self._load(checked, taken, own)
+            self._load(checked, taken, own, weights_only=weights_only)
         marker = checked.reader.marker
+        if weights_only:
+            return checked.reader.place
         self._set_numbers(Numbers(marker.num_steps, marker.num_skipped, marker.extra.get("numbers", {})))
         return checked.reader.place
 
@@ -195,19 +205,21 @@ class Checkpointed:
         """What ranks agree over outside of steps."""
         return self._life.control
 
-    def _load(self, checked: Checked, taken: TakenOver | None, own: Mapping[str, Any]) -> None:
+    def _load(self, checked: Checked, taken: TakenOver | None, own: Mapping[str, Any], *, weights_only: bool) -> None:
         """Change what is in memory: where this fails, the step is over."""
         life, steps = self._life, self._steps
         place = str(checked.reader.place)
         try:
             if taken is not None:
-                taken.load(checked, place, lambda: load_buffers(checked))
+                taken.load(checked, place, lambda: load_buffers(checked), optimizer=not weights_only)
             else:
                 if not is_deferred(self.model):
                     load_model(checked, dict(self.model.named_parameters()))
                     load_buffers(checked)
-                steps.await_checkpoint(Awaited(checked, self.model, self.optimizer))
-            load_rest(checked, self.model, self.optimizer, steps.device, own)
+                if not weights_only:
+                    steps.await_checkpoint(Awaited(checked, self.model, self.optimizer))
+            if not weights_only:
+                load_rest(checked, self.model, self.optimizer, steps.device, own)
         except BaseException as error:
             life.failure = f"{place} was loaded in part ({type(error).__name__}: {error})"
             raise

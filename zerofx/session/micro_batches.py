@@ -47,16 +47,16 @@ class MicroBatches:
             )
         self._waiting.append(batch)
 
-    def take(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What to call the step with, for those that have waited; none do then.
+    def take(self, *, partial: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What to call the step with, for those that have waited; none do then. ``partial``: they may be fewer.
 
         Raises:
             UsageError: some are missing, or differ in a tensor that is not divided.
         """
-        if len(self._waiting) != self._wanted:
+        if len(self._waiting) != self._wanted and not (partial and self._waiting):
             raise UsageError(
                 f"expected step.update() after accumulate={self._wanted} calls of step.micro(), found "
-                f"{len(self._waiting)}"
+                f"{len(self._waiting)}{'' if partial else ': say update(partial=True) where data ends earlier'}"
             )
         whole = _joined(self._waiting)
         self._waiting = []

@@ -42,6 +42,16 @@ class Reported:
     _measured: tuple[CompiledStep, Measurement] | None
 
     @property
+    def is_prepared(self) -> bool:
+        """Whether the step holds the model: once it has been prepared, or has run, and until it is closed."""
+        return self._steps.taken is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the model and the optimizer have been given back."""
+        return self._life.closed
+
+    @property
     def grad_norm(self) -> torch.Tensor:
         """The norm of all gradients in the last step, before they were clipped: what ``clip_grad_norm_`` returns.
 

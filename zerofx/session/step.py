@@ -124,24 +124,29 @@ class Step(Whole, Reported):
         with working("keep a micro-batch"):
             self._micro_batches.add(Batch.of(args, kwargs))
 
-    def update(self) -> Any:
+    def update(self, *, partial: bool = False) -> Any:
         """Train on the micro-batches that ``micro`` has brought; returns what ``step(batch)`` does for all of them.
+
+        ``partial``: they may be fewer than ``accumulate`` says, as where data ends. The loss is their mean; each number
+        of them is captured and planned once, as a batch of another shape is.
 
         Raises:
             UsageError: there are not as many as ``accumulate`` says.
         """
         self._life.check_open("call step.update()")
+        num = len(self._micro_batches)
         with working("put micro-batches together"):
-            args, kwargs = self._micro_batches.take()
-        return self(*args, **kwargs)
+            args, kwargs = self._micro_batches.take(partial=partial)
+        with on_device(self._steps.device), working("run a step"):
+            return self._run(args, kwargs, num)
 
-    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_micro_batches: int | None = None) -> Any:
         self._life.check_open("call step(batch)")
         self._outputs = None  # which have no place in the plan of another step
         if self._later is not None:
             self._later.tidy()
         batch = self._steps.batch_of(args, kwargs)
-        compiled, taken, advance, agreed = self._steps.of(batch, "call step(batch)")
+        compiled, taken, advance, agreed = self._steps.of(batch, "call step(batch)", num_micro_batches)
         taken.place(compiled.plan)
         seeds = self._steps.seeds
         seeds.begin(taken.device, self._steps.mesh, agreed, draws_together=compiled.draws_together)

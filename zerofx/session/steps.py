@@ -116,9 +116,18 @@ class Steps:
             raise
         return batch
 
-    def of(self, batch: Batch, purpose: str) -> tuple[CompiledStep, TakenOver, Advance, Agreed]:
-        """The step for a batch, built if need be, with its scalars, and what waits until all ranks agree to run it."""
+    def of(
+        self, batch: Batch, purpose: str, num_micro_batches: int | None = None
+    ) -> tuple[CompiledStep, TakenOver, Advance, Agreed]:
+        """The step for a batch, built if need be, with its scalars, and what waits until all ranks agree to run it.
+
+        ``num_micro_batches``: how many the batch is divided into, where that is not what ``accumulate`` says.
+        """
         described = batch.described() | {"training mode": self._modes.mode()} | dtype_settings()
+        options = self.options
+        if num_micro_batches not in (None, options.accumulate):
+            options = replace(options, accumulate=num_micro_batches, plan=None)
+            described |= {"number of micro-batches": str(num_micro_batches)}
         signature = "\n".join(f"{name}: {text}" for name, text in described.items())
         advance = self.taken.advance() if self.taken is not None else None
         variant = self.taken.binding.variant if self.taken is not None else "not traced yet"
@@ -133,7 +142,7 @@ class Steps:
         compiled = self.shapes.take(signature, variant)
         if compiled is None:
             agreed()
-            compiled, self.taken = self._build(batch, signature, described)
+            compiled, self.taken = self._build(batch, signature, described, options)
             advance = advance or self.taken.advance()
             self.shapes.put(signature, self.taken.binding.variant, described, compiled)
         assert self.taken is not None and advance is not None
@@ -153,12 +162,12 @@ class Steps:
 
         return agreed
 
-    def request(self, batch: Batch) -> Request:
-        """The request for a step with a batch."""
+    def request(self, batch: Batch, options: CompileOptions | None = None) -> Request:
+        """The request for a step with a batch, by its own ``options`` if it has some."""
         # A capture has the same device.
         machine = self.machine or machine_at_hand(tracing_device(self._model, batch), self.options, self._control)
         return Request(
-            self._model, self._optimizer, batch, self.options, self._settings, self.mesh, machine,
+            self._model, self._optimizer, batch, options or self.options, self._settings, self.mesh, machine,
             verbose=self._control.rank == 0,
         )  # fmt: skip
 
@@ -177,7 +186,9 @@ class Steps:
         """Which modules are in training mode now."""
         return self._modes.mode()
 
-    def _build(self, batch: Batch, signature: str, described: Mapping[str, str]) -> tuple[CompiledStep, TakenOver]:
+    def _build(
+        self, batch: Batch, signature: str, described: Mapping[str, str], options: CompileOptions
+    ) -> tuple[CompiledStep, TakenOver]:
         if torch.is_inference_mode_enabled():
             raise UsageError(
                 "expected the first step of a batch shape outside of torch.inference_mode(), found it inside, where "
@@ -190,7 +201,7 @@ class Steps:
                 f"this call has others and runs a newly generated step"
             )
         with self.capturing():
-            request = self.request(batch)
+            request = self.request(batch, options)
             if self._chooses_mesh:
                 self.mesh, self._chooses_mesh = best_mesh(request, self._control), False
                 request = replace(request, mesh=self.mesh)

@@ -17,6 +17,7 @@ from zerofx.ir.buckets import Bucket, Slot
 from zerofx.runtime.comm.control import Control
 from zerofx.runtime.state.state import TrainingState
 from zerofx.session.checkpointed import Checkpointed
+from zerofx.session.life import Life
 from zerofx.session.taken_over import TakenOver
 
 
@@ -90,13 +91,50 @@ class Whole(Checkpointed):
                     f"would be lost: call step(batch) outside the block"
                 )
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """``model.state_dict()`` with whole, trained parameters, as copies on the CPU, on every rank. Collective."""
-        with self.full_parameters():
+    def full_state_dict(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
+        """``model.state_dict()`` with whole, trained parameters, as copies on the CPU, on every rank. Collective.
+
+        One bucket at a time is gathered on the device. A rank that says ``keep=False`` gets and holds none of it.
+        """
+        taken, life = self._steps.taken, self._life
+        if taken is not None and not life.showing:
+            with life.unguarded():
+                entries = self.model.state_dict(keep_vars=True)
+            own = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+            if all(id(entry) in own for entry in entries.values()):
+                whole = _whole_parameters(taken, life, keep=keep)
+                return {
+                    name: whole[id(tensor)] if id(tensor) in whole else tensor.detach().to("cpu", copy=True)
+                    for name, tensor in (entries if keep else {}).items()
+                }
+        with self.full_parameters():  # what a model makes of its parameters for this is made of whole ones
             return {
                 name: tensor.detach().to("cpu", copy=True) if isinstance(tensor, torch.Tensor) else tensor
-                for name, tensor in self.model.state_dict().items()
+                for name, tensor in (self.model.state_dict() if keep else {}).items()
             }
+
+
+def _whole_parameters(taken: TakenOver, life: Life, *, keep: bool) -> dict[int, torch.Tensor]:
+    """Copies of all parameters on the CPU by the identity of each, if this rank is to ``keep`` them. Collective."""
+    purpose, state = "read the whole parameters", taken.state
+    life.check_world()
+    life.control.meet(purpose)
+    whole: dict[int, torch.Tensor] = {}
+    with life.control.together(purpose), torch.no_grad():
+        state.flush()
+        for bucket, held in zip(state.layout.buckets, state.buckets, strict=True):
+            flat = state.gather(bucket, state.load(held.stored))
+            for slot in bucket.slots:
+                parameter = state.parameter(slot.source)
+                shown = state.shown(slot, flat) if slot.whole is None else None  # which may be collective
+                if not keep:
+                    continue
+                if shown is not None:
+                    whole[id(parameter)] = shown.detach().to("cpu", copy=True)
+                    continue
+                copy = whole.setdefault(id(parameter), torch.empty(parameter.shape, dtype=parameter.dtype))
+                slot.box(copy).copy_(slot.view(flat))
+    return whole
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = [
     "OpOverloadPacket",
     "Schema",
     "call_one_by_one",
+    "flattened_with_paths",
     "has_autograd_function",
     "is_foreach",
     "is_out",
@@ -39,6 +40,20 @@ _ONE_BY_ONE = torch._C.DispatchKey.CompositeExplicitAutograd
 
 GONE: Mapping[str, tuple[int, int]] = MappingProxyType({"cholesky": (2, 14)})
 """Operators of ATen that torch has no more, each from a version on."""
+
+
+def flattened_with_paths(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[Sequence[tuple[tuple[Any, ...], Any]], pytree.TreeSpec]:
+    """A tree's leaves, each with its path, and the form of the tree.
+
+    Children of a class that is registered without their names, as outputs of older transformers are, have numbers.
+    """
+    try:
+        return pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    except ValueError:
+        leaves, spec = pytree.tree_flatten(tree, is_leaf=is_leaf)
+        return [((pytree.SequenceKey(number),), leaf) for number, leaf in enumerate(leaves)], spec
 
 
 def schema_of(op: OpOverload[..., Any]) -> Schema:

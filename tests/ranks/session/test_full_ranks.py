@@ -40,6 +40,28 @@ def _full(stage: int, options: dict[str, Any]) -> list[str]:
     return wrong
 
 
+def _full_state_dicts(options: dict[str, Any]) -> list[str]:
+    """What is wrong with whole state dictionaries, in words."""
+    case, (rank, _) = CASES["gpt"], world()
+    ((args, kwargs),) = own_batches(case, rank // options.get("mesh", {}).get("model", 1), 1)
+    step = step_of_case(case, 3, **options)
+    step(*args, **kwargs)
+    with step.full_parameters() as model:
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        inside = step.full_state_dict()
+    found, mine = step.full_state_dict(), step.full_state_dict(keep=rank == 1)
+    wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
+    wrong += [] if found.keys() == inside.keys() == expected.keys() else ["other names"]
+    wrong += [] if mine.keys() == (found.keys() if rank == 1 else set()) else ["what is kept"]
+    return wrong + ([] if found["head.weight"] is found["tokens.weight"] else ["a tied weight is there twice"])
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"mesh": {"model": 2}}], ids=str)
+def test_a_whole_state_is_gathered_a_bucket_at_a_time_and_kept_where_it_is_wanted(options: dict[str, Any]) -> None:
+    for rank, wrong in enumerate(run_ranks(_full_state_dicts, 2, options)):
+        assert wrong == [], f"rank {rank}"
+
+
 @pytest.mark.parametrize(("stage", "options"), [(0, {}), (2, {}), (3, {}), (3, {"mesh": {"model": 2}})], ids=str)
 def test_reading_and_writing(stage: int, options: dict[str, Any]) -> None:
     for rank, wrong in enumerate(run_ranks(_full, 2, stage, options)):

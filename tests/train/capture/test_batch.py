@@ -41,6 +41,13 @@ class Flagged:
         self.x, self.flag = x, flag
 
 
+class Unnamed:
+    """Two tensors, registered with pytree without names."""
+
+    def __init__(self, pair: list[Tensor]) -> None:
+        self.pair = pair
+
+
 @pytest.fixture(autouse=True, scope="module")
 def registered_with_pytree() -> Iterator[None]:
     register_dynamic_cache_export_support()
@@ -50,8 +57,14 @@ def registered_with_pytree() -> Iterator[None]:
         lambda children, flag: Flagged(next(iter(children)), flag),
         flatten_with_keys_fn=lambda one: ([(pytree.GetAttrKey("x"), one.x)], one.flag),
     )
+    pytree.register_pytree_node(
+        Unnamed,
+        lambda one: (one.pair, None),
+        lambda children, _: Unnamed(list(children)),
+        serialized_type_name="tests.Unnamed",  # under which it is taken out again
+    )
     yield
-    for kind in (Flagged, DynamicCache):
+    for kind in (Flagged, Unnamed, DynamicCache):
         pytree._deregister_pytree_node(kind)
 
 
@@ -101,6 +114,13 @@ def found(value: Any) -> list[Tensor]:
     if isinstance(value, tuple | list):
         return [t for item in value for t in found(item)]
     return found(value.x) if isinstance(value, Data) else []
+
+
+def test_children_without_names_have_numbers() -> None:
+    batch = Batch.of((Unnamed([X, 2 * X]),), {})
+    assert batch.names == ("batch[0][0]", "batch[0][1]")
+    ((again,), _) = doubled(batch)
+    assert torch.equal(again.pair[1], 4 * X)
 
 
 @pytest.mark.parametrize(("given", "name"), CONTAINERS.values(), ids=CONTAINERS.keys())

@@ -311,3 +311,35 @@ def test_the_marker_is_json_and_says_what_is_there(checkpoint: Path) -> None:
     assert text["num_steps"] == 2 and text["aliases"] == {"head.weight": "first.weight"}
     assert text["optimizer"]["groups"][0]["lr"] == 0.01
     assert read_marker(checkpoint).tensors["transposed"].shape == (8, 5, 2)
+
+
+def test_weights_alone_leave_the_optimizer_and_the_counts_as_they_are(tmp_path: Path) -> None:
+    step = trained()
+    step.save_checkpoint(tmp_path)
+    saved = step.full_state_dict()
+    for args, _ in batches(UNEVEN, 0, 3):
+        step(*args)
+    states, count = step.optimizer.state_dict()["state"], step.num_steps
+    step.load_checkpoint(tmp_path, weights_only=True)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in step.full_state_dict().items())
+    after = step.optimizer.state_dict()["state"]
+    assert all(torch.equal(after[index][name], states[index][name]) for index in states for name in states[index])
+    assert step.num_steps == count and step.is_prepared and not step.is_closed
+
+
+def test_weights_alone_are_taken_over_before_the_first_step_too(tmp_path: Path) -> None:
+    saved = trained()
+    saved.save_checkpoint(tmp_path)
+    model = Uneven()
+    step = zerofx.compile(model, torch.optim.AdamW(model.parameters(), lr=0.01), backend="eager")
+    step.load_checkpoint(tmp_path, weights_only=True)
+    assert not step.is_prepared and not step.optimizer.state_dict()["state"]
+    step.prepare(*next(batches(UNEVEN, 0, 1))[0])
+    assert all(torch.equal(tensor, saved.full_state_dict()[name]) for name, tensor in step.full_state_dict().items())
+    with zerofx.empty_init():
+        deferred = Uneven()
+    step = zerofx.compile(deferred, torch.optim.AdamW(deferred.parameters(), lr=0.01), backend="eager")
+    with pytest.raises(UsageError, match="weights= in its place"):
+        step.load_checkpoint(tmp_path, weights_only=True)
+    step.close()
+    assert step.is_closed

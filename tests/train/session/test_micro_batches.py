@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from zerofx import UsageError
+from zerofx import UsageError, ZeroFXWarning
 
 
 class Scaled(nn.Module):
@@ -59,6 +59,27 @@ def test_as_many_as_accumulate_says_come_before_an_update() -> None:
         step(*batch(6), scale=scale)
     step.update()
     step(*batch(6), scale=scale)
+
+
+def test_fewer_train_as_the_batch_that_they_make_where_that_is_said() -> None:
+    torch.manual_seed(0)
+    model, scale = Scaled(), torch.tensor(1.0)
+    one, other = step_of(model), step_of(copy.deepcopy(model), accumulate=2)
+    with pytest.raises(UsageError, match=r"after accumulate=3 calls of step.micro\(\), found 0"):
+        one.update(partial=True)
+    for seed in range(2):
+        parts = [batch(2, 2 * seed + number) for number in range(2)]
+        for x, y in parts:
+            one.micro(x, y, scale=scale)
+        with pytest.raises(UsageError, match=r"found 2: say update\(partial=True\) where data ends earlier"):
+            one.update()
+        assert torch.equal(one.update(partial=True), other(*map(torch.cat, zip(*parts, strict=True)), scale=scale))
+    # The others are as before.
+    for number in range(3):
+        one.micro(*batch(2, number), scale=scale)
+    with pytest.warns(ZeroFXWarning, match="number of micro-batches"):
+        one.update(partial=True)
+    assert one.num_steps == 3
 
 
 def test_they_are_alike() -> None:

@@ -1,0 +1,84 @@
+"""``ZeroFXSFTTrainer`` trains, evaluates and logs as TRL's ``SFTTrainer`` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lib.trainers import LENGTH, TOKENS, apart, history, llama
+from zerofx import UsageError
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+tokenizers = pytest.importorskip("tokenizers")
+
+# TRL and what it is made of warn of one another.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+
+LOGGED = (
+    "loss",
+    "entropy",
+    "mean_token_accuracy",
+    "num_tokens",
+    "eval_loss",
+    "eval_entropy",
+    "eval_mean_token_accuracy",
+)
+
+
+def _rows(count: int) -> Any:
+    """Sentences that begin with what is not learned."""
+    draws = torch.Generator().manual_seed(0)
+    rows = [torch.randint(TOKENS - 3, (LENGTH,), generator=draws).tolist() for _ in range(count)]
+    table = {"input_ids": rows, "labels": [[-100] * 3 + row[3:] for row in rows]}
+    return datasets.Dataset(datasets.table.InMemoryTable.from_pydict(table), fingerprint=str(count))
+
+
+def _tokenizer() -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(TOKENS - 3)} | {"<pad>": TOKENS - 3, "<eos>": TOKENS - 2}
+    model = tokenizers.models.WordLevel(words | {"<unk>": TOKENS - 1}, unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(model), pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def _made(kind: Any, folder: Path, *, given: dict[str, Any] | None = None, **options: Any) -> Any:
+    settings: dict[str, Any] = {
+        "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "logging_steps": 1,
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6, "learning_rate": 1e-2,
+        "max_length": LENGTH, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no",
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+    }  # fmt: skip
+    args = trl.SFTConfig(output_dir=str(folder), **{**settings, **(given or {})})
+    return kind(
+        model=llama(),
+        args=args,
+        train_dataset=_rows(64),
+        eval_dataset=_rows(8),
+        processing_class=_tokenizer(),
+        **options,
+    )
+
+
+def test_losses_and_metrics_are_those_of_trl(tmp_path: Path) -> None:
+    from zerofx.integrations.trl import ZeroFXSFTTrainer
+
+    plain = _made(trl.SFTTrainer, tmp_path)
+    plain.train()
+    one = _made(ZeroFXSFTTrainer, tmp_path, backend="eager")
+    one.train()
+    # TRL computes the output layer in pieces, which rounds otherwise.
+    assert apart(history(one, *LOGGED), history(plain, *LOGGED), bound=3e-5) == []
+    assert one.step.options.recompute == "full"  # as checkpointing, TRL's default, asks
+
+
+def test_what_a_step_cannot_honour_is_named(tmp_path: Path) -> None:
+    from zerofx.integrations.trl import ZeroFXSFTTrainer
+
+    with pytest.raises(UsageError, match="found loss_type"):
+        _made(ZeroFXSFTTrainer, tmp_path, given={"loss_type": "dft"})
