@@ -105,7 +105,7 @@ class Plan:
     @property
     def has_parts(self) -> bool:
         """Whether replicas update parts of a slice each."""
-        return any(bucket.states_over != bucket.gathered_over for bucket in self.buckets)
+        return any(bucket.group is not None and bucket.states_over != bucket.gathered_over for bucket in self.buckets)
 
     def num_slices(self, bucket: BucketSummary) -> int:
         """Slices that a bucket's parameters and gradients are cut into."""
@@ -119,7 +119,7 @@ class Plan:
     @property
     def has_residencies(self) -> bool:
         """Whether some bucket is on the device, whole, only while it is used: sharded, or in a slower tier."""
-        return self.gathers_parameters or bool(self.parameters)
+        return self.gathers_parameters or bool(self.parameters or self.gathers)
 
     @property
     def shards_optimizer(self) -> bool:

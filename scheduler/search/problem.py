@@ -185,10 +185,12 @@ class Problem:
         )
 
     def state_bytes(self) -> dict[int, int]:
-        """Bytes of one rank's optimizer states and masters, by bucket."""
+        """Bytes of one rank's optimizer states and masters, by bucket, of those that this step updates."""
         num_bytes = {}
         for index, program in self.rehearsal.programs.items():
             bucket = self.layout.buckets[index]
+            if bucket.is_lent:
+                continue
             local = bucket.updated_numel(self.options.stage)
             master = bucket.dtype.itemsize if bucket.has_master else 0
             num_bytes[index] = local * (master + sum(state.dtype.itemsize for state in program.states))

@@ -152,16 +152,17 @@ def _bucket_data(bucket: Bucket) -> list[Any]:
     ]  # fmt: skip
     dtypes = [encoded(dtype) for dtype in (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype, bucket.state_dtype)]
     axes = [bucket.gathered_over, bucket.states_over, bucket.crossed_over]
-    return [bucket.index, bucket.name, bucket.unit, bucket.group, *dtypes, slots, bucket.shard_numel, axes]
+    lent = bucket.lent_at
+    return [bucket.index, bucket.name, bucket.unit, bucket.group, *dtypes, slots, bucket.shard_numel, axes, lent]
 
 
 def _bucket_of(data: list[Any], mesh: Mesh) -> Bucket:
-    index, name, unit, group, *named, slots, shard_numel, axes = data
+    index, name, unit, group, *named, slots, shard_numel, axes, lent_at = data
     dtype, compute_dtype, reduce_dtype, state_dtype = map(decoded, named)
-    of_bucket = tuple(map(_slot_of, slots))
+    of_bucket, (gathered, states, crossed) = tuple(map(_slot_of, slots)), axes
     return Bucket(
         index, name, unit, group, dtype, compute_dtype, reduce_dtype, state_dtype, of_bucket, shard_numel, mesh,
-        *map(tuple, axes),
+        tuple(gathered), tuple(states), tuple(crossed), lent_at,
     )  # fmt: skip
 
 

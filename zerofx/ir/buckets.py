@@ -118,7 +118,8 @@ class Bucket:
     gathered ones. ``reduce_dtype`` is that of gradients on their way from all ranks, and ``state_dtype`` the one in
     which states that the optimizer has in ``dtype`` are stored between updates. Gradients are summed
     along ``gathered_over`` and then along ``crossed_over``; on both, ranks have their own samples, or the axis is one
-    of those whose ranks have parts of one gradient.
+    of those whose ranks have parts of one gradient. ``lent_at`` is the stage at which another step holds it, which
+    trains it; None for the step's own.
     """
 
     index: int
@@ -135,6 +136,16 @@ class Bucket:
     gathered_over: Axes = SHARD
     states_over: Axes = SHARD
     crossed_over: Axes = ()
+    lent_at: int | None = None
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether another step trains it, which alone decides where it lies."""
+        return self.lent_at is not None
+
+    def held_at(self, stage: int) -> int:
+        """The stage at which it is held, in a step of ``stage``."""
+        return stage if self.lent_at is None else self.lent_at
 
     @property
     def num_ranks(self) -> int:
@@ -194,15 +205,15 @@ class Bucket:
 
     def is_gathered(self, stage: int) -> bool:
         """Whether ranks keep slices of its parameters, which are gathered for each use."""
-        return stage == 3 and self.num_ranks > 1
+        return self.held_at(stage) == 3 and self.num_ranks > 1
 
     def is_cut(self, stage: int) -> bool:
         """Whether a rank updates a part of it, not all."""
-        return stage >= 1 and self.num_ranks * self.num_parts > 1
+        return self.held_at(stage) >= 1 and self.num_ranks * self.num_parts > 1
 
     def updated_numel(self, stage: int) -> int:
         """Elements that a rank updates."""
-        return self.part_numel if stage >= 1 else self.numel
+        return self.part_numel if self.held_at(stage) >= 1 else self.numel
 
     @property
     def numel(self) -> int:
@@ -284,7 +295,7 @@ class BucketLayout:
     @property
     def has_parts(self) -> bool:
         """Whether replicas update parts of a slice each."""
-        return any(bucket.num_parts > 1 for bucket in self.buckets)
+        return any(bucket.trainable and bucket.num_parts > 1 for bucket in self.buckets)
 
     @property
     def groups(self) -> tuple[Axes, ...]:
@@ -307,6 +318,16 @@ class BucketLayout:
     def without_training(self) -> BucketLayout:
         """The layout as what computes no gradients has it: no bucket is trained."""
         return replace(self, buckets=tuple(replace(bucket, group=None) for bucket in self.buckets))
+
+    def with_lent(self, lent: Iterable[Bucket]) -> BucketLayout:
+        """The layout with buckets of other steps after its own."""
+        buckets = (*self.buckets, *lent)
+        return replace(self, buckets=tuple(replace(bucket, index=index) for index, bucket in enumerate(buckets)))
+
+    @property
+    def own(self) -> BucketLayout:
+        """The layout without the buckets of other steps."""
+        return replace(self, buckets=tuple(bucket for bucket in self.buckets if not bucket.is_lent))
 
     def of_rank(self, rank: int) -> BucketLayout:
         """The layout with the parts of parameters that a rank has."""
@@ -336,7 +357,7 @@ def layout_of(
     reduce_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
 ) -> BucketLayout:
-    """The buckets of a captured graph's parameters; other arguments as for ``make_layout``."""
+    """The buckets of a captured graph's own parameters; other arguments as for ``make_layout``."""
     order = step.positions()
     first_use = {
         placeholder(node).name: min(order[user] for user in node.users)
@@ -344,7 +365,7 @@ def layout_of(
         if node.users
     }
     return make_layout(
-        step.parameters, groups, step.units, first_use, mesh, block,
+        [info for info in step.parameters if not info.lent], groups, step.units, first_use, mesh, block,
         in_parts=in_parts, reduce_dtype=reduce_dtype, state_dtype=state_dtype,
     )  # fmt: skip
 

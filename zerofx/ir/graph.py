@@ -53,7 +53,7 @@ class ParameterInfo:
     dtype it is stored in, ``compute_dtype`` the one that the graph reads. A slice of a parameter is one too: ``whole``
     is then the parameter's first name, and ``first_row`` where the slice begins in its first dimension. A complex one
     is described as what ``torch.view_as_real`` makes of it. Of a parameter that lies in parts on ``num_parts`` ranks of
-    the model axis, along ``part``, shape and stride are those of one part.
+    the model axis, along ``part``, shape and stride are those of one part. ``lent``: it is of another step's model.
     """
 
     name: str
@@ -68,6 +68,7 @@ class ParameterInfo:
     is_complex: bool = False
     part: Sharded | None = None
     num_parts: int = 1
+    lent: bool = False
 
     @property
     def source(self) -> str:

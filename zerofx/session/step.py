@@ -32,7 +32,8 @@ from zerofx.runtime.state.arguments import batch_tensors
 from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
 from zerofx.session.ending import end, end_connections
 from zerofx.session.evaluations import Evaluations
-from zerofx.session.guards import LossWatch, claim, release
+from zerofx.session.guards import LossWatch
+from zerofx.session.lending.owners import claim, release
 from zerofx.session.life import Life
 from zerofx.session.metrics import LastStep
 from zerofx.session.micro_batches import MicroBatches, count_all

@@ -31,6 +31,7 @@ from zerofx.runtime.state.values import Values
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.session.guards import ParameterWatch, guard_model
+from zerofx.session.lending.lenders import Lenders
 from zerofx.session.life import Life
 from zerofx.torch_private.optimizers import note_step
 
@@ -39,7 +40,8 @@ class TakenOver:
     """What a step holds of a model and an optimizer, from its first build on. Collective to make.
 
     ``values`` are what the parameters begin with. ``reads_memory``: whether ranks of a host
-    may read each other's memory. ``scaler`` has the loss's scale, if it is scaled.
+    may read each other's memory. ``scaler`` has the loss's scale, if it is scaled. ``lenders`` are other steps whose
+    models are read.
     """
 
     def __init__(
@@ -53,12 +55,13 @@ class TakenOver:
         *,
         reads_memory: bool,
         scaler: LossScaler | None,
+        lenders: Lenders,
     ) -> None:
         compiled, control = built.compiled, life.control
         device = compiled.device
         self.model, self.layout, self.binding, self.device = model, built.layout, built.binding, device
         self._life, self._tiers, self._outside = life, tiers, options.objective.outside
-        self.scaler = scaler
+        self.scaler, self._lenders = scaler, lenders
         with control.together("take the model over"):
             transport = make_transport(
                 life.group, device, control.patience_seconds, tiers.log, reads_memory=reads_memory
@@ -92,7 +95,7 @@ class TakenOver:
 
     def tensors(self, arguments: StepArguments) -> dict[str, torch.Tensor]:
         """What a step reads and writes besides its batch, by name."""
-        return state_tensors(arguments, self.model, self.state, self._outside, self.scaler)
+        return state_tensors(arguments, self.model, self.state, self._outside, self.scaler, self._lenders.read())
 
     def held_bytes(self, arguments: StepArguments) -> dict[str, int]:
         """Bytes that this rank holds between steps, by tier: the device's, and others' that are used now."""

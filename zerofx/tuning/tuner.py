@@ -43,7 +43,7 @@ from zerofx.scheduler.cost.links import Transfer
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.plan.mesh import SHARD
-from zerofx.session.guards import claim, release
+from zerofx.session.lending.owners import claim, release
 from zerofx.settings import read_settings
 from zerofx.torch_private.profiler import is_profiling
 from zerofx.tuning.candidates import Planner, best_of, concluded, most_promising, promises_more

@@ -123,6 +123,11 @@ class OptimizerBinding:
         """Whether the updates that hold now keep anything from step to step."""
         return any(program.states or program.scalar_states for program in self._programs.values())
 
+    @property
+    def traced(self) -> dict[int, UpdateProgram]:
+        """The update of each trained bucket, as it was traced last."""
+        return self._stored(self._programs)
+
     def programs(
         self, state: TrainingState | None, held: Mapping[int, HeldState] = MappingProxyType({})
     ) -> dict[int, UpdateProgram]:

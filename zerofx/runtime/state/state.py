@@ -62,7 +62,7 @@ class TrainingState:
         replaced by NaN of the same shape that takes no memory.
         """
         for buffer in self.model.buffers():
-            self._broadcast(buffer)
+            self.broadcast(buffer)
         for bucket in self.layout.buckets:
             self.buckets.append(self._divide(bucket, weights.flat(bucket, *self._kept(bucket))))
             if not self._place_bucket(plan, bucket, self.buckets[-1]):
@@ -363,7 +363,8 @@ class TrainingState:
         first = bucket.first_of_part(self._rank) - bucket.first_of_slice(self._rank)
         return shard[first : first + bucket.part_numel]
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Give a tensor rank 0's values on all ranks. Collective."""
         if self._transport is not None and tensor.numel():
             self._transport.broadcast([tensor])
 
