@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,7 @@ def main(args: argparse.Namespace, world: World) -> None:
             made = generator(noise)
         return F.softplus(-model(real)).mean() + F.softplus(model(made)).mean()
 
-    def compiled(model: nn.Module, forward: object) -> zerofx.Step:
+    def compiled(model: nn.Module, forward: Callable[..., Tensor]) -> zerofx.Step:
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.5, 0.9))
         return zerofx.compile(model, optimizer, stage=3, forward=forward, backend=args.backend)
 
@@ -58,7 +59,7 @@ def main(args: argparse.Namespace, world: World) -> None:
         noise = torch.randn(BATCH_SIZE, NOISE_DIM, generator=draw).to(world.device)
         caught, fooled = discriminator_step(real, noise), generator_step(noise)
         if index % 200 == 0 or index == args.steps - 1:
-            world.print(f"step {index:4d}   discriminator {caught.item():.3f} nats   generator {fooled.item():.3f} nats")
+            world.print(f"step {index:4d}   nats: discriminator {caught.item():.3f}   generator {fooled.item():.3f}")
 
     with generator_step.full_parameters(), torch.no_grad():
         made = generator(torch.randn(1000, NOISE_DIM, generator=draw).to(world.device)).cpu()

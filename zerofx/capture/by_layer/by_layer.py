@@ -90,7 +90,8 @@ def capture_by_layer(
         else:
             captured = place.keep(captured, say)
     assert captured is not None
-    captured.returned = record.returned  # of all layers, and in no file
+    # Of all layers; but for what is copied, in no file.
+    captured.returned = replace(record.returned, copied=captured.returned.copied)
     assert not check or captured.text() == whole.capture().text(), "layers were stamped out, or kept, as they are not"
     return captured
 
