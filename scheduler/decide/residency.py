@@ -177,6 +177,7 @@ def summarise(bucket: Bucket) -> BucketSummary:
         states_over=bucket.states_over,
         reduce_dtype=None if bucket.reduce_dtype == bucket.compute_dtype else str(bucket.reduce_dtype),
         state_dtype=None if bucket.state_dtype == bucket.dtype else str(bucket.state_dtype),
+        lent=bucket.is_lent,
     )
 
 

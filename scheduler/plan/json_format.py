@@ -32,8 +32,8 @@ def as_data(plan: Plan) -> dict[str, Any]:
     gradients and states that are others than usual."""
     data = asdict(plan)
     for bucket in data["buckets"]:
-        for name in ("reduce_dtype", "state_dtype"):
-            if bucket[name] is None:
+        for name in ("reduce_dtype", "state_dtype", "lent"):
+            if not bucket[name]:
                 del bucket[name]
     for reduce in data["reduces"]:
         if reduce["gathered_after"] == "":
