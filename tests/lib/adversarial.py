@@ -65,7 +65,8 @@ def average_gradients(model: nn.Module) -> None:
     """As data parallelism does; neighbours' are summed first, as on a mesh whose inner axis has two ranks."""
     ranks = world()[1]
     for parameter in model.parameters() if ranks > 1 else ():
-        assert parameter.grad is not None
+        if parameter.grad is None:
+            continue
         sums = [torch.empty_like(parameter.grad) for _ in range(ranks)]
         dist.all_gather(sums, parameter.grad)
         while len(sums) > 1:
@@ -73,12 +74,20 @@ def average_gradients(model: nn.Module) -> None:
         parameter.grad = sums[0] / ranks
 
 
-def in_eager_mode(steps: int, **options: Any) -> tuple[list[Tensor], Stack, Stack]:
+def freeze(discriminator: nn.Module, number: int) -> None:
+    """Freeze a layer and a part of another for the second round."""
+    for name, parameter in discriminator.named_parameters():
+        parameter.requires_grad_(number != 1 or not name.startswith(("layers.0", "layers.1.0.bias")))
+
+
+def in_eager_mode(steps: int, *, freezes: bool = False, **options: Any) -> tuple[list[Tensor], Stack, Stack]:
     """Losses and models of plain code."""
     generator, discriminator = models(**options)
     optimizers = {model: optimizer_of(model) for model in (generator, discriminator)}
     losses = []
-    for real, noise in batches(steps):
+    for number, (real, noise) in enumerate(batches(steps)):
+        if freezes:
+            freeze(discriminator, number)
         for model in (discriminator, generator):
             optimizers[model].zero_grad()
             if model is discriminator:
@@ -114,17 +123,21 @@ def steps_of(generator: nn.Module, discriminator: nn.Module, **options: Any) -> 
     return generator_step(generator, discriminator, **options), discriminator_step(discriminator, generator, **options)
 
 
-def unlike_eager_mode(steps: int, stages: tuple[int, int], norm: bool = False, **options: Any) -> list[str]:
+def unlike_eager_mode(
+    steps: int, stages: tuple[int, int], norm: bool = False, freezes: bool = False, **options: Any
+) -> list[str]:
     """What of a training is not as in eager mode, in words: losses, parameters, buffers, and the peak of both steps.
 
     `stages` are the generator's and the other's.
     """
-    expected, *plain = in_eager_mode(steps, norm=norm)
+    expected, *plain = in_eager_mode(steps, norm=norm, freezes=freezes)
     generator, discriminator = models(norm=norm)
     of_generator = generator_step(generator, discriminator, stages[0], **options)
     of_discriminator = discriminator_step(discriminator, generator, stages[1], **options)
     losses = []
-    for real, noise in batches(steps):
+    for number, (real, noise) in enumerate(batches(steps)):
+        if freezes:
+            freeze(discriminator, number)
         losses += [of_discriminator(real, noise).clone(), of_generator(noise).clone()]
     wrong = [f"loss {i} is {b}, not {a}" for i, (a, b) in enumerate(zip(expected, losses, strict=True)) if a != b]
     for model, step in zip(plain, (of_generator, of_discriminator), strict=True):

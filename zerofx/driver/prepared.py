@@ -18,7 +18,7 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions, check_bucket_names
 from zerofx.progress import watched
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
+from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters, histories_of
 from zerofx.runtime.state.state import TrainingState
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
@@ -190,6 +190,7 @@ def _laid_out(
     layout = layout_of(
         captured, groups, request.mesh, options.block,
         in_parts=in_parts, reduce_dtype=options.reduced_in, state_dtype=options.states_in,
+        histories=histories_of(request.model, request.optimizer),
     )  # fmt: skip
     check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
     binding = OptimizerBinding(request.optimizer, layout, captured.device, prefer_fused=options.compiles_regions)

@@ -27,7 +27,7 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.optimizers.shadow import structural_flags
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
+from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters, histories_of
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import RegionMemory, Target
 from zerofx.torch_private.profiler import is_profiling
@@ -63,6 +63,7 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
     parts = (
         recorded.place.key, update, repr(groups),
         repr(None if earlier is None else f"{earlier.layout} {earlier.binding.variant}"),
+        repr(histories_of(model, optimizer) if earlier is None else None),
         repr(request.locations), *(repr(entry.described()) for entry in request.borrowed),
         repr(sorted(batch.described().items())),
         repr(request.machine), str(request.mesh), str(device),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 
@@ -356,6 +357,7 @@ def layout_of(
     in_parts: bool = True,
     reduce_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
+    histories: Mapping[str, str] = MappingProxyType({}),
 ) -> BucketLayout:
     """The buckets of a captured graph's own parameters; other arguments as for ``make_layout``."""
     order = step.positions()
@@ -366,7 +368,7 @@ def layout_of(
     }
     return make_layout(
         [info for info in step.parameters if not info.lent], groups, step.units, first_use, mesh, block,
-        in_parts=in_parts, reduce_dtype=reduce_dtype, state_dtype=state_dtype,
+        in_parts=in_parts, reduce_dtype=reduce_dtype, state_dtype=state_dtype, histories=histories,
     )  # fmt: skip
 
 
@@ -381,6 +383,7 @@ def make_layout(
     in_parts: bool = True,
     reduce_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
+    histories: Mapping[str, str] = MappingProxyType({}),
 ) -> BucketLayout:
     """Divide parameters into buckets.
 
@@ -395,13 +398,14 @@ def make_layout(
         reduce_dtype: what floating-point gradients are reduced in; None for what they are computed in.
         state_dtype: what optimizer states are stored in where that is smaller than the parameters'; None for what the
             optimizer has them in.
+        histories: what tells parameters whose states began at other steps from each other, by name.
 
     A parameter outside all units goes with its neighbours in time: those that are first used between the same two
     units share a bucket, so that an embedding and a head are not held together. A slice has a bucket of its own.
     """
     units = frozenset(units)
     unit_starts = sorted(_first_use_of_units(parameters, units, first_use).values())
-    members: dict[tuple[str, int, int | None, torch.dtype, torch.dtype, str, bool], list[ParameterInfo]] = {}
+    members: dict[tuple[str, int, int | None, torch.dtype, torch.dtype, str, bool, str], list[ParameterInfo]] = {}
     for info in parameters:
         unit = unit_of(info.name, units)
         gap = -1
@@ -410,12 +414,13 @@ def make_layout(
             gap = len(unit_starts) + 1 if position is None else sum(start <= position for start in unit_starts)
         of_slice = info.name if info.whole is not None else ""
         on_model = info.part is not None
-        key = (unit, gap, groups.get(info.source), info.dtype, info.compute_dtype, of_slice, on_model)
+        history = histories.get(info.source, "")
+        key = (unit, gap, groups.get(info.source), info.dtype, info.compute_dtype, of_slice, on_model, history)
         members.setdefault(key, []).append(info)
     order = sorted(members, key=lambda key: min(first_use.get(p.name, len(first_use) * 1_000) for p in members[key]))
     buckets, crossed = [], mesh.occupied(("replicate",))
     for index, key in enumerate(order):
-        unit, gap, group, dtype, compute_dtype, of_slice, on_model = key
+        unit, gap, group, dtype, compute_dtype, of_slice, on_model, _ = key
         # Ranks of the model axis share what they all have of parameters as those of the shard axis do.
         gathered = mesh.along(SHARD if on_model else (*SHARD, *MODEL))
         slots, shard_numel = _place(members[key], compute_dtype, mesh.size(gathered), mesh.size(crossed), block)

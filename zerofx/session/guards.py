@@ -67,12 +67,12 @@ def guard_model(model: nn.Module, is_open: Callable[[], bool], instead: str = ""
 
 
 class ParameterWatch:
-    """Notices parameters that were replaced, moved, frozen, unfrozen or given hooks after the step's back."""
+    """Notices parameters that were replaced, moved or given hooks after the step's back."""
 
     def __init__(self, model: nn.Module) -> None:
         tables = ((path, parameter_table(module)) for path, module in model.named_modules())
         self._entries = [
-            (f"{path}.{key}" if path else key, table, key, tensor, tensor.requires_grad, tensor.data_ptr())
+            (f"{path}.{key}" if path else key, table, key, tensor, tensor.data_ptr())
             for path, table in tables
             for key, tensor in table.items()
             if tensor is not None
@@ -84,19 +84,13 @@ class ParameterWatch:
         Raises:
             UsageError: names the parameter.
         """
-        for name, table, key, tensor, requires_grad, address in self._entries:
+        for name, table, key, tensor, address in self._entries:
             if table.get(key) is not tensor or tensor.data_ptr() != address:
                 raise UsageError(
                     f"expected the model's parameters where compile put them, found that {name} was replaced or moved "
                     f"since (by model.to(), an assignment, load_state_dict(assign=True)): change values in place "
                     f"inside `with step.full_parameters(write_back=True):`, or call step.close() before and compile "
                     f"after"
-                )
-            if tensor.requires_grad != requires_grad:
-                now, before = ("trained", "frozen") if tensor.requires_grad else ("frozen", "trained")
-                raise UsageError(
-                    f"expected the parameters that compile found to be trained, and no others, found that {name} was "
-                    f"{before} and is {now}: call step.close(), then compile again"
                 )
             check_hooks(name, tensor)
 

@@ -103,6 +103,7 @@ class Step(Whole, Reported):
             self._steps = Steps(model, optimizer, options, self.settings, self._life, self._owner)
             self.options = self._steps.options
             self._evaluations = Evaluations(model, self._steps, self._life, self._graphs)
+            self._steps.before_undoing = lambda: owner._let_go_of_what_was_built()
             undo_all.pop_all()
 
     # ------------------------------------------------------------------------------------------------ running
@@ -184,6 +185,12 @@ class Step(Whole, Reported):
         taken.finish_step(self.options.delayed_update or 0, self.num_steps, compiled.plan)
         seeds.end(taken.device)
         return self._returned(compiled, results)
+
+    def _let_go_of_what_was_built(self) -> None:
+        """Before the model is taken over anew."""
+        self.finish_saving()
+        self._graphs.clear()
+        self._evaluations.shapes.forget()
 
     def _returned(self, compiled: CompiledStep, outcome: list[torch.Tensor]) -> Any:
         """What a call returns of a step's outcome; the norm of gradients is noted."""

@@ -43,6 +43,7 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import Target
 from zerofx.session.awaited import Awaited
+from zerofx.session.ending import end_connections, let_go
 from zerofx.session.guards import ModeWatch, NumberWatch
 from zerofx.session.lending.lenders import Lenders
 from zerofx.session.lending.owners import Owner
@@ -93,6 +94,8 @@ class Steps:
         self.values = Values(model, options.weights, life.control)
         self.scaler = None if options.loss_scale is None else LossScaler(options.loss_scale)
         self._loaded: Path | None = None
+        self.num_made = 0  # times that the model was given back, to be taken over anew
+        self.before_undoing: Callable[[], None] = lambda: None
         self._awaited: Awaited | None = None
         if options.plan is not None:
             self.machine = machine_at_hand(self.device, options, life.control)
@@ -127,16 +130,22 @@ class Steps:
         """The step for a batch, built if need be, with its scalars, and what waits until all ranks agree to run it."""
         described = batch.described() | {"training mode": self._modes.mode()} | dtype_settings()
         signature = "\n".join(f"{name}: {text}" for name, text in described.items())
-        advance = self.taken.advance() if self.taken is not None else None
+        changed = self.taken.changed() if self.taken is not None else ""
+        advance = self.taken.advance() if self.taken is not None and not changed else None
         variant = self._variant()
         agreed = self.agreement(
             purpose,
             batch,
-            f"{signature}\noptimizer update: {variant}\n{hyperparameters(self._optimizer)}",
+            f"{signature}\nmade anew for {changed or 'nothing'}\noptimizer update: {variant}\n"
+            f"{hyperparameters(self._optimizer)}",
             "batch shapes, modes, autocast and optimizer options",
             "Give every rank batches of the same shapes, for example by padding, and the same optimizer options: a "
             "scheduler that follows a loss has to be given the mean of all ranks' losses.",
         )
+        if changed and self.taken is not None:
+            agreed()
+            self._undo(self.taken, changed)
+            variant = self._variant()
         compiled = self.shapes.take(signature, variant)
         if compiled is None:
             agreed()
@@ -147,6 +156,33 @@ class Steps:
         self.lenders.settle()
         assert self.taken is not None and advance is not None
         return compiled, self.taken, advance, agreed
+
+    def _undo(self, taken: TakenOver, changed: str) -> None:
+        """Give model and optimizer back, to be taken over as they are by the step that is built next. Collective.
+
+        Raises:
+            UsageError: nothing would be trained, or a plan was given, which is for what was.
+        """
+        if isinstance(self.options.plan, Plan) or not any(p.requires_grad for p in self.model.parameters()):
+            why = "with a plan, which is made for those" if self.options.plan is not None else "and nothing to train"
+            raise UsageError(
+                f"expected the parameters that compile found to be trained, and no others, found {changed}, {why}: "
+                f"call step.close(), then compile again"
+            )
+        self.before_undoing()
+        self.gradients.remove()
+        with self._control.together("make the step anew"):
+            taken.give_back()
+        let_go(self.model, taken.guards)
+        absence = end_connections(taken, self.life)
+        self.taken, self._loaded = None, None
+        self.num_made += 1
+        self.shapes.forget()
+        if absence is not None:
+            raise absence
+        self.gradients = AbsentGradients(self.model)
+        self.values = Values(self.model, None, self._control)
+        warn(f"requires_grad asks for {changed}: the step is made anew, with the same values and optimizer states")
 
     def _variant(self) -> str:
         """Tells the updates that hold now, and the places of what is read of other steps, from others."""

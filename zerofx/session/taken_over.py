@@ -77,6 +77,7 @@ class TakenOver:
         if self.runtime.notice:
             warn(self.runtime.notice)
         self.optimizer_state = OptimizerState(built.binding, self.state, control)
+        self._trained = {name: parameter.requires_grad for name, parameter in self.state.parameters.items()}
         self.guards: list[Any] = []
         self.watch_parameters()
         self._allocate(built.programs)
@@ -92,6 +93,18 @@ class TakenOver:
         self.watch = ParameterWatch(self.model)
         if not state.resident and not self.guards:
             self.guards = guard_model(self.model, lambda: life.showing or state.resident)
+
+    def changed(self) -> str:
+        """Which parameters are to be trained that were not when the model was taken over, or not any more, in words."""
+        now = {name: parameter.requires_grad for name, parameter in self.state.parameters.items()}
+        if now == self._trained:
+            return ""
+        kinds = {"trained": True, "frozen": False}
+        changed = {
+            word: [n for n, flag in now.items() if flag != self._trained[n] and flag is to]
+            for word, to in kinds.items()
+        }
+        return " and ".join(f"{names(of_kind)} to be {word}" for word, of_kind in changed.items() if of_kind)
 
     def tensors(self, arguments: StepArguments) -> dict[str, torch.Tensor]:
         """What a step reads and writes besides its batch, by name."""

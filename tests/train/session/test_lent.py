@@ -42,6 +42,11 @@ def test_what_is_read_gets_no_gradient_though_it_requires_one() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.full_state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:.*the step is made anew")
+def test_a_step_that_is_made_anew_is_read_where_it_has_its_model_then() -> None:
+    assert unlike_eager_mode(3, (3, 3), freezes=True) == []
+
+
 def test_freezing_what_is_read_around_a_step_changes_nothing() -> None:
     losses = []
     for freezes in (False, True):

@@ -190,9 +190,12 @@ class TrainingState:
         state.scalars[name] = value.to(device) if isinstance(value, torch.Tensor) else value
 
     def set_flat(self, bucket: Bucket, name: str, values: torch.Tensor) -> None:
-        """Give a bucket the values of one flat state, which are stored in the bucket's dtype for states."""
-        state = self.buckets[bucket.index]
-        state.flat[name] = self._put(state, values.to(bucket.stored_as(values.dtype)))
+        """Give a bucket the values of one flat state, which are stored in the bucket's dtype for states.
+
+        Those of a bucket that is not trained now wait on the host.
+        """
+        state, stored = self.buckets[bucket.index], values.to(bucket.stored_as(values.dtype))
+        state.flat[name] = self._put(state, stored) if bucket.trainable else self._tiers.hold(stored, "host")
 
     def load(self, stored: torch.Tensor | Stored) -> torch.Tensor:
         """A tensor that is on the device, or a copy there of one that is not."""

@@ -55,9 +55,9 @@ class Lenders:
     @property
     def key(self) -> str:
         """Tells the places where what is read lies now from others that it was or may be in."""
-        of = {name: steps.taken for name, steps in self._used().items()}
         return "\n".join(
-            f"{name}: {'not prepared' if taken is None else taken.state.locations()}" for name, taken in of.items()
+            f"{name} {steps.num_made}: {'not prepared' if steps.taken is None else steps.taken.state.locations()}"
+            for name, steps in self._used().items()
         )
 
     def find(self) -> None:
