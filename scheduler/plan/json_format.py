@@ -22,6 +22,7 @@ _FORMAT = 1
 # Entries that a plan has only where they say something.
 _LEFT_OUT: dict[str, Any] = {
     "wire": "exact", "ranks_per_node": None, "wires": (), "pieces": (), "max_grad_norm": None, "loss_scaled": False,
+    "grad_norms": False,
     "replicate": 1, "model": 1, "shardings": (), "overlaps": (), "spreads": (), "states_reason": "",
 }  # fmt: skip
 

@@ -177,6 +177,7 @@ class Problem:
             state_bytes=self.state_bytes(),
             delayed=self.delayed(),
             max_grad_norm=options.max_grad_norm,
+            grad_norms=options.grad_norms,
             loss_scaled=options.loss_scale is not None,
             inlines=self.target.fuses and options.recompute != "none",
             gradients=self.gradients(),

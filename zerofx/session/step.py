@@ -195,6 +195,8 @@ class Step(Whole, Reported):
     def _returned(self, compiled: CompiledStep, outcome: list[torch.Tensor]) -> Any:
         """What a call returns of a step's outcome; the norm of gradients is noted."""
         loss, *others = outcome
+        squares = others.pop() if self.options.grad_norms else None
+        self._last.note_layers(self._steps.layers, squares)
         self._grad_norm = others.pop() if self.options.max_grad_norm is not None else None
         if compiled.returned.extras is None:
             return loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ from zerofx.runtime.state.state import TrainingState
 from zerofx.runtime.state.values import Values
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.units import unit_of
 from zerofx.session.guards import ParameterWatch, guard_model
 from zerofx.session.lending.lenders import Lenders
 from zerofx.session.life import Life
@@ -93,6 +95,16 @@ class TakenOver:
         self.watch = ParameterWatch(self.model)
         if not state.resident and not self.guards:
             self.guards = guard_model(self.model, lambda: life.showing or state.resident)
+
+    @functools.cached_property
+    def layers(self) -> tuple[str, ...]:
+        """What each trained bucket is a part of: a layer, or what is between two. Slices are of a parameter's layer."""
+        units = {bucket.unit for bucket in self.layout.buckets if not bucket.is_slice}
+        return tuple(
+            unit_of(source, units) or source if bucket.is_slice and (source := bucket.slots[0].source) else bucket.name
+            for bucket in self.layout.buckets
+            if bucket.trainable
+        )
 
     def changed(self) -> str:
         """Which parameters are to be trained that were not when the model was taken over, or not any more, in words."""
