@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -57,9 +56,7 @@ def trained_while_freezing(kind: str, stage: int | None, **options: Any) -> tupl
 def unlike_eager_mode(kind: str, stage: int, **options: Any) -> list[str]:
     """What is not as in eager mode, in words."""
     losses, everything = trained_while_freezing(kind, None)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*the step is made anew")
-        found, ours = trained_while_freezing(kind, stage, **options)
+    found, ours = trained_while_freezing(kind, stage, **options)
     wrong = [f"loss {i} is {b}, not {a}" for i, (a, b) in enumerate(zip(losses, found, strict=True)) if a != b]
     wrong += [f"{name} is there, or not" for name in everything.keys() ^ ours.keys()]
     both = everything.keys() & ours.keys()

@@ -49,6 +49,7 @@ def _quantised() -> list[str]:
     return wrong + [f"{wire} is sent so" for wire in step.evaluation.plan.wires if wire.gather != "exact"]
 
 
+@pytest.mark.slow
 def test_gathers_are_exact_where_those_of_training_are_not() -> None:
     for rank, wrong in enumerate(run_ranks(_quantised, 2)):
         assert wrong == [], f"rank {rank}"
@@ -65,7 +66,7 @@ def _in_slices() -> list[str]:
     return wrong + ([] if found == {"layers.0.mlp.up.weight": 4, "layers.2.mlp.out.weight": 2} else [f"{found}"])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_parameters_in_slices(num_ranks: int) -> None:
     for rank, wrong in enumerate(run_ranks(_in_slices, num_ranks)):
         assert wrong == [], f"rank {rank}"

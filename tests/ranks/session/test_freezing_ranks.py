@@ -7,6 +7,8 @@ import pytest
 from tests.lib.distributed import run_ranks
 from tests.lib.freezing import unlike_eager_mode
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*the step is made anew")
+
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_bits_of_eager_mode(stage: int) -> None:

@@ -6,20 +6,18 @@ import pytest
 import torch
 
 import zerofx
-from tests.lib.freezing import trained_while_freezing, unlike_eager_mode
+from tests.lib.freezing import unlike_eager_mode
 from tests.lib.users import adamw, ids, tiny
 from zerofx import UsageError
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("adamw", 0), *(pytest.param(*run, marks=pytest.mark.slow) for run in (("adamw", 3), ("sgd", 3)))],
+)
 def test_the_bits_of_eager_mode(kind: str, stage: int) -> None:
-    assert unlike_eager_mode(kind, stage) == []
-
-
-def test_it_says_so_once() -> None:
     with pytest.warns(match=r"requires_grad asks for .*: the step is made anew, with the same values") as said:
-        trained_while_freezing("adamw", 0)
+        assert unlike_eager_mode(kind, stage) == []
     texts = [str(warning.message) for warning in said]
     assert len(texts) == 3
     assert "layers.1.norm1.weight, layers.1.norm1.bias to be trained" in texts[1]

@@ -15,10 +15,10 @@ from zerofx import UsageError
 @pytest.mark.parametrize(
     ("stage", "options"),
     [
-        (0, {}),
         (3, {"max_grad_norm": 0.5}),
-        (3, {"tile": {"layers.0.mlp.up.weight": 4}}),
-        (2, {"loss_scale": 1024.0}),
+        pytest.param(0, {}, marks=pytest.mark.slow),
+        pytest.param(3, {"tile": {"layers.0.mlp.up.weight": 4}}, marks=pytest.mark.slow),
+        pytest.param(2, {"loss_scale": 1024.0}, marks=pytest.mark.slow),
         (0, {"loss_scale": 1024.0, "max_grad_norm": 0.5}),
     ],
     ids=str,

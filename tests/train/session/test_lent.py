@@ -13,6 +13,7 @@ import zerofx
 from tests.lib.adversarial import (
     Stack,
     batches,
+    discriminator_step,
     generator_loss,
     generator_step,
     models,
@@ -24,7 +25,7 @@ from zerofx import UsageError
 
 
 @pytest.mark.parametrize("stages", [(0, 0), (3, 3)], ids=str)
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch norm"])
+@pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "batch norm"])
 def test_the_bits_of_eager_mode(stages: tuple[int, int], norm: bool) -> None:
     assert unlike_eager_mode(3, stages, norm) == []
 
@@ -58,6 +59,22 @@ def test_freezing_what_is_read_around_a_step_changes_nothing() -> None:
             losses.append(step(noise))
             discriminator.requires_grad_(True)
     assert losses[:3] == losses[3:]
+
+
+def test_a_model_that_a_step_has_read_may_be_compiled_later() -> None:
+    losses = []
+    for compiles in (False, True):
+        generator, discriminator = models()
+        step = generator_step(generator, discriminator.requires_grad_(False))
+        (real, noise), (_, more) = batches(2)
+        losses.append(step(noise).clone())
+        if compiles:
+            discriminator.requires_grad_(True)
+            other = discriminator_step(discriminator, generator)
+            other.prepare(real, noise)
+        losses.append(step(more).clone())
+    assert losses[:2] == losses[2:]
+    assert any(bucket.lent for bucket in step.plan.buckets)
 
 
 def test_a_moving_average_of_what_another_step_trains() -> None:
@@ -112,7 +129,11 @@ def test_an_evaluation_reads_them_too() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"precision": "bf16"}, {"accumulate": 2, "max_grad_norm": 1.0}, {"memory_budget": 100_000, "offload": "host"}],
+    [
+        {"precision": "bf16"},
+        pytest.param({"accumulate": 2, "max_grad_norm": 1.0}, marks=pytest.mark.slow),
+        {"memory_budget": 100_000, "offload": "host"},
+    ],
     ids=str,
 )
 def test_what_steps_are_asked_for_besides(options: dict[str, Any]) -> None:
