@@ -46,8 +46,8 @@ def main(args: argparse.Namespace, world: World) -> None:
 
     def doubt(model: nn.Module, real: Tensor, noise: Tensor) -> Tensor:
         with torch.no_grad():
-            made = generator(noise)
-        return F.softplus(-model(real)).mean() + F.softplus(model(made)).mean()
+            fakes = generator(noise)
+        return F.softplus(-model(real)).mean() + F.softplus(model(fakes)).mean()
 
     def compiled(model: nn.Module, forward: Callable[..., Tensor]) -> zerofx.Step:
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.5, 0.9))
@@ -62,9 +62,9 @@ def main(args: argparse.Namespace, world: World) -> None:
             world.print(f"step {index:4d}   nats: discriminator {caught.item():.3f}   generator {fooled.item():.3f}")
 
     with generator_step.full_parameters(), torch.no_grad():
-        made = generator(torch.randn(1000, NOISE_DIM, generator=draw).to(world.device)).cpu()
-    spot = (torch.atan2(made[:, 1], made[:, 0]) / (2 * math.pi / NUM_SPOTS)).round().remainder(NUM_SPOTS)
-    on_ring = (made.norm(dim=1) - RADIUS).abs() < 4 * SPREAD
+        fakes = generator(torch.randn(1000, NOISE_DIM, generator=draw).to(world.device)).cpu()
+    spot = (torch.atan2(fakes[:, 1], fakes[:, 0]) / (2 * math.pi / NUM_SPOTS)).round().remainder(NUM_SPOTS)
+    on_ring = (fakes.norm(dim=1) - RADIUS).abs() < 4 * SPREAD
     world.print(f"points on the ring   {world.mean(on_ring.float().mean().item()):.2f}")
     world.print(f"spots reached        {spot[on_ring].unique().numel()} of {NUM_SPOTS}")
     discriminator_step.close()

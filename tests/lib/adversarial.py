@@ -46,8 +46,8 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def discriminator_loss(discriminator: nn.Module, generator: nn.Module, real: Tensor, noise: Tensor) -> Tensor:
     with torch.no_grad():
-        made = generator(noise)
-    return F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(made)).mean()
+        fakes = generator(noise)
+    return F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(fakes)).mean()
 
 
 def generator_loss(generator: nn.Module, discriminator: nn.Module, noise: Tensor) -> Tensor:
