@@ -101,7 +101,7 @@ class Evaluations:
                 compiled = build_step(request, untrained(taken.earlier), self._life.control).compiled
             lenders.agree(taken.state)
             self.shapes.put(signature, f"{locations}\n{lenders.key}", described, compiled)
-        lenders.settle()
+        lenders.settle(agreed)
         return compiled, agreed
 
     def _run(self, compiled: CompiledStep, batch: Batch, taken: TakenOver, agreed: Agreed) -> list[torch.Tensor]:

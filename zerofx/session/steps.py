@@ -153,7 +153,7 @@ class Steps:
             self.lenders.agree(self.taken.state)
             advance = advance or self.taken.advance()
             self.shapes.put(signature, self._variant(), described, compiled)
-        self.lenders.settle()
+        self.lenders.settle(agreed)
         assert self.taken is not None and advance is not None
         return compiled, self.taken, advance, agreed
 

@@ -34,3 +34,15 @@ def test_a_moment_in_which_nothing_is_trained_is_refused() -> None:
     model.requires_grad_(True)
     assert all(torch.equal(tensor, state[name]) for name, tensor in step.full_state_dict().items())
     assert step(ids(), labels=ids(1)) < before
+
+
+def test_a_plan_that_was_given_is_for_what_was_trained() -> None:
+    model = tiny()
+    step = zerofx.compile(model, adamw(model), backend="eager")
+    step.prepare(ids(), labels=ids(1))
+    step.close()
+    again = zerofx.compile(model, adamw(model), backend="eager", plan=step.plan)
+    again(ids(), labels=ids(1))
+    model.head.weight.requires_grad_(False)
+    with pytest.raises(UsageError, match=r"found head.weight to be frozen, with a plan, which is made for those"):
+        again(ids(), labels=ids(1))

@@ -114,6 +114,22 @@ def test_a_moving_average_of_what_another_step_trains() -> None:
     assert trained(True) == trained(False)
 
 
+def test_updates_that_another_step_has_left_to_the_host_are_done_first() -> None:
+    losses = []
+    for delays in (False, True):
+        generator, discriminator = models()
+        step = generator_step(generator, discriminator)
+        other = discriminator_step(discriminator, generator, delayed_update=1 if delays else None)
+        (real, noise), *_ = batches(1)
+        for _ in range(3):
+            losses.append(other(real, noise).clone())
+            with other.full_parameters():
+                pass  # which finishes them too, so that both trainings are one
+        losses.append(other(real, noise).clone())
+        losses.append(step(noise).clone())
+    assert losses[:5] == losses[5:]
+
+
 def test_an_evaluation_reads_them_too() -> None:
     generator, discriminator = models()
     step, other = steps_of(generator, discriminator)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -96,10 +96,14 @@ class Lenders:
             for tensor in self._outside.tensors().values()
         )
 
-    def settle(self) -> None:
-        """Have the updates done that other steps have left to the host. Collective at stages 1 and 2."""
+    def settle(self, agreed: Callable[[], object]) -> None:
+        """Have the updates done that other steps have left to the host, once all ranks have ``agreed`` to read them.
+
+        Collective at stages 1 and 2.
+        """
         for steps in self._used().values():
-            if steps.taken is not None:
+            if steps.taken is not None and steps.options.delayed_update is not None:
+                agreed()
                 steps.taken.state.flush()
 
     @contextlib.contextmanager
