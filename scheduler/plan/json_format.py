@@ -34,7 +34,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
     data = asdict(plan)
     for bucket in data["buckets"]:
         for name in ("reduce_dtype", "state_dtype", "lent"):
-            if not bucket[name]:
+            if bucket[name] in (None, False):
                 del bucket[name]
     for reduce in data["reduces"]:
         if reduce["gathered_after"] == "":
