@@ -63,14 +63,23 @@ def group_of_parameters(
 def histories_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """What tells parameters that were trained in other steps from each other, by name: their states, and the numbers
     among them, such as steps. Empty where all are alike."""
-    texts = {}
-    for name, parameter in model.named_parameters():
-        entry = optimizer.state.get(parameter, {})
-        numbers = {
-            n: float(v) for n, v in entry.items()
-            if isinstance(v, int | float) or (isinstance(v, torch.Tensor) and not v.dim() and parameter.dim())
-        }  # fmt: skip
-        texts[name] = f"{sorted(entry)} {sorted(numbers.items())}"
+    entries = {name: (p, optimizer.state.get(p, {})) for name, p in model.named_parameters()}
+    # Of a parameter of one element, states look like numbers.
+    numbers = {
+        state
+        for parameter, entry in entries.values()
+        for state, value in entry.items()
+        if parameter.dim() and (isinstance(value, int | float) or (isinstance(value, torch.Tensor) and not value.dim()))
+    }
+    texts = {
+        name: repr(
+            [
+                (state, float(value) if state in numbers else "")
+                for state, value in sorted(entry.items(), key=lambda item: item[0])
+            ]
+        )
+        for name, (_, entry) in entries.items()
+    }
     return texts if len(set(texts.values())) > 1 else {}
 
 
