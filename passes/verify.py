@@ -281,7 +281,7 @@ def _check_plan(step: StepGraph, after: str, plan: Plan) -> None:
         f"{decision.bucket} on {decision.tier}" for decision in plan.gradients for _ in decision.free_after
     ]
     settled = [node.args[0] for node in step.calls() if node.target is ops.settle]
-    clipped = [ops.square_sum for _ in plan.reduces] if plan.max_grad_norm is not None else []
+    clipped = [ops.square_sum for _ in plan.reduces] if plan.max_grad_norm is not None or plan.grad_norms else []
     checked = [ops.check_gradients] if plan.loss_scaled else []
     stateful = {placeholder(n).bucket for role in (Role.MASTER, Role.STATE) for n in step.placeholders(role)}
     states = [f"{decision.bucket} on {decision.tier}" for decision in plan.states if decision.bucket in stateful]

@@ -84,6 +84,7 @@ class TuneOptions(TypedDict, total=False):
     keep_gathered: Collection[str] | Literal["all"]
     wire: Wire
     max_grad_norm: float | None
+    grad_norms: bool
     loss_scale: LossScale | float | None
     keep_fp32: Collection[Kept]
     reduce_dtype: ReduceDtype | None
@@ -144,6 +145,7 @@ class CompileOptions:
     wire: Wire = "exact"
     cuda_graphs: CudaGraphs = field(default=False, metadata=_left_out_of("ranks", "plan", "step"))
     max_grad_norm: float | None = None
+    grad_norms: bool = False
     on_nonfinite: OnNonfinite | None = None
     constant: tuple[str, ...] = field(default=(), metadata=_left_out_of("plan", "step"))  # the batch has their values
     outputs: Outputs = field(default="numbers", metadata=_left_out_of("plan", "step"))  # the captured graph has it
@@ -233,6 +235,7 @@ def check_options(
     wire: Wire = "exact",
     cuda_graphs: CudaGraphs = False,
     max_grad_norm: float | None = None,
+    grad_norms: bool = False,
     forward: ForwardFunction | None = None,
     on_nonfinite: OnNonfinite | None = None,
     constant: Collection[str] = (),
@@ -293,6 +296,10 @@ def check_options(
             f"expected cuda_graphs 'auto' (where the step allows it), True or False, found {cuda_graphs!r}"
         )
     check_max_grad_norm(max_grad_norm, delayed_update)
+    if not isinstance(grad_norms, bool):
+        raise UsageError(
+            f"expected grad_norms to be True (step.metrics has each layer's) or False, found {grad_norms!r}"
+        )
     check_on_nonfinite(on_nonfinite, delayed_update)
     check_outputs(outputs, forward)
     check_kept(keep_fp32, precision)
@@ -349,6 +356,7 @@ def check_options(
         wire=wire,
         cuda_graphs=cuda_graphs,
         max_grad_norm=None if max_grad_norm is None else float(max_grad_norm),
+        grad_norms=grad_norms,
         on_nonfinite=on_nonfinite,
         constant=tuple(constant),
         loss_scale=scaling,

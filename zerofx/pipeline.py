@@ -139,8 +139,12 @@ PLAN = (
     Listed(Across, {"reduces": ("crossed_after",)}, lambda plan, _: plan.replicate > 1),
     # The largest of all gradients, and what frees them of the loss's scale.
     Listed(Unscale, {"loss_scaled": ()}, lambda plan, _: plan.loss_scaled),
-    # The norm of all gradients, and a factor.
-    Listed(Clip, {"max_grad_norm": ()}, lambda plan, _: plan.max_grad_norm is not None),
+    # The norm of all gradients, and a factor; the norms of layers.
+    Listed(
+        Clip,
+        {"max_grad_norm": (), "grad_norms": ()},
+        lambda plan, _: plan.max_grad_norm is not None or plan.grad_norms,
+    ),
     # No update where a gradient is not finite.
     Listed(CheckGradients, when=lambda plan, _: plan.loss_scaled),
     # The optimizer, on each bucket as soon as it is reduced.

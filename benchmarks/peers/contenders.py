@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,8 +59,13 @@ def _plain(
     optimizer: torch.optim.Optimizer,
     hidden_bytes: int = 0,
     accumulate: int = 1,
+    *,
+    evaluates: bool = False,
 ) -> TrainStep:
-    """``accumulate``: how often the batch is trained on before an update, each time with its own reductions."""
+    """``accumulate``: how often the batch is trained on before an update, each time with its own reductions.
+    ``evaluates``: the step is a forward in evaluation mode."""
+    if evaluates:
+        return TrainStep(partial(_evaluated, work, called), hidden_bytes, trained=(work.model, optimizer))
 
     def run() -> Tensor:
         total = None
@@ -73,6 +79,12 @@ def _plain(
         return total
 
     return TrainStep(run, hidden_bytes, trained=(work.model, optimizer))
+
+
+@torch.no_grad()
+def _evaluated(work: Workload, called: Callable[..., Any]) -> Tensor:
+    work.model.eval()
+    return work.loss(called)
 
 
 def _torch(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
@@ -122,7 +134,8 @@ def _fsdp2(request: dict[str, Any], work: Workload, device: torch.device) -> Tra
         fully_shard(wrapped, mesh=mesh, **policies)
         blocks[index] = wrapped
     fully_shard(work.model, mesh=mesh, **policies)
-    return _plain(work, work.model, _adamw(work.model), accumulate=request.get("accumulate", 1))
+    accumulate, evaluates = request.get("accumulate", 1), request.get("evaluate", False)
+    return _plain(work, work.model, _adamw(work.model), accumulate=accumulate, evaluates=evaluates)
 
 
 def _dtensor(request: dict[str, Any], work: Workload, device: torch.device) -> TrainStep:
@@ -220,13 +233,21 @@ def _zerofx(request: dict[str, Any], work: Workload, device: torch.device) -> Tr
         reduce=request.get("reduce", "auto"),
         example_batch=batch,
     )
-    plan = step.plan
+    if request.get("evaluate"):
+        step.evaluate(**batch)
+    plan = step.evaluation.plan if request.get("evaluate") else step.plan
     facts = {
         "predicted_peak_bytes": plan.peak_bytes["device"],
         "predicted_wire_bytes": plan.wire_bytes,
         "recomputed": len(plan.recomputes),
         "link_bytes": plan.link_bytes,
     }
+    if request.get("evaluate"):
+        return TrainStep(
+            lambda: work.loss(step.evaluate),
+            sent_bytes=lambda: step.measure_evaluation(num_steps=1, **batch).wire_bytes,
+            facts=facts,
+        )
     return TrainStep(
         lambda: step(**batch),
         sent_bytes=lambda: step.measure(num_steps=1, **batch).wire_bytes,

@@ -62,6 +62,14 @@ GROUPS = (
         ),
     ),
     Group(
+        "evaluated",  # a forward in evaluation mode, of parameters as training has them
+        (
+            Contender("FSDP2 + compile, evaluation", {"family": "fsdp2", "compile": True, "evaluate": True}),
+            Contender("zerofx stage 3, evaluation", {"family": "zerofx", "stage": 3, "evaluate": True}),
+            Contender("FSDP2, evaluation", {"family": "fsdp2", "evaluate": True}),
+        ),
+    ),
+    Group(
         "replicated",
         (
             Contender("DDP + compile", {"family": "ddp", "compile": True}),

@@ -55,7 +55,8 @@ def main() -> None:
     facts |= _measure(step, device) | step.facts
     facts |= {"shape": asdict(shape), "num_parameters": num_parameters, "ranks_per_batch": ranks_per_batch}
     num_flops = request["contender"].get("accumulate", 1) * model_flops(shape, num_parameters)
-    facts.setdefault("flops", num_flops / ranks_per_batch)
+    share = 1 / 3 if request["contender"].get("evaluate") else 1.0  # a backward takes twice its forward's
+    facts.setdefault("flops", share * num_flops / ranks_per_batch)
     answers.write(json.dumps(facts) + "\n")
     for line in sys.stdin:
         meet()

@@ -29,7 +29,8 @@ class CheckGradients:
     def run(self, step: StepGraph, plan: Plan) -> None:
         assert step.unscaling is not None, "gradients are looked at first"
         norm = [] if step.clipping is None else [step.clipping.norm]
+        squares = [] if step.layer_squares is None else [step.layer_squares]
         largest = step.unscaling.largest or norm[0]
         with step.graph.inserting_before(step.output):
-            args = (largest, [step.loss, *step.extras, *norm])
+            args = (largest, [step.loss, *step.extras, *norm, *squares])
             insert_call(step.graph, ops.check_gradients, args, Origin("", Phase.UPDATE), name="check_gradients")

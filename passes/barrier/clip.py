@@ -13,13 +13,19 @@
 The update pass multiplies each bucket's gradient by ``clip``. So every update comes after every reduction, and reduced
 gradients live until then.
 
+Where the norms of layers are asked for, the squares of each bucket are summed over all ranks and handed out, whether
+gradients are clipped or not: no update waits for that.
+
+    parts = wait(all_gather(cat([squares_0, squares_1]), -1, 2))
+    return loss, grad_norm, sum(view(parts, [2, 2]), [0])
+
 Where the loss is scaled so is the sum, and the norm is multiplied by the scale's inverse (``unscale.py``).
 
 The sum is taken over slices of buckets, in the order of buckets and then of ranks. At stage 0 too, where each rank has
 all gradients: a slice's sum is taken before slices are gathered again. So the norm has the same bits at every stage and
 with every plan for as many ranks, and gradients are read once by somebody.
 
-Does not handle: delayed updates, which are refused together with it.
+Does not handle: clipping of delayed updates, which are refused together with it.
 """
 
 from __future__ import annotations
@@ -45,16 +51,36 @@ _WHERE = Origin("", Phase.UPDATE)
 
 @dataclass(frozen=True)
 class Clip:
-    """Compute the norm of all reduced gradients and the factor for them, and leave both in ``StepGraph.clipping``."""
+    """Compute the norm of all reduced gradients and the factor for them, and leave both in ``StepGraph.clipping``.
+
+    Or the sums of squares of each bucket's, which ``StepGraph.layer_squares`` has.
+    """
 
     layout: BucketLayout
     name: str = "clip"
 
     def run(self, step: StepGraph, plan: Plan) -> None:
-        assert plan.max_grad_norm is not None
-        if any(decision.delayed for decision in plan.states):
+        if plan.max_grad_norm is not None and any(decision.delayed for decision in plan.states):
             raise PlanError("expected no delayed updates together with max_grad_norm, found some: make the plan anew")
-        self._norm(step, plan, numbers_of_slices(step, plan, self.layout, ops.square_sum, "squares"))
+        squares = numbers_of_slices(step, plan, self.layout, ops.square_sum, "squares")
+        if plan.max_grad_norm is not None:
+            self._norm(step, plan, squares)
+        if plan.grad_norms:
+            self._of_buckets(step, plan, squares)
+
+    def _of_buckets(self, step: StepGraph, plan: Plan, squares: list[fx.Node]) -> None:
+        """The squares of each bucket's gradient on all ranks, handed out."""
+        graph = step.graph
+        with graph.inserting_before(step.output):
+            together = insert_call(graph, _aten.cat.default, (squares,), _WHERE, name="squares_of_buckets")
+            parts = of_all_ranks(step, plan, together, "squares_of_buckets")
+            parts = insert_call(graph, _aten.view.default, (parts, [plan.num_ranks, len(squares)]), _WHERE)
+            total = insert_call(graph, _aten.sum.dim_IntList, (parts, [0]), _WHERE)
+            if step.unscaling is not None:
+                for _ in range(2):
+                    total = insert_call(graph, _aten.mul.Tensor, (total, step.unscaling.inverse), _WHERE)
+        step.layer_squares = total
+        step.set_outputs(step.loss, step.mutations)
 
     def _norm(self, step: StepGraph, plan: Plan, squares: list[fx.Node]) -> None:
         """The norm of all gradients, and the factor for them, where the step ends."""

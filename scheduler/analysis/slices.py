@@ -77,6 +77,8 @@ def sliceable(step: StepGraph, name: str) -> Sliceable | str:
     """The parameter called ``name``, or why it has to be there whole."""
     info = next(info for info in step.parameters if info.name == name)
     node = next(node for node in step.placeholders(Role.PARAMETER) if placeholder(node).name == name)
+    if info.lent:
+        return "is another step's"
     if len(info.shape) != 2:
         return f"has {len(info.shape)} dimensions, where slices are rows of a matrix"
     # A model that has been taken over shows parameters without memory: all strides are 0.

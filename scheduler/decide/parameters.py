@@ -64,7 +64,7 @@ def parameter_menus(
         with_states = states is not None and states.parameter_bytes > 0
         tier = states.tier if states is not None and with_states else first_with_room(left, size)
         # A slice whose parts several ranks update is put together where they can reach it.
-        if not size or tier is None or bucket.num_parts > 1:
+        if not size or tier is None or bucket.num_parts > 1 or bucket.is_lent:
             continue
         if not with_states:
             left[tier] -= size
@@ -91,6 +91,6 @@ def copies_menu(
 
     One bucket with its states is there ahead of time, or every copy is waited for.
     """
-    sizes = [bucket.shard_bytes + state_bytes.get(bucket.index, 0) for bucket in layout.buckets]
+    sizes = [bucket.shard_bytes + state_bytes.get(bucket.index, 0) for bucket in layout.own.buckets]
     waited = sum(copy_seconds(size, tier, "device", machine) for size in sizes)
     return Gathering(max(sizes, default=0), 0.0), Gathering(0, waited)

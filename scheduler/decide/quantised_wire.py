@@ -134,7 +134,7 @@ class _Sends:
 
     def most(self, bucket: Bucket, moments: _Exact) -> Choice:
         """All that can be compressed of a bucket."""
-        if not bucket.compute_dtype.is_floating_point:
+        if bucket.is_lent or not bucket.compute_dtype.is_floating_point:
             return Choice()
         turns = sum(c.turn is not None and c.bucket == bucket.index for c in moments.collectives.values())
         second = turns > 1 and self.num_nodes > 1 and bucket.index not in self._away

@@ -97,6 +97,7 @@ def decide(
     each: Mapping[int, str] | None = None,
     memory_budget: int | None = None,
     max_grad_norm: float | None = None,
+    grad_norms: bool = False,
     loss_scaled: bool = False,
     offloads: tuple[OffloadDecision, ...] = (),
     spreads: tuple[SpreadDecision, ...] = (),
@@ -149,6 +150,7 @@ def decide(
         overlaps=step.overlaps,
         memory_budget=memory_budget,
         max_grad_norm=max_grad_norm,
+        grad_norms=grad_norms,
         loss_scaled=loss_scaled,
         num_micro_batches=step.num_micro_batches,
         summary=identity.summary,
@@ -177,6 +179,7 @@ def summarise(bucket: Bucket) -> BucketSummary:
         states_over=bucket.states_over,
         reduce_dtype=None if bucket.reduce_dtype == bucket.compute_dtype else str(bucket.reduce_dtype),
         state_dtype=None if bucket.state_dtype == bucket.dtype else str(bucket.state_dtype),
+        lent=bucket.is_lent,
     )
 
 

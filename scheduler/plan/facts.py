@@ -39,7 +39,7 @@ class BucketSummary:
     along (``zerofx/ir/buckets.py``).
 
     ``reduce_dtype``: of gradients on their way between ranks, None for ``compute_dtype``. ``state_dtype``: what
-    optimizer states are stored in, None for what the optimizer has them in.
+    optimizer states are stored in, None for what the optimizer has them in. ``lent``: another step trains it.
     """
 
     name: str
@@ -52,6 +52,7 @@ class BucketSummary:
     state_dtype: str | None = None
     gathered_over: Axes = SHARD
     states_over: Axes = SHARD
+    lent: bool = False
 
 
 @dataclass(frozen=True)

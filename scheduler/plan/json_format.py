@@ -22,6 +22,7 @@ _FORMAT = 1
 # Entries that a plan has only where they say something.
 _LEFT_OUT: dict[str, Any] = {
     "wire": "exact", "ranks_per_node": None, "wires": (), "pieces": (), "max_grad_norm": None, "loss_scaled": False,
+    "grad_norms": False,
     "replicate": 1, "model": 1, "shardings": (), "overlaps": (), "spreads": (), "states_reason": "",
 }  # fmt: skip
 
@@ -32,8 +33,8 @@ def as_data(plan: Plan) -> dict[str, Any]:
     gradients and states that are others than usual."""
     data = asdict(plan)
     for bucket in data["buckets"]:
-        for name in ("reduce_dtype", "state_dtype"):
-            if bucket[name] is None:
+        for name in ("reduce_dtype", "state_dtype", "lent"):
+            if bucket[name] in (None, False):
                 del bucket[name]
     for reduce in data["reduces"]:
         if reduce["gathered_after"] == "":

@@ -39,7 +39,8 @@ class Plan:
     only because others are computed again from them. ``pieces`` are those that what is outside repeated layers is
     divided into, where not all values stay. ``memory_budget`` is what the plan was made to fit, in bytes on the device.
     ``num_micro_batches`` is how many a batch is divided into, which run one after the other before the update.
-    ``max_grad_norm`` is what the norm of all gradients is clipped to, None for gradients as they are. ``loss_scaled``:
+    ``max_grad_norm`` is what the norm of all gradients is clipped to, None for gradients as they are. ``grad_norms``:
+    whether those of layers are handed out. ``loss_scaled``:
     whether they are of a loss that is multiplied by a scale, and looked at before the first update. ``wire`` is what
     the plan was free to send (``"exact"``, or one of ``zerofx.ir.op_kernels.quantise.ENCODINGS``), and
     ``ranks_per_node`` where it takes nodes to end; both say nothing of an exact plan. ``replicate`` and ``model`` are
@@ -70,6 +71,7 @@ class Plan:
     memory_budget: int | None = None
     num_micro_batches: int = 1
     max_grad_norm: float | None = None
+    grad_norms: bool = False
     loss_scaled: bool = False
     micro_batches_reason: str = ""
     wire: str = "exact"
@@ -105,7 +107,7 @@ class Plan:
     @property
     def has_parts(self) -> bool:
         """Whether replicas update parts of a slice each."""
-        return any(bucket.states_over != bucket.gathered_over for bucket in self.buckets)
+        return any(bucket.group is not None and bucket.states_over != bucket.gathered_over for bucket in self.buckets)
 
     def num_slices(self, bucket: BucketSummary) -> int:
         """Slices that a bucket's parameters and gradients are cut into."""
@@ -119,7 +121,7 @@ class Plan:
     @property
     def has_residencies(self) -> bool:
         """Whether some bucket is on the device, whole, only while it is used: sharded, or in a slower tier."""
-        return self.gathers_parameters or bool(self.parameters)
+        return self.gathers_parameters or bool(self.parameters or self.gathers)
 
     @property
     def shards_optimizer(self) -> bool:

@@ -177,6 +177,7 @@ class Problem:
             state_bytes=self.state_bytes(),
             delayed=self.delayed(),
             max_grad_norm=options.max_grad_norm,
+            grad_norms=options.grad_norms,
             loss_scaled=options.loss_scale is not None,
             inlines=self.target.fuses and options.recompute != "none",
             gradients=self.gradients(),
@@ -185,10 +186,12 @@ class Problem:
         )
 
     def state_bytes(self) -> dict[int, int]:
-        """Bytes of one rank's optimizer states and masters, by bucket."""
+        """Bytes of one rank's optimizer states and masters, by bucket, of those that this step updates."""
         num_bytes = {}
         for index, program in self.rehearsal.programs.items():
             bucket = self.layout.buckets[index]
+            if bucket.is_lent:
+                continue
             local = bucket.updated_numel(self.options.stage)
             master = bucket.dtype.itemsize if bucket.has_master else 0
             num_bytes[index] = local * (master + sum(state.dtype.itemsize for state in program.states))

@@ -29,6 +29,7 @@ class Question:
     ``tile_classes`` logits over their classes too.
     ``delayed``: where states are in any case, so that their updates overlap with the next step; none if empty.
     ``max_grad_norm``: what gradients are clipped to, if they are: all updates are after all reductions then.
+    ``grad_norms``: whether the norms of layers are handed out.
     ``loss_scaled``: whether gradients are of a scaled loss, after which updates come so too.
     ``inlines``: whether values may be computed again at no cost (``scheduler/decide/inlined.py``).
     ``gradients``: which wait elsewhere between micro-batches in any case, with copies that are still to be placed.
@@ -48,6 +49,7 @@ class Question:
     tile_classes: bool = False
     delayed: Mapping[Bucket, Placement] = field(default_factory=dict)
     max_grad_norm: float | None = None
+    grad_norms: bool = False
     loss_scaled: bool = False
     inlines: bool = False
     gradients: tuple[GradientDecision, ...] = ()

@@ -17,11 +17,11 @@ from torch import fx, nn
 
 from zerofx.capture.by_layer.forward_record import ForwardRecord
 from zerofx.capture.for_gpu.gpu import AbsentGpu
-from zerofx.capture.layers import find_units
+from zerofx.capture.outside.lent import Lent, all_parameters, all_units
 from zerofx.capture.tracing_settings import tracing_settings
 from zerofx.disk.cache import MALFORMED, DiskCache, key_of
 from zerofx.ir.casts import ComputeDtype
-from zerofx.ir.graph import StepGraph, Strides, parameter_infos
+from zerofx.ir.graph import StepGraph, Strides
 from zerofx.ir.serialise import NotStorableError, from_json, same_graph, to_json
 from zerofx.torch_private.capture import fake_mode
 
@@ -47,9 +47,13 @@ class KeptCapture:
         compute_dtype: ComputeDtype,
         strides: Strides,
         gpu: AbsentGpu | None = None,
+        lent: tuple[Lent, ...] = (),
     ) -> KeptCapture:
-        """The place for the model whose forward is ``record``; other arguments as for ``capture``."""
-        parameters, units = parameter_infos(model, compute_dtype, strides), frozenset(find_units(model))
+        """The place for the model whose forward is ``record``; other arguments as for ``capture``.
+
+        ``lent`` are the models of other steps that it uses.
+        """
+        parameters, units = all_parameters(model, lent, compute_dtype, strides), all_units(model, lent)
         blank = StepGraph(fx.Graph(), torch.device("cpu"), parameters, units)
         if cache.folder is None:
             return KeptCapture(cache, None, "", blank)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from zerofx.capture.checks import names
-from zerofx.capture.outside import Outside
+from zerofx.capture.outside.outside import Outside
 from zerofx.errors import warn
 from zerofx.torch_private.tensors import is_traced
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,11 +31,12 @@ def running_layer() -> str:
 
 
 @contextlib.contextmanager
-def layer_annotations(model: nn.Module) -> Iterator[None]:
-    """While open, every traced node is annotated with the path of the module that runs."""
+def layer_annotations(models: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
+    """While open, every traced node is annotated with the path of the module that runs; each model has what the paths
+    in it begin with."""
     open_scopes: list[Any] = []
     handles = []
-    for path, module in model.named_modules():
+    for path, module in (named for root, model in models for named in model.named_modules(prefix=root)):
 
         def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
             scope = in_layer(path)

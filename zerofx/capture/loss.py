@@ -14,7 +14,8 @@ from torch import nn
 
 from zerofx.capture.calling import call_model, check_forward_call, divided_call, listed
 from zerofx.capture.counted import factor_of
-from zerofx.capture.outside import Outside, OutsideFoundError, StandInMaker, StandIns
+from zerofx.capture.outside.lent import Lent
+from zerofx.capture.outside.outside import Outside, OutsideFoundError, StandInMaker, StandIns
 from zerofx.capture.values.known import KnownValues
 from zerofx.capture.values.watched_calls import Checks
 from zerofx.choices import Outputs
@@ -179,7 +180,8 @@ class LossModule(nn.Module):
     names in ``rebound``; after them what it checks of values, as booleans, in the order of their texts in ``checked``;
     and after those the tensors of ``returned``. ``counts`` has the names of the numbers that a forward changes again
     when it runs again. The parameters and buffers of ``outside`` stand for the tensors that ``objective`` uses besides
-    the model's, in the order of ``outside_names``. ``trains`` is the objective's.
+    the model's, in the order of ``outside_names``; ``lent`` are models of other steps that it uses. ``trains`` is the
+    objective's.
     """
 
     def __init__(
@@ -195,8 +197,11 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = model
         self.outside = nn.Module()
+        lent = () if objective.is_plain else objective.outside.lent
+        self.lent = nn.ModuleList([lender.model for lender in lent])
+        # In a tuple, neither a loss that is a module nor a model of another step is one of this one's.
+        self._lenders = (lent,)
         self._batch = batch
-        # In a tuple, a loss that is a module is none of this one's.
         self._objective = (objective,)
         self._num_micro_batches = num_micro_batches
         self._loss_scope = loss_scope
@@ -227,18 +232,20 @@ class LossModule(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         (objective,) = self._objective
-        held, numbers = _buffers(self.model), _numbers(self.model)
+        held, numbers = self.all_buffers(), _numbers(self.model)
         stand_ins = StandIns(self._places, objective.outside, self._fake)
         for name, fake, real in zip(self._batch.names, tensors, self._batch.tensors, strict=True):
             if name in self._batch.hashes:
                 self._known.learn(fake, real)
-        with _tensors_kept(self.model), Checks() as checks, self._known.asking(checks.answer), ExitStack() as inner:
+        with Checks() as checks, self._known.asking(checks.answer), ExitStack() as inner:
+            for model in (self.model, *self.lent):
+                inner.enter_context(_tensors_kept(model))
             if not objective.is_plain:
                 inner.enter_context(stand_ins)
             args, kwargs = self._batch.rebuild(tensors)
             factor = factor_of(kwargs)
             loss, self.returned, extras = objective.run(self.model, args, kwargs, self._loss_scope)
-            now = _buffers(self.model)
+            now = self.all_buffers()
         if stand_ins.has_learned:
             raise OutsideFoundError
         if self._has_run:
@@ -253,6 +260,15 @@ class LossModule(nn.Module):
         # A copy each: what is put in a buffer's place may be another buffer, or a view.
         others = *(tensor.clone() for tensor in rebound.values()), *(holds for holds, _ in noted), *extras
         return (loss, *others) if others else loss
+
+    def lenders(self) -> tuple[Lent, ...]:
+        """The models of other steps that the objective uses, in the order of ``lent``."""
+        return self._lenders[0]
+
+    def all_buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers by all of their names, those of other steps' models too."""
+        own = dict(self.model.named_buffers(remove_duplicate=False))
+        return own | {name: buffer for lender in self.lenders() for name, buffer in lender.buffers().items()}
 
 
 @contextlib.contextmanager
@@ -273,11 +289,6 @@ def _tensors_kept(model: nn.Module) -> Iterator[None]:
                 else:
                     del table[name]
             table.update({name: entry for name, entry in entries.items() if isinstance(entry, torch.Tensor)})
-
-
-def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers by all of their names."""
-    return dict(model.named_buffers(remove_duplicate=False))
 
 
 def _numbers(model: nn.Module) -> dict[str, int | float]:

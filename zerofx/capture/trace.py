@@ -16,17 +16,17 @@ from zerofx.capture.compat.decompositions import decompositions
 from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.for_gpu.retarget import retarget
 from zerofx.capture.layer_annotations import SourceLines
-from zerofx.capture.layers import find_units
 from zerofx.capture.loss import Loss, Objective
 from zerofx.capture.normalise.joint import Joint, Normalisation
 from zerofx.capture.normalise.phase import NORMALISATIONS
-from zerofx.capture.outside import OutsideFoundError
+from zerofx.capture.outside.lent import all_parameters, all_units
+from zerofx.capture.outside.outside import OutsideFoundError
 from zerofx.capture.traceable import as_in_eager_mode_first, traceable
 from zerofx.capture.values.watched_calls import CallWatcher
 from zerofx.errors import ZeroFXError, warn, working
 from zerofx.ir.batch import Batch as Batch
 from zerofx.ir.casts import ComputeDtype
-from zerofx.ir.graph import ParameterInfo, StepGraph, Strides, parameter_infos
+from zerofx.ir.graph import StepGraph, Strides
 from zerofx.torch_private.capture import joint_graph
 
 
@@ -62,12 +62,11 @@ def capture(
     Raises:
         CaptureError: the model cannot be one graph; the message names the source line.
     """
-    parameters = parameter_infos(model, compute_dtype, strides)
     objective = Objective.of(loss_fn)
     return as_in_eager_mode_first(
         lambda compiled: objective.outside.traced(
             lambda: _captured(
-                model, batch, objective, compute_dtype, num_micro_batches, strides, gpu, parameters, rewrites, compiled
+                model, batch, objective, compute_dtype, num_micro_batches, strides, gpu, rewrites, compiled
             )
         )
     )
@@ -81,7 +80,6 @@ def _captured(
     num_micro_batches: int,
     strides: Strides,
     gpu: AbsentGpu | None,
-    parameters: tuple[ParameterInfo, ...],
     rewrites: Sequence[Normalisation],
     compiled: bool,
 ) -> StepGraph:
@@ -116,7 +114,9 @@ def _captured(
             f"as a buffer"
         )
     with working("make a step graph of what was captured"):
-        step = StepGraph(joint.graph, device, parameters, frozenset(find_units(model)))
+        lent = lossy.lenders()
+        parameters = all_parameters(model, lent, compute_dtype, strides)
+        step = StepGraph(joint.graph, device, parameters, all_units(model, lent))
         rewritten = Joint(step, joint, model, batch, watcher, lossy)
         for rewrite in rewrites:
             rewrite.run(rewritten)

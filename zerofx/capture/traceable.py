@@ -17,7 +17,7 @@ from zerofx.capture.for_gpu.gpu import AbsentGpu
 from zerofx.capture.kept_modules import computing_in_float32
 from zerofx.capture.layer_annotations import LOSS_LAYER, in_layer, layer_annotations
 from zerofx.capture.loss import Loss, LossModule, Objective
-from zerofx.capture.outside import StandInMaker
+from zerofx.capture.outside.outside import StandInMaker
 from zerofx.capture.randomness import drawing_with_torch
 from zerofx.capture.values.collective_calls import traceable_collectives
 from zerofx.capture.values.known import KnownValues
@@ -67,12 +67,16 @@ def traceable(
     """
     mode, device = fake_mode(), tracing_device(model, batch, gpu)
     objective = Objective.of(loss_fn)
+    lent = () if objective.is_plain else objective.outside.lent
+    for lender in lent:
+        lender.check()
     with (
+        contextlib.ExitStack() as stack,
         objective.setting(model),
         torch.enable_grad(),
         without_log_of_fakes(),
         _fake_state(model, mode, compute_dtype, device, strides) as of_model,
-        layer_annotations(model),
+        layer_annotations([("", model), *((lender.name, lender.model) for lender in lent)]),
         computing_in_float32(compute_dtype),
         compiling() if compiled else contextlib.nullcontext(),
         without_checkpoints(),
@@ -80,6 +84,12 @@ def traceable(
         drawing_with_torch(),
         gpu.seen() if gpu is not None else contextlib.nullcontext(),
     ):
+        of_all = dict(of_model)
+        for lender in lent:
+            its = lender.compute_dtype
+            state = _fake_state(lender.model, mode, its, device, lender.strides, trained=False)
+            of_all |= stack.enter_context(state)
+            stack.enter_context(computing_in_float32(its))
         fakes = tuple(fake_tensor(mode, t.shape, t.stride(), cast_of(t, compute_dtype), device) for t in batch.tensors)
         loss_scope = partial(in_layer, LOSS_LAYER)
 
@@ -89,7 +99,7 @@ def traceable(
                 fake = fake_tensor(mode, real.shape, real.stride(), real.dtype, where)
             return as_parameter(fake, requires_grad=True) if real.requires_grad else fake
 
-        maker = StandInMaker(outside, of_model)
+        maker = StandInMaker(outside, of_all)
         with KnownValues() as known:
             lossy = LossModule(model, batch, objective, num_micro_batches, loss_scope, known, maker)
             yield lossy, fakes, device, mode
@@ -112,10 +122,12 @@ def _fake_state(
     compute_dtype: ComputeDtype,
     device: torch.device,
     strides: Strides,
+    *,
+    trained: bool = True,
 ) -> Iterator[Mapping[int, tuple[dict[str, Any], str]]]:
     """Fake tensors in the places of the model's parameters and buffers, the same tensor where it was the same.
 
-    Gives where each real one's stand-in is, by its identity.
+    Gives where each real one's stand-in is, by its identity. Unless they are ``trained``, parameters get no gradient.
     """
     fakes: dict[int, torch.Tensor] = {}
     saved: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -128,7 +140,7 @@ def _fake_state(
                 if id(real) not in fakes:
                     dtype = cast_of(real, compute_dtype) if cast else real.dtype
                     fake = fake_tensor(mode, real.shape, strides.get(id(real), real.stride()), dtype, device)
-                    fakes[id(real)] = as_parameter(fake, requires_grad=real.requires_grad) if cast else fake
+                    fakes[id(real)] = as_parameter(fake, requires_grad=trained and real.requires_grad) if cast else fake
                 saved.append((table, name, real))
     for table, name, real in saved:
         table[name] = fakes[id(real)]

@@ -20,6 +20,7 @@ from zerofx.driver import step_cache
 from zerofx.driver.captures import Captures
 from zerofx.driver.garbage import collecting_recent_garbage_only
 from zerofx.driver.given_plan import check_budget, check_graph, check_host_budget
+from zerofx.driver.lent import own_part
 from zerofx.driver.prepared import Earlier, Prepared, Request, agree_on_graph, prepare
 from zerofx.driver.sharing import check_batches, share_computation
 from zerofx.errors import InvalidGraphError, MemoryBudgetError, PlanError, ZeroFXError, working
@@ -71,14 +72,16 @@ def _built(request: Request, earlier: Earlier | None, control: Control) -> Built
         assert recalled is not None
         loaded = step_cache.load(request, captures, recalled, control)
         if loaded is not None:
-            return Built(loaded, recalled.step.layout, recalled.binding, recalled.programs)
+            layout, programs = own_part(recalled.step.layout, recalled.programs)
+            return Built(loaded, layout, recalled.binding, programs)
     captures = share_computation(request, captures, earlier, control.share)
     prepared = control.attempt("capture a step", lambda: prepare(request, captures, earlier))
     prepared.agree(control)
     with working("plan, emit and load a step"):
         prepared, compiled, memory = _within_budget(prepared, control)
     step_cache.keep(request, captures, earlier, prepared, compiled, memory)
-    return Built(compiled, prepared.layout, prepared.binding, prepared.programs)
+    layout, programs = own_part(prepared.layout, prepared.programs)
+    return Built(compiled, layout, prepared.binding, programs)
 
 
 def _preparing_the_compiler(request: Request) -> contextlib.AbstractContextManager[None]:

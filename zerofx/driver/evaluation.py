@@ -41,6 +41,7 @@ def _options(options: CompileOptions) -> CompileOptions:
         delayed_update=None,
         wire="exact",
         max_grad_norm=None,
+        grad_norms=False,
         on_nonfinite=None,
         loss_scale=None,
         reduce_dtype=None,

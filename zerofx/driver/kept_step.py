@@ -15,7 +15,7 @@ from zerofx.codegen.region_facts import RegionFacts
 from zerofx.codegen.step_file import StepFile
 from zerofx.ir.buckets import Bucket, BucketLayout, Slot
 from zerofx.ir.facts import Placeholder, Role
-from zerofx.ir.returned import NOTHING_ELSE, Returned
+from zerofx.ir.returned import Returned
 from zerofx.ir.serialise import decoded, decoded_constant, encoded, encoded_constant
 from zerofx.lowering.load import StepProgram
 from zerofx.runtime.state.arguments import StepArguments
@@ -48,7 +48,11 @@ class KeptStep:
     measured: RegionMemory
 
     def returning(self, returned: Returned) -> KeptStep:
-        """The same with what its micro-batches give besides their losses, which has no text: classes of the user's."""
+        """The same with what its micro-batches give besides their losses, which has no text: classes of the user's.
+
+        Which of that are copies is in the text.
+        """
+        returned = replace(returned, copied=self.program.returned.copied)
         return replace(self, program=replace(self.program, returned=returned))
 
     def digest(self) -> str:
@@ -90,6 +94,7 @@ class KeptStep:
                 for region in program.regions
             ],
             "num_regions": program.num_regions,
+            "copied": sorted(program.returned.copied),
             "device": str(program.device),
         })  # fmt: skip
 
@@ -115,7 +120,7 @@ class KeptStep:
         return KeptStep(
             StepProgram(
                 Plan.from_json(data["plan"]), EmittedStep("", file.functions, file), arguments, regions,
-                data["num_regions"], torch.device(data["device"]), NOTHING_ELSE,
+                data["num_regions"], torch.device(data["device"]), Returned(copied=frozenset(data["copied"])),
             ),
             data["plan"], data["decisions_hash"], read_layout(data["layout"]),
             tuple(data["gradients"]), data["variant"], _memory(data["memory"]), _memory(data["measured"]),
@@ -152,16 +157,17 @@ def _bucket_data(bucket: Bucket) -> list[Any]:
     ]  # fmt: skip
     dtypes = [encoded(dtype) for dtype in (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype, bucket.state_dtype)]
     axes = [bucket.gathered_over, bucket.states_over, bucket.crossed_over]
-    return [bucket.index, bucket.name, bucket.unit, bucket.group, *dtypes, slots, bucket.shard_numel, axes]
+    lent = bucket.lent_at
+    return [bucket.index, bucket.name, bucket.unit, bucket.group, *dtypes, slots, bucket.shard_numel, axes, lent]
 
 
 def _bucket_of(data: list[Any], mesh: Mesh) -> Bucket:
-    index, name, unit, group, *named, slots, shard_numel, axes = data
+    index, name, unit, group, *named, slots, shard_numel, axes, lent_at = data
     dtype, compute_dtype, reduce_dtype, state_dtype = map(decoded, named)
-    of_bucket = tuple(map(_slot_of, slots))
+    of_bucket, (gathered, states, crossed) = tuple(map(_slot_of, slots)), axes
     return Bucket(
         index, name, unit, group, dtype, compute_dtype, reduce_dtype, state_dtype, of_bucket, shard_numel, mesh,
-        *map(tuple, axes),
+        tuple(gathered), tuple(states), tuple(crossed), lent_at,
     )  # fmt: skip
 
 

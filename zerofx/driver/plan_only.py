@@ -136,7 +136,7 @@ def plan(
         options: ``machine``, a ``Machine`` or the name of a built-in one, by default ``"h100-sxm"``, and as for
             ``zerofx.compile`` ``loss_fn``, ``forward``, ``constant`` (what it names needs values), ``memory_budget``,
             ``host_budget``, ``recompute``, ``offload``, ``tile``, ``accumulate``, ``delayed_update``, ``precision``,
-            ``backend``, ``prefetch``, ``keep_gathered``, ``wire``, ``max_grad_norm``, ``loss_scale``,
+            ``backend``, ``prefetch``, ``keep_gathered``, ``wire``, ``max_grad_norm``, ``grad_norms``, ``loss_scale``,
             ``keep_fp32``, ``reduce_dtype``, ``state_dtype``, ``mesh``, ``states_over`` and ``shardings``. What a
             compiled region holds inside is estimated (``scheduler/cost/fusion.py``), an eager one is simulated node by
             node, to the byte. Times are those of single operators either way.

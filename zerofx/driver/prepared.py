@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zerofx.driver.captures import Captures
+from zerofx.driver.lent import Borrowed, with_borrowed
 from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
 from zerofx.ir.buckets import BucketLayout, layout_of
@@ -17,7 +18,7 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.options import CompileOptions, check_bucket_names
 from zerofx.progress import watched
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
+from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters, histories_of
 from zerofx.runtime.state.state import TrainingState
 from zerofx.scheduler.analysis.slices import Slices
 from zerofx.scheduler.cost.machine import Machine
@@ -33,7 +34,8 @@ class Request:
     """What is asked for: a step of this model, optimizer and batch, for the ranks of a mesh on a machine.
 
     ``locations``: None for a training step; for an evaluation, where what it reads and what it leaves alone lies.
-    ``verbose``: whether this rank shows how long it takes.
+    ``lenders``: the models of other steps that may be read from buckets. ``verbose``: whether this rank shows how long
+    it takes.
     """
 
     model: nn.Module
@@ -45,6 +47,13 @@ class Request:
     machine: Machine
     verbose: bool
     locations: Locations | None = None
+    lenders: tuple[Borrowed, ...] = ()
+
+    @property
+    def borrowed(self) -> tuple[Borrowed, ...]:
+        """The models of other steps that are read, as far as captures have shown."""
+        used = {lent.name for lent in self.options.objective.outside.lent}
+        return tuple(lender for lender in self.lenders if lender.lent.name in used)
 
     @property
     def num_ranks(self) -> int:
@@ -163,8 +172,9 @@ def prepare(request: Request, captures: Captures, earlier: Earlier | None = None
     captures = captures.sliced(slices_of(earlier.layout))
     check_bucket_names(request.options.policy.keep, [bucket.name for bucket in earlier.layout.buckets])
     _check_gradients(captures.first, earlier.layout)
-    updates = [earlier.binding.programs(earlier.state)]
-    return Prepared(request, captures, earlier.layout, earlier.binding, updates, groups, may_be_sliced=False)
+    layout, others = _with_borrowed(earlier.layout, request)
+    updates = [earlier.binding.programs(earlier.state) | others]
+    return Prepared(request, captures, layout, earlier.binding, updates, groups, may_be_sliced=False)
 
 
 def _laid_out(
@@ -180,12 +190,25 @@ def _laid_out(
     layout = layout_of(
         captured, groups, request.mesh, options.block,
         in_parts=in_parts, reduce_dtype=options.reduced_in, state_dtype=options.states_in,
+        histories=histories_of(request.model, request.optimizer),
     )  # fmt: skip
     check_bucket_names(options.policy.keep, [bucket.name for bucket in layout.buckets])
     binding = OptimizerBinding(request.optimizer, layout, captured.device, prefer_fused=options.compiles_regions)
     binding.programs(None, binding.held(dict(request.model.named_parameters())))
-    updates = binding.updates(ahead=options.memory_budget is not None)
+    layout, others = _with_borrowed(layout, request)
+    updates = [update | others for update in binding.updates(ahead=options.memory_budget is not None)]
     return Prepared(request, captures, layout, binding, updates, groups, may_be_sliced=True, laid_out=laid_out)
+
+
+def _with_borrowed(layout: BucketLayout, request: Request) -> tuple[BucketLayout, dict[int, UpdateProgram]]:
+    """The layout with the buckets that the step reads of other steps, and the updates of those.
+
+    Raises:
+        UsageError: one of them cannot be read.
+    """
+    for borrowed in request.borrowed:
+        borrowed.check(request.mesh)
+    return with_borrowed(layout, request.borrowed)
 
 
 def agree_on_graph(captured: StepGraph, control: Control) -> None:

@@ -18,6 +18,7 @@ from zerofx.codegen.kernels.table import kernels_in_use
 from zerofx.disk.cache import DiskCache, key_of
 from zerofx.driver.captures import Captures
 from zerofx.driver.kept_step import KeptStep
+from zerofx.driver.lent import with_borrowed
 from zerofx.driver.prepared import Earlier, Prepared, Request
 from zerofx.ir.serialise import NotStorableError
 from zerofx.lowering.load import CompiledStep, compiled_step, load_program, with_memory, write_plan
@@ -26,7 +27,7 @@ from zerofx.optimizers import UpdateProgram
 from zerofx.optimizers.shadow import structural_flags
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.comm.control import Control
-from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters
+from zerofx.runtime.state.optimizer import OptimizerBinding, group_of_parameters, histories_of
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import RegionMemory, Target
 from zerofx.torch_private.profiler import is_profiling
@@ -62,7 +63,9 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
     parts = (
         recorded.place.key, update, repr(groups),
         repr(None if earlier is None else f"{earlier.layout} {earlier.binding.variant}"),
-        repr(request.locations), repr(sorted(batch.described().items())),
+        repr(histories_of(model, optimizer) if earlier is None else None),
+        repr(request.locations), *(repr(entry.described()) for entry in request.borrowed),
+        repr(sorted(batch.described().items())),
         repr(request.machine), str(request.mesh), str(device),
         f"{torch.get_num_threads()} threads",  # each takes memory of its own
         *options.texts("step"),
@@ -89,12 +92,13 @@ def find(key: str, request: Request, captures: Captures, earlier: Earlier | None
         binding, programs = earlier.binding, earlier.binding.programs(earlier.state)
     else:
         fused = request.options.compiles_regions
-        binding = OptimizerBinding(optimizer, step.layout, step.program.device, prefer_fused=fused)
+        binding = OptimizerBinding(optimizer, step.layout.own, step.program.device, prefer_fused=fused)
         programs = binding.programs(None, binding.held(dict(model.named_parameters())))
+    _, of_others = with_borrowed(step.layout.own, request.borrowed)
     # The update follows from code that is no part of zerofx, and from states that the optimizer holds.
     if binding.variant != step.variant:
         return None
-    return Recalled(step.with_update(host_sources(step.program.plan, programs)), binding, programs)
+    return Recalled(step.with_update(host_sources(step.program.plan, programs)), binding, programs | of_others)
 
 
 def is_everywhere(recalled: Recalled | None, control: Control) -> bool:

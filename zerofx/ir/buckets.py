@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 
@@ -118,7 +119,8 @@ class Bucket:
     gathered ones. ``reduce_dtype`` is that of gradients on their way from all ranks, and ``state_dtype`` the one in
     which states that the optimizer has in ``dtype`` are stored between updates. Gradients are summed
     along ``gathered_over`` and then along ``crossed_over``; on both, ranks have their own samples, or the axis is one
-    of those whose ranks have parts of one gradient.
+    of those whose ranks have parts of one gradient. ``lent_at`` is the stage at which another step holds it, which
+    trains it; None for the step's own.
     """
 
     index: int
@@ -135,6 +137,16 @@ class Bucket:
     gathered_over: Axes = SHARD
     states_over: Axes = SHARD
     crossed_over: Axes = ()
+    lent_at: int | None = None
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether another step trains it, which alone decides where it lies."""
+        return self.lent_at is not None
+
+    def held_at(self, stage: int) -> int:
+        """The stage at which it is held, in a step of ``stage``."""
+        return stage if self.lent_at is None else self.lent_at
 
     @property
     def num_ranks(self) -> int:
@@ -194,15 +206,15 @@ class Bucket:
 
     def is_gathered(self, stage: int) -> bool:
         """Whether ranks keep slices of its parameters, which are gathered for each use."""
-        return stage == 3 and self.num_ranks > 1
+        return self.held_at(stage) == 3 and self.num_ranks > 1
 
     def is_cut(self, stage: int) -> bool:
         """Whether a rank updates a part of it, not all."""
-        return stage >= 1 and self.num_ranks * self.num_parts > 1
+        return self.held_at(stage) >= 1 and self.num_ranks * self.num_parts > 1
 
     def updated_numel(self, stage: int) -> int:
         """Elements that a rank updates."""
-        return self.part_numel if stage >= 1 else self.numel
+        return self.part_numel if self.held_at(stage) >= 1 else self.numel
 
     @property
     def numel(self) -> int:
@@ -284,7 +296,7 @@ class BucketLayout:
     @property
     def has_parts(self) -> bool:
         """Whether replicas update parts of a slice each."""
-        return any(bucket.num_parts > 1 for bucket in self.buckets)
+        return any(bucket.trainable and bucket.num_parts > 1 for bucket in self.buckets)
 
     @property
     def groups(self) -> tuple[Axes, ...]:
@@ -307,6 +319,16 @@ class BucketLayout:
     def without_training(self) -> BucketLayout:
         """The layout as what computes no gradients has it: no bucket is trained."""
         return replace(self, buckets=tuple(replace(bucket, group=None) for bucket in self.buckets))
+
+    def with_lent(self, lent: Iterable[Bucket]) -> BucketLayout:
+        """The layout with buckets of other steps after its own."""
+        buckets = (*self.buckets, *lent)
+        return replace(self, buckets=tuple(replace(bucket, index=index) for index, bucket in enumerate(buckets)))
+
+    @property
+    def own(self) -> BucketLayout:
+        """The layout without the buckets of other steps."""
+        return replace(self, buckets=tuple(bucket for bucket in self.buckets if not bucket.is_lent))
 
     def of_rank(self, rank: int) -> BucketLayout:
         """The layout with the parts of parameters that a rank has."""
@@ -335,8 +357,9 @@ def layout_of(
     in_parts: bool = True,
     reduce_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
+    histories: Mapping[str, str] = MappingProxyType({}),
 ) -> BucketLayout:
-    """The buckets of a captured graph's parameters; other arguments as for ``make_layout``."""
+    """The buckets of a captured graph's own parameters; other arguments as for ``make_layout``."""
     order = step.positions()
     first_use = {
         placeholder(node).name: min(order[user] for user in node.users)
@@ -344,8 +367,8 @@ def layout_of(
         if node.users
     }
     return make_layout(
-        step.parameters, groups, step.units, first_use, mesh, block,
-        in_parts=in_parts, reduce_dtype=reduce_dtype, state_dtype=state_dtype,
+        [info for info in step.parameters if not info.lent], groups, step.units, first_use, mesh, block,
+        in_parts=in_parts, reduce_dtype=reduce_dtype, state_dtype=state_dtype, histories=histories,
     )  # fmt: skip
 
 
@@ -360,6 +383,7 @@ def make_layout(
     in_parts: bool = True,
     reduce_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
+    histories: Mapping[str, str] = MappingProxyType({}),
 ) -> BucketLayout:
     """Divide parameters into buckets.
 
@@ -374,13 +398,14 @@ def make_layout(
         reduce_dtype: what floating-point gradients are reduced in; None for what they are computed in.
         state_dtype: what optimizer states are stored in where that is smaller than the parameters'; None for what the
             optimizer has them in.
+        histories: what tells parameters whose states began at other steps from each other, by name.
 
     A parameter outside all units goes with its neighbours in time: those that are first used between the same two
     units share a bucket, so that an embedding and a head are not held together. A slice has a bucket of its own.
     """
     units = frozenset(units)
     unit_starts = sorted(_first_use_of_units(parameters, units, first_use).values())
-    members: dict[tuple[str, int, int | None, torch.dtype, torch.dtype, str, bool], list[ParameterInfo]] = {}
+    members: dict[tuple[str, int, int | None, torch.dtype, torch.dtype, str, bool, str], list[ParameterInfo]] = {}
     for info in parameters:
         unit = unit_of(info.name, units)
         gap = -1
@@ -389,12 +414,13 @@ def make_layout(
             gap = len(unit_starts) + 1 if position is None else sum(start <= position for start in unit_starts)
         of_slice = info.name if info.whole is not None else ""
         on_model = info.part is not None
-        key = (unit, gap, groups.get(info.source), info.dtype, info.compute_dtype, of_slice, on_model)
+        history = histories.get(info.source, "")
+        key = (unit, gap, groups.get(info.source), info.dtype, info.compute_dtype, of_slice, on_model, history)
         members.setdefault(key, []).append(info)
     order = sorted(members, key=lambda key: min(first_use.get(p.name, len(first_use) * 1_000) for p in members[key]))
     buckets, crossed = [], mesh.occupied(("replicate",))
     for index, key in enumerate(order):
-        unit, gap, group, dtype, compute_dtype, of_slice, on_model = key
+        unit, gap, group, dtype, compute_dtype, of_slice, on_model, _ = key
         # Ranks of the model axis share what they all have of parameters as those of the shard axis do.
         gathered = mesh.along(SHARD if on_model else (*SHARD, *MODEL))
         slots, shard_numel = _place(members[key], compute_dtype, mesh.size(gathered), mesh.size(crossed), block)

@@ -53,7 +53,7 @@ class ParameterInfo:
     dtype it is stored in, ``compute_dtype`` the one that the graph reads. A slice of a parameter is one too: ``whole``
     is then the parameter's first name, and ``first_row`` where the slice begins in its first dimension. A complex one
     is described as what ``torch.view_as_real`` makes of it. Of a parameter that lies in parts on ``num_parts`` ranks of
-    the model axis, along ``part``, shape and stride are those of one part.
+    the model axis, along ``part``, shape and stride are those of one part. ``lent``: it is of another step's model.
     """
 
     name: str
@@ -68,6 +68,7 @@ class ParameterInfo:
     is_complex: bool = False
     part: Sharded | None = None
     num_parts: int = 1
+    lent: bool = False
 
     @property
     def source(self) -> str:
@@ -145,7 +146,8 @@ class Unscaling:
 class StepGraph:
     """An fx graph of a training step with its parameters, gradients and buffer updates by name.
 
-    The output node is ``(loss, extras..., buffer updates..., gradients...)``, and after them the gradients' norm where
+    The output node is ``(loss, extras..., buffer updates..., gradients...)``, and after them the gradients' norm, if
+    they are clipped, and ``layer_squares``, the sum of squares of each trained bucket's gradient, if that is asked for.
     ``clipping`` says how they are clipped, ``unscaling`` how they are freed of the loss's scale; ``num_extras``,
     ``gradient_names`` and ``mutation_names`` say which is which, and each micro-batch has extras and gradients of its
     own. ``returned`` is what one of them gives besides its loss. Passes empty both as they turn gradients into
@@ -173,6 +175,7 @@ class StepGraph:
     cut_pieces: frozenset[str] = frozenset()
     clipping: Clipping | None = None
     unscaling: Unscaling | None = None
+    layer_squares: fx.Node | None = None
     num_extras: int = 0
     returned: Returned = NOTHING_ELSE
     guarded: bool = False
@@ -248,6 +251,7 @@ class StepGraph:
         self.mutation_names, self.gradient_names = list(mutations), list(gradients[0]) if gradients else []
         shares = [share[name] for share in gradients for name in self.gradient_names]
         norm = [self.clipping.norm] if self.clipping is not None else []
+        norm += [self.layer_squares] if self.layer_squares is not None else []
         self.num_extras = len(extra_nodes)
         self.output.args = ((loss, *extra_nodes, *mutations.values(), *shares, *norm),)
 
@@ -303,6 +307,7 @@ class StepGraph:
             reduced={bucket: copies[node] for bucket, node in self.reduced.items()},
             clipping=None if self.clipping is None else self.clipping.copied(copies),
             unscaling=None if self.unscaling is None else self.unscaling.copied(copies),
+            layer_squares=None if self.layer_squares is None else copies[self.layer_squares],
         )
 
     def calls(self) -> Iterator[fx.Node]:

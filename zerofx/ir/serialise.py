@@ -32,6 +32,7 @@ from zerofx.ir.facts import (
     source_line,
 )
 from zerofx.ir.graph import StepGraph
+from zerofx.ir.returned import Returned
 from zerofx.torch_private.operators import OpOverload, schema_of
 
 LARGEST_LITERAL = 64  # elements of a constant that is kept by its values
@@ -96,6 +97,7 @@ def to_json(step: StepGraph, namespaces: frozenset[str] = TORCH_NAMESPACES) -> s
             "lines": list(lines),
             "nodes": nodes,
             "extras": step.num_extras,
+            "copied": sorted(step.returned.copied),
             "mutations": step.mutation_names,
             "gradients": step.gradient_names,
             "constants": {name: encoded_constant(constant) for name, constant in step.constants.items()},
@@ -142,6 +144,7 @@ def from_json(
         graph=graph,
         device=torch.device(data["device"]),
         num_extras=int(data["extras"]),
+        returned=Returned(copied=frozenset(map(int, data["copied"]))),
         mutation_names=list(data["mutations"]),
         gradient_names=list(data["gradients"]),
         constants={name: decoded_constant(*constant) for name, constant in data["constants"].items()},
@@ -156,6 +159,7 @@ def same_graph(first: StepGraph, other: StepGraph) -> bool:
             step.text(),
             canonical(step.graph),
             step.num_extras,
+            step.returned.copied,
             step.mutation_names,
             step.gradient_names,
             step.device,

@@ -239,7 +239,8 @@ class Runtime:
         except LostRankError as error:
             if pending.bucket < 0:
                 raise
-            name = self._layout.buckets[pending.bucket].name
+            own = self._layout.buckets
+            name = own[pending.bucket].name if pending.bucket < len(own) else "what another step trains"
             raise LostRankError(
                 f"{error} (awaited in the {pending.kind} of {name}, bucket {pending.bucket})"
             ) from error

@@ -91,15 +91,17 @@ class Evaluations:
             "call step.evaluate(batch)", batch, signature, "batch shapes, modes and autocast",
             "Give every rank batches of the same shapes, for example by padding, and as many of them.",
         )  # fmt: skip
-        locations = taken.state.locations()
-        compiled = self.shapes.take(signature, repr(locations))
+        locations, lenders = taken.state.locations(), self._steps.lenders
+        compiled = self.shapes.take(signature, f"{locations}\n{lenders.key}")
         if compiled is None:
             agreed()
             self.shapes.announce(signature, described)
             with self._steps.capturing():
                 request = request_to_evaluate(self._steps.request(batch), batch, locations)
                 compiled = build_step(request, untrained(taken.earlier), self._life.control).compiled
-            self.shapes.put(signature, repr(locations), described, compiled)
+            lenders.agree(taken.state)
+            self.shapes.put(signature, f"{locations}\n{lenders.key}", described, compiled)
+        lenders.settle(agreed)
         return compiled, agreed
 
     def _run(self, compiled: CompiledStep, batch: Batch, taken: TakenOver, agreed: Agreed) -> list[torch.Tensor]:

@@ -1,9 +1,8 @@
-"""What stands between a compiled model and its user: marks, guards and watches that turn misuse into a clear error."""
+"""What stands between a compiled model and its user: guards and watches that turn misuse into a clear error."""
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,70 +11,10 @@ import torch
 from torch import nn
 
 from zerofx.capture.checks import check_hooks, names
-from zerofx.deferred import DeferredTensor
 from zerofx.errors import ShardedParametersError, UsageError, warn
 from zerofx.torch_private.modules import parameter_table
 
-_MARK = "_zerofx_owner"
 _PLAIN = (int, float, bool, str)
-
-
-class Owner:
-    """Says, on a module, which open step trains it. A copy of the module, or one read from a file, has no owner."""
-
-    def __init__(self, step: object) -> None:
-        self._step = weakref.ref(step)
-        self._kept: object | None = None
-
-    @property
-    def is_gone(self) -> bool:
-        return self._step() is None
-
-    def keep(self) -> None:
-        """From now on the model needs its step: without it the parameters could not be given back."""
-        self._kept = self._step()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-
-def claim(model: nn.Module, step: object) -> Owner:
-    """Mark ``model`` as trained by ``step``.
-
-    Raises:
-        UsageError: an open step trains it, or a part of it, or has one of its parameters, already.
-    """
-    for path, module in model.named_modules():
-        owner = getattr(module, _MARK, None)
-        if isinstance(owner, Owner) and not owner.is_gone:
-            what = f"that its part {path} was" if path else "one that was"
-            raise UsageError(
-                f"expected a model that no step trains yet, found {what} compiled before: use that step, or call its "
-                f"close() first, which gives the model its parameters back; without that step, build the model anew"
-            )
-    for name, parameter in model.named_parameters():
-        # One without values is a recipe, which copies of a model share.
-        owner = None if isinstance(parameter, DeferredTensor) else getattr(parameter, _MARK, None)
-        if isinstance(owner, Owner) and not owner.is_gone:
-            raise UsageError(
-                f"expected parameters that no step has yet, found that {name} is one of another compiled model, too: "
-                f"make both one module and compile that, so that one step updates what they share, or give each a "
-                f"copy of its own"
-            )
-    owner = Owner(step)
-    for marked in (model, *model.parameters()):
-        setattr(marked, _MARK, owner)
-    return owner
-
-
-def release(model: nn.Module, owner: Owner) -> None:
-    """Take the mark off again."""
-    for marked in (model, *model.parameters()):
-        if getattr(marked, _MARK, None) is owner:
-            delattr(marked, _MARK)
 
 
 class Guard:
@@ -128,12 +67,12 @@ def guard_model(model: nn.Module, is_open: Callable[[], bool], instead: str = ""
 
 
 class ParameterWatch:
-    """Notices parameters that were replaced, moved, frozen, unfrozen or given hooks after the step's back."""
+    """Notices parameters that were replaced, moved or given hooks after the step's back."""
 
     def __init__(self, model: nn.Module) -> None:
         tables = ((path, parameter_table(module)) for path, module in model.named_modules())
         self._entries = [
-            (f"{path}.{key}" if path else key, table, key, tensor, tensor.requires_grad, tensor.data_ptr())
+            (f"{path}.{key}" if path else key, table, key, tensor, tensor.data_ptr())
             for path, table in tables
             for key, tensor in table.items()
             if tensor is not None
@@ -145,19 +84,13 @@ class ParameterWatch:
         Raises:
             UsageError: names the parameter.
         """
-        for name, table, key, tensor, requires_grad, address in self._entries:
+        for name, table, key, tensor, address in self._entries:
             if table.get(key) is not tensor or tensor.data_ptr() != address:
                 raise UsageError(
                     f"expected the model's parameters where compile put them, found that {name} was replaced or moved "
                     f"since (by model.to(), an assignment, load_state_dict(assign=True)): change values in place "
                     f"inside `with step.full_parameters(write_back=True):`, or call step.close() before and compile "
                     f"after"
-                )
-            if tensor.requires_grad != requires_grad:
-                now, before = ("trained", "frozen") if tensor.requires_grad else ("frozen", "trained")
-                raise UsageError(
-                    f"expected the parameters that compile found to be trained, and no others, found that {name} was "
-                    f"{before} and is {now}: call step.close(), then compile again"
                 )
             check_hooks(name, tensor)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class LastStep:
         self._loss: torch.Tensor | None = None
         self._sizes: Mapping[str, int] = {}
         self._seconds: Callable[[], float] | None = None
+        self._norms: Mapping[str, Callable[[], float]] = {}
 
     @contextlib.contextmanager
     def running(self, device: torch.device) -> Iterator[None]:
@@ -68,6 +70,10 @@ class LastStep:
         """Keep a step's loss, shape ``[]``, and the sizes of its batch."""
         self._loss, self._sizes = loss, sizes_of(batch, mesh)
 
+    def note_layers(self, layers: Sequence[str], squares: torch.Tensor | None) -> None:
+        """Keep the sums of squares of gradients, shape ``[len(layers)]``, of what is part of these layers; or none."""
+        self._norms = {} if squares is None else _norms(layers, squares)
+
     def metrics(
         self,
         num_steps: int,
@@ -85,6 +91,7 @@ class LastStep:
             numbers |= {f"{name}_per_second": _rate(size, self._seconds) for name, size in self._sizes.items()}
         if grad_norm is not None:
             numbers["grad_norm"] = grad_norm.item
+        numbers |= {f"grad_norm/{layer}": norm for layer, norm in self._norms.items()}
         if loss_scale is not None:
             numbers["loss_scale"] = _constant(loss_scale)
         numbers["skipped_steps"] = _constant(num_skipped)
@@ -113,6 +120,19 @@ def _is_number(leaf: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
         return leaf.numel() == 1 and not leaf.is_complex()
     return isinstance(leaf, int | float) and not isinstance(leaf, bool)
+
+
+def _norms(layers: Sequence[str], squares: torch.Tensor) -> dict[str, Callable[[], float]]:
+    """The norm of each layer's gradients, which the host waits for once, for the first that is read."""
+
+    @functools.cache
+    def known() -> dict[str, float]:
+        sums = dict.fromkeys(layers, 0.0)
+        for layer, square in zip(layers, squares.tolist(), strict=True):
+            sums[layer] += square
+        return {layer: math.sqrt(total) for layer, total in sums.items()}
+
+    return {layer: functools.partial(lambda name: known()[name], layer) for layer in dict.fromkeys(layers)}
 
 
 def _constant(number: float) -> Callable[[], float]:

@@ -100,7 +100,8 @@ class Reported:
         ``step`` (how many have run), ``loss`` (this rank's), ``seconds`` (without building it), ``samples_per_second``
         and ``tokens_per_second`` (of all ranks; the first tensor of a batch says how many it has), ``skipped_steps``,
         ``peak_bytes`` (on the device) and ``exposed_seconds`` (in which computation waits for communication), as
-        ``measure`` has found them, or else as planned; ``grad_norm`` and ``loss_scale`` where there are such. Each is a
+        ``measure`` has found them, or else as planned; ``grad_norm``, that of each layer as
+        ``grad_norm/layers.0``, and ``loss_scale`` where there are such. Each is a
         Python number. The host waits for the device when ``loss``, ``seconds`` and what is a second's, or ``grad_norm``
         are read, and not before.
         """

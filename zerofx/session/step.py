@@ -32,7 +32,8 @@ from zerofx.runtime.state.arguments import batch_tensors
 from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
 from zerofx.session.ending import end, end_connections
 from zerofx.session.evaluations import Evaluations
-from zerofx.session.guards import LossWatch, claim, release
+from zerofx.session.guards import LossWatch
+from zerofx.session.lending.owners import claim, release
 from zerofx.session.life import Life
 from zerofx.session.metrics import LastStep
 from zerofx.session.micro_batches import MicroBatches, count_all
@@ -102,6 +103,7 @@ class Step(Whole, Reported):
             self._steps = Steps(model, optimizer, options, self.settings, self._life, self._owner)
             self.options = self._steps.options
             self._evaluations = Evaluations(model, self._steps, self._life, self._graphs)
+            self._steps.before_undoing = lambda: owner._let_go_of_what_was_built()
             undo_all.pop_all()
 
     # ------------------------------------------------------------------------------------------------ running
@@ -189,9 +191,17 @@ class Step(Whole, Reported):
         seeds.end(taken.device)
         return self._returned(compiled, results)
 
+    def _let_go_of_what_was_built(self) -> None:
+        """Before the model is taken over anew."""
+        self.finish_saving()
+        self._graphs.clear()
+        self._evaluations.shapes.forget()
+
     def _returned(self, compiled: CompiledStep, outcome: list[torch.Tensor]) -> Any:
         """What a call returns of a step's outcome; the norm of gradients is noted."""
         loss, *others = outcome
+        squares = others.pop() if self.options.grad_norms else None
+        self._last.note_layers(self._steps.layers, squares)
         self._grad_norm = others.pop() if self.options.max_grad_norm is not None else None
         if compiled.returned.extras is None:
             return loss

@@ -43,7 +43,10 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.search.target import Target
 from zerofx.session.awaited import Awaited
-from zerofx.session.guards import ModeWatch, NumberWatch, Owner
+from zerofx.session.ending import end_connections, let_go
+from zerofx.session.guards import ModeWatch, NumberWatch
+from zerofx.session.lending.lenders import Lenders
+from zerofx.session.lending.owners import Owner
 from zerofx.session.life import Life
 from zerofx.session.seeds import SeedWatch
 from zerofx.session.shapes import Shapes
@@ -70,7 +73,7 @@ class Steps:
         life: Life,
         owner: Owner,
     ) -> None:
-        self._model, self._optimizer, self._life, self._owner = model, optimizer, life, owner
+        self.model, self._optimizer, self.life, self._owner = model, optimizer, life, owner
         self.options, self._settings, self._control = options, settings, life.control
         # Where the fastest is asked for, one batch a rank until the first step is built.
         self.mesh = mesh_for(None if options.mesh == AUTO else options.mesh, life.control.num_ranks)
@@ -86,9 +89,13 @@ class Steps:
         watched = options.objective.watched(model)
         self._modes = ModeWatch(watched)
         self.numbers = NumberWatch(watched)
+        self.lenders = Lenders(model, options, life)
+        owner.lend(self)
         self.values = Values(model, options.weights, life.control)
         self.scaler = None if options.loss_scale is None else LossScaler(options.loss_scale)
         self._loaded: Path | None = None
+        self.num_made = 0  # times that the model was given back, to be taken over anew
+        self.before_undoing: Callable[[], None] = lambda: None
         self._awaited: Awaited | None = None
         if options.plan is not None:
             self.machine = machine_at_hand(self.device, options, life.control)
@@ -106,7 +113,10 @@ class Steps:
             terms = self.options.loss_terms if counts else None
             named = counted(terms, args, kwargs, self._control.num_ranks)
             batch = self._constant.of(Batch.of(args, named))
-            check_batch(self._model, batch)
+            check_batch(self.model, batch)
+            self.lenders.check()
+            if self.lenders.has_changed():
+                self.lenders.find()
             self.options.objective.outside.check()
             if self.taken is not None:
                 self.taken.watch.check()
@@ -129,24 +139,69 @@ class Steps:
             options = replace(options, accumulate=num_micro_batches, plan=None)
             described |= {"number of micro-batches": str(num_micro_batches)}
         signature = "\n".join(f"{name}: {text}" for name, text in described.items())
-        advance = self.taken.advance() if self.taken is not None else None
-        variant = self.taken.binding.variant if self.taken is not None else "not traced yet"
+        changed = self.taken.changed() if self.taken is not None else ""
+        advance = self.taken.advance() if self.taken is not None and not changed else None
+        variant = self._variant()
         agreed = self.agreement(
             purpose,
             batch,
-            f"{signature}\noptimizer update: {variant}\n{hyperparameters(self._optimizer)}",
+            f"{signature}\nmade anew for {changed or 'nothing'}\noptimizer update: {variant}\n"
+            f"{hyperparameters(self._optimizer)}",
             "batch shapes, modes, autocast and optimizer options",
             "Give every rank batches of the same shapes, for example by padding, and the same optimizer options: a "
             "scheduler that follows a loss has to be given the mean of all ranks' losses.",
         )
+        if changed and self.taken is not None:
+            agreed()
+            self._undo(self.taken, changed)
+            variant = self._variant()
         compiled = self.shapes.take(signature, variant)
         if compiled is None:
             agreed()
             compiled, self.taken = self._build(batch, signature, described, options)
+            self.lenders.agree(self.taken.state)
             advance = advance or self.taken.advance()
-            self.shapes.put(signature, self.taken.binding.variant, described, compiled)
+            self.shapes.put(signature, self._variant(), described, compiled)
+        self.lenders.settle(agreed)
         assert self.taken is not None and advance is not None
         return compiled, self.taken, advance, agreed
+
+    @property
+    def layers(self) -> Sequence[str]:
+        """What the trained buckets are parts of, one after the other: layers, or what is between them."""
+        return () if self.taken is None else self.taken.layers
+
+    def _undo(self, taken: TakenOver, changed: str) -> None:
+        """Give model and optimizer back, to be taken over as they are by the step that is built next. Collective.
+
+        Raises:
+            UsageError: nothing would be trained, or a plan was given, which is for what was.
+        """
+        if isinstance(self.options.plan, Plan) or not any(p.requires_grad for p in self.model.parameters()):
+            why = "with a plan, which is made for those" if self.options.plan is not None else "and nothing to train"
+            raise UsageError(
+                f"expected the parameters that compile found to be trained, and no others, found {changed}, {why}: "
+                f"call step.close(), then compile again"
+            )
+        self.before_undoing()
+        self.gradients.remove()
+        with self._control.together("make the step anew"):
+            taken.give_back()
+        let_go(self.model, taken.guards)
+        absence = end_connections(taken, self.life)
+        self.taken, self._loaded = None, None
+        self.num_made += 1
+        self.shapes.forget()
+        if absence is not None:
+            raise absence
+        self.gradients = AbsentGradients(self.model)
+        self.values = Values(self.model, None, self._control)
+        warn(f"requires_grad asks for {changed}: the step is made anew, with the same values and optimizer states")
+
+    def _variant(self) -> str:
+        """Tells the updates that hold now, and the places of what is read of other steps, from others."""
+        update = self.taken.binding.variant if self.taken is not None else "not traced yet"
+        return f"{update}\n{self.lenders.key}".strip()
 
     def agreement(self, purpose: str, batch: Batch, text: str, what: str, hint: str) -> Agreed:
         """Begin to compare what ranks are about to do with a batch; as ``Control.start``."""
@@ -165,18 +220,25 @@ class Steps:
     def request(self, batch: Batch, options: CompileOptions | None = None) -> Request:
         """The request for a step with a batch, by its own ``options`` if it has some."""
         # A capture has the same device.
-        machine = self.machine or machine_at_hand(tracing_device(self._model, batch), self.options, self._control)
+        machine = self.machine or machine_at_hand(tracing_device(self.model, batch), self.options, self._control)
         return Request(
-            self._model, self._optimizer, batch, options or self.options, self._settings, self.mesh, machine,
-            verbose=self._control.rank == 0,
+            self.model, self._optimizer, batch, options or self.options, self._settings, self.mesh, machine,
+            verbose=self._control.rank == 0, lenders=self.lenders.borrowed,
         )  # fmt: skip
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """While open, the model may be captured: a capture looks at all that a parameter has."""
+        self.lenders.find()
+        with self.numbers.capturing(), self.capturable(), self.lenders.unguarded():
+            yield
+
+    @contextlib.contextmanager
+    def capturable(self) -> Iterator[None]:
+        """While open, the model is as one that no step trains."""
         self.gradients.remove()
         try:
-            with self.numbers.capturing(), self._life.unguarded():
+            with self.life.unguarded():
                 yield
         finally:
             if self.taken is not None:
@@ -207,15 +269,15 @@ class Steps:
                 request = replace(request, mesh=self.mesh)
             built = build_step(request, self.taken.earlier if self.taken is not None else None, self._control)
         if self.shapes.is_empty:
-            tell_kept_tensors(self._model, self.options.objective.forward or self.options.objective.loss_fn)
+            tell_kept_tensors(self.model, self.options.objective.forward or self.options.objective.loss_fn)
         self.machine, compiled = request.machine, built.compiled
         self._check_built(compiled)
         tiers = self._prepared_tiers(compiled, self.machine)
         if self.taken is not None:
             return compiled, self.taken
         taken = TakenOver(
-            self._model, built, self.options, self.values, tiers, self._life,
-            reads_memory=CHANNELS not in self._settings.disable, scaler=self.scaler,
+            self.model, built, self.options, self.values, tiers, self.life,
+            reads_memory=CHANNELS not in self._settings.disable, scaler=self.scaler, lenders=self.lenders,
         )  # fmt: skip
         self._owner.keep()
         if self._awaited is not None:
@@ -245,7 +307,7 @@ class Steps:
             return f"every line of {self._loaded} is to run in every step"
         assert self.machine is not None, "a compiled step has been planned for one"
         budget = budget_bytes(self.options.memory_budget, self.machine)
-        device = device_of(self._model)
+        device = device_of(self.model)
         return machine_obstacle(device) or step_obstacle(compiled.lowered, device, budget)
 
     def _prepared_tiers(self, compiled: CompiledStep, machine: Machine) -> Tiers:

@@ -42,7 +42,7 @@ def summary(step: Reported, compiled: CompiledStep | None, measured: Measurement
             f"step.prepare(batch), which runs nothing"
         )
     plan, left_out = compiled.plan, compiled.returned.left_out
-    num_parameters = sum(bucket.num_parameters for bucket in plan.buckets)
+    num_parameters = sum(bucket.num_parameters for bucket in plan.buckets if not bucket.lent)
     lines = [
         f"{what}: {format_count(num_parameters)} parameters",
         f"{heading(plan)}, backend {step.options.backend}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +31,9 @@ from zerofx.runtime.state.state import TrainingState
 from zerofx.runtime.state.values import Values
 from zerofx.runtime.tiers.tiers import Tiers
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.scheduler.plan.units import unit_of
 from zerofx.session.guards import ParameterWatch, guard_model
+from zerofx.session.lending.lenders import Lenders
 from zerofx.session.life import Life
 from zerofx.torch_private.optimizers import note_step
 
@@ -39,7 +42,8 @@ class TakenOver:
     """What a step holds of a model and an optimizer, from its first build on. Collective to make.
 
     ``values`` are what the parameters begin with. ``reads_memory``: whether ranks of a host
-    may read each other's memory. ``scaler`` has the loss's scale, if it is scaled.
+    may read each other's memory. ``scaler`` has the loss's scale, if it is scaled. ``lenders`` are other steps whose
+    models are read.
     """
 
     def __init__(
@@ -53,12 +57,13 @@ class TakenOver:
         *,
         reads_memory: bool,
         scaler: LossScaler | None,
+        lenders: Lenders,
     ) -> None:
         compiled, control = built.compiled, life.control
         device = compiled.device
         self.model, self.layout, self.binding, self.device = model, built.layout, built.binding, device
         self._life, self._tiers, self._outside = life, tiers, options.objective.outside
-        self.scaler = scaler
+        self.scaler, self._lenders = scaler, lenders
         with control.together("take the model over"):
             transport = make_transport(
                 life.group, device, control.patience_seconds, tiers.log, reads_memory=reads_memory
@@ -74,6 +79,7 @@ class TakenOver:
         if self.runtime.notice:
             warn(self.runtime.notice)
         self.optimizer_state = OptimizerState(built.binding, self.state, control)
+        self._trained = {name: parameter.requires_grad for name, parameter in self.state.parameters.items()}
         self.guards: list[Any] = []
         self.watch_parameters()
         self._allocate(built.programs)
@@ -90,9 +96,31 @@ class TakenOver:
         if not state.resident and not self.guards:
             self.guards = guard_model(self.model, lambda: life.showing or state.resident)
 
+    @functools.cached_property
+    def layers(self) -> tuple[str, ...]:
+        """What each trained bucket is a part of: a layer, or what is between two. Slices are of a parameter's layer."""
+        units = {bucket.unit for bucket in self.layout.buckets if not bucket.is_slice}
+        return tuple(
+            unit_of(source, units) or source if bucket.is_slice and (source := bucket.slots[0].source) else bucket.name
+            for bucket in self.layout.buckets
+            if bucket.trainable
+        )
+
+    def changed(self) -> str:
+        """Which parameters are to be trained that were not when the model was taken over, or not any more, in words."""
+        now = {name: parameter.requires_grad for name, parameter in self.state.parameters.items()}
+        if now == self._trained:
+            return ""
+        kinds = {"trained": True, "frozen": False}
+        changed = {
+            word: [n for n, flag in now.items() if flag != self._trained[n] and flag is to]
+            for word, to in kinds.items()
+        }
+        return " and ".join(f"{names(of_kind)} to be {word}" for word, of_kind in changed.items() if of_kind)
+
     def tensors(self, arguments: StepArguments) -> dict[str, torch.Tensor]:
         """What a step reads and writes besides its batch, by name."""
-        return state_tensors(arguments, self.model, self.state, self._outside, self.scaler)
+        return state_tensors(arguments, self.model, self.state, self._outside, self.scaler, self._lenders.read())
 
     def held_bytes(self, arguments: StepArguments) -> dict[str, int]:
         """Bytes that this rank holds between steps, by tier: the device's, and others' that are used now."""

@@ -43,7 +43,7 @@ from zerofx.scheduler.cost.links import Transfer
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.cost.measured import MeasuredCosts
 from zerofx.scheduler.plan.mesh import SHARD
-from zerofx.session.guards import claim, release
+from zerofx.session.lending.owners import claim, release
 from zerofx.settings import read_settings
 from zerofx.torch_private.profiler import is_profiling
 from zerofx.tuning.candidates import Planner, best_of, concluded, most_promising, promises_more
@@ -82,8 +82,9 @@ def tune(
             ``zerofx report``.
         options: ``memory_budget``, which is the copy's alone, and ``loss_fn``, ``forward``, ``constant``,
             ``recompute``, ``offload``, ``accumulate``, ``precision``, ``backend``, ``prefetch``, ``keep_gathered``,
-            ``wire``, ``max_grad_norm``, ``loss_scale``, ``keep_fp32``, ``reduce_dtype`` and ``state_dtype`` as for
-            ``zerofx.compile``: they say what the first candidate is, and what the others may change.
+            ``wire``, ``max_grad_norm``, ``grad_norms``, ``loss_scale``, ``keep_fp32``, ``reduce_dtype`` and
+            ``state_dtype`` as for ``zerofx.compile``: they say what the first candidate is, and what the others may
+            change.
 
     Raises:
         MemoryBudgetError: no plan fits, as predicted or as measured; says what became of each.

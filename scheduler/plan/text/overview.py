@@ -35,11 +35,13 @@ _HEADERS = ("bucket", "parameters", "dtype", "slice", "whole", "group", "gathers
 
 def describe_plan(plan: Plan) -> str:
     """The plan for people: ``print(plan)``."""
-    lines = [f"plan {plan.decisions_hash()[:12]}: {heading(plan)}{_budget(plan)}"]
+    what = "plan" if plan.reduces else "plan of an evaluation"
+    lines = [f"{what} {plan.decisions_hash()[:12]}: {heading(plan)}{_budget(plan)}"]
     if plan.prediction is not None:
         lines.append(
             f"predicted, per rank: peak {format_bytes(plan.peak_bytes['device'])} at {plan.prediction.peak_node}"
-            f"{on_tiers(plan.slower_peak_bytes)}, step {format_seconds(plan.step_seconds)} of which "
+            f"{on_tiers(plan.slower_peak_bytes)}, {'step' if plan.reduces else 'evaluation'} "
+            f"{format_seconds(plan.step_seconds)} of which "
             f"{format_seconds(plan.exposed_seconds)} waits for communication, {format_bytes(plan.wire_bytes)} sent, "
             f"{format_count(plan.prediction.flops)} FLOPs"
         )
@@ -259,6 +261,8 @@ def _group(plan: Plan, bucket: BucketSummary) -> str:
     """The param group that a bucket is trained with; nothing in an evaluation, which trains none."""
     if bucket.group is not None:
         return str(bucket.group)
+    if bucket.lent:
+        return "another step's"
     return "frozen" if plan.reduces else ""
 
 

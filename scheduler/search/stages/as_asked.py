@@ -38,7 +38,7 @@ def _as_asked(problem: Problem) -> Plan:
         problem.captured, problem.layout, stage=options.stage, precision=options.precision,
         machine=problem.machine.name, options=options.policy, tiles=facts.tiles,
         states=decisions_of(problem.delayed()), max_grad_norm=options.max_grad_norm, gradients=placed,
-        each=problem.reduced_each(),
+        each=problem.reduced_each(), grad_norms=options.grad_norms,
         loss_scaled=options.loss_scale is not None,
     )  # fmt: skip
 

@@ -47,10 +47,11 @@ def _decisions_of(entry: str) -> Any:
 
 _ENTRIES = sorted({entry for one in LISTED for entry, columns in one.decisions.items()})
 _BARE = Plan(3, 2, None, "cpu", "", (), (), ())
-_SINGLE = ("max_grad_norm", "loss_scaled", "num_micro_batches")
+_SINGLE = ("max_grad_norm", "grad_norms", "loss_scaled", "num_micro_batches")
 _CHANGES = st.fixed_dictionaries({
     **{entry: _decisions_of(entry) for entry in _ENTRIES if entry not in _SINGLE},
     "max_grad_norm": st.none() | st.floats(min_value=0, allow_nan=False),
+    "grad_norms": st.booleans(),
     "loss_scaled": st.booleans(),
     "num_micro_batches": st.integers(1, 64),
 })  # fmt: skip

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_model, save_model
 from torch import nn
 
 import zerofx
@@ -17,7 +19,8 @@ from tests.lib.evaluating import checked, evaluated, in_eager_mode, own_batches,
 from tests.lib.models import CASES
 from tests.lib.sharing import SHARING
 from tests.lib.training import world
-from zerofx import RankMismatchError
+from zerofx import Machine, RankMismatchError
+from zerofx.scheduler.cost.machine import Link
 
 
 def _wrong(runs: dict[str, tuple[str, dict[str, Any]]]) -> list[str]:
@@ -32,6 +35,65 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "kept in training": ("gpt", {"stage": 3, "keep_gathered": "all"}),
     "accumulated": ("gpt", {"stage": 2, "accumulate": 2}),
 }
+
+
+def _quantised() -> list[str]:
+    """What is wrong with an evaluation between steps whose gathers are sent in few bits."""
+    case, (rank, _) = CASES["gpt"], world()
+    (args, kwargs), (others, named) = own_batches(case, rank, 2)
+    slow = replace(Machine.named("cpu"), intra_node=Link(bandwidth=1e6, latency=1e-6))
+    step = step_of_case(case, 3, wire="int8", machine=slow)
+    step(*args, **kwargs)
+    wrong = checked(step, case, others, named)
+    wrong += [] if any(wire.gather != "exact" for wire in step.plan.wires) else ["training sends all exactly"]
+    return wrong + [f"{wire} is sent so" for wire in step.evaluation.plan.wires if wire.gather != "exact"]
+
+
+@pytest.mark.slow
+def test_gathers_are_exact_where_those_of_training_are_not() -> None:
+    for rank, wrong in enumerate(run_ranks(_quantised, 2)):
+        assert wrong == [], f"rank {rank}"
+
+
+def _in_slices() -> list[str]:
+    """What is wrong with an evaluation of parameters that training has in slices."""
+    case, (rank, _) = CASES["gpt"], world()
+    (args, kwargs), (others, named) = own_batches(case, rank, 2)
+    step = step_of_case(case, 3, tile={"layers.0.mlp.up.weight": 4, "layers.2.mlp.out.weight": 2})
+    step(*args, **kwargs)
+    wrong = checked(step, case, others, named, tolerance=1e-6)
+    found = {sliced.parameter: sliced.num_slices for sliced in step.evaluation.plan.slices}
+    return wrong + ([] if found == {"layers.0.mlp.up.weight": 4, "layers.2.mlp.out.weight": 2} else [f"{found}"])
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_parameters_in_slices(num_ranks: int) -> None:
+    for rank, wrong in enumerate(run_ranks(_in_slices, num_ranks)):
+        assert wrong == [], f"rank {rank}"
+
+
+def _without_values(path: str | None) -> list[str]:
+    """What is wrong with an evaluation of a model that had no values before its step was prepared."""
+    case, (rank, _) = CASES["gpt"], world()
+    (args, kwargs), (others, named) = own_batches(case, rank, 2)
+    with zerofx.empty_init():
+        model = case.model()
+    step = zerofx.compile(model, case.optimizer(model), 3, backend="eager", weights=path)
+    step.prepare(*args, **kwargs)
+    wrong = checked(step, case, others, named)
+    if path is not None:
+        loaded = case.model()
+        load_model(loaded, path)
+        wrong += unlike(in_eager_mode(loaded, case, others, named), step.evaluate(*others, **named))
+    return wrong
+
+
+def test_models_without_values_of_their_own(tmp_path: Path) -> None:
+    torch.manual_seed(11)
+    save_model(CASES["gpt"].model(), str(tmp_path / "model.safetensors"))
+    for path in (None, str(tmp_path / "model.safetensors")):
+        for rank, wrong in enumerate(run_ranks(_without_values, 2, path)):
+            assert wrong == [], f"rank {rank}"
 
 
 def test_two_ranks() -> None:

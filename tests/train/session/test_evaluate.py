@@ -252,6 +252,7 @@ def test_logits_are_tiled_where_a_budget_asks_for_it() -> None:
     step(*batch)
     found = step.evaluate(*batch)
     assert step.plan.tiles and step.evaluation.plan.tiles
+    assert str(step.evaluation.plan).startswith("plan of an evaluation ")
     measured = step.measure_evaluation(*batch, num_steps=1).peak_bytes["device"]
     assert measured == step.evaluation.plan.peak_bytes["device"] <= 10_000_000
     with step.full_parameters(), torch.no_grad():

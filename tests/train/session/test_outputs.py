@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +102,26 @@ def test_a_loss_function_may_return_metrics_too() -> None:
     step = compile_eager(model, adamw(model), loss_fn=loss_fn)
     step(ids(), ids(1))
     assert torch.equal(step.outputs["largest"], expected)
+
+
+def test_views_of_a_batch_are_handed_out_as_copies_with_their_values(tmp_path: Path, monkeypatch: Any) -> None:
+    """A copy of a view with gaps, or of one that repeats what it shows, has other strides than the view has."""
+
+    def forward(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        y = model(x)
+        views = [x[:, ::2], x.t(), x[1:3], x[3:].expand(2, 4), x.diagonal(), y[:, 1::2], y.t(), y[:1].expand(4, 4)]
+        return y.sum(), views
+
+    monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
+    x = torch.arange(16.0).view(4, 4)
+    for _ in range(2):  # built, and as an earlier run has kept it
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        expected = [view.detach() for view in forward(model, x)[1]]
+        step = compile_eager(model, adamw(model), forward=forward)
+        step.prepare(x)
+        for _, found in (step.evaluate(x), step(x)):
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 def test_a_step_that_is_left_out_has_none() -> None:

@@ -28,16 +28,16 @@ from zerofx.capture.by_layer.replicate import (
 )
 from zerofx.capture.cache import KeptCapture
 from zerofx.capture.for_gpu.gpu import AbsentGpu
-from zerofx.capture.layers import find_units
 from zerofx.capture.loss import Loss, Objective
 from zerofx.capture.normalise.name_inputs import placeholder_name
+from zerofx.capture.outside.lent import all_parameters, all_units
 from zerofx.capture.trace import capture
 from zerofx.disk.cache import NOT_KEPT, DiskCache
 from zerofx.ir.batch import Batch
 from zerofx.ir.canonical import canonical
 from zerofx.ir.casts import ComputeDtype
 from zerofx.ir.facts import Role, placeholder
-from zerofx.ir.graph import StepGraph, Strides, parameter_infos
+from zerofx.ir.graph import StepGraph, Strides
 
 
 def capture_by_layer(
@@ -90,7 +90,8 @@ def capture_by_layer(
         else:
             captured = place.keep(captured, say)
     assert captured is not None
-    captured.returned = record.returned  # of all layers, and in no file
+    # Of all layers; but for what is copied, in no file.
+    captured.returned = replace(record.returned, copied=captured.returned.copied)
     assert not check or captured.text() == whole.capture().text(), "layers were stamped out, or kept, as they are not"
     return captured
 
@@ -128,8 +129,9 @@ def _recorded(whole: _Whole, cache: DiskCache) -> Recorded:
     def once() -> Recorded:
         record = whole.record()
         place = KeptCapture.of(
-            cache, record, whole.model, whole.batch.names, whole.compute_dtype, whole.strides, whole.gpu
-        )
+            cache, record, whole.model, whole.batch.names, whole.compute_dtype, whole.strides, whole.gpu,
+            Objective.of(whole.loss_fn).outside.lent,
+        )  # fmt: skip
         return Recorded(record, place, place.read())
 
     recorded = once()
@@ -201,8 +203,9 @@ def _stamped(whole: _Whole, repeats: Sequence[Repeat], expected: str) -> StepGra
     for element in repeats:
         Stamp(element, names).run(short)
     names.give(short)
-    parameters = parameter_infos(model, whole.compute_dtype, whole.strides)
-    captured = replace(short, parameters=parameters, units=frozenset(find_units(model)))
+    lent = Objective.of(whole.loss_fn).outside.lent
+    parameters = all_parameters(model, lent, whole.compute_dtype, whole.strides)
+    captured = replace(short, parameters=parameters, units=all_units(model, lent))
     captured.graph.lint()
     return captured.clone()
 

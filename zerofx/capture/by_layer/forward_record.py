@@ -224,6 +224,12 @@ def _given(lossy: LossModule, fakes: tuple[torch.Tensor, ...]) -> Iterator[tuple
         yield parameter, Placeholder(Role.PARAMETER, name)
     for name, buffer in lossy.model.named_buffers():
         yield buffer, Placeholder(Role.BUFFER, name)
+    for lender in lossy.lenders():
+        role = Role.PARAMETER if lender.in_buckets else Role.OUTSIDE
+        for name, parameter in lender.model.named_parameters():
+            yield parameter, Placeholder(role, lender.named(name))
+        for name, buffer in lender.model.named_buffers():
+            yield buffer, Placeholder(Role.BUFFER, lender.named(name))
     for key, tensor in (*lossy.outside.named_parameters(), *lossy.outside.named_buffers()):
         yield tensor, Placeholder(Role.OUTSIDE, lossy.outside_names[int(key)])
     for index, fake in enumerate(fakes):

@@ -11,7 +11,7 @@ Does not handle: the loss itself (``own_loss.py``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -29,20 +29,26 @@ class HandOut:
     name: str = "hand_out"
 
     def run(self, joint: Joint) -> None:
-        returned = joint.step.returned = joint.lossy.returned
-        extras = joint.outputs.extras
+        returned, extras = joint.lossy.returned, joint.outputs.extras
+        wholes = [_whole(extra, partial(returned.shows, index)) for index, extra in enumerate(extras)]
+        copied = frozenset(index for index, whole in enumerate(wholes) if whole is None)
+        joint.step.returned = replace(returned, copied=copied)
         joint.outputs.extras = [
-            _handed_out(joint.graph, extra, partial(returned.shows, i)) for i, extra in enumerate(extras)
+            _copy(joint.graph, extra) if whole is None else whole for extra, whole in zip(extras, wholes, strict=True)
         ]
 
 
-def _handed_out(graph: fx.Graph, node: fx.Node, shows: Callable[[torch.Tensor, torch.Tensor], bool]) -> fx.Node:
+def _whole(node: fx.Node, shows: Callable[[torch.Tensor, torch.Tensor], bool]) -> fx.Node | None:
     """What ``node`` is a view of, where the step has made that memory and ``shows`` says that the view can be made."""
     source = node
     while (further := aliased_input(source)) is not None:
         source = further
     if source.op != "placeholder" and shows(value(source), value(node)):
         return source
+    return None
+
+
+def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
     last = node if node.op != "placeholder" else list(graph.find_nodes(op="placeholder"))[-1]
     with graph.inserting_after(last):
         copied = graph.call_function(torch.ops.aten.clone.default, (node,))

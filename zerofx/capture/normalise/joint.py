@@ -66,9 +66,14 @@ class Joint:
         return list(zip(returned[first : first + len(lossy.checked)], lossy.checked, strict=True))
 
     def first_names(self) -> Mapping[str, str]:
-        """Of each parameter and buffer by each of its names: the first, by which the step knows it."""
-        parameters = {alias: info.name for info in self.step.parameters for alias in info.aliases}
-        return parameters | _buffer_names(self.model)
+        """Of each parameter and buffer by each name that it has in the traced module: the one that the step has."""
+        models = [("", self.model), *((lender.name, lender.model) for lender in self.lossy.lenders())]
+        paths = ["model", *(f"lent.{number}" for number in range(len(models) - 1))]
+        return {
+            f"{path}.{alias}": f"{root}.{first}".removeprefix(".")
+            for path, (root, model) in zip(paths, models, strict=True)
+            for alias, first in (_first_names(model, "parameters") | _first_names(model, "buffers")).items()
+        }
 
 
 Normalisation: TypeAlias = Rewrite[[Joint]]
@@ -89,7 +94,8 @@ def inner_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _buffer_names(model: nn.Module) -> dict[str, str]:
-    """Of each buffer by each of its names: the one that ``named_buffers`` has, where modules share a tensor."""
-    first = {buffer: name for name, buffer in model.named_buffers()}
-    return {name: first[buffer] for name, buffer in model.named_buffers(remove_duplicate=False)}
+def _first_names(model: nn.Module, kind: str) -> dict[str, str]:
+    """Of each of the parameters or buffers by each of its names: the first, where modules share a tensor."""
+    named = model.named_parameters if kind == "parameters" else model.named_buffers
+    first = {tensor: name for name, tensor in named()}
+    return {name: first[tensor] for name, tensor in named(remove_duplicate=False)}

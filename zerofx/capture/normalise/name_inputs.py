@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zerofx.capture.blame import unknown_input
-from zerofx.capture.normalise.joint import Joint, inner_name, is_outside, outside_name
+from zerofx.capture.normalise.joint import Joint, is_outside, outside_name
 from zerofx.ir.facts import Placeholder, Role, set_placeholder
 from zerofx.torch_private.capture import (
     BufferAOTInput,
@@ -36,6 +36,7 @@ class NameInputs:
 
     def run(self, joint: Joint) -> None:
         graph, first_name = joint.graph, joint.first_names()
+        parameters = {info.name for info in joint.step.parameters}
         merged: dict[str, fx.Node] = {}
         for node in list(graph.find_nodes(op="placeholder")):
             desc = descriptions(node)
@@ -47,8 +48,10 @@ class NameInputs:
                         joint.unread.append(node)
                     _rename(node, Role.OUTSIDE, outside_name(joint, target))
                 case ParamAOTInput(target=target) | BufferAOTInput(target=target):
-                    name = first_name[inner_name(target)]
-                    role = Role.PARAMETER if isinstance(desc, ParamAOTInput) else Role.BUFFER
+                    name = first_name[target]
+                    role = Role.BUFFER
+                    if isinstance(desc, ParamAOTInput):
+                        role = Role.PARAMETER if name in parameters else Role.OUTSIDE
                     if name in merged:
                         node.replace_all_uses_with(merged[name])
                         graph.erase_node(node)

@@ -72,7 +72,7 @@ class SortOutputs:
                 case GradAOTOutput(grad_of=ParamAOTInput(target=target)) if is_outside(target):
                     pass
                 case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
-                    mutations[first_name[inner_name(target)]] = node
+                    mutations[first_name[target]] = node
                 case InputMutationAOTOutput(mutated_input=changed):
                     lines = "\n  ".join(list(dict.fromkeys(joint.watcher.lines))[:5]) or "(line not found)"
                     raise CaptureError(
@@ -83,7 +83,7 @@ class SortOutputs:
                         f"Embedding without max_norm."
                     )
                 case GradAOTOutput(grad_of=ParamAOTInput(target=target)) if node is not None:
-                    name = first_name[inner_name(target)]
+                    name = first_name[target]
                     if name in trainable:
                         gradients.append((name, node))
                 case _:

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.capture.outside import Outside
+from zerofx.capture.outside.lent import Lent
+from zerofx.capture.outside.outside import Outside
 from zerofx.ir.batch import Batch, micro_batch
+from zerofx.ir.casts import cast_of
 from zerofx.ir.facts import Placeholder, Role, placeholder
 from zerofx.ir.graph import StepGraph, num_bodies
+from zerofx.runtime.state.bucket_state import BucketState
 from zerofx.runtime.state.loss_scaler import LossScaler
 from zerofx.runtime.state.state import TrainingState
 
@@ -32,12 +35,42 @@ class StepArguments:
         return StepArguments(named, step.constants, step.num_micro_batches)
 
 
+@dataclass(frozen=True)
+class Loans:
+    """What a step reads of models that other steps train: their tensors, and the states of those taken over."""
+
+    lent: tuple[Lent, ...] = ()
+    states: tuple[TrainingState, ...] = ()
+
+    @property
+    def buckets(self) -> Iterator[BucketState]:
+        """Those after the step's own."""
+        return (bucket for state in self.states for bucket in state.buckets)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers, and parameters where no bucket has them, by their names in the step that reads them."""
+        for lent in self.lent:
+            for name, buffer in lent.model.named_buffers():
+                yield lent.named(name), buffer
+            for name, parameter in () if lent.in_buckets else lent.model.named_parameters():
+                yield lent.named(name), parameter.detach().to(cast_of(parameter, lent.compute_dtype))
+
+
+NO_LOANS = Loans()
+
+
 def state_tensors(
-    step: StepArguments, model: nn.Module, state: TrainingState, outside: Outside, scaler: LossScaler | None = None
+    step: StepArguments,
+    model: nn.Module,
+    state: TrainingState,
+    outside: Outside,
+    scaler: LossScaler | None = None,
+    loans: Loans = NO_LOANS,
 ) -> dict[str, Any]:
     """Parameters, optimizer states, buffers, constants, the loss's scale, and what is used outside of the model as it
-    is now: what stays between steps."""
-    buffers = dict(model.named_buffers())
+    is now: what stays between steps. ``loans``: what other steps have of it."""
+    lent = dict(loans.tensors())
+    buffers, buckets = dict(model.named_buffers()) | lent, [*state.buckets, *loans.buckets]
     tensors: dict[str, Any] = {}
     for name, facts in step.placeholders.items():
         if facts.role is Role.BUFFER:
@@ -47,7 +80,7 @@ def state_tensors(
             # What another rank has captured is on that rank's device.
             tensors[name] = constant if constant.device.type == "cpu" else constant.to(state.device)
         elif facts.role is Role.OUTSIDE:
-            tensors[name] = outside.tensor(facts.name)
+            tensors[name] = lent[facts.name] if facts.name in lent else outside.tensor(facts.name)
         elif facts.role is Role.RANK:
             tensors[name] = torch.tensor([state.number_along(facts.name)], device=state.device)
         elif facts.role is Role.HOST_RANK:
@@ -56,7 +89,7 @@ def state_tensors(
             assert scaler is not None, "a step whose loss is scaled has a scale"
             tensors[name] = scaler.tensor(getattr(torch, facts.name), state.device)
         elif facts.bucket is not None:
-            tensors[name] = state.buckets[facts.bucket].value(facts.role, facts.name)
+            tensors[name] = buckets[facts.bucket].value(facts.role, facts.name)
     return tensors
 
 

@@ -60,6 +60,29 @@ def group_of_parameters(
     return {name: index for name, index in groups.items() if name in with_gradient}
 
 
+def histories_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """What tells parameters that were trained in other steps from each other, by name: their states, and the numbers
+    among them, such as steps. Empty where all are alike."""
+    entries = {name: (p, optimizer.state.get(p, {})) for name, p in model.named_parameters()}
+    # Of a parameter of one element, states look like numbers.
+    numbers = {
+        state
+        for parameter, entry in entries.values()
+        for state, value in entry.items()
+        if parameter.dim() and (isinstance(value, int | float) or (isinstance(value, torch.Tensor) and not value.dim()))
+    }
+    texts = {
+        name: repr(
+            [
+                (state, float(value) if state in numbers else "")
+                for state, value in sorted(entry.items(), key=lambda item: item[0])
+            ]
+        )
+        for name, (_, entry) in entries.items()
+    }
+    return texts if len(set(texts.values())) > 1 else {}
+
+
 @dataclass
 class Advance:
     """One step's scalars by bucket, what each bucket has after it, and what the step changes outside of the states.
@@ -122,6 +145,11 @@ class OptimizerBinding:
     def has_states(self) -> bool:
         """Whether the updates that hold now keep anything from step to step."""
         return any(program.states or program.scalar_states for program in self._programs.values())
+
+    @property
+    def traced(self) -> dict[int, UpdateProgram]:
+        """The update of each trained bucket, as it was traced last."""
+        return self._stored(self._programs)
 
     def programs(
         self, state: TrainingState | None, held: Mapping[int, HeldState] = MappingProxyType({})
@@ -255,6 +283,8 @@ class OptimizerBinding:
     def held(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, HeldState]:
         """The states that the optimizer holds per parameter, by bucket; ``parameters`` by name. Changes nothing.
 
+        Parameters that are not trained now may have some, from when they were.
+
         Raises:
             OptimizerError: parameters of one bucket have states that cannot be updated together.
         """
@@ -262,7 +292,11 @@ class OptimizerBinding:
         known: dict[Any, frozenset[str]] = {}
         for bucket in self._layout.buckets:
             entries = [self.optimizer.state.get(parameters[slot.source], {}) for slot in bucket.slots]
-            if not bucket.trainable or not any(entries):
+            if not any(entries):
+                continue
+            shapes = [tuple(parameters[slot.source].shape) for slot in bucket.slots]
+            if not bucket.trainable:
+                states[bucket.index] = held_by_bucket(bucket, entries, shapes, _numbers_in(entries[0], shapes[0]))
                 continue
             key = (bucket.group, bucket.dtype)
             if key not in known:
@@ -270,7 +304,6 @@ class OptimizerBinding:
                 known[key] = scalar_state_names(
                     self.optimizer, bucket.group, dtype=bucket.dtype, fused=self._fused(bucket)
                 )
-            shapes = [tuple(parameters[slot.source].shape) for slot in bucket.slots]
             states[bucket.index] = held_by_bucket(bucket, entries, shapes, known[key])
         return states
 
@@ -336,6 +369,13 @@ class OptimizerBinding:
         # Of states that live on the host, the update may run there.
         places = {self._device.type, "cpu"}
         return fused is not False and all(has_fused(self.optimizer, place, bucket.dtype) for place in places)
+
+
+def _numbers_in(entry: Mapping[str, Any], shape: tuple[int, ...]) -> frozenset[str]:
+    """The names of what a parameter that is not trained now has as a number, not as a tensor of its shape."""
+    return frozenset(
+        name for name, value in entry.items() if not (isinstance(value, torch.Tensor) and tuple(value.shape) == shape)
+    )
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> str:

@@ -60,7 +60,7 @@ class OptimizerState:
 
     def _place_whole(self, *, as_computed: bool) -> None:
         for bucket, state in zip(self._state.layout.buckets, self._state.buckets, strict=True):
-            if not bucket.trainable or not state.present:
+            if not state.present:
                 continue
             flat = {
                 n: self._state.gather(bucket, self._state.load(t)) for n, t in state.flat.items() if n in state.present

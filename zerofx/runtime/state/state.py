@@ -62,7 +62,7 @@ class TrainingState:
         replaced by NaN of the same shape that takes no memory.
         """
         for buffer in self.model.buffers():
-            self._broadcast(buffer)
+            self.broadcast(buffer)
         for bucket in self.layout.buckets:
             self.buckets.append(self._divide(bucket, weights.flat(bucket, *self._kept(bucket))))
             if not self._place_bucket(plan, bucket, self.buckets[-1]):
@@ -190,9 +190,12 @@ class TrainingState:
         state.scalars[name] = value.to(device) if isinstance(value, torch.Tensor) else value
 
     def set_flat(self, bucket: Bucket, name: str, values: torch.Tensor) -> None:
-        """Give a bucket the values of one flat state, which are stored in the bucket's dtype for states."""
-        state = self.buckets[bucket.index]
-        state.flat[name] = self._put(state, values.to(bucket.stored_as(values.dtype)))
+        """Give a bucket the values of one flat state, which are stored in the bucket's dtype for states.
+
+        Those of a bucket that is not trained now wait on the host.
+        """
+        state, stored = self.buckets[bucket.index], values.to(bucket.stored_as(values.dtype))
+        state.flat[name] = self._put(state, stored) if bucket.trainable else self._tiers.hold(stored, "host")
 
     def load(self, stored: torch.Tensor | Stored) -> torch.Tensor:
         """A tensor that is on the device, or a copy there of one that is not."""
@@ -363,7 +366,8 @@ class TrainingState:
         first = bucket.first_of_part(self._rank) - bucket.first_of_slice(self._rank)
         return shard[first : first + bucket.part_numel]
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Give a tensor rank 0's values on all ranks. Collective."""
         if self._transport is not None and tensor.numel():
             self._transport.broadcast([tensor])
 

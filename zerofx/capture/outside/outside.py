@@ -4,6 +4,8 @@ They are found by what a trace touches, and named by how the function reaches th
 defaults, or attributes of what it is bound to. A step reads each at that place anew whenever it runs, so that one which
 is replaced by another like it (a teacher that follows the model) counts. What cannot be reached so, such as a tensor
 from a table of another library, is one tensor for good.
+
+What another open step trains is read where that step has it (``lent.py``).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from zerofx.capture.outside.lent import Lent
 from zerofx.errors import UsageError
 from zerofx.torch_private.modules import TABLES, buffer_table, child_table, parameter_table
 
@@ -65,7 +68,32 @@ class Outside:
     def __init__(self, root: Callable[..., Any] | None, name: str) -> None:
         self._root, self._name = root, name
         self._places: dict[str, _Place] = {}
+        self._lenders: tuple[Lent, ...] = ()
+        self._lender_of: dict[int, str] = {}  # by the identity of a parameter or buffer
+        self._lent: frozenset[str] = frozenset()
         self._index: dict[int, tuple[str, _Way, torch.Tensor]] | None = None
+
+    @property
+    def offered(self) -> tuple[Lent, ...]:
+        """The models of other steps that may be used."""
+        return self._lenders
+
+    @property
+    def lent(self) -> tuple[Lent, ...]:
+        """The models of other steps of which something is known to be used."""
+        return tuple(lender for lender in self._lenders if lender.name in self._lent)
+
+    def offer(self, lenders: tuple[Lent, ...]) -> None:
+        """Say which models that may be used are those of other open steps: their tensors are none of ``tensors``."""
+        self._lenders = lenders
+        self._lender_of = {
+            id(tensor): lender.name
+            for lender in lenders
+            for tensor in (*lender.model.parameters(), *lender.model.buffers())
+        }
+        for name, tensor in self.tensors().items():
+            if self._learn_lender(tensor):
+                del self._places[name]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those known so far, as they are now; what is no tensor any more is left out."""
@@ -74,6 +102,8 @@ class Outside:
 
     def learn(self, touched: torch.Tensor) -> bool:
         """Find out where a tensor is that a trace has touched; whether it was found."""
+        if self._learn_lender(touched):
+            return True
         if self._index is None:
             self._index = {}
             for name, way, value in self._walk():
@@ -88,6 +118,16 @@ class Outside:
         self._places[unique] = _Place(way, _described(touched))
         return True
 
+    def is_lent(self, touched: torch.Tensor) -> bool:
+        """Whether another step may lend a tensor."""
+        return id(touched) in self._lender_of
+
+    def _learn_lender(self, touched: torch.Tensor) -> bool:
+        if not self.is_lent(touched):
+            return False
+        self._lent |= {self._lender_of[id(touched)]}
+        return True
+
     def traced(self, trace: Callable[[], T]) -> T:
         """What ``trace`` gives once it is made with all tensors that it touches.
 
@@ -95,11 +135,11 @@ class Outside:
             Exception: what it raises then.
         """
         while True:
-            known = len(self._places)
+            known = len(self._places), self._lent
             try:
                 return trace()
             except Exception:
-                if len(self._places) == known:
+                if (len(self._places), self._lent) == known:
                     raise
 
     def forget_index(self) -> None:
@@ -306,9 +346,11 @@ class StandIns(TorchFunctionMode):
             table, name = self._known[key]
             stand_in: torch.Tensor = table[name]
             return stand_in
-        if type(touched) not in (torch.Tensor, nn.Parameter) or key in self._others:
+        if key in self._others:
             return touched
         if key not in self._made:
+            if type(touched) not in (torch.Tensor, nn.Parameter) and not self._outside.is_lent(touched):
+                return touched
             if not self._outside.learn(touched):
                 self._others[key] = touched
                 return touched

@@ -1,0 +1,111 @@
+"""Steps that read models that other steps train, on several ranks: a bucket at a time, with eager mode's bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zerofx
+from tests.lib.adversarial import (
+    Stack,
+    batches,
+    discriminator_step,
+    generator_loss,
+    generator_step,
+    models,
+    optimizer_of,
+    steps_of,
+    unlike_eager_mode,
+)
+from tests.lib.distributed import run_ranks
+from zerofx import UsageError
+
+
+def _wrong(runs: list[tuple[tuple[int, int], dict[str, Any]]]) -> list[str]:
+    return [
+        f"stages {stages}, {options}: {text}"
+        for stages, options in runs
+        for text in unlike_eager_mode(3, stages, **options)
+    ]
+
+
+def test_the_bits_of_eager_mode() -> None:
+    runs = [((0, 0), {}), ((3, 3), {}), ((0, 3), {"prefetch": 0}), ((3, 1), {})]
+    for rank, wrong in enumerate(run_ranks(_wrong, 2, runs)):
+        assert wrong == [], f"rank {rank}"
+
+
+@pytest.mark.slow
+def test_every_pair_of_stages_and_replicas() -> None:
+    mesh = {"replicate": 2, "shard": 2}
+    runs = [((a, b), {"mesh": mesh}) for a, b in ((0, 0), (3, 3), (1, 3), (3, 2))]
+    for rank, wrong in enumerate(run_ranks(_wrong, 4, runs)):
+        assert wrong == [], f"rank {rank}"
+
+
+def _within_budget() -> list[str]:
+    """What is wrong with a step whose budget does not hold the model that it reads whole."""
+    torch.manual_seed(0)
+    generator, discriminator = Stack(4, 2, depth=1), Stack(2, 1, depth=12, dim=64)
+    whole = sum(parameter.nbytes for parameter in discriminator.parameters())
+    held = 3 * whole // 2  # this rank's half of parameters and of two states each
+    other = discriminator_step(discriminator, generator)
+    step = generator_step(generator, discriminator, memory_budget=held + whole // 2)
+    for real, noise in batches(2):
+        other(real, noise)
+        step(noise)
+    plan, measured = step.plan, step.measure(noise, num_steps=1).peak_bytes["device"]
+    wrong = [] if held < measured == plan.peak_bytes["device"] else [f"{measured} bytes are taken"]
+    gathered = [plan.buckets[gather.bucket].name for gather in plan.gathers]
+    wrong += [] if gathered.count("discriminator.layers.7") == 2 else [f"{gathered} are gathered"]
+    with step.full_parameters(), other.full_parameters():
+        expected = generator_loss(generator, discriminator, noise)
+    return wrong + ([] if torch.equal(step.evaluate(noise), expected) else ["an evaluation gives another loss"])
+
+
+def test_what_is_read_is_gathered_a_bucket_at_a_time() -> None:
+    for rank, wrong in enumerate(run_ranks(_within_budget, 2)):
+        assert wrong == [], f"rank {rank}"
+
+
+def _other_values() -> list[bool]:
+    """Whether ranks read rank 0's values of a model that no step has taken over yet."""
+    generator, discriminator = models()
+    torch.manual_seed(torch.distributed.get_rank())
+    torch.nn.init.normal_(generator.last.weight)
+    step, other = steps_of(generator, discriminator)
+    ((real, noise),) = batches(1)
+    other(real, noise)
+    early = generator.last.weight.detach().clone()
+    step.prepare(noise)
+    return [torch.equal(early, step.full_state_dict()["last.weight"])]
+
+
+def test_ranks_read_the_values_that_training_begins_with() -> None:
+    assert run_ranks(_other_values, 2) == [[True], [True]]
+
+
+def _meshes() -> list[str]:
+    """What steps are told whose models lie on other meshes, or on one with an axis that shares computation."""
+    texts = []
+    real, noise = torch.ones(4, 2), torch.ones(4, 4)
+    for theirs, ours in (({"replicate": 2}, {"shard": 2}), ({"model": 2}, {"model": 2})):
+        generator, discriminator = models()
+        other = zerofx.compile(
+            discriminator, optimizer_of(discriminator), backend="eager", mesh=theirs,
+            forward=lambda model, real: model(real).sum(),
+        )  # fmt: skip
+        other(real)
+        with pytest.raises(UsageError) as refusal:
+            generator_step(generator, discriminator, mesh=ours)(noise)
+        texts.append(str(refusal.value))
+        other.close()
+    return texts
+
+
+def test_steps_that_read_one_another_are_on_one_mesh_that_shares_no_computation() -> None:
+    for another, shared in run_ranks(_meshes, 2):
+        assert "compile both with the same mesh" in another
+        assert "expected a mesh without the axis 'model'" in shared

@@ -1,0 +1,82 @@
+"""Modules that another open step trains, which a step's ``forward`` uses: what a capture knows of them.
+
+Such a model stands next to the step's own while it is traced, on fake tensors as that is. Its parameters are read and
+get no gradient, though gradients flow through it; its buffers are written as they would be by a call of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from zerofx.capture.layers import find_units
+from zerofx.errors import UsageError
+from zerofx.ir.casts import ComputeDtype
+from zerofx.ir.graph import ParameterInfo, Strides, parameter_infos
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A model of another step.
+
+    ``name`` is what all its names begin with in the step that reads it, which no name of that step's own model does.
+    ``compute_dtype`` and ``strides`` are as for ``capture``. ``in_buckets``: whether its step has taken it over; until
+    then its parameters are where its modules have them. ``refusal`` says why it cannot be read; empty where it can.
+    """
+
+    name: str
+    model: nn.Module
+    compute_dtype: ComputeDtype = None
+    strides: Strides = field(default_factory=lambda: MappingProxyType({}))
+    in_buckets: bool = False
+    refusal: str = ""
+
+    def check(self) -> None:
+        """Check that it can be read.
+
+        Raises:
+            UsageError: it cannot.
+        """
+        if self.refusal:
+            raise UsageError(self.refusal)
+
+    def named(self, name: str) -> str:
+        """What a parameter, buffer or module is called in the step that reads it."""
+        return f"{self.name}.{name}" if name else self.name
+
+    def parameters(self) -> tuple[ParameterInfo, ...]:
+        """Those that are read from buckets, none of them trained here."""
+        if not self.in_buckets:
+            return ()
+        return tuple(
+            replace(
+                info, name=self.named(info.name), aliases=tuple(map(self.named, info.aliases)), requires_grad=False,
+                lent=True,
+            )
+            for info in parameter_infos(self.model, self.compute_dtype, self.strides)
+        )  # fmt: skip
+
+    def units(self) -> Iterator[str]:
+        """Its repeated layers."""
+        return map(self.named, find_units(self.model))
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """Buffers by all of their names."""
+        return {self.named(name): b for name, b in self.model.named_buffers(remove_duplicate=False)}
+
+
+def all_parameters(
+    model: nn.Module, lent: tuple[Lent, ...], compute_dtype: ComputeDtype, strides: Strides
+) -> tuple[ParameterInfo, ...]:
+    """The parameters of a step's model, and after them those of other steps that it reads from buckets."""
+    others = (info for entry in lent for info in entry.parameters())
+    return (*parameter_infos(model, compute_dtype, strides), *others)
+
+
+def all_units(model: nn.Module, lent: tuple[Lent, ...]) -> frozenset[str]:
+    """The repeated layers of a step's model and of those that it reads."""
+    return frozenset((*find_units(model), *(unit for entry in lent for unit in entry.units())))

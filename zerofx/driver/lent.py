@@ -1,0 +1,100 @@
+"""What a step reads of models that other open steps train: their buckets after its own, in none of which it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from zerofx.capture.outside.lent import Lent
+from zerofx.errors import UsageError
+from zerofx.ir.buckets import Bucket, BucketLayout
+from zerofx.ir.facts import DEVICE
+from zerofx.optimizers import UpdateProgram
+from zerofx.runtime.state.bucket_state import BucketState
+from zerofx.runtime.state.state import TrainingState
+from zerofx.scheduler.plan.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """A model that another step has taken over: its state there, and the updates that its buckets have in that step.
+
+    What lies on the device of it counts in the plan of the step that reads it.
+    """
+
+    lent: Lent
+    state: TrainingState
+    programs: Mapping[int, UpdateProgram]
+
+    def check(self, mesh: Mesh) -> None:
+        """Check that a step on ``mesh`` can read it.
+
+        Raises:
+            UsageError: it is on another mesh, or lies as only its own step can read it.
+        """
+        name, layout = self.lent.name, self.state.layout
+        if layout.mesh != mesh:
+            raise UsageError(
+                f"expected {name}, which another open step trains, on the mesh of the step that reads it, {mesh}, "
+                f"found it on {layout.mesh}: compile both with the same mesh"
+            )
+        if mesh.model > 1:
+            raise UsageError(
+                f"expected a mesh without the axis 'model' for a step that reads {name}, which another step trains, "
+                f"found {mesh}: its ranks share the computation of a step's own model alone"
+            )
+        if layout.has_slices:
+            sliced = next(slot.source for bucket in layout.buckets for slot in bucket.slots if slot.whole is not None)
+            raise UsageError(
+                f"expected {name}, which another step trains, with whole parameters, found {sliced} in slices: compile "
+                f"that step with tile='none', or with a larger memory_budget"
+            )
+        away = [b.name for b, state in zip(layout.buckets, self.state.buckets, strict=True) if state.tier != DEVICE]
+        if away:
+            raise UsageError(
+                f"expected the parameters of {name}, which another step trains, on the device, where the step that "
+                f"reads them can, found those of {', '.join(away[:5])} on slower tiers: compile that step with "
+                f"offload='none', or with a larger memory_budget"
+            )
+
+    def described(self) -> tuple[object, ...]:
+        """What a step that reads it follows from."""
+        return tuple(
+            (bucket, program and (program.states, program.scalar_states, sorted(program.tensor_scalars)))
+            for bucket, program in self.buckets()
+        )
+
+    def buckets(self) -> Iterator[tuple[Bucket, UpdateProgram | None]]:
+        """Its buckets as the step that reads it has them, each with the update whose states are on the device."""
+        for bucket, state in zip(self.state.layout.buckets, self.state.buckets, strict=True):
+            named = tuple(replace(slot, name=self.lent.named(slot.name)) for slot in bucket.slots)
+            lent = replace(
+                bucket, name=self.lent.named(bucket.name), unit=self.lent.named(bucket.unit), group=None, slots=named,
+                dtype=bucket.dtype if isinstance(state.master, torch.Tensor) else bucket.compute_dtype,
+                lent_at=self.state.stage,
+            )  # fmt: skip
+            program = self.programs.get(bucket.index)
+            yield lent, program if program is not None and _has_here(state, program) else None
+
+
+def _has_here(state: BucketState, program: UpdateProgram) -> bool:
+    """Whether the states that an update works on are on the device."""
+    return all(isinstance(state.flat.get(spec.name), torch.Tensor) for spec in program.states)
+
+
+def with_borrowed(layout: BucketLayout, borrowed: Sequence[Borrowed]) -> tuple[BucketLayout, dict[int, UpdateProgram]]:
+    """A step's layout with the buckets that it reads of other steps, and what updates those there, by index."""
+    pairs = [pair for entry in borrowed for pair in entry.buckets()]
+    first = len(layout.buckets)
+    programs = {first + number: program for number, (_, program) in enumerate(pairs) if program is not None}
+    return layout.with_lent(bucket for bucket, _ in pairs), programs
+
+
+def own_part(
+    layout: BucketLayout, programs: Mapping[int, UpdateProgram]
+) -> tuple[BucketLayout, dict[int, UpdateProgram]]:
+    """Of what ``with_borrowed`` gives, and a step's own updates with it, those of the step itself."""
+    own = layout.own
+    return own, {index: program for index, program in programs.items() if index < len(own.buckets)}

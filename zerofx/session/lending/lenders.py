@@ -1,0 +1,172 @@
+"""The models of other open steps that a step's ``forward`` uses: found, watched, read where those steps have them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zerofx.capture.outside.lent import Lent
+from zerofx.deferred import is_deferred
+from zerofx.driver.lent import Borrowed
+from zerofx.errors import UsageError
+from zerofx.options import CompileOptions
+from zerofx.runtime.state.arguments import Loans
+from zerofx.runtime.state.state import TrainingState
+from zerofx.session.lending.owners import Owner, owner_of
+from zerofx.session.life import Life
+
+if TYPE_CHECKING:
+    from zerofx.session.steps import Steps
+
+
+class Lenders:
+    """The steps whose models one step's ``forward`` or ``loss_fn`` reaches, by what it calls them.
+
+    Until such a step has taken its model over, parameters are read where the modules have them; from then on in its
+    buckets, by steps that are captured anew.
+    """
+
+    def __init__(self, model: nn.Module, options: CompileOptions, life: Life) -> None:
+        self._model, self._outside, self._life = model, options.objective.outside, life
+        self._compute_dtype = options.compute_dtype
+        self._owners: dict[str, Owner] = {}
+        self._agreed: set[str] = set()  # those whose values are known to be rank 0's
+
+    def check(self) -> None:
+        """Check that the steps whose models are read are open, before each use.
+
+        Raises:
+            UsageError: one of them is not.
+        """
+        for name in self._names:
+            steps = self._owners[name].steps
+            if steps is None or steps.life.closed or steps.life.failed:
+                failed = "" if steps is None else steps.life.failed
+                state = f"that it failed ({failed})" if failed else "it closed"
+                raise UsageError(
+                    f"expected the step that trains {name} to be open as long as this one reads {name}, found {state}: "
+                    f"close it after this one; or close this one too, and compile its model again"
+                )
+
+    @property
+    def key(self) -> str:
+        """Tells the places where what is read lies now from others that it was or may be in."""
+        return "\n".join(
+            f"{name} {steps.num_made}: {'not prepared' if steps.taken is None else steps.taken.state.locations()}"
+            for name, steps in self._used().items()
+        )
+
+    def find(self) -> None:
+        """Look for models of other steps that a capture may read."""
+        known = [name for name, _ in (*self._model.named_parameters(), *self._model.named_buffers())]
+        # What is used already keeps its name, though the way to it may be another now.
+        owners = {name: owner for name, owner in self._owners.items() if name in self._names}
+        for name, reached in self._outside.reachable():
+            owner = owner_of(reached) if isinstance(reached, nn.Module | nn.Parameter) else None
+            if owner is None or owner.steps is None or owner.steps.model is self._model or owner in owners.values():
+                continue
+            if reached is not owner.steps.model:  # a part of it, or a parameter
+                name = type(owner.steps.model).__name__
+            while any(other == name or other.startswith(f"{name}.") for other in (*known, *owners)):
+                name = f"{name}'"
+            owners[name] = owner
+        self._owners = owners
+        self._outside.offer(
+            tuple(_lent(name, steps, self._compute_dtype, self._life) for name, steps in self._all.items())
+        )
+
+    @property
+    def borrowed(self) -> tuple[Borrowed, ...]:
+        """Those that a capture may read from buckets."""
+        lent = {lender.name: lender for lender in self._outside.offered}
+        return tuple(
+            Borrowed(lent[name], steps.taken.state, steps.taken.binding.traced)
+            for name, steps in self._all.items()
+            if steps.taken is not None
+        )
+
+    def has_changed(self) -> bool:
+        """Whether another step trains by now what is known to be used, and was nobody's."""
+        return any(
+            (owner := owner_of(tensor)) is not None and owner.steps is not None
+            for tensor in self._outside.tensors().values()
+        )
+
+    def settle(self, agreed: Callable[[], object]) -> None:
+        """Have the updates done that other steps have left to the host, once all ranks have ``agreed`` to read them.
+
+        Collective at stages 1 and 2.
+        """
+        for steps in self._used().values():
+            if steps.taken is not None and steps.options.delayed_update is not None:
+                agreed()
+                steps.taken.state.flush()
+
+    @contextlib.contextmanager
+    def unguarded(self) -> Iterator[None]:
+        """While open, the models may be captured."""
+        with contextlib.ExitStack() as stack:
+            for steps in self._all.values():
+                stack.enter_context(steps.capturable())
+            yield
+
+    def agree(self, state: TrainingState) -> None:
+        """Give all ranks rank 0's values of what no step has taken over yet, as that will. Collective."""
+        for name, steps in self._used().items():
+            if steps.taken is None and name not in self._agreed:
+                with torch.no_grad():
+                    for tensor in (*steps.model.parameters(), *steps.model.buffers()):
+                        state.broadcast(tensor)
+                self._agreed.add(name)
+
+    def read(self) -> Loans:
+        """What a step reads of the models now."""
+        lent = {lender.name: lender for lender in self._outside.lent}
+        used = self._used()
+        return Loans(
+            tuple(lent.values()), tuple(steps.taken.state for steps in used.values() if steps.taken is not None)
+        )
+
+    def _used(self) -> Mapping[str, Steps]:
+        return {name: steps for name, steps in self._all.items() if name in self._names}
+
+    @property
+    def _names(self) -> list[str]:
+        """Of those of which something is used."""
+        return [lender.name for lender in self._outside.lent]
+
+    @property
+    def _all(self) -> Mapping[str, Steps]:
+        return {name: owner.steps for name, owner in self._owners.items() if owner.steps is not None}
+
+
+def _lent(name: str, steps: Steps, compute_dtype: torch.dtype | None, life: Life) -> Lent:
+    """The model of another step, for one that computes in ``compute_dtype``."""
+    taken, theirs = steps.taken, steps.options.compute_dtype
+    what, refusal = f"{name}, which another open step trains", ""
+    if theirs != compute_dtype:
+        refusal = (
+            f"expected {what}, in the precision of the step that reads it, {_dtype(compute_dtype)}, found "
+            f"{_dtype(theirs)}: compile both with the same precision"
+        )
+    elif steps.life.group is not life.group:
+        refusal = (
+            f"expected {what}, among the ranks of the step that reads it, found another process group: compile both "
+            f"after the process group is made"
+        )
+    elif taken is None and (steps.options.weights is not None or is_deferred(steps.model)):
+        refusal = (
+            f"expected {what}, to have its values when it is read, found that they are made or loaded with the first "
+            f"step of that: call its step.prepare(batch) before"
+        )
+    casts = steps.options.casts(steps.model)
+    strides = {} if taken is None else taken.state.strides()
+    return Lent(name, steps.model, casts, strides, taken is not None, refusal)
+
+
+def _dtype(dtype: torch.dtype | None) -> str:
+    return "that of its parameters" if dtype is None else str(dtype).removeprefix("torch.")
