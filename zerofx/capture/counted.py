@@ -25,6 +25,9 @@ _COUNTS, _TOTAL, _RANKS = "terms of the loss", "terms on all ranks", "number of 
 
 LossTerms = Callable[..., torch.Tensor]
 
+COUNTS = f"**[{_COUNTS!r}]"
+"""What a batch calls how many terms each of its samples has, int64, shape ``[samples]``."""
+
 
 def counted(
     loss_terms: LossTerms | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_ranks: int

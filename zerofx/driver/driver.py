@@ -81,6 +81,24 @@ def _built(request: Request, earlier: Earlier | None, control: Control) -> Built
     return Built(compiled, prepared.layout, prepared.binding, prepared.programs)
 
 
+def fits_budget(request: Request, control: Control) -> bool:
+    """Whether a plan of a model's first step fits the budget; nothing is compiled. Collective.
+
+    Raises:
+        ZeroFXError: as ``prepare``.
+    """
+    captures, _ = control.attempt("capture a step", lambda: _captured(request, None))
+    captures = share_computation(request, captures, None, control.share)
+    prepared = control.attempt("capture a step", lambda: prepare(request, captures))
+    prepared.agree(control)
+    budget = budget_bytes(request.options.memory_budget, request.machine)
+    try:
+        _agree_on_plan(prepared, target_of(prepared), budget, control)
+    except MemoryBudgetError:
+        return False
+    return True
+
+
 def _preparing_the_compiler(request: Request) -> contextlib.AbstractContextManager[None]:
     """While open, what Inductor does once in a process is done next to the capture."""
     if not request.options.compiles_regions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,15 +25,17 @@ from zerofx.codegen.cpu.extras import CHANNELS
 from zerofx.codegen.kernels.current_device import on_device
 from zerofx.driver.asked import machine_at_hand
 from zerofx.driver.best_mesh import best_mesh
-from zerofx.driver.driver import build_step
+from zerofx.driver.driver import build_step, fits_budget
 from zerofx.driver.given_plan import take_plan
 from zerofx.driver.prepared import Request
 from zerofx.driver.sharing import check_digests, digest_of
-from zerofx.errors import UsageError, ZeroFXError, warn
+from zerofx.errors import MemoryBudgetError, UsageError, ZeroFXError, warn
 from zerofx.ir.batch import Batch
+from zerofx.lengths.lengths import Lengths, Size
 from zerofx.lowering.load import CompiledStep, load_step, read_edited
 from zerofx.meshes import AUTO, mesh_for
 from zerofx.options import CompileOptions
+from zerofx.progress import watched
 from zerofx.runtime.comm.collectives import is_on_cpu
 from zerofx.runtime.cuda_graphs.obstacles import machine_obstacle, step_obstacle
 from zerofx.runtime.state.loss_scaler import LossScaler
@@ -49,6 +52,9 @@ from zerofx.session.seeds import SeedWatch
 from zerofx.session.shapes import Shapes
 from zerofx.session.taken_over import TakenOver
 from zerofx.settings import Settings
+
+RUNNING = "call step(batch)"
+"""What ranks agree to do where a step is run."""
 
 Agreed = Callable[[], Sequence[bytes]]
 """Waits until all ranks agree to run the same step; gives a digest of every rank's random generators, in rank order."""
@@ -90,6 +96,7 @@ class Steps:
         self.scaler = None if options.loss_scale is None else LossScaler(options.loss_scale)
         self._loaded: Path | None = None
         self._awaited: Awaited | None = None
+        self.lengths = None if options.lengths is None else Lengths(options.lengths, model, options, life.control)
         if options.plan is not None:
             self.machine = machine_at_hand(self.device, options, life.control)
             self.options = take_plan(options, self.machine, life.control)
@@ -118,8 +125,10 @@ class Steps:
 
     def of(self, batch: Batch, purpose: str) -> tuple[CompiledStep, TakenOver, Advance, Agreed]:
         """The step for a batch, built if need be, with its scalars, and what waits until all ranks agree to run it."""
-        described = batch.described() | {"training mode": self._modes.mode()} | dtype_settings()
+        setting = {"training mode": self._modes.mode()} | dtype_settings()
+        described = batch.described() | setting
         signature = "\n".join(f"{name}: {text}" for name, text in described.items())
+        form = signature if self.lengths is None else f"{self.lengths.form(batch)}; {setting}"
         advance = self.taken.advance() if self.taken is not None else None
         variant = self.taken.binding.variant if self.taken is not None else "not traced yet"
         agreed = self.agreement(
@@ -133,11 +142,97 @@ class Steps:
         compiled = self.shapes.take(signature, variant)
         if compiled is None:
             agreed()
-            compiled, self.taken = self._build(batch, signature, described)
+            compiled, self.taken = self._build(batch, form, described)
             advance = advance or self.taken.advance()
-            self.shapes.put(signature, self.taken.binding.variant, described, compiled)
+            self.shapes.put(signature, self.taken.binding.variant, described, compiled, form)
+        if self.lengths is not None:
+            self.lengths.note(batch, compiled.plan, has_run=purpose == RUNNING)
         assert self.taken is not None and advance is not None
         return compiled, self.taken, advance, agreed
+
+    def fitted(self, batch: Batch) -> Batch:
+        """The batch, padded to a rung where ``lengths=`` asks for that. Collective then.
+
+        Raises:
+            UsageError: it cannot be padded, on all ranks.
+            MemoryBudgetError: as ``prepare_all``.
+        """
+        lengths = self.lengths
+        if lengths is None:
+            return batch
+        self._begin_ladder(lengths, batch)
+        return lengths.padded(batch, lengths.size_for(lengths.sizes_of(batch)))
+
+    def alike(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """The micro-batches of one update, padded to the same tokens and samples. Collective before the first step.
+
+        Raises:
+            UsageError: they cannot be padded.
+        """
+        lengths = self.lengths
+        assert lengths is not None, "batches of any length are asked for"
+        if not lengths.is_settled:
+            with self.capturing():
+                lengths.settle(self.batch_of(*batches[0].call), len(batches))
+        return lengths.alike(batches)
+
+    def dealt(self, batch: Batch, given: Batch, compiled: CompiledStep) -> Batch:
+        """A ``batch`` that was ``given`` with fewer samples, dealt out to the micro-batches of its step."""
+        lengths = self.lengths
+        if lengths is None or batch is given:
+            return batch
+        return lengths.spread(batch, given.size(), compiled.plan.num_micro_batches)
+
+    def prepare_all(self, batch: Batch) -> None:
+        """Build the steps of all rungs, the one that takes the most first, or that of a batch without ``lengths=``.
+
+        Raises:
+            UsageError: the model's batches cannot be padded.
+            MemoryBudgetError: not all rungs fit the budget; says which is the longest that does.
+        """
+        lengths = self.lengths
+        if lengths is None:
+            *_, agreed = self.of(batch, "prepare a step")
+            agreed()
+            return
+        self._begin_ladder(lengths, batch)
+        fitted = self.fitted(batch)
+        with watched("preparing lengths", "lengths", len(lengths.known), show=self._control.rank == 0) as bar:
+            for size in lengths.known:
+                *_, agreed = self.of(lengths.example(batch, size), "prepare a step")
+                agreed()
+                bar.update()
+        self.of(fitted, "prepare a step")[-1]()
+
+    def _begin_ladder(self, lengths: Lengths, batch: Batch) -> None:
+        """Build the step of the rung that takes the most first: its buckets are those of all."""
+        if not lengths.is_settled:
+            with self.capturing():
+                lengths.settle(batch)
+        if self.taken is not None:
+            return
+        first, *others = lengths.known
+        try:
+            self.of(lengths.example(batch, first), "prepare a step")[-1]()
+        except MemoryBudgetError as error:
+            longest = self._longest_that_fits(lengths, batch, others)
+            if longest is None:
+                raise
+            raise MemoryBudgetError(
+                f"{error}. Of lengths= the longest that fits is {longest}, not {first[0]}: give lengths up to "
+                f"{longest}, or a larger memory_budget"
+            ) from error
+
+    def _longest_that_fits(self, lengths: Lengths, batch: Batch, sizes: Sequence[Size]) -> int | None:
+        """The tokens of the first of ``sizes``, of which each takes less than the one before, that has a plan within
+        the budget."""
+
+        def fits(size: Size) -> bool:
+            with self.capturing():
+                return fits_budget(self.request(lengths.example(batch, size)), self._control)
+
+        index = bisect_left(sizes, True, key=fits)
+        return sizes[index][0] if index < len(sizes) else None
 
     def agreement(self, purpose: str, batch: Batch, text: str, what: str, hint: str) -> Agreed:
         """Begin to compare what ranks are about to do with a batch; as ``Control.start``."""
@@ -177,13 +272,13 @@ class Steps:
         """Which modules are in training mode now."""
         return self._modes.mode()
 
-    def _build(self, batch: Batch, signature: str, described: Mapping[str, str]) -> tuple[CompiledStep, TakenOver]:
+    def _build(self, batch: Batch, form: str, described: Mapping[str, str]) -> tuple[CompiledStep, TakenOver]:
         if torch.is_inference_mode_enabled():
             raise UsageError(
                 "expected the first step of a batch shape outside of torch.inference_mode(), found it inside, where "
                 "nothing that is made can be trained: leave it first"
             )
-        self.shapes.announce(signature, described)
+        self.shapes.announce(form, described)
         if self._loaded is not None:
             warn(
                 f"the edited step {self._loaded} runs for the batch shape and optimizer options it was loaded for; "
