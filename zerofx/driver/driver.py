@@ -81,6 +81,19 @@ def _built(request: Request, earlier: Earlier | None, control: Control) -> Built
     return Built(compiled, prepared.layout, prepared.binding, prepared.programs)
 
 
+def kept_plan(request: Request, earlier: Earlier, control: Control) -> Plan | None:
+    """The plan of a step that an earlier run has kept on every rank, which takes little to load; None for none.
+
+    Raises:
+        ZeroFXError: as ``prepare``.
+    """
+    _, recalled = control.attempt("capture a step", lambda: _captured(request, earlier))
+    if not step_cache.is_everywhere(recalled, control):
+        return None
+    assert recalled is not None
+    return recalled.step.program.plan
+
+
 def fits_budget(request: Request, control: Control) -> bool:
     """Whether a plan of a model's first step fits the budget; nothing is compiled. Collective.
 

@@ -239,6 +239,11 @@ class Lengths:
         self._built[size] = plan
         self._num_steps[size] += has_run
 
+    def is_built(self, batch: Batch) -> bool:
+        """Whether there is a step for batches padded like this one."""
+        assert self.axes is not None, "a first batch has been seen"
+        return self.axes.sizes(batch) in self._built
+
     @property
     def built(self) -> tuple[Rung, ...]:
         """The rungs for which there is a step, the shortest first."""

@@ -25,7 +25,7 @@ from zerofx.codegen.cpu.extras import CHANNELS
 from zerofx.codegen.kernels.current_device import on_device
 from zerofx.driver.asked import machine_at_hand
 from zerofx.driver.best_mesh import best_mesh
-from zerofx.driver.driver import build_step, fits_budget
+from zerofx.driver.driver import build_step, fits_budget, kept_plan
 from zerofx.driver.given_plan import take_plan
 from zerofx.driver.prepared import Request
 from zerofx.driver.sharing import check_digests, digest_of
@@ -186,6 +186,8 @@ class Steps:
     def prepare_all(self, batch: Batch) -> None:
         """Build the steps of all rungs, the one that takes the most first, or that of a batch without ``lengths=``.
 
+        The batch's own is loaded too where an earlier run has built it.
+
         Raises:
             UsageError: the model's batches cannot be padded.
             MemoryBudgetError: not all rungs fit the budget; says which is the longest that does.
@@ -199,10 +201,20 @@ class Steps:
         fitted = self.fitted(batch)
         with watched("preparing lengths", "lengths", len(lengths.known), show=self._control.rank == 0) as bar:
             for size in lengths.known:
-                *_, agreed = self.of(lengths.example(batch, size), "prepare a step")
-                agreed()
+                self._prepare_rung(lengths, lengths.example(batch, size))
                 bar.update()
         self.of(fitted, "prepare a step")[-1]()
+
+    def _prepare_rung(self, lengths: Lengths, example: Batch) -> None:
+        """Build the step of a rung, unless an earlier run has: that is loaded when it is first met."""
+        if not lengths.is_built(example):
+            assert self.taken is not None, "the first rung has been built"
+            with self.capturing():
+                plan = kept_plan(self.request(example), self.taken.earlier, self._control)
+            if plan is not None:
+                lengths.note(example, plan, has_run=False)
+                return
+        self.of(example, "prepare a step")[-1]()
 
     def _begin_ladder(self, lengths: Lengths, batch: Batch) -> None:
         """Build the step of the rung that takes the most first: its buckets are those of all."""
