@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,11 @@ def batches(num_documents: int, rank: int) -> Iterator[tuple[list[Tensor], Tenso
     for number in torch.randperm(len(groups), generator=generator).tolist():
         drawn = [torch.randint(VOCAB, (length + 1,), generator=generator) for length in groups[number]]
         documents = drawn[rank::NUM_RANKS] or drawn[-1:]
-        rows = [nn.utils.rnn.pad_sequence(part, batch_first=True, padding_value=value) for part, value in (
-            ([document[:-1] for document in documents], 0), ([document[1:] for document in documents], -100),
-        )]  # fmt: skip
-        yield documents, *rows
+        ids, labels = (
+            nn.utils.rnn.pad_sequence([document[part] for document in documents], True, value)
+            for part, value in ((slice(None, -1), 0), (slice(1, None), -100))
+        )
+        yield documents, ids, labels
 
 
 def terms(ids: Tensor, labels: Tensor) -> Tensor:
@@ -113,8 +114,8 @@ def losses(num_documents: int) -> dict[str, Any]:
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
         optimizer.step()
-        found, wanted = summed(float(step(ids, labels)) / NUM_RANKS), summed(expected)
-        differences.append(abs(found - wanted) / wanted)
+        loss_of_all, wanted = summed(float(step(ids, labels)) / NUM_RANKS), summed(expected)
+        differences.append(abs(loss_of_all - wanted) / wanted)
     peaks = {}
     for _, ids, labels in batches(num_documents, rank):
         rung = -(-ids.shape[1] // 64) * 64
@@ -201,10 +202,11 @@ def work(request: dict[str, Any]) -> None:
     warnings.simplefilter("ignore")
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if num_ranks > 1:
-        store = dist.FileStore(os.environ["STORE"], num_ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        place = f"file://{os.environ['STORE']}"
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=num_ranks)
     torch.manual_seed(rank)
-    part = {"losses": losses, "speed": speed, "builds": builds}[request.pop("part")]
+    parts: dict[str, Callable[..., dict[str, Any]]] = {"losses": losses, "speed": speed, "builds": builds}
+    part = parts[request.pop("part")]
     answers.write(json.dumps(part(**request)) + "\n")
 
 
