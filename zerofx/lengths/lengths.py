@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -100,6 +101,7 @@ class Lengths:
         sizes = self._agree(batch)
         self._check_length(sizes)
         self.filling = self._found(batch, axes)
+        gc.collect()  # what autograd holds of a trial in cycles: parameters that are about to get values
         if self.filling.makes_mask:
             self.axes = masked_axes(axes)
         self.known = self.ladder.sizes(sizes.samples * num_micro_batches)

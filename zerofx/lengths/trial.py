@@ -15,7 +15,6 @@ from zerofx.capture.counted import COUNTS, factor_of
 from zerofx.capture.evaluation import in_evaluation_mode
 from zerofx.capture.loss import Objective
 from zerofx.checkpoints.random_states import random_states, set_random_states
-from zerofx.errors import UsageError
 from zerofx.ir.batch import Batch
 from zerofx.lengths.axes import Axes
 from zerofx.lengths.filling import MASK, Filling, cut
@@ -40,15 +39,10 @@ class Trial:
     def __init__(self, model: nn.Module, objective: Objective, batch: Batch, axes: Axes, rung: int) -> None:
         self._model, self._objective, self._axes = model, objective, axes
         length, samples = axes.sizes(batch)
-        self._spread = Spread()
+        self._spread = Spread(device_of(model))
         self._rung, self._length = rung, min(length, rung // 2 + 1)
         self._samples = min(samples, _MOST_SAMPLES)
         small = cut(batch, axes, self._length, self._samples)
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise UsageError(
-                "expected a model whose parameters have values with lengths=, found one without: whether its batches "
-                "can be padded is tried on the model before the first step; give it values, or leave lengths out"
-            )
         self._uses = self._run(small)[1]
         self._labels = self._labels_of(small)
         self._small = small.holding(tuple(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zerofx.deferred import DeferredTensor
 from zerofx.torch_private.dispatch import TorchDispatchMode
 from zerofx.torch_private.operators import pytree
 
@@ -35,28 +36,43 @@ class Spread:
     """What stands for parameters in a trial: theirs, times what makes products of them as large as their factors.
 
     A layer that changes little when training begins, or nothing since its weight is zero, has an effect then that can
-    be told from rounding.
+    be told from rounding. Where a parameter has no values yet, or zeros alone, others are drawn, on ``device``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._scales: dict[int, tuple[torch.nn.Parameter, float]] = {}
 
     def __call__(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """What to compute with in the place of a parameter."""
-        values = parameter.detach()
-        if not values.is_floating_point() or not values.numel():
+        if not parameter.is_floating_point() or not parameter.numel():
             return parameter
         if id(parameter) not in self._scales:
-            mean_square = float(values.float().square().mean())
-            num_terms = values[0].numel() if values.dim() > 1 else 1
-            scale = 0.0 if mean_square == 0 else (mean_square * num_terms) ** -0.5 if values.dim() > 1 else 1.0
-            self._scales[id(parameter)] = parameter, scale
+            self._scales[id(parameter)] = parameter, _scale_of(parameter)
         scale = self._scales[id(parameter)][1]
+        if scale == 1:
+            return parameter
         if scale:
-            return values if scale == 1 else values * scale
-        generator = torch.Generator(values.device).manual_seed(list(self._scales).index(id(parameter)))
-        noise = torch.randn(values.shape, generator=generator, device=values.device)
-        return noise.div(math.sqrt(max(values.shape[-1:] or (1,)))).to(values.dtype)
+            return parameter.detach() * scale
+        generator = torch.Generator(self._device).manual_seed(list(self._scales).index(id(parameter)))
+        noise = torch.randn(parameter.shape, generator=generator, device=self._device)
+        is_matrix = parameter.dim() > 1
+        return (noise / math.sqrt(noise[0].numel()) if is_matrix else 1 + noise / 10).to(parameter.dtype)
+
+
+def _scale_of(parameter: torch.nn.Parameter) -> float:
+    """What makes the rows of a parameter of norm 1 on average; 1 for one that has no rows, 0 for one without values."""
+    if is_without_values(parameter):
+        return 0.0
+    mean_square = float(parameter.detach().float().square().mean())
+    if mean_square == 0 or parameter.dim() < 2:
+        return float(mean_square > 0)
+    return 1 / math.sqrt(mean_square * parameter[0].numel())
+
+
+def is_without_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is deferred, or on ``meta``."""
+    return isinstance(tensor, DeferredTensor) or tensor.is_meta
 
 
 class Uses(TorchDispatchMode):

@@ -251,7 +251,8 @@ class Step(Whole, Reported):
                 Or one step after the other is left out.
         """
         self._check_measurable(num_steps, "measure a step")
-        self.prepare(*args, **kwargs)
+        with on_device(self._steps.device), working("prepare a step"):
+            self._steps.prepare(self._steps.batch_of(args, kwargs))
         meter = self._meter = Meter(self._steps.device, num_steps)
         try:
             first_skipped = self.num_skipped

@@ -184,26 +184,28 @@ class Steps:
         return lengths.spread(batch, given.size(), compiled.plan.num_micro_batches)
 
     def prepare_all(self, batch: Batch) -> None:
-        """Build the steps of all rungs, the one that takes the most first, or that of a batch without ``lengths=``.
-
-        The batch's own is loaded too where an earlier run has built it.
+        """Build the steps of all rungs, the one that takes the most first, and load that of a batch.
 
         Raises:
             UsageError: the model's batches cannot be padded.
             MemoryBudgetError: not all rungs fit the budget; says which is the longest that does.
         """
         lengths = self.lengths
-        if lengths is None:
-            *_, agreed = self.of(batch, "prepare a step")
-            agreed()
-            return
-        self._begin_ladder(lengths, batch)
-        fitted = self.fitted(batch)
-        with watched("preparing lengths", "lengths", len(lengths.known), show=self._control.rank == 0) as bar:
-            for size in lengths.known:
-                self._prepare_rung(lengths, lengths.example(batch, size))
-                bar.update()
-        self.of(fitted, "prepare a step")[-1]()
+        if lengths is not None:
+            self._begin_ladder(lengths, batch)
+            with watched("preparing lengths", "lengths", len(lengths.known), show=self._control.rank == 0) as bar:
+                for size in lengths.known:
+                    self._prepare_rung(lengths, lengths.example(batch, size))
+                    bar.update()
+        self.prepare(batch)
+
+    def prepare(self, batch: Batch) -> None:
+        """Build the step of a batch alone, and where there is none yet that of the rung that takes the most.
+
+        Raises:
+            ZeroFXError: as ``prepare_all``.
+        """
+        self.of(self.fitted(batch), "prepare a step")[-1]()
 
     def _prepare_rung(self, lengths: Lengths, example: Batch) -> None:
         """Build the step of a rung, unless an earlier run has: that is loaded when it is first met."""

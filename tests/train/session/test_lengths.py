@@ -260,6 +260,23 @@ def test_auto_goes_up_to_the_first_batch() -> None:
         step(**_batch(0, 2, 17, model))
 
 
+@pytest.mark.parametrize("where", ["empty_init", "meta"])
+@pytest.mark.parametrize("make", [Pooled, Averaged])
+def test_a_model_without_values_is_tried_too(where: str, make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(3)
+    with zerofx.empty_init() if where == "empty_init" else torch.device("meta"):
+        model = make()
+    step = compile_eager(model, adamw(model), lengths=LENGTHS)
+    if make is Averaged:
+        with pytest.raises(UsageError, match="for which padding counts"):
+            step(**_batch(0, 2, 5, model))
+        return
+    loss = step(**_batch(0, 2, 5, model))
+    assert loss.isfinite()
+    with step.full_parameters():
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 def test_what_does_not_go_with_lengths() -> None:
     model = tiny()
     with pytest.raises(UsageError, match="expected no plan with lengths="):
