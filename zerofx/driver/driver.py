@@ -209,8 +209,8 @@ def _agree_on_plan(
     def planned() -> str:
         assert not isinstance(options.plan, Path), "a file has been read"
         given = options.plan
-        locations = prepared.request.locations
-        return (given or make_plan(prepared, target, options, memory_budget, locations)).to_json()
+        locations, homes = prepared.request.locations, prepared.request.homes
+        return (given or make_plan(prepared, target, options, memory_budget, locations, homes)).to_json()
 
     plan = Plan.from_json(control.share("share the plan", planned))
     if prepared.may_be_sliced and not prepared.is_for(plan):

@@ -62,7 +62,7 @@ def key_of_step(request: Request, captures: Captures, earlier: Earlier | None) -
     parts = (
         recorded.place.key, update, repr(groups),
         repr(None if earlier is None else f"{earlier.layout} {earlier.binding.variant}"),
-        repr(request.locations), repr(sorted(batch.described().items())),
+        repr(request.locations), repr(request.homes), repr(sorted(batch.described().items())),
         repr(request.machine), str(request.mesh), str(device),
         f"{torch.get_num_threads()} threads",  # each takes memory of its own
         *options.texts("step"),

@@ -266,9 +266,11 @@ class Steps:
         """The request for a step with a batch."""
         # A capture has the same device.
         machine = self.machine or machine_at_hand(tracing_device(self._model, batch), self.options, self._control)
+        stays = self.lengths is not None and self.taken is not None and self.options.delayed_update is None
         return Request(
             self._model, self._optimizer, batch, self.options, self._settings, self.mesh, machine,
             verbose=self._control.rank == 0,
+            homes=self.taken.state.locations() if self.taken is not None and stays else None,
         )  # fmt: skip
 
     @contextlib.contextmanager

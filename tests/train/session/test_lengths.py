@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerofx
+from gpt import GPT
 from tests.lib.pairs import compile_eager
 from tests.lib.users import TOKENS, Tiny, adamw, eager_step, ids, tiny, untouched
 from zerofx import MemoryBudgetError, UsageError
@@ -196,6 +197,31 @@ def test_the_longest_that_fits_a_budget_is_said_before_training() -> None:
     assert max(measured) <= options["memory_budget"]
 
 
+def test_what_the_longest_has_on_the_host_stays_there_for_all() -> None:
+    def made() -> GPT:
+        torch.manual_seed(0)
+        return GPT(vocab=64, dim=32, depth=3, heads=2, block=32)
+
+    x, y = (torch.randint(64, (4, 32)) for _ in range(2))
+    model, plain = made(), made()
+    optimizer = adamw(plain)
+    free_model = made()
+    free = compile_eager(free_model, adamw(free_model))
+    free.prepare(x, y)
+    budget = int(0.5 * free.plan.peak_bytes["device"])
+    step = compile_eager(model, adamw(model), lengths=(8, 32), memory_budget=budget, offload="host")
+    step.prepare(x, y)
+    homes = [{(d.bucket, d.tier) for d in (*rung.plan.states, *rung.plan.parameters)} for rung in step.rungs]
+    assert homes[0] == homes[1] != set()
+    for length in (32, 5, 30, 8):
+        batch = x[:, :length].contiguous(), y[:, :length].contiguous()
+        assert torch.allclose(step(*batch), eager_step(plain, optimizer, *batch), rtol=1e-5, atol=0)
+    for length in (5, 32, 8):
+        measured = step.measure(x[:, :length].contiguous(), y[:, :length].contiguous(), num_steps=1)
+        assert measured.peak_bytes == step.plan.peak_bytes
+        assert measured.peak_bytes["device"] <= budget
+
+
 def _terms(ids: Tensor, labels: Tensor) -> Tensor:
     return (labels != -100).sum(-1)
 
@@ -254,10 +280,10 @@ def test_where_tokens_are_is_told_from_the_first_batch() -> None:
 def test_auto_goes_up_to_the_first_batch() -> None:
     model = tiny()
     step = compile_eager(model, adamw(model), lengths="auto")
-    step.prepare(**_batch(0, 2, 16, model))
-    assert [rung.length for rung in step.rungs] == [2, 4, 6, 8, 10, 12, 14, 16]
-    with pytest.raises(UsageError, match=r"at most 16 tokens.*prepare the step with the longest batch first"):
-        step(**_batch(0, 2, 17, model))
+    step.prepare(**_batch(0, 2, 4, model))
+    assert [rung.length for rung in step.rungs] == [1, 2, 3, 4]
+    with pytest.raises(UsageError, match=r"at most 4 tokens.*prepare the step with the longest batch first"):
+        step(**_batch(0, 2, 5, model))
 
 
 @pytest.mark.parametrize("where", ["empty_init", "meta"])
