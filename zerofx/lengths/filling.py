@@ -29,6 +29,11 @@ class Filling:
     makes_mask: bool = False
     pads_samples: bool = True
 
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The keywords that batches are given."""
+        return (MASK,) if self.makes_mask else ()
+
     def with_mask(self, batch: Batch, axes: Axes) -> Batch:
         """The batch with the mask that the model needs, if it is one without."""
         if not self.makes_mask or MASK in batch.names:

@@ -111,7 +111,8 @@ class Steps:
         """
         try:
             terms = self.options.loss_terms if counts else None
-            named = counted(terms, args, kwargs, self._control.num_ranks)
+            added = () if self.lengths is None else self.lengths.filling.added
+            named = counted(terms, args, kwargs, self._control.num_ranks, added)
             batch = self._constant.of(Batch.of(args, named))
             check_batch(self._model, batch)
             self.options.objective.outside.check()
