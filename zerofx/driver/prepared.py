@@ -33,7 +33,7 @@ class Request:
     """What is asked for: a step of this model, optimizer and batch, for the ranks of a mesh on a machine.
 
     ``locations``: None for a training step; for an evaluation, where what it reads and what it leaves alone lies.
-    ``homes``: for a training step beside others, where states and parameters stay; None where its plan says it.
+    ``homes``: for a training step next to others, where states and parameters stay; None where its plan says it.
     ``verbose``: whether this rank shows how long it takes.
     """
 
