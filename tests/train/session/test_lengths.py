@@ -94,7 +94,7 @@ def _made(make: Callable[[], nn.Module]) -> nn.Module:
     return make()
 
 
-@pytest.mark.parametrize("make", [Tiny, Pooled, Weighted, OfSamples])
+@pytest.mark.parametrize("make", [pytest.param(Tiny, marks=pytest.mark.slow), Pooled, Weighted, OfSamples])
 def test_losses_are_those_of_eager_mode_without_padding(make: Callable[[], nn.Module]) -> None:
     model, plain = _made(make), _made(make)
     optimizer = adamw(plain)
@@ -229,7 +229,7 @@ def _terms(ids: Tensor, labels: Tensor) -> Tensor:
     return (labels != -100).sum(-1)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
 def test_a_smaller_last_batch_is_the_mean_over_its_tokens_in_any_micro_batches(accumulate: int) -> None:
     model, plain = tiny(), tiny()
     optimizer = adamw(plain)
