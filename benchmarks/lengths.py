@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerofx
-from benchmarks.processes import Ranks
+from benchmarks.lib.processes import Ranks
 from gpt import GPT
 
 SHORTEST, LONGEST, VOCAB, TOKENS = 17, 512, 4096, 4096
