@@ -18,6 +18,7 @@ from zerofx.options import (
     Backend,
     CudaGraphs,
     Kept,
+    Lengths,
     LossScale,
     MeshLike,
     Offload,
@@ -77,6 +78,7 @@ def compile(
     states_over: StatesOver = "auto",
     shardings: Mapping[str, str] | None = None,
     grad_norms: bool = False,
+    lengths: Lengths | None = None,
 ) -> Step:
     """Compile a model's training step: forward, loss, backward, reductions and update as one planned graph.
 
@@ -106,7 +108,8 @@ def compile(
         plan: a plan made earlier, or the path of one; refused where it was made for something else.
         prefetch: how many units ahead of their use gathers are issued.
         keep_gathered: names of buckets that stay gathered from forward to backward, or ``"all"``.
-        max_shapes: how many batch shapes may be captured before another is an error.
+        max_shapes: how many batch shapes may be captured before another is an error; with ``lengths`` those that differ
+            in numbers of tokens and samples count once.
         accumulate: how many equal micro-batches a batch is divided into, whose losses are averaged; ``"auto"`` for the
             number whose plan is fastest within the budget.
         reduce: ``"each"`` reduces the gradients of each micro-batch and adds up slices, ``"once"`` adds up whole ones
@@ -144,6 +147,9 @@ def compile(
             that every replica has, ``"auto"`` for what is faster.
         shardings: how modules or parameters lie on the axis ``model``, by names or patterns of names: ``"column"``,
             ``"row"``, ``"sequence"`` or ``"replicated"``, or a ``tp_plan`` of ``transformers``; the rest is the plan's.
+        lengths: the numbers of tokens that batches of any length are padded to, which a step is built for each:
+            ``(128, 256, 512)``, ``{128: 32, 512: 8}`` with the samples of a batch of each, ``512`` for a ladder up to
+            it, or ``"auto"`` for one up to the first batch's length; None for batches as they are.
 
     Returns:
         A ``Step``: ``loss = step(*batch, **kwargs)``, or ``loss, extras`` where ``forward`` returns a pair. Its ranks
@@ -161,6 +167,7 @@ def compile(
         max_grad_norm=max_grad_norm, forward=forward, on_nonfinite=on_nonfinite, constant=constant,
         outputs=outputs, loss_scale=loss_scale, keep_fp32=keep_fp32, reduce_dtype=reduce_dtype, state_dtype=state_dtype,
         mesh=mesh, states_over=states_over, shardings=shardings, grad_norms=grad_norms,
+        lengths=lengths,
     )  # fmt: skip
     check_training(model, optimizer, options, on_meta=True)
     if not isinstance(example_batch, tuple | list | Mapping | None):

@@ -32,6 +32,8 @@ from zerofx.errors import UsageError, warn
 from zerofx.ir.casts import Casts, ComputeDtype
 from zerofx.ir.casts import Kept as Kept
 from zerofx.ir.op_kernels.quantise import BLOCK
+from zerofx.ladder import Ladder, checked_lengths
+from zerofx.ladder import Lengths as Lengths
 from zerofx.meshes import MeshLike as MeshLike
 from zerofx.option_checks import STOPPING as STOPPING
 from zerofx.option_checks import (
@@ -156,6 +158,7 @@ class CompileOptions:
     mesh: Mesh | Literal["auto"] | None = None
     states_over: StatesOver = "auto"
     shardings: Mapping[str, str] = field(default_factory=dict)
+    lengths: Ladder | int | Literal["auto"] | None = field(default=None, metadata=_left_out_of("plan", "step"))
 
     def texts(self, purpose: Purpose) -> list[str]:
         """The options that are compared for ``purpose``, a line each."""
@@ -247,6 +250,7 @@ def check_options(
     mesh: MeshLike | None = None,
     states_over: StatesOver = "auto",
     shardings: Mapping[str, str] | None = None,
+    lengths: Lengths | None = None,
 ) -> CompileOptions:
     """The options as one object.
 
@@ -366,7 +370,17 @@ def check_options(
         mesh=mesh_asked,
         states_over=checked_states(states_over),
         shardings=checked_shardings(shardings, mesh_asked),
+        lengths=_checked_lengths(lengths, plan),
     )
+
+
+def _checked_lengths(lengths: Lengths | None, plan: object) -> Ladder | int | Literal["auto"] | None:
+    if lengths is not None and plan is not None:
+        raise UsageError(
+            f"expected no plan with lengths={lengths!r}, since a plan is for one length, found one: leave one of them "
+            f"out"
+        )
+    return checked_lengths(lengths)
 
 
 def check_bucket_names(asked: Collection[str] | str, buckets: Collection[str]) -> None:

@@ -32,6 +32,7 @@ from zerofx.scheduler.plan.decisions import (
     RecomputeDecision,
     StateDecision,
 )
+from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.mesh import MODEL
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import Tier
@@ -119,7 +120,7 @@ def items_of(question: Question, leaning: Leaning) -> list[Item]:
         items.append(Prefetching(levels, tuple(range(asked.prefetch, -1, -1))))
     if question.layout.num_ranks > 1:
         items.append(Awaiting(reduction_menu(question.layout, question.captured.seconds_of_one, question.machine)))
-    if leaning != "recompute" and question.delayed:
+    if leaning != "recompute" and (question.delayed or question.homes is not None):
         items += _prefetching_copies(question, items)
     elif leaning != "recompute":
         activation_bytes = _offloaded_bytes(items)
@@ -315,6 +316,10 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
     chosen = _Choice(asked.prefetch, dict.fromkeys(_named(asked), "as asked"), dict(question.captured.seconds))
     chosen.states += decisions_of(question.delayed)
     chosen.placements |= question.delayed
+    if question.homes is not None:
+        chosen.states += question.homes.states
+        chosen.parameters += question.homes.parameters
+        chosen.placements |= _placements_at(question, question.homes)
     chosen.gradients += question.gradients
     chosen.each |= question.reduced_each
     for number, item in enumerate(items):
@@ -346,6 +351,16 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
         elif isinstance(item, Activations) and move is not None:
             _choose_activations(question, item, move, chosen)
     return chosen
+
+
+def _placements_at(question: Question, homes: Locations) -> dict[Bucket, Placement]:
+    """What states that stay off the device take where they are."""
+    away = {decision.bucket for decision in homes.states}
+    menus = state_menus(
+        question.layout, question.state_bytes, question.stage, question.captured.seconds_of_one, question.machine,
+        question.tiers, clipped=question.updates_wait,
+    ) if away else {}  # fmt: skip
+    return {bucket: off for bucket, (_, off) in menus.items() if bucket.index in away}
 
 
 def _choose_activations(question: Question, item: Activations, move: Move, chosen: _Choice) -> None:

@@ -54,11 +54,13 @@ def make_plan(
     options: CompileOptions,
     memory_budget: int | None,
     locations: Locations | None = None,
+    homes: Locations | None = None,
 ) -> Plan:
     """Decide: without a budget as the options say, with one the fastest plan that fits.
 
-    ``memory_budget``: bytes on the device. ``locations``: of an evaluation, where parameters and states lie. With
-    ``ZEROFX_DEBUG=2`` each stage writes what it tried, and why it stopped.
+    ``memory_budget``: bytes on the device. ``locations``: of an evaluation, where parameters and states lie.
+    ``homes``: where they stay between steps of a training step that is one of several; None where the plan says it.
+    With ``ZEROFX_DEBUG=2`` each stage writes what it tried, and why it stopped.
 
     Raises:
         BudgetMissedError: no plan fits ``memory_budget``, or none does within the host budget.
@@ -66,4 +68,4 @@ def make_plan(
     """
     with trail(verbose=target.verbose, debug=target.settings.debug) as log:
         stages = STAGES if locations is None else EVALUATION
-        return Search(stages, log).plan(Problem.of(work, target, options, memory_budget, locations))
+        return Search(stages, log).plan(Problem.of(work, target, options, memory_budget, locations, homes))

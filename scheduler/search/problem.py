@@ -79,7 +79,8 @@ class Problem:
     ``rehearsal`` has the graph and the updates that are planned for. ``memory_budget``: bytes on the device; None for
     no limit. ``machine``: the target's, whose host may have less for this plan. ``merges_gathers``: whether gathers may
     start together. ``questions``: the ways to tile and divide that are searched together. ``plan``: one that fits.
-    ``locations``: None for a training step; for an evaluation, where parameters and states lie in any case.
+    ``locations``: None for a training step; for an evaluation, where parameters and states lie in any case. ``homes``:
+    likewise for a training step next to others that has to leave them where they are.
     """
 
     work: Work
@@ -91,6 +92,7 @@ class Problem:
     questions: tuple[Question, ...] = ()
     plan: Plan | None = None
     locations: Locations | None = None
+    homes: Locations | None = None
 
     @staticmethod
     def of(
@@ -99,10 +101,11 @@ class Problem:
         options: CompileOptions,
         memory_budget: int | None,
         locations: Locations | None = None,
+        homes: Locations | None = None,
     ) -> Problem:
         """The problem with everything open."""
         rehearsal = Rehearsal(work.graph(work.candidates[0]), work.layout, work.updates[0], target)
-        return Problem(work, rehearsal, options, memory_budget, target.machine, locations=locations)
+        return Problem(work, rehearsal, options, memory_budget, target.machine, locations=locations, homes=homes)
 
     def on(self, work: Work, num_micro_batches: int) -> Problem:
         """The same for other slices, or another number of micro-batches."""
@@ -176,6 +179,7 @@ class Problem:
             tile_classes=LOSS in self.target.kernels,
             state_bytes=self.state_bytes(),
             delayed=self.delayed(),
+            homes=self.homes,
             max_grad_norm=options.max_grad_norm,
             grad_norms=options.grad_norms,
             loss_scaled=options.loss_scale is not None,

@@ -13,6 +13,7 @@ from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.residency import PolicyOptions
 from zerofx.scheduler.decide.states import Placement
 from zerofx.scheduler.plan.decisions import GradientDecision, TileDecision
+from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.tiers import Tier
 from zerofx.scheduler.search.graph_facts import Captured
 
@@ -28,6 +29,7 @@ class Question:
     one rank's optimizer states and masters, by bucket index. ``tile``: whether values may be tiled, and
     ``tile_classes`` logits over their classes too.
     ``delayed``: where states are in any case, so that their updates overlap with the next step; none if empty.
+    ``homes``: where states and parameters stay in any case, which no move changes; None where moves say it.
     ``max_grad_norm``: what gradients are clipped to, if they are: all updates are after all reductions then.
     ``grad_norms``: whether the norms of layers are handed out.
     ``loss_scaled``: whether gradients are of a scaled loss, after which updates come so too.
@@ -48,6 +50,7 @@ class Question:
     tile: bool = False
     tile_classes: bool = False
     delayed: Mapping[Bucket, Placement] = field(default_factory=dict)
+    homes: Locations | None = None
     max_grad_norm: float | None = None
     grad_norms: bool = False
     loss_scaled: bool = False

@@ -12,7 +12,7 @@ compute dtype rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,11 +25,20 @@ _COUNTS, _TOTAL, _RANKS = "terms of the loss", "terms on all ranks", "number of 
 
 LossTerms = Callable[..., torch.Tensor]
 
+COUNTS = f"**[{_COUNTS!r}]"
+"""What a batch calls how many terms each of its samples has, int64, shape ``[samples]``."""
+
 
 def counted(
-    loss_terms: LossTerms | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_ranks: int
+    loss_terms: LossTerms | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    num_ranks: int,
+    added: Collection[str] = (),
 ) -> dict[str, Any]:
     """``kwargs`` with what a loss is weighed by: its terms by sample, on this rank, and how many ranks there are.
+
+    ``added``: keywords that a step has added, which ``loss_terms`` does not know.
 
     Raises:
         UsageError: ``loss_terms`` does not give a whole number for each sample.
@@ -37,7 +46,7 @@ def counted(
     if loss_terms is None:
         return dict(kwargs)
     with torch.no_grad():
-        counts = loss_terms(*args, **kwargs)
+        counts = loss_terms(*args, **{name: value for name, value in kwargs.items() if name not in added})
     num_samples = Batch.of(args, kwargs).size()
     if (
         not isinstance(counts, torch.Tensor)

@@ -84,6 +84,37 @@ def _built(request: Request, earlier: Earlier | None, control: Control) -> Built
     return Built(compiled, layout, prepared.binding, programs)
 
 
+def kept_plan(request: Request, earlier: Earlier, control: Control) -> Plan | None:
+    """The plan of a step that an earlier run has kept on every rank, which takes little to load; None for none.
+
+    Raises:
+        ZeroFXError: as ``prepare``.
+    """
+    _, recalled = control.attempt("capture a step", lambda: _captured(request, earlier))
+    if not step_cache.is_everywhere(recalled, control):
+        return None
+    assert recalled is not None
+    return recalled.step.program.plan
+
+
+def fits_budget(request: Request, control: Control) -> bool:
+    """Whether a plan of a model's first step fits the budget; nothing is compiled. Collective.
+
+    Raises:
+        ZeroFXError: as ``prepare``.
+    """
+    captures, _ = control.attempt("capture a step", lambda: _captured(request, None))
+    captures = share_computation(request, captures, None, control.share)
+    prepared = control.attempt("capture a step", lambda: prepare(request, captures))
+    prepared.agree(control)
+    budget = budget_bytes(request.options.memory_budget, request.machine)
+    try:
+        _agree_on_plan(prepared, target_of(prepared), budget, control)
+    except MemoryBudgetError:
+        return False
+    return True
+
+
 def _preparing_the_compiler(request: Request) -> contextlib.AbstractContextManager[None]:
     """While open, what Inductor does once in a process is done next to the capture."""
     if not request.options.compiles_regions:
@@ -181,8 +212,8 @@ def _agree_on_plan(
     def planned() -> str:
         assert not isinstance(options.plan, Path), "a file has been read"
         given = options.plan
-        locations = prepared.request.locations
-        return (given or make_plan(prepared, target, options, memory_budget, locations)).to_json()
+        locations, homes = prepared.request.locations, prepared.request.homes
+        return (given or make_plan(prepared, target, options, memory_budget, locations, homes)).to_json()
 
     plan = Plan.from_json(control.share("share the plan", planned))
     if prepared.may_be_sliced and not prepared.is_for(plan):

@@ -20,8 +20,8 @@ from zerofx.deferred import is_deferred
 from zerofx.errors import UsageError, working
 from zerofx.runtime.comm.control import Control
 from zerofx.session.awaited import Awaited
+from zerofx.session.batches.micro_batches import MicroBatches
 from zerofx.session.life import Life
-from zerofx.session.micro_batches import MicroBatches
 from zerofx.session.steps import Steps
 from zerofx.session.taken_over import TakenOver
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zerofx.errors import UsageError
+from zerofx.lengths.lengths import Rung
 from zerofx.lowering.load import CompiledStep
 from zerofx.options import CompileOptions
 from zerofx.pipeline import Stage
@@ -186,6 +187,12 @@ class Reported:
     def source_path(self) -> Path:
         """Where rank 0 wrote ``source``."""
         return self.compiled.source_path
+
+    @property
+    def rungs(self) -> tuple[Rung, ...]:
+        """The lengths that batches are padded to for which a step has been built, the shortest first; none without
+        ``lengths=``. Each has its ``length``, ``samples``, ``plan`` and ``num_steps``."""
+        return () if self._steps.lengths is None else self._steps.lengths.built
 
     @property
     def stages(self) -> tuple[Stage, ...]:

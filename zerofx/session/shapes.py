@@ -9,11 +9,14 @@ from zerofx.lowering.load import CompiledStep
 
 
 class Shapes:
-    """At most ``most`` batch shapes, what is in each, and the compiled step of each with each update."""
+    """At most ``most`` batch shapes, what is in each, and the compiled step of each with each update.
+
+    Shapes that differ by what varies from batch to batch alone have one ``form``, and count once.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._described: dict[str, dict[str, str]] = {}  # what is in a batch, by its signature
+        self._described: dict[str, dict[str, str]] = {}  # what is in a batch, by its form
         self._steps: dict[tuple[str, str], CompiledStep] = {}  # by the batch's signature and the update's variant
         self.latest: CompiledStep | None = None
 
@@ -29,9 +32,11 @@ class Shapes:
             self.latest = compiled
         return compiled
 
-    def put(self, signature: str, variant: str, described: Mapping[str, str], compiled: CompiledStep) -> None:
-        """Add a step, which is the latest from now on."""
-        self._described[signature] = dict(described)
+    def put(
+        self, signature: str, variant: str, described: Mapping[str, str], compiled: CompiledStep, form: str = ""
+    ) -> None:
+        """Add a step, which is the latest from now on; ``form`` is the signature where it is not given."""
+        self._described[form or signature] = dict(described)
         self._steps[signature, variant] = self.latest = compiled
 
     def replace(self, compiled: CompiledStep, replacement: CompiledStep) -> None:
@@ -43,13 +48,13 @@ class Shapes:
         """Let go of all steps but the latest, which reports may read."""
         self._steps.clear()
 
-    def announce(self, signature: str, described: Mapping[str, str]) -> None:
-        """Say that a batch of another shape is about to be captured, if it is one.
+    def announce(self, form: str, described: Mapping[str, str]) -> None:
+        """Say that a batch of another form is about to be captured, if it is one.
 
         Raises:
             UsageError: there are as many shapes as there may be; lists them.
         """
-        if signature in self._described:
+        if form in self._described:
             return
         if len(self._described) >= self._most:
             known = "\n".join(

@@ -30,15 +30,16 @@ from zerofx.runtime.cuda_graphs.graphed import GraphedSteps
 from zerofx.runtime.measure.measure import Measurement, Meter
 from zerofx.runtime.state.arguments import batch_tensors
 from zerofx.scheduler.cost.cpu.peaks import refuse_profilers
+from zerofx.session.batches.micro_batches import MicroBatches, count_all
+from zerofx.session.batches.rungs import Rungs
 from zerofx.session.ending import end, end_connections
 from zerofx.session.evaluations import Evaluations
 from zerofx.session.guards import LossWatch
 from zerofx.session.lending.owners import claim, release
 from zerofx.session.life import Life
 from zerofx.session.metrics import LastStep
-from zerofx.session.micro_batches import MicroBatches, count_all
 from zerofx.session.reported import Reported
-from zerofx.session.steps import Steps
+from zerofx.session.steps import RUNNING, Steps
 from zerofx.session.stopped import leave_out, skip, undo
 from zerofx.session.whole import Whole
 from zerofx.settings import read_settings
@@ -75,7 +76,6 @@ class Step(Whole, Reported):
         # Steps that on_nonfinite="skip" or the scale of the loss has left out, which ``num_steps`` does not count.
         self.num_skipped = 0
         self._losses = LossWatch()
-        self._micro_batches = MicroBatches(options.accumulate)
         self._meter: Meter | None = None
         self._measured: tuple[CompiledStep, Measurement] | None = None
         self._grad_norm: torch.Tensor | None = None
@@ -102,6 +102,9 @@ class Step(Whole, Reported):
             )
             self._steps = Steps(model, optimizer, options, self.settings, self._life, self._owner)
             self.options = self._steps.options
+            self._rungs = Rungs(self._steps, self._life.control)
+            alike = None if options.lengths is None else self._rungs.alike
+            self._micro_batches = MicroBatches(options.accumulate, alike)
             self._evaluations = Evaluations(model, self._steps, self._life, self._graphs)
             self._steps.before_undoing = lambda: owner._let_go_of_what_was_built()
             undo_all.pop_all()
@@ -116,8 +119,8 @@ class Step(Whole, Reported):
     def micro(self, *args: Any, **kwargs: Any) -> None:
         """Bring one of the micro-batches that ``update`` trains on, for loops that do not have a whole batch at once.
 
-        They are as many as ``accumulate`` says, and alike in shape. Nothing is computed yet, so the model is as it was,
-        and their tensors must not change until ``update``.
+        They are as many as ``accumulate`` says, and alike in shape unless ``lengths=`` pads them. Nothing is computed
+        yet, so the model is as it was, and their tensors must not change until ``update``.
 
         Raises:
             UsageError: there are more of them, or it is unlike the others.
@@ -147,8 +150,10 @@ class Step(Whole, Reported):
         self._outputs = None  # which have no place in the plan of another step
         if self._later is not None:
             self._later.tidy()
-        batch = self._steps.batch_of(args, kwargs)
-        compiled, taken, advance, agreed = self._steps.of(batch, "call step(batch)", num_micro_batches)
+        given = self._steps.batch_of(args, kwargs)
+        batch = self._rungs.fitted(given)
+        compiled, taken, advance, agreed = self._steps.of(batch, RUNNING, num_micro_batches)
+        batch = self._rungs.dealt(batch, given, compiled)
         taken.place(compiled.plan)
         seeds = self._steps.seeds
         seeds.begin(taken.device, self._steps.mesh, agreed, draws_together=compiled.draws_together)
@@ -159,12 +164,12 @@ class Step(Whole, Reported):
                 taken.runtime.begin(advance.values, agreed)
                 count_all(batch, taken.runtime)
                 state = taken.tensors(compiled.arguments)
-                given = (taken.runtime, state, batch_tensors(compiled.arguments, batch, self.options.compute_dtype))
+                arguments = (taken.runtime, state, batch_tensors(compiled.arguments, batch, self.options.compute_dtype))
                 if self._meter is None:
-                    outcome = self._graphs.run(compiled, *given)
+                    outcome = self._graphs.run(compiled, *arguments)
                 else:
                     function = compiled.function_for(taken.runtime)
-                    outcome = self._meter(function, compiled.emitted.functions, *given)
+                    outcome = self._meter(function, compiled.emitted.functions, *arguments)
                 taken.runtime.end()
         except NonFiniteGradientsError:
             self._steps.gradients.put()
@@ -184,7 +189,7 @@ class Step(Whole, Reported):
             raise
         results = list(outcome) if isinstance(outcome, tuple) else [outcome]
         self._steps.gradients.put()
-        self._last.note(results[0], batch, self._steps.mesh)
+        self._last.note(results[0], given, self._steps.mesh)
         self._count(results[0])
         taken.update_scale(is_finite=True)
         taken.finish_step(self.options.delayed_update or 0, self.num_steps, compiled.plan)
@@ -218,11 +223,16 @@ class Step(Whole, Reported):
         self._steps.numbers.warn(self.num_steps)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Capture, plan and compile the step for a batch of this shape without running it."""
+        """Capture, plan and compile the step for a batch of this shape without running it.
+
+        With ``lengths=`` those of all rungs, the longest first, whatever the batch's length.
+
+        Raises:
+            MemoryBudgetError: no plan fits the budget; says which of ``lengths=`` is the longest that does.
+        """
         self._life.check_open("prepare a step")
         with on_device(self._steps.device), working("prepare a step"):
-            *_, agreed = self._steps.of(self._steps.batch_of(args, kwargs), "prepare a step")
-            agreed()
+            self._rungs.prepare_all(self._steps.batch_of(args, kwargs))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for a batch in evaluation mode, computed where its parameters are. Collective.
@@ -258,7 +268,8 @@ class Step(Whole, Reported):
                 Or one step after the other is left out.
         """
         self._check_measurable(num_steps, "measure a step")
-        self.prepare(*args, **kwargs)
+        with on_device(self._steps.device), working("prepare a step"):
+            self._rungs.prepare(self._steps.batch_of(args, kwargs))
         meter = self._meter = Meter(self._steps.device, num_steps)
         try:
             first_skipped = self.num_skipped

@@ -30,6 +30,7 @@ from zerofx.driver.prepared import Request
 from zerofx.driver.sharing import check_digests, digest_of
 from zerofx.errors import UsageError, ZeroFXError, warn
 from zerofx.ir.batch import Batch
+from zerofx.lengths.lengths import Lengths
 from zerofx.lowering.load import CompiledStep, load_step, read_edited
 from zerofx.meshes import AUTO, mesh_for
 from zerofx.options import CompileOptions
@@ -52,6 +53,9 @@ from zerofx.session.seeds import SeedWatch
 from zerofx.session.shapes import Shapes
 from zerofx.session.taken_over import TakenOver
 from zerofx.settings import Settings
+
+RUNNING = "call step(batch)"
+"""What ranks agree to do where a step is run."""
 
 Agreed = Callable[[], Sequence[bytes]]
 """Waits until all ranks agree to run the same step; gives a digest of every rank's random generators, in rank order."""
@@ -97,6 +101,7 @@ class Steps:
         self.num_made = 0  # times that the model was given back, to be taken over anew
         self.before_undoing: Callable[[], None] = lambda: None
         self._awaited: Awaited | None = None
+        self.lengths = None if options.lengths is None else Lengths(options.lengths, model, options, life.control)
         if options.plan is not None:
             self.machine = machine_at_hand(self.device, options, life.control)
             self.options = take_plan(options, self.machine, life.control)
@@ -111,7 +116,8 @@ class Steps:
         """
         try:
             terms = self.options.loss_terms if counts else None
-            named = counted(terms, args, kwargs, self._control.num_ranks)
+            added = () if self.lengths is None else self.lengths.filling.added
+            named = counted(terms, args, kwargs, self._control.num_ranks, added)
             batch = self._constant.of(Batch.of(args, named))
             check_batch(self.model, batch)
             self.lenders.check()
@@ -133,12 +139,14 @@ class Steps:
 
         ``num_micro_batches``: how many the batch is divided into, where that is not what ``accumulate`` says.
         """
-        described = batch.described() | {"training mode": self._modes.mode()} | dtype_settings()
+        setting = {"training mode": self._modes.mode()} | dtype_settings()
         options = self.options
         if num_micro_batches not in (None, options.accumulate):
             options = replace(options, accumulate=num_micro_batches, plan=None)
-            described |= {"number of micro-batches": str(num_micro_batches)}
+            setting |= {"number of micro-batches": str(num_micro_batches)}
+        described = batch.described() | setting
         signature = "\n".join(f"{name}: {text}" for name, text in described.items())
+        form = signature if self.lengths is None else f"{self.lengths.form(batch)}; {setting}"
         changed = self.taken.changed() if self.taken is not None else ""
         advance = self.taken.advance() if self.taken is not None and not changed else None
         variant = self._variant()
@@ -158,10 +166,12 @@ class Steps:
         compiled = self.shapes.take(signature, variant)
         if compiled is None:
             agreed()
-            compiled, self.taken = self._build(batch, signature, described, options)
+            compiled, self.taken = self._build(batch, form, described, options)
             self.lenders.agree(self.taken.state)
             advance = advance or self.taken.advance()
-            self.shapes.put(signature, self._variant(), described, compiled)
+            self.shapes.put(signature, self._variant(), described, compiled, form)
+        if self.lengths is not None:
+            self.lengths.note(batch, compiled.plan, has_run=purpose == RUNNING)
         self.lenders.settle(agreed)
         assert self.taken is not None and advance is not None
         return compiled, self.taken, advance, agreed
@@ -221,9 +231,11 @@ class Steps:
         """The request for a step with a batch, by its own ``options`` if it has some."""
         # A capture has the same device.
         machine = self.machine or machine_at_hand(tracing_device(self.model, batch), self.options, self._control)
+        stays = self.lengths is not None and self.taken is not None and self.options.delayed_update is None
         return Request(
             self.model, self._optimizer, batch, options or self.options, self._settings, self.mesh, machine,
             verbose=self._control.rank == 0, lenders=self.lenders.borrowed,
+            homes=self.taken.state.locations() if self.taken is not None and stays else None,
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -249,14 +261,14 @@ class Steps:
         return self._modes.mode()
 
     def _build(
-        self, batch: Batch, signature: str, described: Mapping[str, str], options: CompileOptions
+        self, batch: Batch, form: str, described: Mapping[str, str], options: CompileOptions
     ) -> tuple[CompiledStep, TakenOver]:
         if torch.is_inference_mode_enabled():
             raise UsageError(
                 "expected the first step of a batch shape outside of torch.inference_mode(), found it inside, where "
                 "nothing that is made can be trained: leave it first"
             )
-        self.shapes.announce(signature, described)
+        self.shapes.announce(form, described)
         if self._loaded is not None:
             warn(
                 f"the edited step {self._loaded} runs for the batch shape and optimizer options it was loaded for; "

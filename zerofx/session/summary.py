@@ -60,6 +60,7 @@ def summary(step: Reported, compiled: CompiledStep | None, measured: Measurement
         "",
         bucket_table(plan),
         *(["", _links(compiled, measured)] if plan.link_bytes else []),
+        *(["", *_rungs(step)] if step.rungs else []),
     ]
     why = list(_why(plan))
     return "\n".join([*lines, "", *why] if why else lines)
@@ -91,6 +92,21 @@ def _predictions(plan: Plan, measured: Measurement | None) -> str:
         lines = [[*line, text] for line, text in zip(lines, outcomes, strict=True)]
     align = ("left", *["right"] * (len(headers) - 1))
     return tabulate(lines, headers, colalign=align, disable_numparse=True, tablefmt="simple")
+
+
+def _rungs(step: Reported) -> Iterator[str]:
+    """A line for each length that batches are padded to, and which fits the budget."""
+    lines = [
+        [
+            f"{rung.length:,}", f"{rung.samples:,}", format_bytes(rung.plan.peak_bytes["device"]),
+            format_seconds(rung.plan.step_seconds), format_count(rung.tokens_per_second), f"{rung.num_steps:,}",
+        ]
+        for rung in step.rungs
+    ]  # fmt: skip
+    headers = ["tokens", "samples", "peak on the device", "time of a step", "tokens a second", "steps done"]
+    yield tabulate(lines, headers, colalign=["right"] * len(headers), disable_numparse=True, tablefmt="simple")
+    if step.options.memory_budget is not None:
+        yield f"the longest that fits memory_budget: {max(rung.length for rung in step.rungs):,} of lengths="
 
 
 def _not_predicted(compiled: CompiledStep) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,15 @@ from zerofx.runtime.executor import Runtime
 
 
 class MicroBatches:
-    """Those that wait for the step's update: its loss, gradients and update are computed from all of them then."""
+    """Those that wait for the step's update: its loss, gradients and update are computed from all of them then.
 
-    def __init__(self, num_micro_batches: int | str) -> None:
-        self._wanted, self._waiting = num_micro_batches, list[Batch]()
+    ``alike`` gives those of one update the same shapes, if that is to be; without it they have them.
+    """
+
+    def __init__(
+        self, num_micro_batches: int | str, alike: Callable[[Sequence[Batch]], Sequence[Batch]] | None = None
+    ) -> None:
+        self._wanted, self._waiting, self._alike = num_micro_batches, list[Batch](), alike
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -40,7 +45,7 @@ class MicroBatches:
                 f"expected step.update() after {self._wanted} micro-batches, as accumulate={self._wanted} says, found "
                 f"one more"
             )
-        if self._waiting and self._waiting[0].described() != batch.described():
+        if self._alike is None and self._waiting and self._waiting[0].described() != batch.described():
             raise UsageError(
                 f"expected micro-batches of one form, found ({self._waiting[0].signature()}) and then "
                 f"({batch.signature()}): give those of one update the same shapes, for example by padding"
@@ -58,7 +63,7 @@ class MicroBatches:
                 f"expected step.update() after accumulate={self._wanted} calls of step.micro(), found "
                 f"{len(self._waiting)}{'' if partial else ': say update(partial=True) where data ends earlier'}"
             )
-        whole = _joined(self._waiting)
+        whole = _joined(self._alike(self._waiting) if self._alike is not None else self._waiting)
         self._waiting = []
         return whole
 

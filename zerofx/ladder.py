@@ -1,0 +1,96 @@
+"""The lengths that batches are padded to: a ladder, from what is asked for and the longest batch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from zerofx.errors import UsageError
+
+Lengths = Sequence[int] | Mapping[int, int] | int | Literal["auto"]
+AUTO: Literal["auto"] = "auto"
+
+# Of what a step computes of a batch that is one token longer than a rung. Below, rungs are a multiple apart.
+MOST_WASTE = 0.12
+# Tokens: what attention and matrix kernels divide a sequence into is a divisor of it.
+MULTIPLE = 64
+# Rungs that are a multiple apart: at most so many, so that a longest batch below 512 has as many rungs as one of 512.
+_EVEN_RUNGS = 8
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Rungs, ascending: how many tokens each has, and the samples of a batch of it where they are given.
+
+    ``samples`` is empty where every rung has the samples of the first batch.
+    """
+
+    rungs: tuple[int, ...]
+    samples: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.rungs and list(self.rungs) == sorted(set(self.rungs)), "rungs are in order"
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the top rung."""
+        return self.rungs[-1]
+
+    def rung_of(self, length: int) -> int:
+        """The least rung that holds ``length`` tokens, which are no more than the longest."""
+        return self.rungs[bisect_left(self.rungs, length)]
+
+    def samples_of(self, rung: int, otherwise: int) -> int:
+        """The samples of a batch of a rung."""
+        return self.samples[self.rungs.index(rung)] if self.samples else otherwise
+
+    def sizes(self, otherwise: int) -> list[tuple[int, int]]:
+        """Tokens and samples of all rungs, those with the most tokens in all first."""
+        sizes = [(rung, self.samples_of(rung, otherwise)) for rung in self.rungs]
+        return sorted(sizes, key=lambda size: (size[0] * size[1], size[0]), reverse=True)
+
+
+def multiple_for(longest: int) -> int:
+    """What rungs are multiples of: 64, or a smaller power of two where ``longest`` has less than eight times that."""
+    multiple = MULTIPLE
+    while multiple > 1 and longest <= multiple // 2 * _EVEN_RUNGS:
+        multiple //= 2
+    return multiple
+
+
+def ladder_up_to(longest: int) -> Ladder:
+    """A geometric ladder: each rung is the largest multiple that pads a batch that is one token longer than the rung
+    before by at most ``MOST_WASTE`` of itself, and at least one multiple above that; the top is ``longest``."""
+    multiple, rungs = multiple_for(longest), [0]
+    while rungs[-1] < longest:
+        widest = int((rungs[-1] + 1) / (1 - MOST_WASTE))
+        rungs.append(min(longest, max(rungs[-1] + multiple, widest // multiple * multiple)))
+    return Ladder(tuple(rungs[1:]))
+
+
+def checked_lengths(asked: object) -> Ladder | int | Literal["auto"] | None:
+    """What ``lengths=`` asks for: a ladder, or the top of one, or that it is to be made for the first batch.
+
+    Raises:
+        UsageError: it is none of them.
+    """
+    if asked is None or asked == AUTO:
+        return AUTO if asked == AUTO else None
+    if _is_count(asked):
+        return asked  # type: ignore[return-value]  # a count is a whole number
+    if isinstance(asked, Mapping) and asked and all(_is_count(n) for item in asked.items() for n in item):
+        ordered = sorted(asked.items())
+        return Ladder(tuple(rung for rung, _ in ordered), tuple(samples for _, samples in ordered))
+    if isinstance(asked, Sequence) and not isinstance(asked, str) and asked and all(map(_is_count, asked)):
+        return Ladder(tuple(sorted(set(asked))))
+    raise UsageError(
+        f"expected lengths to be numbers of tokens that batches are padded to, such as (128, 256, 512), or with the "
+        f"samples of a batch of each, {{128: 32, 512: 8}}, or the longest alone, 512, for a ladder up to it, or 'auto' "
+        f"for one up to the first batch's length, found {asked!r}"
+    )
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0

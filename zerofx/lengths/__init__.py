@@ -1,0 +1,1 @@
+"""Batches of any length, padded to few lengths that steps are built for."""

@@ -1,0 +1,82 @@
+"""A batch padded along its samples and its length, so that what is added counts for nothing in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+
+from zerofx.ir.batch import Batch
+from zerofx.lengths.axes import Axes
+
+MASK = "attention_mask"
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What a batch is padded with.
+
+    Tokens that are added have ``values`` by the names of their tensors, and 0 in all others. Samples that are added are
+    those of the last sample again, but for the tensors in ``masked``, in which all their tokens have that value: labels
+    that are ignored, and masks where a model has no such labels. ``makes_mask``: whether a batch without an
+    ``attention_mask`` is given one. ``pads_samples``: whether samples may be added.
+    """
+
+    values: Mapping[str, float] = field(default_factory=dict)
+    masked: frozenset[str] = frozenset()
+    makes_mask: bool = False
+    pads_samples: bool = True
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The keywords that batches are given."""
+        return (MASK,) if self.makes_mask else ()
+
+    def with_mask(self, batch: Batch, axes: Axes) -> Batch:
+        """The batch with the mask that the model needs, if it is one without."""
+        if not self.makes_mask or MASK in batch.names:
+            return batch
+        length, samples = axes.sizes(batch)
+        args, kwargs = batch.call
+        mask = torch.ones((samples, length), dtype=torch.long, device=batch.tensors[0].device)
+        masked = Batch.of(args, {**kwargs, MASK: mask})
+        return replace(masked, hashes=batch.hashes)
+
+    def padded(self, batch: Batch, axes: Axes, length: int, samples: int) -> Batch:
+        """The batch with so many tokens and samples, which are no fewer than it has."""
+        tensors = [
+            self._padded(name, tensor, axes, length, samples)
+            for name, tensor in zip(batch.names, batch.tensors, strict=True)
+        ]
+        if all(padded is tensor for padded, tensor in zip(tensors, batch.tensors, strict=True)):
+            return batch
+        return batch.holding(tuple(tensors))
+
+    def _padded(self, name: str, tensor: torch.Tensor, axes: Axes, length: int, samples: int) -> torch.Tensor:
+        value = self.values.get(name, 0)
+        for dim in axes.along.get(name, ()):
+            if missing := length - tensor.shape[dim]:
+                tensor = F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing], value=value)
+        if name in axes.samples and (missing := samples - tensor.shape[0]):
+            last = tensor[-1:].expand(missing, *tensor.shape[1:])
+            added = torch.full_like(last, value) if name in self.masked else last
+            tensor = torch.cat([tensor, added])
+        return tensor
+
+
+def resized(batch: Batch, axes: Axes, length: int, samples: int) -> Batch:
+    """A batch of so many tokens and samples, of the same form, with any values: those that there are, and zeros."""
+    return Filling().padded(cut(batch, axes, length, samples), axes, length, samples)
+
+
+def cut(batch: Batch, axes: Axes, length: int, samples: int) -> Batch:
+    """The first tokens of the first samples of a batch, at most so many, in memory of their own."""
+    tensors = []
+    for name, tensor in zip(batch.names, batch.tensors, strict=True):
+        part = tensor[:samples] if name in axes.samples else tensor
+        for dim in axes.along.get(name, ()):
+            part = part.narrow(dim, 0, min(length, part.shape[dim]))
+        tensors.append(part.clone(memory_format=torch.contiguous_format))
+    return batch.holding(tuple(tensors))

@@ -1,0 +1,172 @@
+"""Whether a model's batches can be padded: tried on a small one, before anything is changed."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from zerofx.capture.checks import device_of
+from zerofx.capture.counted import COUNTS, factor_of
+from zerofx.capture.evaluation import in_evaluation_mode
+from zerofx.capture.loss import Objective
+from zerofx.checkpoints.random_states import random_states, set_random_states
+from zerofx.ir.batch import Batch
+from zerofx.lengths.axes import Axes
+from zerofx.lengths.filling import MASK, Filling, cut
+from zerofx.lengths.uses import Spread, Uses
+from zerofx.torch_private.modules import buffer_table
+
+_IGNORED = -100  # torch's own default of a label that is left out
+_MOST_SAMPLES = 2
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+# Relative; rounding of sums that are taken in another order. Padding that counts changes a mean by a part of itself.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-5}
+_LOW_ROUNDING = 2e-2
+_SAME_SHAPE = 0.1  # of that, where sums are of the same shapes
+
+
+class Trial:
+    """The loss of a few samples without padding, in evaluation mode, to compare with that of the same when padded.
+
+    ``rung``: how many tokens they are padded to; they have about half as many. Parameters are spread (``Spread``).
+    """
+
+    def __init__(self, model: nn.Module, objective: Objective, batch: Batch, axes: Axes, rung: int) -> None:
+        self._model, self._objective, self._axes = model, objective, axes
+        length, samples = axes.sizes(batch)
+        self._spread = Spread(device_of(model))
+        self._rung, self._length = rung, min(length, rung // 2 + 1)
+        self._samples = min(samples, _MOST_SAMPLES)
+        small = cut(batch, axes, self._length, self._samples)
+        self._uses = self._run(small)[1]
+        self._labels = self._labels_of(small)
+        self._small = small.holding(tuple(
+            tensor.masked_fill(tensor == self._labels[name], 0) if name in self._labels else tensor
+            for name, tensor in zip(small.names, small.tensors, strict=True)
+        ))  # fmt: skip
+        self._expected, uses = self._run(self._small)
+        self._has_nan = uses.has_nan
+
+    def fillings(self) -> Sequence[Filling]:
+        """What might pad tokens, in the order in which it is to be tried."""
+        named = dict(zip(self._small.names, self._small.tensors, strict=True))
+        plain = Filling(self._labels, pads_samples=False)
+        candidates = [plain]
+        flags = {name: 1 for name in self._axes.along if named[name].dtype == torch.bool}
+        if flags:
+            candidates.append(replace(plain, values=self._labels | flags))
+        if MASK not in self._small.names and _accepts_mask(self._objective.forward or self._model.forward):
+            candidates.append(replace(plain, makes_mask=True))
+        return candidates
+
+    def with_samples(self, filling: Filling) -> Sequence[Filling]:
+        """What might pad samples too, where ``filling`` pads tokens."""
+        labels = {name for name in self._labels if name in self._axes.samples} | {COUNTS}
+        weights = {name for name in self._axes.along if name not in self._uses.looked_up}
+        return [
+            replace(filling, masked=frozenset(masked), pads_samples=True)
+            for masked in dict.fromkeys((frozenset(labels), frozenset(labels | weights)))
+        ]
+
+    def obstacle(self, filling: Filling) -> str:
+        """Why batches cannot be padded so; empty where they can."""
+        if statistics := self._statistics():
+            return f"{statistics} normalises by the statistics of all tokens of a batch, padding among them"
+        samples = self._samples + filling.pads_samples
+        other = replace(filling, values={**filling.values, **self._other_ids()})
+        losses = []
+        for tried in (filling, other):
+            try:
+                loss, uses = self._run(
+                    tried.padded(tried.with_mask(self._small, self._axes), masked_axes(self._axes), self._rung, samples)
+                )
+            except Exception as error:  # noqa: BLE001 - all ranks are told, where no other filling does
+                return f"the forward of a padded batch raises {type(error).__name__}: {error}"
+            if uses.has_nan and not self._has_nan:
+                return "the forward of a padded batch has NaN in it"
+            losses.append(loss)
+        for loss, expected, part in ((losses[0], self._expected, 1.0), (losses[1], losses[0], _SAME_SHAPE)):
+            if not _close(loss, expected, part):
+                return (
+                    f"in a trial the loss of {self._samples} samples of {self._length} tokens is {float(expected)}, "
+                    f"and {float(loss)} when they are padded to {samples} samples of {self._rung} tokens"
+                    + ("" if part == 1 else ", with other ids for what is added")
+                )
+        return ""
+
+    def _other_ids(self) -> dict[str, int]:
+        """Other numbers to pad with what is only looked up, which must not matter."""
+        named = zip(self._small.names, self._small.tensors, strict=True)
+        return {name: int(tensor.max()) for name, tensor in named if name in self._uses.looked_up and tensor.numel()}
+
+    def _labels_of(self, small: Batch) -> dict[str, int]:
+        """What a loss leaves out, by the names of the tensors that have its targets."""
+        labels = dict(self._uses.ignored)
+        for name, tensor in zip(small.names, small.tensors, strict=True):
+            is_whole = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+            is_named = "label" in name or "target" in name
+            if is_whole and is_named and name not in self._uses.looked_up and name not in labels:
+                labels[name] = _IGNORED
+        return {name: value for name, value in labels.items() if name in small.names}
+
+    def _statistics(self) -> str:
+        """A module that computes with all that it is given at once while it is trained; empty for none."""
+        norms = (name for name, part in self._model.named_modules() if isinstance(part, _NORMS) and part.training)
+        return next(norms, "")
+
+    def _run(self, batch: Batch) -> tuple[torch.Tensor, Uses]:
+        """The loss of a batch, and what was seen of it. Buffers and generators are as before."""
+        device = device_of(self._model)
+        random = random_states(device)
+        args, kwargs = batch.rebuild(batch.tensors)
+        factor_of(kwargs)
+        uses = Uses(dict(zip(batch.names, batch.tensors, strict=True)), self._spread)
+        try:
+            with _buffers_kept(self._model), in_evaluation_mode(self._model), torch.enable_grad(), uses:
+                loss, *_ = self._objective.run(self._model, args, kwargs, contextlib.nullcontext)
+        finally:
+            set_random_states(random, device)
+        return loss.detach(), uses
+
+
+def masked_axes(axes: Axes) -> Axes:
+    """Those of batches that are given a mask."""
+    if MASK in axes.along:
+        return axes
+    return Axes({**axes.along, MASK: (1,)}, axes.samples | {MASK}, {**axes.fixed, MASK: (0, 0)})
+
+
+def _accepts_mask(called: object) -> bool:
+    """Whether a forward names ``attention_mask`` among its arguments."""
+    try:
+        return MASK in inspect.signature(called).parameters  # type: ignore[arg-type]  # what cannot be called raises
+    except (TypeError, ValueError):
+        return False
+
+
+def _close(loss: torch.Tensor, expected: torch.Tensor, part: float) -> bool:
+    """Whether losses are equal up to a ``part`` of rounding."""
+    rounding = _ROUNDING.get(expected.dtype, _LOW_ROUNDING) * part
+    return bool(torch.isclose(loss.double(), expected.double(), rtol=rounding, atol=1e-12))
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """While open, a forward may change buffers, or put others in their places; afterwards they are as they were."""
+    tables = [buffer_table(module) for module in model.modules()]
+    before = [
+        {name: (buffer, buffer.clone()) for name, buffer in table.items() if buffer is not None} for table in tables
+    ]
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            for name, (buffer, values) in entries.items():
+                table[name] = buffer
+                if not torch.equal(buffer, values):
+                    buffer.copy_(values)
