@@ -159,15 +159,15 @@ class Lengths:
                 + (", or prepare the step with the longest batch first" if self._asked == AUTO else "")
             )
 
-    def size_for(self, sizes: Sizes) -> Size:
-        """The tokens and samples that the batches of all ranks are padded to.
+    def size_for(self, sizes: Sizes, *, pads_samples: bool = True) -> Size:
+        """The tokens and samples that the batches of all ranks are padded to. ``pads_samples``: to those of a rung too.
 
         Raises:
             UsageError: there are fewer samples than a step has, in micro-batches whose terms are not counted.
         """
         rung = self.ladder.rung_of(sizes.length)
         enough = [samples for known, samples in self.known if known == rung and samples >= sizes.samples]
-        if not self.filling.pads_samples or not enough:
+        if not (pads_samples and self.filling.pads_samples and enough):
             enough = [sizes.samples]
         size = rung, min(enough)
         options = self._options
@@ -190,18 +190,18 @@ class Lengths:
         return self.filling.padded(self.filling.with_mask(batch, self.axes), self.axes, length, samples)
 
     def alike(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Micro-batches with as many tokens and samples as the largest has.
+        """Micro-batches with as many tokens and samples as the largest has. Each has the loss that it has without.
 
         Raises:
-            UsageError: they have other numbers of samples, which are not counted or cannot be padded.
+            UsageError: they have other numbers of samples, and the loss cannot leave samples out.
         """
         assert self.axes is not None, "a first batch has been seen"
         sizes = [self.axes.sizes(batch) for batch in batches]
         lengths, samples = zip(*sizes, strict=True)
-        if len(set(samples)) > 1 and (self._options.loss_terms is None or not self.filling.pads_samples):
+        if len(set(samples)) > 1 and not self.filling.pads_samples:
             raise UsageError(
-                f"expected micro-batches of the same number of samples, found {list(samples)}: give zerofx.compile "
-                f"loss_terms, and a model whose loss leaves labels out, for those of others"
+                f"expected micro-batches of the same number of samples, found {list(samples)}: give those of others "
+                f"to a model whose loss leaves labels out"
             )
         return [self.padded(batch, (max(lengths), max(samples))) for batch in batches]
 

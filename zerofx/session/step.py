@@ -151,7 +151,7 @@ class Step(Whole, Reported):
         if self._later is not None:
             self._later.tidy()
         given = self._steps.batch_of(args, kwargs)
-        batch = self._rungs.fitted(given)
+        batch = self._rungs.fitted(given, num_micro_batches)
         compiled, taken, advance, agreed = self._steps.of(batch, RUNNING, num_micro_batches)
         batch = self._rungs.dealt(batch, given, compiled)
         taken.place(compiled.plan)

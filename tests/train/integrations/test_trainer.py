@@ -49,6 +49,15 @@ def test_an_epoch_may_end_within_an_update_and_a_batch(size: int, tmp_path: Path
     assert both(lambda: llama(1), tmp_path, own={"size": size}, max_steps=7, eval_strategy="no") == []
 
 
+@pytest.mark.parametrize("size", [22, 20, 18], ids="samples {}".format)
+def test_with_lengths_what_an_epoch_ends_with_is_padded(size: int, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"max_steps": 7, "eval_strategy": "no"}
+    plain = trained(Trainer, llama(1), tmp_path, own={"size": size}, **given)
+    mine = trained(ZeroFXTrainer, llama(1), tmp_path, own={"size": size, "lengths": (16,)}, **given)
+    assert apart(history(mine, *LOGGED), history(plain, *LOGGED)) == []
+    assert {rung.length for rung in mine.step.rungs if rung.num_steps} == {16}
+
+
 def _accuracy(outcome: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(np.mean(np.asarray(outcome.predictions).argmax(-1) == outcome.label_ids))}
 

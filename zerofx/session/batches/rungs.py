@@ -24,8 +24,10 @@ class Rungs:
     def __init__(self, steps: Steps, control: Control) -> None:
         self._steps, self._control = steps, control
 
-    def fitted(self, batch: Batch) -> Batch:
+    def fitted(self, batch: Batch, num_micro_batches: int | None = None) -> Batch:
         """The batch, padded to a rung where ``lengths=`` asks for that. Collective then.
+
+        ``num_micro_batches``: of how many it is; one of fewer than ``accumulate`` says keeps its samples.
 
         Raises:
             UsageError: it cannot be padded, on all ranks.
@@ -35,7 +37,8 @@ class Rungs:
         if lengths is None:
             return batch
         self._begin(lengths, batch)
-        return lengths.padded(batch, lengths.size_for(lengths.sizes_of(batch)))
+        is_whole = num_micro_batches in (None, self._steps.options.accumulate)
+        return lengths.padded(batch, lengths.size_for(lengths.sizes_of(batch), pads_samples=is_whole))
 
     def alike(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         """The micro-batches of one update, padded to the same tokens and samples. Collective before the first step.
