@@ -13,7 +13,7 @@ pytest.importorskip("expecttest", reason="torch's database of operators imports 
 from tests.nets.operator_cases import OperatorCase, operator_cases
 from tests.nets.operators import run
 
-_NUM_SAMPLED = 40
+_NUM_SAMPLED = 20
 _SEED = 20
 
 

@@ -12,7 +12,7 @@ from tests.nets.optimizer_cases import OptimizerCase, optimizer_cases
 from tests.nets.optimizers import difference, run
 from tests.nets.records import read_records, results_path
 
-_NUM_SAMPLED = 24
+_NUM_SAMPLED = 12
 _NUM_SAMPLED_ON_TWO_RANKS = 6
 _SEED = 24
 

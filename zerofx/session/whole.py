@@ -116,7 +116,7 @@ class Whole(Checkpointed):
 
 def _whole_parameters(taken: TakenOver, life: Life, *, keep: bool) -> dict[int, torch.Tensor]:
     """Copies of all parameters on the CPU by the identity of each, if this rank is to ``keep`` them. Collective."""
-    purpose, state = "read the whole parameters", taken.state
+    purpose, state = "call step.full_state_dict()", taken.state
     life.check_world()
     life.control.meet(purpose)
     whole: dict[int, torch.Tensor] = {}

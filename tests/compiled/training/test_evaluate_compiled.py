@@ -29,6 +29,7 @@ def _sharded(name: str) -> list[str]:
     return evaluated(name, 3, tolerance=1e-5, backend="inductor")
 
 
+@pytest.mark.slow
 def test_two_ranks_at_stage_3() -> None:
     for rank, wrong in enumerate(run_ranks(_sharded, 2, "llama")):
         assert wrong == [], f"rank {rank}"

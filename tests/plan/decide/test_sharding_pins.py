@@ -100,6 +100,7 @@ def test_what_is_replicated_every_rank_does_whole() -> None:
     assert all(placements_of(step, ways)[f"model.layers.0.self_attn.{n}_proj.weight"] != "R" for n in "qkvo")
 
 
+@pytest.mark.slow
 def test_one_of_two_layers_that_are_alike() -> None:
     torch.manual_seed(0)
     step = language_model(llama())

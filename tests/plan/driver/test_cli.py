@@ -195,6 +195,7 @@ def test_tune_refuses_models_without_values() -> None:
     assert "on the meta device" in result.stderr
 
 
+@pytest.mark.slow
 def test_tune_on_two_processes(tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     root = str(ROOT)

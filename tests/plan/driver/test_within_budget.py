@@ -50,6 +50,7 @@ def test_where_estimates_stay_short_plans_are_made_for_less(monkeypatch: pytest.
     assert planned_for[0] == budget and planned_for[-1] == budget - short
 
 
+@pytest.mark.slow
 def test_where_that_is_less_than_any_plan_needs_the_least_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(zerofx.MemoryBudgetError) as missed:
         _step("stack", 1)

@@ -77,6 +77,7 @@ def test_train_gan_learns() -> None:
     assert "spots reached        8 of 8" in run("train_gan.py", "--steps", "600", "--backend", "eager")
 
 
+@pytest.mark.slow
 def test_train_contrastive() -> None:
     assert "among 128 images" in run("train_contrastive.py", "--steps", "2", "--backend", "eager", processes=2)
 

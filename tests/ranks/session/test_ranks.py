@@ -109,7 +109,7 @@ def test_ranks_that_differ_are_named_at_once() -> None:
         "first batch": r"on rank 1:\n  rank 0: batch\[0\]: int64\[2, 3\].*\n  rank 1: batch\[0\]: int64\[3, 3\]",
         "second batch": r"rank 1: batch\[0\]: int64\[3, 3\]",
         "options": r"rank 0: optimizer update: AdamW\(.*maximize=False.*\n  rank 1: .*maximize=True",
-        "call": r"rank 0: call step\(batch\)\n  rank 1: enter full_parameters\(\)",
+        "call": r"rank 0: call step\(batch\)\n  rank 1: call step.full_state_dict\(\)",
     }
     for name, pattern in both.items():
         assert zero[name] == one[name]
@@ -165,7 +165,7 @@ def test_ranks_that_do_not_come_are_named_within_the_timeout() -> None:
         ("compile", "call zerofx.compile"),
         ("first step", r"call step\(batch\)"),
         ("later step", r"call step\(batch\)"),
-        ("full_parameters", r"enter full_parameters\(\)"),
+        ("full_parameters", r"call step.full_state_dict\(\)"),
     ):
         pattern = rf"RankMismatchError: expected all 2 ranks to {call} within {TIMEOUT} s, but rank 1 did not come"
         assert re.match(pattern, zero[name]), zero[name]

@@ -52,6 +52,7 @@ def test_all_arguments_that_are_refused_are_arguments(tmp_path: Path) -> None:
     assert [name for name in _REFUSED if name not in known] == []
 
 
+@pytest.mark.slow
 def test_checkpointing_asks_for_recomputation_and_how_is_the_plans(tmp_path: Path) -> None:
     name = (
         "activation_checkpointing"

@@ -27,7 +27,13 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "make", [gpt, convnet, pytest.param(llama, marks=SLOW), pytest.param(encoder_decoder, marks=SLOW)]
+    "make",
+    [
+        pytest.param(gpt, marks=SLOW),
+        convnet,
+        pytest.param(llama, marks=SLOW),
+        pytest.param(encoder_decoder, marks=SLOW),
+    ],
 )
 def test_at_every_budget_the_plan_fits_and_trains_the_same_bits(make: Any) -> None:
     model, batch = make()
@@ -140,6 +146,7 @@ def test_random_chains_fit_their_budget_and_train_the_same_bits(names: list[str]
     assert same_bits(found, expected)
 
 
+@pytest.mark.slow
 def test_sharded_plans_are_monotonic_in_the_budget() -> None:
     model, batch = gpt()
     options: dict[str, Any] = {"world_size": 2, "backend": "inductor"}

@@ -51,6 +51,7 @@ def test_the_joint_plan_is_never_slower_than_the_better_of_the_two(
             assert joint.step_seconds <= other.step_seconds
 
 
+@pytest.mark.slow
 def test_where_the_link_is_fast_the_joint_plan_offloads_and_is_faster_than_computing_again() -> None:
     model, batch = gpt()
     machine = small_machine(1e10)
