@@ -28,11 +28,10 @@ import torch
 from tabulate import tabulate
 
 from benchmarks.lib.models import SHAPES
-from benchmarks.lib.processes import Ranks, device_name
+from benchmarks.lib.processes import RESULTS, Ranks, device_name
 from benchmarks.peers.measure import record, say
 from zerofx.codegen.cpu.extras import CHANNELS, CPU_KERNELS, EXTRAS, SHARED_BUCKETS, Extra
 
-RESULTS = Path(__file__).resolve().parent / "results"
 SHAPES_OF_27M = ("27m", "llama")
 _BETWEEN_RANKS = (CHANNELS, SHARED_BUCKETS)
 

@@ -44,12 +44,11 @@ import torch
 from tabulate import tabulate
 
 import zerofx
-from benchmarks.lib.processes import ROOT
+from benchmarks.lib.processes import RESULTS, ROOT
 from zerofx.progress import watched
 from zerofx.scheduler.cost.machine import Device, Efficiency, Host, Link, Machine, Nvme, Peaks
 from zerofx.units import format_bytes, format_count, format_seconds
 
-RESULTS = ROOT / "benchmarks" / "results"
 VOCABULARY, TOKENS = 50_257, 1024
 GPUS = 16  # of a DGX-2
 ACHIEVABLE = 70e12  # FLOP/s of a V100's matrix products in float16 (2104.07857, section 4)

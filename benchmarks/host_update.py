@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from benchmarks.lib.processes import RESULTS
 from zerofx.runtime.tiers.tiers import Stored, Tiers
 
-RESULTS = Path(__file__).resolve().parent / "results"
 BYTES_PER_PARAMETER = 4 * 4 + 3 * 4  # gradient, parameter, moments read; parameter, moments written
 
 

@@ -25,9 +25,8 @@ from tabulate import tabulate
 
 import zerofx
 from benchmarks.lib.models import SHAPES, Workload, make_workload
-from benchmarks.lib.processes import ROOT
+from benchmarks.lib.processes import RESULTS, ROOT
 
-RESULTS = Path(__file__).resolve().parent / "results"
 AT_MOST = 0.02  # of a step on a CPU
 
 

@@ -34,11 +34,11 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
+from benchmarks.lib.processes import RESULTS
 from zerofx.runtime.tiers.host_memory import HostMemory
 from zerofx.runtime.tiers.nvme import BLOCK_BYTES, NUM_THREADS, NvmeFiles
 from zerofx.runtime.tiers.nvme_folders import OwnFolder
 
-RESULTS = Path(__file__).resolve().parent / "results"
 DIRECTIONS = ("write", "read")
 
 FIO_ENGINES = ("psync", "io_uring", "libaio")  # a thread for each block under way, or one that keeps all under way

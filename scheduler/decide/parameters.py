@@ -62,7 +62,7 @@ def parameter_menus(
     for bucket in layout.buckets:
         size, states = bucket.shard_bytes, states_off.get(bucket)
         with_states = states is not None and states.parameter_bytes > 0
-        tier = states.tier if states is not None and with_states else first_with_room(left, size)
+        tier = states.tier if states and with_states else first_with_room(left, size)
         # A slice whose parts several ranks update is put together where they can reach it.
         if not size or tier is None or bucket.num_parts > 1 or bucket.is_lent:
             continue

@@ -32,7 +32,6 @@ from zerofx.scheduler.plan.decisions import (
     RecomputeDecision,
     StateDecision,
 )
-from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.mesh import MODEL
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.tiers import Tier
@@ -319,7 +318,7 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
     if question.homes is not None:
         chosen.states += question.homes.states
         chosen.parameters += question.homes.parameters
-        chosen.placements |= _placements_at(question, question.homes)
+        chosen.placements |= question.placements_at_homes
     chosen.gradients += question.gradients
     chosen.each |= question.reduced_each
     for number, item in enumerate(items):
@@ -351,16 +350,6 @@ def _choose(question: Question, items: Sequence[Item], levels: Mapping[int, Move
         elif isinstance(item, Activations) and move is not None:
             _choose_activations(question, item, move, chosen)
     return chosen
-
-
-def _placements_at(question: Question, homes: Locations) -> dict[Bucket, Placement]:
-    """What states that stay off the device take where they are."""
-    away = {decision.bucket for decision in homes.states}
-    menus = state_menus(
-        question.layout, question.state_bytes, question.stage, question.captured.seconds_of_one, question.machine,
-        question.tiers, clipped=question.updates_wait,
-    ) if away else {}  # fmt: skip
-    return {bucket: off for bucket, (_, off) in menus.items() if bucket.index in away}
 
 
 def _choose_activations(question: Question, item: Activations, move: Move, chosen: _Choice) -> None:

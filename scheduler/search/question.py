@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from zerofx.choices import Reduce
@@ -11,7 +12,7 @@ from zerofx.ir.buckets import Bucket, BucketLayout
 from zerofx.ir.graph import StepGraph
 from zerofx.scheduler.cost.machine import Machine
 from zerofx.scheduler.decide.residency import PolicyOptions
-from zerofx.scheduler.decide.states import Placement
+from zerofx.scheduler.decide.states import Placement, state_menus
 from zerofx.scheduler.plan.decisions import GradientDecision, TileDecision
 from zerofx.scheduler.plan.locations import Locations
 from zerofx.scheduler.plan.tiers import Tier
@@ -69,6 +70,18 @@ class Question:
         if not self.captured.divides_others:
             return (self,)
         return (self, replace(self, captured=replace(self.captured, ends_only=True)))
+
+    @cached_property
+    def placements_at_homes(self) -> dict[Bucket, Placement]:
+        """What states that ``homes`` leaves off the device take where they are."""
+        away = {decision.bucket for decision in self.homes.states} if self.homes is not None else set()
+        if not away:
+            return {}
+        menus = state_menus(
+            self.layout, self.state_bytes, self.stage, self.captured.seconds_of_one, self.machine, self.tiers,
+            clipped=self.updates_wait,
+        )  # fmt: skip
+        return {bucket: off for bucket, (_, off) in menus.items() if bucket.index in away}
 
     @property
     def updates_wait(self) -> bool:

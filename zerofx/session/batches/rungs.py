@@ -47,8 +47,7 @@ class Rungs:
             UsageError: they cannot be padded.
         """
         lengths = self._steps.lengths
-        if lengths is None:
-            return batches
+        assert lengths is not None, "batches of any length are asked for"
         if not lengths.is_settled:
             with self._steps.capturing():
                 lengths.settle(self._steps.batch_of(*batches[0].call), len(batches))
