@@ -30,6 +30,7 @@ CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_a
 
 # float64 runs at half the float32 rate on data-centre parts (A100, H100, MI300X datasheets) and far below on others.
 _FLOAT64_OF_FLOAT32 = 0.5
+MEASURED = "-measured"  # ends the name of a machine that was measured, not read from a datasheet
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,10 @@ class Machine:
 
     @staticmethod
     def measure(device: torch.device | str | None = None, *, nvme_path: str | None = None) -> Machine:
-        """Measure the machine at hand in some five seconds.
+        """Measure the machine at hand in some five seconds, and keep the numbers for steps planned on it later.
+
+        Every rank calls this together. What is kept is used where ``machine=`` is not given, by as many ranks with as
+        many threads, and is measured anew by another call.
 
         Args:
             device: the current CUDA device if there is one, else the CPU with its current threads.

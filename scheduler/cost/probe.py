@@ -1,7 +1,8 @@
 """Measures the machine at hand: a `Machine` from a few seconds of matmuls, copies, launches, messages and files.
 
 Best of several runs each, so that noise makes a machine look slower only when it always is. What is not measured is
-filled in from the built-in row of the same accelerator, and the `source` field says which parts those are.
+filled in from the built-in row of the same accelerator, and the `source` field says which parts those are. What was
+measured is kept on disk, for steps that are planned later on the same machine.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import platform
 import shutil
 import tempfile
 import time
@@ -19,9 +21,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from zerofx.disk.cache import DiskCache, key_of
 from zerofx.errors import UsageError
+from zerofx.progress import watched
 from zerofx.scheduler.cost.catalog import machine_of_device, named_machine
-from zerofx.scheduler.cost.machine import Device, Efficiency, Host, Link, Machine, Nvme, Peaks
+from zerofx.scheduler.cost.machine import MEASURED, Device, Efficiency, Host, Link, Machine, Nvme, Peaks
+from zerofx.settings import read_settings
 
 _MIB = 2**20
 _BUDGET = 0.25  # seconds for one quantity: a dozen of them stay below five seconds
@@ -42,6 +47,8 @@ def measure_machine(device: torch.device | str | None = None, *, nvme_path: str 
     so that what they share (cores, memory bandwidth) is shared as in training, links are measured by passing messages
     round a ring, and every rank returns rank 0's numbers.
 
+    Rank 0 keeps them in the folder of ``ZEROFX_CACHE_DIR``: ``kept_machine`` reads them.
+
     Args:
         device: the current CUDA device if there is one, else the CPU with its current threads.
         nvme_path: a folder to time reads and writes in; None for a drive's typical numbers.
@@ -53,9 +60,9 @@ def measure_machine(device: torch.device | str | None = None, *, nvme_path: str 
     if where.type not in ("cpu", "cuda"):
         raise UsageError(f"can measure cpu and cuda devices, found {where}: describe it with Machine.from_json instead")
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    # torchrun says how many ranks share the node; without it they are taken to be all on one.
-    ranks_on_node = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-    with torch.no_grad():
+    ranks_on_node = _ranks_on_node(world)
+    first = world == 1 or dist.get_rank() == 0
+    with torch.no_grad(), watched("measuring the machine", show=first):
         machine = _measure_cpu(ranks_on_node) if where.type == "cpu" else _measure_cuda(where, ranks_on_node)
         if nvme_path is not None:
             machine = replace(machine, nvme=_measure_files(Path(nvme_path), ranks_on_node))
@@ -65,7 +72,32 @@ def measure_machine(device: torch.device | str | None = None, *, nvme_path: str 
             inter = Link(link.bandwidth / ranks_on_node, link.latency) if world > ranks_on_node else machine.inter_node
             machine = replace(machine, intra_node=link, inter_node=inter)
             machine = _of_rank_zero(machine)
+    if first:
+        DiskCache(read_settings().cache_dir).write(_key(where, world), machine.to_json())
     return machine
+
+
+def kept_machine(device: torch.device, num_ranks: int) -> Machine | None:
+    """What was last measured here for ``device`` with as many ranks and threads; None where nothing was."""
+    return DiskCache(read_settings().cache_dir).read_as(_key(device, num_ranks), Machine.from_json)
+
+
+def processor_name() -> str:
+    """The CPU's name as its maker has it, or else the kind of it."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _key(device: torch.device, num_ranks: int) -> str:
+    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    host = (processor_name(), str(memory_bytes()), str(torch.get_num_threads()))
+    return key_of("machine", [accelerator, *host, str(num_ranks), str(_ranks_on_node(num_ranks))])
+
+
+def _ranks_on_node(num_ranks: int) -> int:
+    """torchrun says how many ranks share the node; without it they are taken to be all on one."""
+    return min(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
 
 
 def _measure_cpu(ranks: int) -> Machine:
@@ -82,7 +114,7 @@ def _measure_cpu(ranks: int) -> Machine:
     # A copy to the "host" of a CPU machine is a copy in the same memory: each byte is read once and written once.
     link = Link(traffic / 2, launch)
     return Machine(
-        name="cpu-measured",
+        name=f"{row.name}{MEASURED}",
         source=f"measured: {torch.get_num_threads()} threads, {ranks} ranks a node; links and nvme of {row.name!r}",
         device=Device(Peaks(float32, bfloat16=bfloat16), traffic, max(1, total // ranks), launch),
         efficiency=Efficiency(1.0, 1.0, 1.0),
@@ -112,7 +144,7 @@ def _measure_cuda(device: torch.device, ranks: int) -> Machine:
     host_traffic = _copy_traffic(torch.device("cpu"), _COPY_BYTES_CPU)
     host_flops = _matmul_flops(torch.device("cpu"), torch.float32, _MATMUL_CPU)
     return Machine(
-        name=f"{row.name}-measured",
+        name=f"{row.name}{MEASURED}",
         source=f"measured on {properties.name}; fp8, nvme and links not measured are those of {row.name!r}",
         device=Device(
             peak,

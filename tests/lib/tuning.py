@@ -42,7 +42,10 @@ def rows(number: int = 32) -> tuple[Tensor, ...]:
 
 def tune(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any = None, **options: Any) -> TuneResult:
     return zerofx.tune(
-        model, optimizer, rows() if batch is None else batch, **{"backend": "eager", "num_steps": 2, **options}
+        model,
+        optimizer,
+        rows() if batch is None else batch,
+        **{"backend": "eager", "machine": "cpu", "num_steps": 2, **options},
     )
 
 

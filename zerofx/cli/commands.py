@@ -220,10 +220,25 @@ def export_command(checkpoint: Path, out: Path, form: str, dtype: str | None, sh
 
 
 @main.command("machines")
-def machines_command() -> None:
-    """List the built-in machines: datasheet numbers, of one device unless it says otherwise."""
+@click.option("--measure", is_flag=True, help="Measure the one at hand, and keep the numbers for steps that run on it.")
+@click.option("--nvme", metavar="FOLDER", help="Measure reads and writes in this folder too.")
+def machines_command(measure: bool, nvme: str | None) -> None:
+    """List the built-in machines: datasheet numbers, of one device unless it says otherwise.
+
+    With --measure the machine at hand, of as many ranks as torchrun has started, in some five seconds.
+    """
+    if nvme is not None and not measure:
+        raise click.UsageError(
+            "expected --nvme with --measure, found it alone: built-in machines have drives of their own"
+        )
     headers = ("machine", "memory", "bandwidth", "float32", "bfloat16", "float16", "within node", "between", "a node")
-    rows = [_machine_row(machine) for machine in built_in_machines()]
+    machines = built_in_machines()
+    if measure:
+        with _clean_errors(), world(None) as (rank, here):
+            machines = (Machine.measure(here, nvme_path=nvme),)
+        if rank > 0:
+            return
+    rows = [_machine_row(machine) for machine in machines]
     align = ("left", *["right"] * (len(headers) - 1))
     click.echo(tabulate(rows, headers, colalign=align, disable_numparse=True, tablefmt="simple"))
     click.echo(

@@ -70,12 +70,13 @@ def _compiler() -> Iterator[str]:
 def _devices() -> Iterator[str]:
     import torch
 
+    from zerofx.scheduler.cost.probe import kept_machine, processor_name
     from zerofx.units import format_bytes
 
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     capability = torch.backends.cpu.get_cpu_capability()
-    yield f"CPU: {_processor()}, {capability}, {num_cores} core(s) of {os.cpu_count()} for this process"
+    yield f"CPU: {processor_name()}, {capability}, {num_cores} core(s) of {os.cpu_count()} for this process"
     yield f"{torch.get_num_threads()} thread(s), {format_bytes(memory)} of memory"
     if not torch.cuda.is_available():
         yield "CUDA: no device" if torch.version.cuda else "CUDA: this torch is built without it"
@@ -83,12 +84,8 @@ def _devices() -> Iterator[str]:
         about = torch.cuda.get_device_properties(index)
         size = format_bytes(about.total_memory)
         yield f"CUDA {index}: {about.name}, {size}, compute capability {about.major}.{about.minor}"
-
-
-def _processor() -> str:
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    measured = kept_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"), 1)
+    yield f"steps of one process are planned for {'what Machine.measure() found' if measured else 'the built-in row'}"
 
 
 def _folders() -> Iterator[str]:

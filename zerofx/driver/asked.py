@@ -13,7 +13,7 @@ from zerofx.options import CompileOptions
 from zerofx.runtime.comm.control import Control
 from zerofx.scheduler.cost.catalog import machine_of_device
 from zerofx.scheduler.cost.machine import Machine
-from zerofx.scheduler.cost.probe import memory_bytes
+from zerofx.scheduler.cost.probe import kept_machine, memory_bytes
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.settings import Settings
 
@@ -23,7 +23,8 @@ THREAD_BANDWIDTH = 13e9
 
 
 def machine_at_hand(device: torch.device, options: CompileOptions, control: Control) -> Machine:
-    """The machine that the options give, or else the built-in row of the device, or the plain CPU's: rank 0's.
+    """The machine that the options give, or what ``Machine.measure`` has kept of this one, or the built-in row of the
+    device, or the plain CPU's: rank 0's.
 
     A node has at most as many ranks as there are, and as many as ``torchrun`` has started on it where ``options.wire``
     asks where nodes end.
@@ -31,10 +32,22 @@ def machine_at_hand(device: torch.device, options: CompileOptions, control: Cont
     return control.share("describe the machine", lambda: _machine_here(device, options, control.num_ranks))
 
 
+def measured_at_hand(device: torch.device, options: CompileOptions, settings: Settings, control: Control) -> Machine:
+    """As ``machine_at_hand``, but that a machine of which nothing is kept is measured, by all ranks together."""
+    is_known = control.share(
+        "look for what was measured",
+        lambda: options.machine is not None or kept_machine(device, control.num_ranks) is not None,
+    )
+    if is_known:
+        return machine_at_hand(device, options, control)
+    drive = str(settings.nvme_dirs[0]) if len(settings.nvme_dirs) == 1 else None
+    return control.attempt("measure the machine", lambda: Machine.measure(device, nvme_path=drive))
+
+
 def _machine_here(device: torch.device, options: CompileOptions, num_ranks: int) -> Machine:
     if options.machine is not None:
         return options.machine.for_ranks(num_ranks)
-    machine = _row_of(device, num_ranks)
+    machine = kept_machine(device, num_ranks) or _row_of(device, num_ranks)
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return replace(machine, ranks_per_node=int(local)) if options.wire != "exact" and local.isdigit() else machine
 

@@ -16,7 +16,7 @@ from zerofx.lowering.lower import LoweredStep
 from zerofx.meshes import AUTO, mesh_for
 from zerofx.options import CompileOptions
 from zerofx.runtime.comm.control import Control
-from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.machine import MEASURED, Machine
 from zerofx.scheduler.decide.residency import PolicyOptions, identify, summarise
 from zerofx.scheduler.plan.facts import BucketSummary
 from zerofx.scheduler.plan.plan import Plan
@@ -49,7 +49,7 @@ def take_plan(options: CompileOptions, machine: Machine, control: Control) -> Co
         "loss": (_loss(plan.loss_scaled), _loss(options.loss_scale is not None)),
         "ranks": (str(plan.num_ranks), str(control.num_ranks)),
         "mesh": (plan.mesh.axes_text, _axes(plan, options, control.num_ranks)),
-        "machine": (plan.machine, machine.name),
+        "machine": (plan.machine.removesuffix(MEASURED), machine.name.removesuffix(MEASURED)),
     }
     _refuse(_changed(settings), "Give the options that the plan was made with, or leave plan out to have one made.")
     _check_states(plan, options)

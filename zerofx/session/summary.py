@@ -16,6 +16,7 @@ from zerofx.ir.text import target_name
 from zerofx.runtime.measure.measure import Measurement
 from zerofx.scheduler.cost.categories import Category, peak_memory
 from zerofx.scheduler.cost.cpu.workspace import is_unknown
+from zerofx.scheduler.cost.machine import MEASURED
 from zerofx.scheduler.plan.plan import Plan
 from zerofx.scheduler.plan.text.overview import bucket_table, heading
 from zerofx.scheduler.plan.text.reasons import one_line, reasons
@@ -24,6 +25,8 @@ from zerofx.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from zerofx.lowering.load import CompiledStep
     from zerofx.session.reported import Reported
+
+_NEAR = 0.15  # of a predicted time: plans that differ by more are told apart
 
 
 def summary(step: Reported, compiled: CompiledStep | None, measured: Measurement | None) -> str:
@@ -53,6 +56,7 @@ def summary(step: Reported, compiled: CompiledStep | None, measured: Measurement
         "",
         _predictions(plan, measured),
         *_not_predicted(compiled),
+        *_off(plan, measured),
         *reserves_more(compiled.graph.device, plan.memory_budget),
         "",
         f"On the device at the peak, in {_place(compiled, step.options.backend)}:",
@@ -116,6 +120,19 @@ def _not_predicted(compiled: CompiledStep) -> Iterator[str]:
         yield (
             f"the predicted peak lacks what {', '.join(operators)} may take and give back while running, "
             f"which is not known; step.measure() finds the peak"
+        )
+
+
+def _off(plan: Plan, measured: Measurement | None) -> Iterator[str]:
+    """That this machine is not the one that times were predicted for, where they are far from what was measured."""
+    if measured is None or plan.machine.endswith(MEASURED):
+        return
+    ratio = measured.step_seconds / plan.step_seconds
+    if max(ratio, 1 / ratio) > 1 + _NEAR:
+        yield (
+            f"a step takes {ratio:.2g} times what is predicted for the machine {plan.machine!r}: "
+            f"zerofx.Machine.measure(), called by all processes, measures this one in some seconds and keeps what it "
+            f"finds, for which later steps are planned where no machine= is given"
         )
 
 

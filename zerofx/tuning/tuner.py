@@ -24,7 +24,7 @@ from zerofx.capture.constant_arguments import ConstantArguments
 from zerofx.capture.counted import counted
 from zerofx.codegen.regions import Region
 from zerofx.deferred import make_buffers
-from zerofx.driver.asked import describe_request, machine_at_hand
+from zerofx.driver.asked import describe_request, measured_at_hand
 from zerofx.driver.captures import Captures
 from zerofx.driver.check_training import check_training
 from zerofx.driver.driver import target_of
@@ -74,7 +74,8 @@ def tune(
     Args:
         model, optimizer, stage: as for ``zerofx.compile``.
         batch: a batch to run: a tuple of positional arguments, or a dict of keywords.
-        machine: what plans are predicted for at first; None for the machine at hand.
+        machine: what plans are predicted for at first; None for the machine at hand, which is measured unless it was
+            (``Machine.measure``).
         num_steps: steps to measure of each candidate, after two that warm up; on CPU the last is recorded for its
             memory, and not timed.
         num_candidates: how many plans to run at first; a few more may follow once costs are corrected.
@@ -145,10 +146,10 @@ class _Tuner:
 
     def _tune(self, save: Path | None) -> TuneResult:
         control = self._control
-        self._machine = machine_at_hand(self._training.device, self._options, control)
-        self._budget = budget_bytes(self._options.memory_budget, self._machine)
         if self._training.device.type == "cpu":
             refuse_profilers(control.gather(is_profiling(), "measure steps"))
+        self._machine = measured_at_hand(self._training.device, self._options, self._settings, control)
+        self._budget = budget_bytes(self._options.memory_budget, self._machine)
         control.attempt("save the plan", lambda: self._check_folder(save))
         self._prepared = control.attempt("capture a step", self._capture)
         self._prepared.agree(control)

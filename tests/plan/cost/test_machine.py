@@ -29,6 +29,7 @@ from zerofx.scheduler.cost.machine import (
     copy_seconds,
     wire_bytes,
 )
+from zerofx.scheduler.cost.probe import kept_machine
 
 rates = st.floats(1e3, 1e18)
 latencies = st.floats(0, 1)
@@ -256,9 +257,11 @@ def test_a_rank_alone_has_the_whole_of_its_node() -> None:
     assert v100.for_ranks(8) == v100.for_ranks(64) == v100
 
 
-def test_measuring_this_machine(tmp_path: Path) -> None:
+def test_measuring_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path / "cache"))
+    (drive := tmp_path / "drive").mkdir()
     start = time.perf_counter()
-    machine = Machine.measure("cpu", nvme_path=str(tmp_path))
+    machine = Machine.measure("cpu", nvme_path=str(drive))
     # Two seconds on two idle cores; the limit leaves room for a busy machine.
     assert time.perf_counter() - start < 20
     assert Machine.from_json(machine.to_json()) == machine
@@ -267,7 +270,11 @@ def test_measuring_this_machine(tmp_path: Path) -> None:
     assert 1e-8 < machine.device.launch_latency < 1e-2
     assert machine.nvme is not None
     assert "measured" in machine.source
-    assert not list(tmp_path.iterdir())
+    assert not list(drive.iterdir())
+    cpu = torch.device("cpu")
+    assert kept_machine(cpu, 1) == machine and kept_machine(cpu, 2) is None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
+    assert kept_machine(cpu, 1) is None
 
 
 def test_measuring_refuses_what_it_cannot() -> None:
@@ -285,10 +292,12 @@ def _measure_on_rank(rank: int, world: int, folder: str) -> None:
 def test_ranks_measure_together_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path / "cache"))
     mp.spawn(_measure_on_rank, args=(2, str(tmp_path)), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]  # torch's
     texts = [(tmp_path / f"{rank}.json").read_text() for rank in range(2)]
     assert texts[0] == texts[1]
     machine = Machine.from_json(texts[0])
+    assert kept_machine(torch.device("cpu"), 2) == machine
     assert machine.ranks_per_node == 2
     assert machine.intra_node != Machine.named("cpu").intra_node
     assert 1e7 < machine.intra_node.bandwidth < 1e12

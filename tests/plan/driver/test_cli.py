@@ -22,7 +22,9 @@ from tests.lib.lowered import Deep
 from zerofx.cli.commands import main
 from zerofx.scheduler.cost.catalog import built_in_machines
 from zerofx.scheduler.cost.machine import Machine
+from zerofx.scheduler.cost.probe import kept_machine, memory_bytes
 from zerofx.scheduler.plan.plan import Plan
+from zerofx.units import format_bytes
 
 Made = tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, ...]]
 
@@ -180,13 +182,14 @@ def test_tune_prints_the_candidates_and_saves_the_best(tmp_path: Path) -> None:
     result = run("tune", f"{__name__}:make_on_device", *arguments)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    best = re.match(r"(.*): the fastest within 4.0 GiB, .* a step, peak ", lines[0])
+    # The machine was measured: half of the memory that it has.
+    best = re.match(rf"(.*): the fastest within {format_bytes(memory_bytes() // 2)}, .* a step, peak ", lines[0])
     assert best is not None
     assert lines[2].split() == ["candidate", "peak", "measured", "time", "corrected", "measured"]
     assert lines[4].startswith("as asked ")
     assert [line.startswith(f"{best[1]} ") for line in lines[4:] if line.endswith(" best")] == [True]
     report = run("report", str(saved))
-    assert report.stdout.startswith("Deep with AdamW, times from measured costs: stage 3 on 1 x cpu\n")
+    assert report.stdout.startswith("Deep with AdamW, times from measured costs: stage 3 on 1 x cpu-measured\n")
 
 
 def test_tune_refuses_models_without_values() -> None:
@@ -298,6 +301,16 @@ def test_machines() -> None:
     ]
     h100 = next(line for line in lines if line.startswith("h100-sxm"))
     assert all(text in h100 for text in ("80.0 GiB", "3350 GB/s", "989.4 TFLOP/s", "450 GB/s", "8 x"))
+
+
+def test_the_machine_at_hand_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
+    lines = run("machines", "--measure").stdout.splitlines()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    measured = kept_machine(device, 1)
+    assert measured is not None and lines[2].startswith(measured.name) and not lines[3]
+    assert "expected --nvme with --measure" in run("machines", "--nvme", str(tmp_path)).output
+    assert "must be an existing folder" in run("machines", "--measure", "--nvme", str(tmp_path / "none")).output
 
 
 @pytest.mark.slow

@@ -270,7 +270,7 @@ def test_deferred_models_are_planned_and_tuned() -> None:
     built = Holding()
     real = zerofx.plan(built, adamw(built), batch, machine="cpu", backend="eager")
     assert zerofx.plan(model, adamw(model), batch, machine="cpu", backend="eager").plan == real.plan
-    zerofx.tune(model, adamw(model), batch, backend="eager", num_steps=2)
+    zerofx.tune(model, adamw(model), batch, backend="eager", machine="cpu", num_steps=2)
     assert isinstance(model.weight, DeferredTensor)
 
 
